@@ -1,10 +1,12 @@
 """Tables and partitions whose time is over, by a clock that the test sets."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from infra.emulators.bigquery.engine.expiration import expire
+from infra.emulators.bigquery.errors import InvalidError
 from infra.emulators.bigquery.store import Store
 from infra.emulators.bigquery.tables.catalog import TableCatalog
 from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
@@ -68,3 +70,48 @@ def test_partitions_leave_one_by_one(store: Store, catalog: TableCatalog) -> Non
     assert days(store, catalog, key) == ["2024-10-02", "2024-10-03", "2024-10-04", "None"]
     expire(store, catalog, NOW_MS)
     assert days(store, catalog, key) == ["2024-10-03", "2024-10-04", "None"]
+
+
+def test_an_expiration_of_zero_is_none(store: Store, catalog: TableCatalog) -> None:
+    partitioning = {"type": "DAY", "field": "day", "expirationMs": "0"}
+    key = table(catalog, {"timePartitioning": partitioning})
+    with store.cursor() as cursor:
+        insert_rows(cursor, catalog.table(key).physical, SCHEMA, [{"day": "2001-01-01"}])
+    expire(store, catalog, NOW_MS)
+    assert days(store, catalog, key) == ["2001-01-01"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"expirationTime": "2027-01-01T00:00:00Z"}, "expirationTime"),
+        ({"expirationTime": -1}, "expirationTime"),
+        ({"expirationTime": 10**30}, "expirationTime"),
+        ({"timePartitioning": "DAY"}, "timePartitioning"),
+        ({"timePartitioning": {"expirationMs": "soon"}}, "timePartitioning.expirationMs"),
+        ({"rangePartitioning": {"range": {}}}, "rangePartitioning"),
+        ({"clustering": ["day"]}, "clustering"),
+        ({"clustering": {"fields": [1.5]}}, r"clustering.fields\[0\]"),
+        ({"labels": {"a": {}}}, r"labels\[...\]"),
+        ({"requirePartitionFilter": "perhaps"}, "requirePartitionFilter"),
+        ({"view": {"query": 7.5}}, "view.query"),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_refused_by_name(
+    catalog: TableCatalog, settings: Json, field: str
+) -> None:
+    with pytest.raises(InvalidError, match=f"Invalid value for {field}: "):
+        table(catalog, settings)
+    assert not catalog.tables
+
+
+def test_what_an_earlier_server_let_in_ends_no_expiration_of_others(
+    store: Store, catalog: TableCatalog, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = table(catalog, {})
+    catalog.tables[broken] = replace(catalog.table(broken), settings={"expirationTime": "soon"})
+    key = catalog.create_table(TableKey("p", "d", "u"), SCHEMA, {"expirationTime": "1"}).key
+    expire(store, catalog, NOW_MS)
+    assert set(catalog.tables) == {broken}
+    assert str(broken) in caplog.text
+    assert key not in catalog.tables

@@ -1,8 +1,10 @@
 """Removes tables and partitions whose time is over, once a minute."""
 
+import logging
 import time
 
 import anyio
+import duckdb
 
 from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.store import Store
@@ -11,6 +13,7 @@ from infra.emulators.bigquery.tables.resources import TableResource
 from infra.emulators.bigquery.tables.schema import quoted
 
 _EVERY_S = 60.0
+log = logging.getLogger(__name__)
 
 
 async def expire_forever(service: BigQueryService) -> None:
@@ -28,11 +31,19 @@ def expire(store: Store, catalog: TableCatalog, now_ms: int) -> None:
     Runs in the server's writer.
     """
     for table in list(catalog.tables.values()):
-        expiration_ms = table.settings.get("expirationTime")
-        if expiration_ms is not None and int(expiration_ms) <= now_ms:
-            catalog.delete_table(table.key)
-        elif table.partitioning is not None and table.partitioning.expiration_ms is not None:
-            _expire_partitions(store, table, now_ms)
+        try:
+            _expire_table(store, catalog, table, now_ms)
+        except (ValueError, duckdb.Error):
+            # Of a table that cannot be read the others are not to suffer, nor the server.
+            log.exception("the expiration of %s can't be applied", table.key)
+
+
+def _expire_table(store: Store, catalog: TableCatalog, table: TableResource, now_ms: int) -> None:
+    expiration_ms = table.settings.get("expirationTime")
+    if expiration_ms is not None and int(expiration_ms) <= now_ms:
+        catalog.delete_table(table.key)
+    elif table.partitioning is not None and table.partitioning.expiration_ms is not None:
+        _expire_partitions(store, table, now_ms)
 
 
 def _expire_partitions(store: Store, table: TableResource, now_ms: int) -> None:

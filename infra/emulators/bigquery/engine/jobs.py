@@ -21,6 +21,7 @@ from infra.emulators.bigquery.errors import (
     BugError,
     BusyError,
     DuplicateError,
+    InvalidError,
     NotFoundError,
     ServiceError,
     StoppedError,
@@ -203,8 +204,9 @@ class Jobs:
 
     async def _run(self, job: BigQueryJob, work: Work) -> None:
         job.state, job.started_ms = "RUNNING", time.time_ns() // 1_000_000
-        scope = anyio.CancelScope(deadline=anyio.current_time() + _limit_s(job.configuration))
+        scope = anyio.CancelScope()
         try:
+            scope.deadline = anyio.current_time() + _limit_s(job.configuration)
             with scope:
                 await _interruptible(job, work)
             if scope.cancelled_caught:
@@ -266,4 +268,8 @@ def new_job_id() -> str:
 
 def _limit_s(configuration: Json) -> float:
     limit_ms = configuration.get("jobTimeoutMs")
-    return _LONGEST_JOB_S if not limit_ms else min(int(limit_ms) / 1_000, _LONGEST_JOB_S)
+    if not limit_ms:
+        return _LONGEST_JOB_S
+    if not str(limit_ms).isdecimal():
+        raise InvalidError(f"Invalid value for jobTimeoutMs: {limit_ms}")
+    return min(int(limit_ms) / 1_000, _LONGEST_JOB_S)

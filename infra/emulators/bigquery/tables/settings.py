@@ -3,29 +3,10 @@
 from typing import Any
 
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
+from infra.emulators.bigquery.tables.fields import DatasetFields, TableFields, read_fields
 from infra.emulators.bigquery.tables.resources import DatasetResource
 from infra.emulators.bigquery.tables.schema import Json, Schema
 
-_DATASET_FIELDS = (
-    *("friendlyName", "description", "labels", "location", "access", "defaultTableExpirationMs"),
-    *(
-        "defaultPartitionExpirationMs",
-        "maxTimeTravelHours",
-        "storageBillingModel",
-        "isCaseInsensitive",
-    ),
-)
-_TABLE_FIELDS = (
-    *(
-        "friendlyName",
-        "description",
-        "labels",
-        "expirationTime",
-        "timePartitioning",
-        "rangePartitioning",
-    ),
-    *("clustering", "requirePartitionFilter", "view"),
-)
 _OTHER_TABLES = (
     "externalDataConfiguration",
     "materializedView",
@@ -53,8 +34,13 @@ def merged(old: Json, patch: Json) -> Json:
 
 
 def dataset_settings(body: Json) -> Json:
-    """Returns the stored fields of a Dataset resource."""
-    found = _kept(body, _DATASET_FIELDS)
+    """Returns the stored fields of a Dataset resource.
+
+    Raises:
+        InvalidError: a field is not of its type.
+        UnsupportedError: names that do not differ by case.
+    """
+    found = read_fields(body, DatasetFields)
     if found.get("isCaseInsensitive"):
         raise UnsupportedError("isCaseInsensitive: not supported by the embedded BigQuery")
     return found
@@ -70,14 +56,15 @@ def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created
         created_ms: when the table was made, for the default expiration.
 
     Raises:
-        InvalidError: where partitioning or clustering names no fitting field.
+        InvalidError: a field is not of its type, or partitioning or clustering names no fitting
+            one.
         UnsupportedError: for an external table, a snapshot or another kind that this server has
             not.
     """
     for name in _OTHER_TABLES:
         if body.get(name):
             raise UnsupportedError(f"{name}: not supported by the embedded BigQuery")
-    found = _kept(body, _TABLE_FIELDS)
+    found = read_fields(body, TableFields)
     if "view" in found:
         return _view_settings(found)
     default_ms = dataset.settings.get("defaultTableExpirationMs")
@@ -97,17 +84,13 @@ def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created
     return found
 
 
-def _kept(body: Json, names: tuple[str, ...]) -> Json:
-    return {name: body[name] for name in names if body.get(name) is not None}
-
-
 def _view_settings(found: Json) -> Json:
     view = found["view"]
     if view.get("useLegacySql", True):
         raise UnsupportedError(
             "Legacy SQL: not supported by the embedded BigQuery; set useLegacySql to false"
         )
-    found["view"] = {"query": str(view.get("query", "")), "useLegacySql": False}
+    found["view"] = {"query": view.get("query", ""), "useLegacySql": False}
     return found
 
 
@@ -118,8 +101,9 @@ def _time_partitioning(schema: Schema, partitioning: Json, dataset: DatasetResou
     default_ms = dataset.settings.get("defaultPartitionExpirationMs")
     if default_ms is not None and found.get("expirationMs") is None:
         found["expirationMs"] = str(default_ms)
-    if found.get("expirationMs") is not None:
-        found["expirationMs"] = str(found["expirationMs"])
+    if found.get("expirationMs") in (None, "0"):
+        # Zero is no expiration, as an empty field is.
+        found.pop("expirationMs", None)
     if found.get("field"):
         _check_field(schema, found["field"], _PARTITION_TYPES, "time partitioning")
     return found
