@@ -100,6 +100,10 @@ class Metrics(Entry):
     """PodMonitoring and the API's collector (infra/kubernetes/cluster/pod-monitoring.yaml)."""
     age_s: Seconds = 5.0
     """From a scrape until queries see it."""
+    has_stale_markers: bool = False
+    """Whether queries see at once that a target is gone. Prometheus does, Google's backend does
+    not (cloud.google.com/stackdriver/docs/managed-prometheus/promql-differences).
+    """
     pubsub_sample_s: float = Field(60.0, gt=0)
     """Pub/Sub samples its gauges so often."""
     pubsub_age_s: Seconds = 120.0

@@ -58,8 +58,9 @@ class Scraper:
                     for name, values_of in OF_API.items():
                         self._target(name, target, values_of(site))
             self._scrape_workers()
-            for name, labels in before.keys() - self._scraped.keys():
-                self._series.end(name, labels, self._env.now)
+            if self._metrics.has_stale_markers:
+                for name, labels in before.keys() - self._scraped.keys():
+                    self._series.end(name, labels, self._env.now)
             if self._env.now >= self._forget_s:
                 self._series.forget(self._env.now)
                 self._forget_s = self._env.now + FORGET_EVERY_S
