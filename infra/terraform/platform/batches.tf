@@ -2,7 +2,7 @@
 # one region, as nobody waits for it: what comes meanwhile is in the bucket.
 
 resource "google_cloud_run_v2_worker_pool" "batches" {
-  for_each = var.batches.instances == 0 || var.api.image == null ? {} : { batches = var.api.image }
+  for_each = module.options.batches.instances == 0 || module.options.api.image == null ? {} : { batches = module.options.api.image }
 
   project             = var.project_id
   location            = local.home
@@ -12,7 +12,7 @@ resource "google_cloud_run_v2_worker_pool" "batches" {
 
   scaling {
     scaling_mode          = "MANUAL"
-    manual_instance_count = var.batches.instances
+    manual_instance_count = module.options.batches.instances
   }
 
   template {
@@ -38,7 +38,7 @@ resource "google_cloud_run_v2_worker_pool" "batches" {
       }
 
       resources {
-        limits = { cpu = "1", memory = var.batches.memory }
+        limits = { cpu = "1", memory = module.options.batches.memory }
       }
 
       volume_mounts {

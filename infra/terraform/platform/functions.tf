@@ -5,8 +5,8 @@
 
 locals {
   _functions = { for name, function in {
-    dead-letters = var.functions.dead_letters
-    webhooks     = var.functions.webhooks
+    dead-letters = module.options.functions.dead_letters
+    webhooks     = module.options.functions.webhooks
   } : name => function if function != null }
   _function_facts = {
     dead-letters = { target = "dead_letter", models = local.secrets.models, secrets = {} }
@@ -95,7 +95,7 @@ resource "google_pubsub_topic" "webhooks" {
 }
 
 resource "google_pubsub_subscription" "webhooks" {
-  for_each = var.functions.webhooks == null ? {} : { webhooks = var.functions.webhooks }
+  for_each = module.options.functions.webhooks == null ? {} : { webhooks = module.options.functions.webhooks }
 
   project                    = var.project_id
   name                       = "${google_pubsub_topic.webhooks.name}.push"

@@ -29,7 +29,7 @@ locals {
     for name, model in local.models : name => merge(
       { gke = "${local.workload_identity}/subject/ns/${var.namespace}/sa/worker-${model.slug}" },
       {
-        for place, cluster in var.outside :
+        for place, cluster in module.options.outside :
         place => "principal://${local.outside_pools[place]}/subject/system:serviceaccount:${cluster.namespace}:worker-${model.slug}"
         if cluster.models == null ? true : contains(cluster.models, trimsuffix(name, ".canary"))
       },
@@ -70,7 +70,7 @@ module "model" {
   name            = each.key
   labels          = merge(var.labels, { model = each.value.slug })
   storage_regions = local.storage_regions
-  workers         = var.delivery
+  workers         = module.options.delivery
   api_member      = google_service_account.api.member
   pubsub_agent    = local.pubsub_agent
 
@@ -80,7 +80,7 @@ module "model" {
   forwarding_members = lookup(local._forwarding_members, each.key, {})
   draining_members   = endswith(each.key, ".canary") ? local._worker_members[trimsuffix(each.key, ".canary")] : {}
 
-  dead_letter_push = var.functions.dead_letters == null ? null : {
+  dead_letter_push = module.options.functions.dead_letters == null ? null : {
     audience      = module.function["dead-letters"].audience
     invoker_email = module.function["dead-letters"].invoker_email
     url           = module.function["dead-letters"].url

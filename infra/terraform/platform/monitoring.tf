@@ -7,14 +7,14 @@ locals {
   _monitoring = "${path.module}/../../monitoring/rendered"
   # Terraform's 1 - 0.999 has 500 bits.
   _objectives = {
-    availability_budget = tonumber(format("%.9f", 1 - var.slos.availability))
-    deadlines_budget    = tonumber(format("%.9f", 1 - var.slos.deadlines))
-    least_bad_events    = var.slos.least_bad_events
+    availability_budget = tonumber(format("%.9f", 1 - module.options.slos.availability))
+    deadlines_budget    = tonumber(format("%.9f", 1 - module.options.slos.deadlines))
+    least_bad_events    = module.options.slos.least_bad_events
   }
   # Before there is an API, no metrics arrive from it.
   _alerts = {
     for key, alert in jsondecode(templatefile("${local._monitoring}/alerts.json.tftpl", local._objectives)) :
-    key => alert if key != "metrics-missing" || var.api.image != null
+    key => alert if key != "metrics-missing" || module.options.api.image != null
   }
   _gpu_hour_usd = merge(
     { none = 0 },
@@ -43,7 +43,7 @@ locals {
       anchor              = "docs/operations.md#model-jobs-wait-too-long"
       duration            = "180s"
       evaluation_interval = "60s"
-      query               = "pubsub_googleapis_com:subscription_oldest_unacked_message_age{monitored_resource=\"pubsub_subscription\",subscription_id=\"${module.model[name].workers_subscription_id}\"} > ${var.alerts.oldest_job_s}"
+      query               = "pubsub_googleapis_com:subscription_oldest_unacked_message_age{monitored_resource=\"pubsub_subscription\",subscription_id=\"${module.model[name].workers_subscription_id}\"} > ${module.options.alerts.oldest_job_s}"
       severity            = "CRITICAL"
       title               = "${name}: jobs wait too long"
     } },
@@ -52,7 +52,7 @@ locals {
 }
 
 resource "google_monitoring_notification_channel" "email" {
-  for_each = toset(var.alerts.emails)
+  for_each = toset(module.options.alerts.emails)
 
   project      = var.project_id
   display_name = each.key
@@ -89,7 +89,7 @@ resource "google_monitoring_alert_policy" "default" {
     subject = "${var.prefix}: ${each.value.title}"
 
     dynamic "links" {
-      for_each = var.alerts.runbook_url == null ? {} : { runbook = var.alerts.runbook_url }
+      for_each = module.options.alerts.runbook_url == null ? {} : { runbook = module.options.alerts.runbook_url }
 
       content {
         display_name = "Runbook"
@@ -115,7 +115,7 @@ resource "google_monitoring_dashboard" "default" {
 }
 
 resource "google_billing_budget" "default" {
-  for_each = var.budget == null ? {} : { monthly = var.budget }
+  for_each = module.options.budget == null ? {} : { monthly = module.options.budget }
 
   billing_account = each.value.billing_account
   display_name    = "${var.prefix} in ${var.project_id}"

@@ -24,8 +24,8 @@ output "clusters" {
 output "deployments" {
   description = "What the manifests of each region's workers are made from: infra/kubernetes/overlay.py reads it."
   value = {
-    for name, region in var.regions : name => {
-      compute_classes = var.nodes.compute_classes
+    for name, region in module.options.regions : name => {
+      compute_classes = module.options.nodes.compute_classes
       dataset         = google_bigquery_dataset.default.dataset_id
       hub_token       = one([for secret in google_secret_manager_secret.hub_token : secret.secret_id])
       namespace       = var.namespace
@@ -37,9 +37,9 @@ output "deployments" {
       redis_url       = module.redis[name].url
       region          = name
       reservations    = region.reservations
-      spot            = var.nodes.spot
+      spot            = module.options.nodes.spot
       traces          = local.trace_settings.workers
-      weights_bucket  = var.weights.prefetched ? google_storage_bucket.weights.name : null
+      weights_bucket  = module.options.weights.prefetched ? google_storage_bucket.weights.name : null
       zones           = region.zones
     }
   }
@@ -48,7 +48,7 @@ output "deployments" {
 output "outside" {
   description = "The same for each cluster outside Google, with what its workers' tokens are made for."
   value = {
-    for name, cluster in var.outside : name => {
+    for name, cluster in module.options.outside : name => {
       audience        = "//${local.outside_pools[name]}/providers/${google_iam_workload_identity_pool_provider.outside[name].workload_identity_pool_provider_id}"
       compute_classes = false
       dataset         = google_bigquery_dataset.default.dataset_id

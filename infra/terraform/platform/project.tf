@@ -16,10 +16,10 @@ locals {
       "serviceusage", "storage", "sts",
     ],
     local.trace_services,
-    var.budget == null ? [] : ["billingbudgets"],
-    var.nodes.binary_authorization ? ["binaryauthorization"] : [],
+    module.options.budget == null ? [] : ["billingbudgets"],
+    module.options.nodes.binary_authorization ? ["binaryauthorization"] : [],
   )
-  storage_regions = var.keep_messages_in_regions ? sort(keys(var.regions)) : []
+  storage_regions = var.keep_messages_in_regions ? sort(keys(module.options.regions)) : []
   workers_member  = "principalSet://${local._pool}/namespace/${var.namespace}"
 
   # Rights go to Kubernetes service accounts themselves: no key, no account

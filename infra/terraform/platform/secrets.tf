@@ -93,7 +93,7 @@ resource "google_secret_manager_secret_version" "files" {
 # A token of the Hugging Face hub. Its value is added by hand, so that it is in
 # no state. Workers of hub models read it, each with its own identity.
 resource "google_secret_manager_secret" "hub_token" {
-  for_each = var.weights.hub_token ? { hub-token = true } : {}
+  for_each = module.options.weights.hub_token ? { hub-token = true } : {}
 
   project   = var.project_id
   secret_id = "${var.prefix}-${each.key}"
@@ -107,7 +107,7 @@ resource "google_secret_manager_secret" "hub_token" {
 }
 
 resource "google_secret_manager_secret_iam_member" "hub_token" {
-  for_each = var.weights.hub_token ? { for name, model in local.models : name => model if startswith(model.source, "hf:") } : {}
+  for_each = module.options.weights.hub_token ? { for name, model in local.models : name => model if startswith(model.source, "hf:") } : {}
 
   project   = var.project_id
   secret_id = google_secret_manager_secret.hub_token["hub-token"].secret_id

@@ -11,7 +11,7 @@ resource "google_storage_bucket" "objects" {
 
   # Each folder outlives what points into it: see objects_days.
   dynamic "lifecycle_rule" {
-    for_each = { for folder, days in var.objects_days : folder => days }
+    for_each = { for folder, days in module.options.objects_days : folder => days }
 
     content {
       action {

@@ -1,183 +1,42 @@
 variable "alerts" {
   description = "Who is told, and where the runbook can be read (a URL of docs/operations.md; null: notifications name its part only). oldest_job_s: the age at which a waiting job is told of."
-  type = object({
-    emails       = optional(list(string), [])
-    oldest_job_s = optional(number, 60)
-    runbook_url  = optional(string)
-  })
-  default  = {}
-  nullable = false
-
-  validation {
-    condition     = alltrue([for email in var.alerts.emails : can(regex("^[^@ ]+@[^@ ]+[.][^@ ]+$", email))])
-    error_message = "Each of alerts.emails is an address, as oncall@example.com."
-  }
-
-  validation {
-    condition     = var.alerts.runbook_url == null || can(regex("^https://[^ #]+$", var.alerts.runbook_url))
-    error_message = "alerts.runbook_url is an https URL without a part (#…)."
-  }
-
-  validation {
-    condition     = var.alerts.oldest_job_s >= 1
-    error_message = "alerts.oldest_job_s is a second at least."
-  }
+  type        = any
+  default     = {}
+  nullable    = false
 }
 
 variable "api" {
   description = "The API on Cloud Run, and for how long it keeps predictions and answers to Idempotency-Keys. With keys_in_redis API keys are in the Redis of the records, where the admin API can change them. Without an image there is none yet: the first apply makes the registry that it is pushed to."
-  type = object({
-    concurrency        = optional(number, 80)
-    cpu                = optional(number, 2)
-    idempotency_keep_s = optional(number, 86400)
-    image              = optional(string)
-    keys_in_redis      = optional(bool, false)
-    max_in_flight      = optional(number, 1024)
-    max_instances      = optional(number, 4)
-    memory             = optional(string, "1Gi")
-    min_instances      = optional(number, 1)
-    prediction_keep_s  = optional(number, 3600)
-    timeout_s          = optional(number, 360)
-  })
-  default  = {}
-  nullable = false
-
-  validation {
-    condition     = var.api.min_instances >= 1 && var.api.min_instances <= var.api.max_instances
-    error_message = "api.min_instances is one at least, and no more than api.max_instances."
-  }
-
-  validation {
-    condition = alltrue([
-      for name in ["concurrency", "cpu", "idempotency_keep_s", "max_in_flight", "max_instances", "min_instances", "prediction_keep_s", "timeout_s"] :
-      floor(var.api[name]) == var.api[name]
-    ])
-    error_message = "The numbers of api are whole numbers."
-  }
-
-  validation {
-    condition     = var.api.prediction_keep_s >= 60 && var.api.idempotency_keep_s > 0
-    error_message = "api.prediction_keep_s is 60 at least, and api.idempotency_keep_s more than 0."
-  }
-
-  validation {
-    condition     = var.api.timeout_s > local.longest_deadline_s
-    error_message = "A caller may wait as long as deadline.longest_s of its model: Cloud Run must wait longer (api.timeout_s)."
-  }
-
-  validation {
-    condition     = var.api.concurrency >= 1 && var.api.concurrency <= 1000 && var.api.timeout_s <= 3600
-    error_message = "Cloud Run allows 1 to 1000 requests per instance (api.concurrency), of an hour at most (api.timeout_s)."
-  }
-
-  validation {
-    condition     = contains([1, 2, 4, 6, 8], var.api.cpu) && var.api.max_in_flight >= 1
-    error_message = "Cloud Run has instances of 1, 2, 4, 6 or 8 CPUs (api.cpu); api.max_in_flight is 1 at least."
-  }
-
-  validation {
-    condition = try(
-      tonumber(regex("^[0-9]+", var.api.memory)) * { Mi = 1, Gi = 1024 }[regex("[A-Za-z]+$", var.api.memory)] >= local.api_memory_mib[var.api.cpu].least &&
-      tonumber(regex("^[0-9]+", var.api.memory)) * { Mi = 1, Gi = 1024 }[regex("[A-Za-z]+$", var.api.memory)] <= local.api_memory_mib[var.api.cpu].most,
-      false
-    )
-    error_message = "api.memory is written as 1Gi or 512Mi. Cloud Run wants 512Mi at least (2Gi with 4 CPUs, 4Gi with more), and at most 4Gi for each CPU."
-  }
-
-  validation {
-    condition     = var.api.image == null ? true : can(regex("^[^@ ]+(@sha256:[0-9a-f]+|:[A-Za-z0-9._-]+)$", var.api.image))
-    error_message = "api.image is named with a digest or a tag."
-  }
+  type        = any
+  default     = {}
+  nullable    = false
 }
 
 variable "armor" {
   description = "Requests a minute from one address: above the first they are refused, above the second it is banned for a minute."
-  type = object({
-    ban_above_per_min = optional(number, 12000)
-    requests_per_min  = optional(number, 6000)
-  })
-  default  = {}
-  nullable = false
-
-  validation {
-    condition     = var.armor.requests_per_min > 0 && var.armor.requests_per_min <= var.armor.ban_above_per_min
-    error_message = "armor.requests_per_min is more than 0, and no more than armor.ban_above_per_min: a ban comes after refusals."
-  }
-
-  validation {
-    condition     = alltrue([for count in values(var.armor) : floor(count) == count && count <= 1000000])
-    error_message = "armor has whole numbers, a million at most."
-  }
+  type        = any
+  default     = {}
+  nullable    = false
 }
 
 variable "batches" {
   description = "Who runs batches (/v1/batches): instances of a Cloud Run worker pool. With none, batches wait until they expire, unless a runner stands elsewhere. Each has an inbox of the home region."
-  type = object({
-    instances = optional(number, 0)
-    memory    = optional(string, "1Gi")
-  })
-  default  = {}
-  nullable = false
-
-  validation {
-    condition     = var.batches.instances >= 0 && floor(var.batches.instances) == var.batches.instances
-    error_message = "batches.instances is a whole number. One is enough, a second one takes over at once."
-  }
-
-  validation {
-    condition = try(
-      tonumber(regex("^[0-9]+", var.batches.memory)) * { Mi = 1, Gi = 1024 }[regex("[A-Za-z]+$", var.batches.memory)] >= local.api_memory_mib[1].least &&
-      tonumber(regex("^[0-9]+", var.batches.memory)) * { Mi = 1, Gi = 1024 }[regex("[A-Za-z]+$", var.batches.memory)] <= local.api_memory_mib[1].most,
-      false
-    )
-    error_message = "batches.memory is written as 1Gi or 512Mi; a runner has one CPU, for which Cloud Run allows 512Mi to 4Gi."
-  }
+  type        = any
+  default     = {}
+  nullable    = false
 }
 
 variable "budget" {
   description = "Monthly budget of the project, in units of the currency; null: none. The caller needs rights on the billing account."
-  type = object({
-    billing_account = string
-    currency        = optional(string, "USD")
-    units_per_month = number
-  })
-  default = null
-
-  validation {
-    condition     = var.budget == null ? true : var.budget.units_per_month > 0 && floor(var.budget.units_per_month) == var.budget.units_per_month
-    error_message = "budget.units_per_month is a whole number above 0."
-  }
-
-  validation {
-    condition     = var.budget == null ? true : can(regex("^[0-9A-F]{6}-[0-9A-F]{6}-[0-9A-F]{6}$", var.budget.billing_account))
-    error_message = "budget.billing_account looks like 012345-6789AB-CDEF01."
-  }
-
-  validation {
-    condition     = var.budget == null ? true : can(regex("^[A-Z]{3}$", var.budget.currency))
-    error_message = "budget.currency has three capitals, as EUR: the billing account's own."
-  }
+  type        = any
+  default     = null
 }
 
 variable "cache" {
   description = "Memorystore for Valkey in each region: size, version and copies."
-  type = object({
-    engine_version = optional(string, "VALKEY_8_0")
-    node_type      = optional(string, "STANDARD_SMALL")
-    replicas       = optional(number, 1)
-  })
-  default  = {}
-  nullable = false
-
-  validation {
-    condition     = contains(local.redis_node_types, var.cache.node_type) && contains([0, 1, 2, 3, 4, 5], var.cache.replicas)
-    error_message = "cache.node_type is SHARED_CORE_NANO, STANDARD_SMALL, HIGHMEM_MEDIUM or HIGHMEM_XLARGE, and cache.replicas 0 to 5."
-  }
-
-  validation {
-    condition     = contains(local.valkey_versions, var.cache.engine_version)
-    error_message = "cache.engine_version is one of ${join(", ", local.valkey_versions)}."
-  }
+  type        = any
+  default     = {}
+  nullable    = false
 }
 
 variable "dataset" {
@@ -213,40 +72,9 @@ variable "deletion_protection" {
 
 variable "delivery" {
   description = "The workers' subscriptions: lease, retention and redelivery."
-  type = object({
-    ack_deadline_s        = optional(number, 10)
-    max_delivery_attempts = optional(number, 5)
-    retention_s           = optional(number, 3600)
-    retry_max_s           = optional(number, 10)
-    retry_min_s           = optional(number, 0.1)
-  })
-  default  = {}
-  nullable = false
-
-  validation {
-    condition     = var.delivery.retention_s >= max(600, local.longest_deadline_s) && var.delivery.retention_s <= 2678400
-    error_message = "Pub/Sub keeps messages from 10 minutes to 31 days, and a job is kept as long as somebody may wait for it (deadline.longest_s)."
-  }
-
-  validation {
-    condition     = var.delivery.ack_deadline_s >= 10 && var.delivery.ack_deadline_s <= 600
-    error_message = "Pub/Sub allows leases of 10 to 600 s (delivery.ack_deadline_s)."
-  }
-
-  validation {
-    condition     = alltrue([for name in ["ack_deadline_s", "max_delivery_attempts", "retention_s"] : floor(var.delivery[name]) == var.delivery[name]])
-    error_message = "delivery.ack_deadline_s, max_delivery_attempts and retention_s are whole numbers."
-  }
-
-  validation {
-    condition     = var.delivery.max_delivery_attempts >= 5 && var.delivery.max_delivery_attempts <= 100
-    error_message = "Pub/Sub allows 5 to 100 attempts (delivery.max_delivery_attempts)."
-  }
-
-  validation {
-    condition     = var.delivery.retry_min_s >= 0 && var.delivery.retry_min_s <= var.delivery.retry_max_s && var.delivery.retry_max_s <= 600
-    error_message = "delivery.retry_min_s and retry_max_s are 0 to 600 s, the shortest first."
-  }
+  type        = any
+  default     = {}
+  nullable    = false
 }
 
 variable "domain" {
@@ -262,17 +90,9 @@ variable "domain" {
 
 variable "functions" {
   description = "Images of the functions behind Pub/Sub push; each exists as soon as it has one."
-  type = object({
-    dead_letters = optional(object({ image = string }))
-    webhooks     = optional(object({ image = string }))
-  })
-  default  = {}
-  nullable = false
-
-  validation {
-    condition     = alltrue([for function in values(var.functions) : function == null ? true : can(regex("^[^@ ]+(@sha256:[0-9a-f]+|:[A-Za-z0-9._-]+)$", function.image))])
-    error_message = "Images are named with a digest or a tag."
-  }
+  type        = any
+  default     = {}
+  nullable    = false
 }
 
 variable "gpu_hour_usd" {
@@ -289,39 +109,9 @@ variable "gpu_hour_usd" {
 
 variable "inboxes" {
   description = "The pool of reply inboxes: how many for each region, and slots of each. Twice the API's instances, so that a new revision can start beside the old one. `kept_slots`: slots that stay while revisions with more of them serve; only to lower `slots`."
-  type = object({
-    kept_slots = optional(number)
-    per_region = optional(number, 8)
-    slots      = optional(number, 8)
-  })
-  default  = {}
-  nullable = false
-
-  validation {
-    condition     = var.inboxes.per_region >= 2 * (var.api.max_instances + var.batches.instances)
-    error_message = "Inboxes are leased one per API instance and runner of batches, by old and new revision: per_region is at least twice api.max_instances and batches.instances together."
-  }
-
-  validation {
-    condition     = var.inboxes.per_region <= local.inbox_stride && floor(var.inboxes.per_region) == var.inboxes.per_region
-    error_message = "inboxes.per_region is a whole number, ${local.inbox_stride} at most: a region's numbers begin at ${local.inbox_stride} times its index."
-  }
-
-  validation {
-    condition     = var.inboxes.slots >= 1 && var.inboxes.slots <= 200 && floor(var.inboxes.slots) == var.inboxes.slots
-    error_message = "inboxes.slots is a whole number from 1 to 200."
-  }
-
-  validation {
-    condition     = var.inboxes.kept_slots == null ? true : var.inboxes.kept_slots >= var.inboxes.slots && var.inboxes.kept_slots <= 200 && floor(var.inboxes.kept_slots) == var.inboxes.kept_slots
-    error_message = "inboxes.kept_slots is a whole number from inboxes.slots to 200."
-  }
-
-  # Pub/Sub allows a project 10,000 subscriptions; the models need three each.
-  validation {
-    condition     = var.inboxes.per_region * (coalesce(var.inboxes.kept_slots, var.inboxes.slots) + 1) * length(var.regions) <= 9000
-    error_message = "Regions x inboxes x (slots + 1) is 9000 at most; fewer slots do as well, requests then share them."
-  }
+  type        = any
+  default     = {}
+  nullable    = false
 }
 
 variable "keep_messages_in_regions" {
@@ -415,131 +205,23 @@ variable "network_cidr" {
 
 variable "nodes" {
   description = "Nodes of the clusters. `compute_classes` takes nodes from ComputeClasses instead of node pools; `overflow` is the GPU type that takes over where another is out of stock."
-  type = object({
-    binary_authorization = optional(bool, false)
-    compute_classes      = optional(bool, false)
-    general              = optional(object({ machine_type = optional(string), max = optional(number), min = optional(number) }), {})
-    max_gpus             = optional(number, 8)
-    overflow             = optional(string)
-    preloaded_images     = optional(map(string), {})
-    release_channel      = optional(string, "REGULAR")
-    spot                 = optional(bool, true)
-  })
-  default  = {}
-  nullable = false
-
-  validation {
-    condition     = var.nodes.overflow == null ? true : contains(keys(local.gpu_types), var.nodes.overflow)
-    error_message = "nodes.overflow is a GPU type of infra/kubernetes/gpus.yaml: ${join(", ", keys(local.gpu_types))}."
-  }
-
-  validation {
-    condition     = var.nodes.max_gpus >= 1 && var.nodes.max_gpus <= 1000 && floor(var.nodes.max_gpus) == var.nodes.max_gpus
-    error_message = "nodes.max_gpus is a whole number from 1 to 1000, the most nodes of a pool in GKE."
-  }
-
-  validation {
-    condition = alltrue([
-      for count in [var.nodes.general.min, var.nodes.general.max] : count == null ? true : count >= 1 && count <= 1000 && floor(count) == count
-    ]) && try(var.nodes.general.min <= var.nodes.general.max, true)
-    error_message = "nodes.general.min and max are whole numbers from 1 to 1000, the least first."
-  }
-
-  validation {
-    condition     = var.nodes.general.machine_type == null ? true : can(regex("^[a-z][a-z0-9]*-[a-z0-9-]*[a-z0-9]$", var.nodes.general.machine_type))
-    error_message = "nodes.general.machine_type looks like e2-standard-4."
-  }
-
-  validation {
-    condition     = contains(["RAPID", "REGULAR", "STABLE", "EXTENDED"], var.nodes.release_channel)
-    error_message = "nodes.release_channel is RAPID, REGULAR, STABLE or EXTENDED."
-  }
+  type        = any
+  default     = {}
+  nullable    = false
 }
 
 variable "objects_days" {
   description = "Days after which the objects of each folder are deleted: answers to Idempotency-Keys, batches with their files, files of predictions, inputs (those of dead letters too), results."
-  type = object({
-    answers = optional(number, 2)
-    batches = optional(number, 31)
-    files   = optional(number, 1)
-    inputs  = optional(number, 8)
-    results = optional(number, 7)
-  })
-  default  = {}
-  nullable = false
-
-  validation {
-    condition     = alltrue([for days in values(var.objects_days) : days >= 1 && floor(days) == days])
-    error_message = "objects_days: whole days, at least one, as files promise a day."
-  }
-
-  validation {
-    condition     = var.objects_days.batches >= 31
-    error_message = "Files of batches are promised for up to 30 days: objects_days.batches is a day longer at least."
-  }
-
-  validation {
-    condition     = var.objects_days.answers * 86400 >= var.api.idempotency_keep_s + 3600
-    error_message = "Answers are kept for api.idempotency_keep_s: objects_days.answers is an hour longer at least."
-  }
-
-  validation {
-    condition     = var.objects_days.inputs * 86400 >= local.dead_letter_retention_s + var.delivery.retention_s
-    error_message = "A dead letter can be run again for a week, if its input is still there: objects_days.inputs is longer, by delivery.retention_s."
-  }
-
-  # A hit in a cache's last second may be given to a prediction, and to a link that opens for an hour.
-  validation {
-    condition     = var.objects_days.results * 86400 >= local.longest_ttl_s + local.longest_deadline_s + max(var.api.prediction_keep_s, 3600)
-    error_message = "A result outlives the longest cache.ttl_s of the catalog and api.prediction_keep_s together: raise objects_days.results."
-  }
+  type        = any
+  default     = {}
+  nullable    = false
 }
 
 variable "outside" {
   description = "Clusters outside Google whose workers pull the same jobs: issuer of their tokens (and its keys, where Google can't reach it), which models (null: all), and a Redis of theirs for the cache (null: the home region's). All need a way to the records' Redis, see docs/operations.md."
-  type = map(object({
-    issuer     = string
-    jwks_json  = optional(string)
-    models     = optional(list(string))
-    namespace  = optional(string, "penstock")
-    redis_cidr = optional(string)
-    redis_url  = optional(string)
-  }))
-  default  = {}
-  nullable = false
-
-  validation {
-    condition     = alltrue([for name in keys(var.outside) : can(regex("^[a-z][a-z0-9-]{1,18}[a-z0-9]$", name))])
-    error_message = "A name has 3 to 20 lower-case letters, digits or dashes: with the prefix it names an identity pool."
-  }
-
-  validation {
-    condition     = alltrue([for cluster in values(var.outside) : startswith(cluster.issuer, "https://")])
-    error_message = "An issuer is an https URL, as the cluster's tokens have it."
-  }
-
-  validation {
-    condition     = alltrue([for cluster in values(var.outside) : can(regex("^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$", cluster.namespace))])
-    error_message = "A namespace has at most 42 lower-case letters, digits or dashes, so that a subject has at most 127."
-  }
-
-  validation {
-    condition     = alltrue([for cluster in values(var.outside) : cluster.models == null ? true : length(setsubtract(cluster.models, keys(local.models))) == 0])
-    error_message = "models are entries of models.yaml."
-  }
-
-  validation {
-    condition = alltrue([
-      for cluster in values(var.outside) :
-      (cluster.redis_url == null) == (cluster.redis_cidr == null) && (cluster.redis_cidr == null ? true : can(cidrhost(cluster.redis_cidr, 0)))
-    ])
-    error_message = "A Redis of a cluster's own has a URL, and addresses that its workers may connect to."
-  }
-
-  validation {
-    condition     = alltrue([for cluster in values(var.outside) : cluster.redis_url == null ? true : can(regex("^rediss?://[^/]+:6379/[0-9]+$", cluster.redis_url))])
-    error_message = "A Redis is named as redis://HOST:6379/0: workers may connect to no other port."
-  }
+  type        = any
+  default     = {}
+  nullable    = false
 }
 
 variable "prefix" {
@@ -572,91 +254,16 @@ variable "project_id" {
 
 variable "records" {
   description = "Redis of the records. `apart`: an instance of its own, which several regions need and one does without; null: as they need."
-  type = object({
-    apart          = optional(bool)
-    engine_version = optional(string, "VALKEY_8_0")
-    node_type      = optional(string, "STANDARD_SMALL")
-    replicas       = optional(number, 1)
-  })
-  default  = {}
-  nullable = false
-
-  validation {
-    condition     = coalesce(var.records.apart, true) || length(var.regions) == 1
-    error_message = "Regions share their topics, so any of them may take a job: several need one Redis for the records."
-  }
-
-  validation {
-    condition     = contains(local.redis_node_types, var.records.node_type) && contains([0, 1, 2, 3, 4, 5], var.records.replicas)
-    error_message = "records.node_type is SHARED_CORE_NANO, STANDARD_SMALL, HIGHMEM_MEDIUM or HIGHMEM_XLARGE, and records.replicas 0 to 5."
-  }
-
-  validation {
-    condition     = contains(local.valkey_versions, var.records.engine_version)
-    error_message = "records.engine_version is one of ${join(", ", local.valkey_versions)}."
-  }
+  type        = any
+  default     = {}
+  nullable    = false
 }
 
 variable "regions" {
   description = "Regions that serve. `index` fixes a region's addresses and inbox numbers: never change it, never give it to another. `drained`: the balancer sends it nothing. `overflow`: instead of nodes.overflow, or none. `reservations`: of machines with a GPU, by its type; they are used up first. `zones`: of the nodes; those with a GPU are in the zones of them that have it (infra/kubernetes/gpus.yaml)."
-  type = map(object({
-    drained  = optional(bool, false)
-    index    = optional(number, 0)
-    max_gpus = optional(number)
-    overflow = optional(string)
-    zones    = optional(list(string))
-    # By GPU type.
-    reservations = optional(map(object({ name = string, zone = string, project = optional(string) })), {})
-  }))
-  default  = { "europe-west4" = {} }
-  nullable = false
-
-  validation {
-    condition     = length(var.regions) > 0
-    error_message = "At least one region."
-  }
-
-  validation {
-    condition     = length(distinct(values(var.regions)[*].index)) == length(var.regions)
-    error_message = "Every region needs an index of its own."
-  }
-
-  validation {
-    condition     = alltrue([for region in var.regions : region.index >= 0 && region.index < 16 && floor(region.index) == region.index])
-    error_message = "regions.<name>.index is a whole number from 0 to 15."
-  }
-
-  validation {
-    condition     = length(setsubtract(keys(var.regions), local.google_regions)) == 0
-    error_message = "regions: platform/places.tf knows no ${join(", ", setsubtract(keys(var.regions), local.google_regions))}."
-  }
-
-  validation {
-    condition = alltrue([
-      for region in var.regions : region.max_gpus == null ? true : region.max_gpus >= 1 && region.max_gpus <= 1000 && floor(region.max_gpus) == region.max_gpus
-    ])
-    error_message = "regions.<name>.max_gpus is a whole number from 1 to 1000, the most nodes of a pool in GKE."
-  }
-
-  validation {
-    condition = alltrue(flatten([
-      for name, region in var.regions : region.zones == null ? [true] : concat(
-        [length(region.zones) > 0, length(distinct(region.zones)) == length(region.zones)],
-        [for zone in region.zones : can(regex("^${name}-[a-z]$", zone))],
-      )
-    ]))
-    error_message = "regions.<name>.zones are zones of that region, as europe-west4-a, one at least and each once."
-  }
-
-  validation {
-    condition     = alltrue([for region in var.regions : region.overflow == null ? true : region.overflow == "none" || contains(keys(local.gpu_types), region.overflow)])
-    error_message = "regions.<name>.overflow is \"none\", or a GPU type of infra/kubernetes/gpus.yaml: ${join(", ", keys(local.gpu_types))}."
-  }
-
-  validation {
-    condition     = length(var.regions) == 0 || anytrue([for region in var.regions : !region.drained])
-    error_message = "One region at least is not drained."
-  }
+  type        = any
+  default     = { "europe-west4" = {} }
+  nullable    = false
 }
 
 variable "secrets_version" {
@@ -673,24 +280,9 @@ variable "secrets_version" {
 
 variable "slos" {
   description = "Objectives over 28 days: the share of requests that must not fail, and of items that must be answered in time. An alert on a burning budget needs least_bad_events in its window."
-  type = object({
-    availability     = optional(number, 0.999)
-    deadlines        = optional(number, 0.99)
-    least_bad_events = optional(number, 10)
-  })
-  default  = {}
-  nullable = false
-
-  # Below 0.931 a total outage does not burn 14.4 times the budget.
-  validation {
-    condition     = alltrue([for share in [var.slos.availability, var.slos.deadlines] : 14.4 * (1 - share) < 1 && share < 1])
-    error_message = "slos.availability and slos.deadlines lie between 0.931 and 1: below, a total outage would not raise the alarm (14.4 times the budget), and 1 leaves no budget."
-  }
-
-  validation {
-    condition     = var.slos.least_bad_events >= 1 && floor(var.slos.least_bad_events) == var.slos.least_bad_events
-    error_message = "slos.least_bad_events is a whole number, at least 1."
-  }
+  type        = any
+  default     = {}
+  nullable    = false
 }
 
 variable "storage_location" {
@@ -707,47 +299,14 @@ variable "storage_location" {
 
 variable "traces" {
   description = "Where spans go, by OTLP over HTTP: https://telemetry.googleapis.com, or the URL of a collector that API and functions reach; null: nowhere. workers_endpoint: a collector in the workers' cluster, if not the same. ratio: the share of traces that is kept; sampler: of OTEL_TRACES_SAMPLER, whether it holds for callers that trace too."
-  type = object({
-    endpoint         = optional(string)
-    ratio            = optional(number, 0.01)
-    sampler          = optional(string, "parentbased_traceidratio")
-    workers_endpoint = optional(string)
-  })
-  default  = {}
-  nullable = false
-
-  validation {
-    condition     = alltrue([for url in [var.traces.endpoint, var.traces.workers_endpoint] : url == null ? true : can(regex("^https?://[^ /?#]+$", url))])
-    error_message = "An endpoint is a URL without a path, as https://telemetry.googleapis.com."
-  }
-
-  validation {
-    condition     = var.traces.ratio >= 0 && var.traces.ratio <= 1
-    error_message = "traces.ratio lies between 0 and 1."
-  }
-
-  validation {
-    condition     = contains(["parentbased_traceidratio", "traceidratio"], var.traces.sampler)
-    error_message = "traces.sampler is parentbased_traceidratio, or traceidratio to decide for callers that trace too."
-  }
-
-  validation {
-    condition     = var.traces.endpoint != null || var.traces.workers_endpoint == null
-    error_message = "Spans of workers alone belong to no trace: traces.endpoint is needed too."
-  }
+  type        = any
+  default     = {}
+  nullable    = false
 }
 
 variable "weights" {
   description = "Where workers of hub models get weights. prefetched: from the weights bucket, which `penstock weights prefetch` fills. hub_token: a secret for a token of the Hugging Face hub, for gated models that are not prefetched."
-  type = object({
-    hub_token  = optional(bool, false)
-    prefetched = optional(bool, false)
-  })
-  default  = {}
-  nullable = false
-
-  validation {
-    condition     = !var.weights.hub_token || anytrue([for model in local.models : startswith(model.source, "hf:")])
-    error_message = "weights.hub_token: no model of models.yaml comes from the hub (source: hf:ORG/NAME), so nobody would read the token."
-  }
+  type        = any
+  default     = {}
+  nullable    = false
 }

@@ -70,7 +70,9 @@ def refusals(folder: Path, root: str, given: dict[str, object]) -> dict[str, lis
 
 
 def _variable_of(root: str, reason: str) -> str:
-    """The variable whose rule gave a reason; empty where none did."""
+    """The variable whose rule gave a reason, or that has no such option; empty where neither."""
+    if unknown := re.search(r"There is no option (\w+)[.]", reason):
+        return unknown[1]
     rule = re.search(r"validation rule at (\S+):(\d+),", reason)
     if rule is None:
         return ""

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.infra.deploy.terraform import Plan, plan_platform, waits_for
 
@@ -56,15 +57,21 @@ OTHERS_NEED = {
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """A plan in which every resource of the stage is asked for."""
     image = {"image": "registry.example.com/functions@sha256:0"}
+    folder = tmp_path_factory.mktemp("everything")
+    # Its models come from the hub, so that a token is asked for.
+    hub = Path("infra/terraform/platform/tests/hub.models.yaml")
+    catalog = yaml.safe_load(hub.read_text())
+    catalog["models"][0]["canary"] = {"revision": "next"}
+    (folder / "models.yaml").write_text(yaml.safe_dump(catalog))
     return plan_platform(
-        tmp_path_factory.mktemp("everything"),
+        folder,
+        models_file=str(folder / "models.yaml"),
         alerts={"emails": ["oncall@example.com"]},
         batches={"instances": 1},
         budget={"billing_account": "012345-6789AB-CDEF01", "units_per_month": 100},
         domain="api.example.com",
         functions={"dead_letters": image, "webhooks": image},
         inboxes={"per_region": 4, "slots": 2},
-        models_file=str(Path("infra/terraform/platform/tests/hub.models.yaml").resolve()),
         nodes={"binary_authorization": True},
         outside={"elsewhere": {"issuer": "https://oidc.example.com/1"}},
         regions={"asia-south1": {"index": 0}, "asia-southeast1": {"index": 1}},

@@ -23,6 +23,7 @@ from tests.infra.deploy.terraform import REGIONS, Plan, plan_platform
 CATALOG = read_catalog(Path("models.yaml"))
 IMAGE = "registry.example.com/api@sha256:0"
 PLATFORM = Path("infra/terraform/platform/variables.tf")
+OPTIONS = Path("infra/terraform/modules/options/variables.tf")
 CLUSTER = Path("infra/terraform/modules/cluster/variables.tf")
 
 
@@ -126,12 +127,12 @@ def test_disk_is_that_of_terraform() -> None:
 @pytest.mark.parametrize(
     ("variable", "model", "file"),
     [
-        ("api", platform_variables.ApiVariable, PLATFORM),
-        ("cache", platform_variables.CacheVariable, PLATFORM),
-        ("inboxes", platform_variables.Inboxes, PLATFORM),
-        ("nodes", platform_variables.Nodes, PLATFORM),
-        ("objects_days", platform_variables.ObjectsDays, PLATFORM),
-        ("records", platform_variables.RecordsVariable, PLATFORM),
+        ("api", platform_variables.ApiVariable, OPTIONS),
+        ("cache", platform_variables.CacheVariable, OPTIONS),
+        ("inboxes", platform_variables.Inboxes, OPTIONS),
+        ("nodes", platform_variables.Nodes, OPTIONS),
+        ("objects_days", platform_variables.ObjectsDays, OPTIONS),
+        ("records", platform_variables.RecordsVariable, OPTIONS),
         ("general_nodes", platform_variables.GeneralNodes, CLUSTER),
     ],
 )
@@ -158,7 +159,7 @@ def test_single_defaults_are_those_of_terraform(variable: str) -> None:
 def test_bound_of_the_slots_is_that_of_terraform() -> None:
     assert (
         f"length(var.regions) <= {platform_variables.MOST_REPLY_SUBSCRIPTIONS}"
-        in PLATFORM.read_text()
+        in OPTIONS.read_text()
     )
 
 

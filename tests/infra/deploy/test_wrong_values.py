@@ -26,7 +26,7 @@ FIRST: Wrong = {
     "alerts": [
         ({"emails": ["oncall"]}, "alerts.emails"),
         ({"emails": ["oncall@example"]}, "alerts.emails"),
-        ({"error_ratio": 2}, "alerts.error_ratio"),
+        ({"runbook_url": "docs/operations.md"}, "alerts.runbook_url"),
         ({"oldest_job_s": 0}, "alerts.oldest_job_s"),
     ],
     "api": [
@@ -83,7 +83,10 @@ FIRST: Wrong = {
         ("example", "looks like"),
         ("api.example.com/v1", "looks like"),
     ],
-    "functions": [({"webhooks": {"image": "no tag"}}, "digest or a tag")],
+    "functions": [
+        ({"webhooks": {"image": "no tag"}}, "digest or a tag"),
+    ],
+    "gpu_hour_usd": [({"l4": -1}, "below 0")],
     "labels": [({"Team": "a"}, "lower-case"), ({"goog-a": "b"}, "goog")],
     "namespace": [("Penstock", "lower-case"), ("kube-system", "own"), ("keda", "own")],
     "network_cidr": [
@@ -125,13 +128,21 @@ FIRST: Wrong = {
         ({"europe-west4": {"index": 16}}, "index"),
         ({"europe-west4": {"index": 0.5}}, "index"),
         ({"europe-west4": {"overflow": "h900"}}, "overflow"),
+        ({"europe-west4": {"drained": True}}, "not drained"),
+        ({"europe-west1": {}, "europe-west4": {}}, "an index of its own"),
     ],
     "secrets_version": [(0, "count from 1"), (1.5, "count from 1")],
+    "slos": [
+        ({"availability": 0.5}, "slos.availability"),
+        ({"deadlines": 1}, "slos.deadlines"),
+        ({"least_bad_events": 0.5}, "slos.least_bad_events"),
+    ],
     "storage_location": [("EUROPE", "storage_location"), ("us-east99", "storage_location")],
     "traces": [
         ({"endpoint": "telemetry.googleapis.com"}, "URL without a path"),
         ({"endpoint": "https://a.example.com", "ratio": 2}, "traces.ratio"),
         ({"endpoint": "https://a.example.com", "sampler": "always"}, "traces.sampler"),
+        ({"workers_endpoint": "http://collector:4318"}, "traces.endpoint is needed"),
     ],
 }
 CHECKED_AGAINST_FIRST: Wrong = {
@@ -148,6 +159,8 @@ CHECKED_AGAINST_FIRST: Wrong = {
         ({"per_region": 2000}, "1000 at most"),
         ({"per_region": 2, "slots": 0}, "inboxes.slots"),
         ({"per_region": 200, "slots": 100}, "9000"),
+        ({"per_region": 2, "slots": 2.5}, "inboxes.slots"),
+        ({"kept_slots": 1, "per_region": 2, "slots": 2}, "inboxes.kept_slots"),
     ],
     "outside": [
         ({"dc": {"issuer": "http://oidc.example.com"}}, "https"),
@@ -164,6 +177,7 @@ CHECKED_AGAINST_FIRST: Wrong = {
         ({"node_type": "M1"}, "records.node_type"),
         ({"replicas": -1}, "records.replicas"),
     ],
+    "weights": [({"hub_token": True}, "weights.hub_token")],
 }
 CHECKED_AGAINST_THOSE: Wrong = {
     "objects_days": [
@@ -174,6 +188,46 @@ CHECKED_AGAINST_THOSE: Wrong = {
         ({"results": 1}, "objects_days.results"),
     ],
 }
+MISSPELLED: Wrong = {
+    "alerts": [({"email": ["oncall@example.com"]}, "alerts.email.")],
+    "api": [({"max_instance": 1}, "api.max_instance.")],
+    "armor": [({"requests_per_minute": 6000}, "armor.requests_per_minute.")],
+    "batches": [({"instance": 1}, "batches.instance.")],
+    "budget": [
+        (
+            {
+                "billing_account": "012345-6789AB-CDEF01",
+                "units": 20,
+                "units_per_month": 1,
+            },
+            "budget.units.",
+        )
+    ],
+    "cache": [({"size": "STANDARD_SMALL"}, "cache.size.")],
+    "delivery": [({"retry_max": 20}, "delivery.retry_max.")],
+    "functions": [
+        ({"webhook": {"image": "a:b"}}, "functions.webhook, functions.webhook.image."),
+        ({"webhooks": {"image": "a:b", "memory": "1Gi"}}, "functions.webhooks.memory."),
+    ],
+    "inboxes": [({"per_region": 8, "slot": 2}, "inboxes.slot.")],
+    "nodes": [
+        ({"max_gpu": 3}, "nodes.max_gpu."),
+        ({"general": {"maximum": 3}}, "nodes.general.maximum."),
+    ],
+    "objects_days": [({"result": 9}, "objects_days.result.")],
+    "outside": [
+        (
+            {"elsewhere": {"issuer": "https://a.example.com", "model": ["none"]}},
+            "outside.elsewhere.model.",
+        )
+    ],
+    "records": [({"separate": True}, "records.separate.")],
+    "regions": [({"europe-west4": {"zone": "europe-west4-a"}}, "regions.europe-west4.zone.")],
+    "slos": [({"available": 0.999}, "slos.available.")],
+    "traces": [({"url": "https://a.example.com"}, "traces.url.")],
+    "weights": [({"token": True}, "weights.token.")],
+}
+"""Options that are not there. What is there follows in the message."""
 READ_BY_MANY: Wrong = {"models_file": [("nowhere.yaml", "no such file")]}
 ONLY_TRUE_OR_FALSE = {"deletion_protection", "keep_messages_in_regions"}
 
@@ -202,6 +256,59 @@ def check(
     }
     assert missing == {}
     assert set(told) == set(wrong)
+
+
+@pytest.mark.parametrize("wrong", plans_of(MISSPELLED))
+def test_options_that_are_not_there(tmp_path: Path, wrong: dict[str, tuple[Any, str]]) -> None:
+    named = {
+        name: (value, f"There is no option {option} There are ")
+        for name, (value, option) in wrong.items()
+    }
+    check(tmp_path, "platform", RIGHT, named)
+
+
+def test_every_object_is_checked_for_options_that_are_not_there() -> None:
+    text = (STAGES / "platform/variables.tf").read_text()
+    untyped = re.findall(r'^variable "(\w+)" {\n  description = .*\n  type += any$', text, re.M)
+    assert set(untyped) == set(MISSPELLED)
+    assert "object(" not in text
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong", "reason"),
+    [
+        (
+            {"batches": {"instances": 1}},
+            "inboxes",
+            "at least twice api.max_instances and batches.instances",
+        ),
+        (
+            {"api": {"max_instances": 1, "idempotency_keep_s": 172800}},
+            "objects_days",
+            "objects_days.answers",
+        ),
+        (
+            {"api": {"max_instances": 1, "prediction_keep_s": 604800}},
+            "objects_days",
+            "objects_days.results",
+        ),
+        ({"models_file": "tests/long.models.yaml"}, "objects_days", "objects_days.results"),
+        (
+            {
+                "records": {"apart": False},
+                "regions": {"europe-west1": {"index": 1}, "europe-west4": {"index": 0}},
+            },
+            "records",
+            "one Redis",
+        ),
+    ],
+)
+def test_variables_that_do_not_fit_together(
+    tmp_path: Path, given: dict[str, Any], wrong: str, reason: str
+) -> None:
+    told = refusals(tmp_path, "platform", RIGHT | given)
+    assert set(told) == {wrong}
+    assert any(reason in said for said in told[wrong])
 
 
 def test_every_variable_is_tried() -> None:

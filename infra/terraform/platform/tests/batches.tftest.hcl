@@ -31,14 +31,3 @@ run "runner_in_the_home_region" {
     error_message = "The API's image runs batches."
   }
 }
-
-run "inboxes_for_the_runner_too" {
-  command = plan
-
-  variables {
-    batches = { instances = 1 }
-    inboxes = { per_region = 2, slots = 2 }
-  }
-
-  expect_failures = [var.inboxes]
-}

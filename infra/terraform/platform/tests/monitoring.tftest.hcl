@@ -73,46 +73,6 @@ run "nothing_is_missing_before_there_is_an_api" {
   }
 }
 
-run "target_that_no_outage_misses" {
-  command = plan
-
-  variables {
-    slos = { availability = 0.9 }
-  }
-
-  expect_failures = [var.slos]
-}
-
-run "target_without_a_budget" {
-  command = plan
-
-  variables {
-    slos = { deadlines = 1 }
-  }
-
-  expect_failures = [var.slos]
-}
-
-run "half_an_event" {
-  command = plan
-
-  variables {
-    slos = { least_bad_events = 0.5 }
-  }
-
-  expect_failures = [var.slos]
-}
-
-run "runbook_that_is_a_part_already" {
-  command = plan
-
-  variables {
-    alerts = { runbook_url = "https://example.com/operations.md#alerts" }
-  }
-
-  expect_failures = [var.alerts]
-}
-
 run "price_below_nothing" {
   command = plan
 

@@ -50,13 +50,3 @@ run "nothing_outside_by_default" {
     error_message = "Nobody outside is let in unasked."
   }
 }
-
-run "an_unknown_model_outside" {
-  command = plan
-
-  variables {
-    outside = { elsewhere = { issuer = "https://oidc.example.com/1", models = ["none"] } }
-  }
-
-  expect_failures = [var.outside]
-}

@@ -208,26 +208,6 @@ run "inboxes_keep_their_numbers_when_more_are_added" {
   }
 }
 
-run "more_inboxes_than_a_region_has_numbers" {
-  command = plan
-
-  variables {
-    inboxes = { per_region = 1001, slots = 1 }
-  }
-
-  expect_failures = [var.inboxes]
-}
-
-run "half_an_inbox" {
-  command = plan
-
-  variables {
-    inboxes = { per_region = 2.5, slots = 2 }
-  }
-
-  expect_failures = [var.inboxes]
-}
-
 run "slots_that_the_old_revision_has_stay" {
   command = plan
 
@@ -239,36 +219,6 @@ run "slots_that_the_old_revision_has_stay" {
     condition     = length(module.inbox["0"].slots) == 4
     error_message = "An old revision waits for replies on each of its slots."
   }
-}
-
-run "fewer_slots_kept_than_used" {
-  command = plan
-
-  variables {
-    inboxes = { per_region = 2, slots = 2, kept_slots = 1 }
-  }
-
-  expect_failures = [var.inboxes]
-}
-
-run "half_a_slot" {
-  command = plan
-
-  variables {
-    inboxes = { per_region = 2, slots = 2.5 }
-  }
-
-  expect_failures = [var.inboxes]
-}
-
-run "callers_cut_off_before_their_deadline" {
-  command = plan
-
-  variables {
-    api = { max_instances = 1, timeout_s = 300 }
-  }
-
-  expect_failures = [var.api]
 }
 
 run "a_region_drained" {
@@ -288,44 +238,4 @@ run "a_region_drained" {
     condition     = length(google_compute_backend_service.api["api"].outlier_detection) == 0
     error_message = "The one that serves has nobody to hand over to."
   }
-}
-
-run "all_regions_drained" {
-  command = plan
-
-  variables {
-    regions = { "europe-west4" = { drained = true } }
-  }
-
-  expect_failures = [var.regions]
-}
-
-run "two_regions_with_one_index" {
-  command = plan
-
-  variables {
-    regions = { "europe-west1" = {}, "europe-west4" = {} }
-  }
-
-  expect_failures = [var.regions]
-}
-
-run "fewer_inboxes_than_instances" {
-  command = plan
-
-  variables {
-    api = { max_instances = 2 }
-  }
-
-  expect_failures = [var.inboxes]
-}
-
-run "more_subscriptions_than_a_project_has" {
-  command = plan
-
-  variables {
-    inboxes = { per_region = 100, slots = 100 }
-  }
-
-  expect_failures = [var.inboxes]
 }

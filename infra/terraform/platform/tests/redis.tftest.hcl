@@ -73,14 +73,3 @@ run "all_regions_have_one_redis_for_records" {
     error_message = "So do the APIs, which cache in their own region."
   }
 }
-
-run "regions_without_common_records" {
-  command = plan
-
-  variables {
-    records = { apart = false }
-    regions = { "europe-west1" = { index = 1 }, "europe-west4" = { index = 0 } }
-  }
-
-  expect_failures = [var.records]
-}

@@ -56,23 +56,3 @@ run "to_a_collector_in_the_cluster" {
     error_message = "Google's API is not asked."
   }
 }
-
-run "refused" {
-  command = plan
-
-  variables {
-    traces = { workers_endpoint = "http://collector:4318" }
-  }
-
-  expect_failures = [var.traces]
-}
-
-run "refused_with_a_path" {
-  command = plan
-
-  variables {
-    traces = { endpoint = "https://telemetry.googleapis.com/v1/traces" }
-  }
-
-  expect_failures = [var.traces]
-}

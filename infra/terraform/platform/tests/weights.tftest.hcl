@@ -37,13 +37,3 @@ run "prefetched_with_a_token" {
     error_message = "Workers of hub models read the token, others do not."
   }
 }
-
-run "a_token_that_nobody_reads" {
-  command = plan
-
-  variables {
-    weights = { hub_token = true }
-  }
-
-  expect_failures = [var.weights]
-}
