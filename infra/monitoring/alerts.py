@@ -73,6 +73,13 @@ _OTHERS = (
         "min(penstock_cache_redis_up) < 1",
         for_s=120,
     ),
+    Alert(
+        "canary-taken-back",
+        "Canary: taken back",
+        "WARNING",
+        "max by (model) (penstock_canary_taken_back) > 0",
+        every_s=300,
+    ),
     Alert("keys-unread", "Keys: can't be read", "CRITICAL", "min(penstock_keys_up) < 1", for_s=120),
     Alert(
         # Objectives are silent without metrics, and an API that is gone has none.
