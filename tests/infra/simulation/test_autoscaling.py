@@ -150,3 +150,21 @@ def test_nobody_asking_leaves_no_worker() -> None:
         "models.sd-1-5.start_replicas=3",
     )
     assert result.recorder.samples[-1].replicas == 0
+
+
+def test_region_without_gpus_gets_the_workers_of_the_other() -> None:
+    # Callers of the first region have eight workers' work, and it gets two GPUs. Arrivals ask for
+    # three workers in the other one, which does the rest of the ten workers' work.
+    result = run(
+        "sd-constant",
+        "duration_s=3000",
+        *SMALL,
+        "models.sd-1-5.start_replicas=1",
+        "regions={us-central1: {share: 0.8, max_gpus: 1}, europe-west4: {share: 0.2}}",
+    )
+    last = {sample.region: sample.ready for sample in result.recorder.samples[-2:]}
+    assert last["us-central1"] <= 2
+    assert last["europe-west4"] >= 8
+    record = result.recorder.models["sd-1-5"]
+    assert max(record.ended_s) < 2400
+    assert record.outcomes[Outcome.EXPIRED] == 0
