@@ -186,11 +186,6 @@ class Fleet:
         now_s = self._env.now
         return self._retired_s + sum(now_s - node.ordered_s for node in self.nodes)
 
-    @property
-    def pending(self) -> int:
-        """Pods without a place."""
-        return len(self._pending)
-
 
 def _order(node: Node, worker: Worker) -> tuple[int, int]:
     """Where a pod goes first: with the anti-affinity, to the fewest workers of its model."""

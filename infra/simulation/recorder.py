@@ -36,7 +36,6 @@ class ModelRecord:
     """Seconds until the batch began."""
     ended_s: array[float] = field(default_factory=lambda: array("d"))
     """When requests that were not served ended."""
-    items_served: int = 0
 
 
 @dataclass(frozen=True, slots=True)

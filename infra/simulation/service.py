@@ -248,7 +248,6 @@ class Service:
         job.has_ended = True
         job.site.answered(job, now_s, took_s)
         record.outcomes[Outcome.SERVED] += 1
-        record.items_served += job.items
         record.arrived_s.append(job.arrived_s)
         record.answer_s.append(now_s - job.arrived_s + self._trip_s)
         record.queue_s.append(job.started_s - job.arrived_s)

@@ -36,7 +36,7 @@ def queue_of(servers: int, load: float, spread: str) -> Scenario:
     )
 
 
-@pytest.mark.parametrize(("servers", "load"), [(1, 0.6), (4, 3.0), (20, 17.0)])
+@pytest.mark.parametrize(("servers", "load"), [(1, 0.6), (4, 3.0), (10, 8.0)])
 def test_waits_are_those_of_erlang(servers: int, load: float) -> None:
     found = waits(simulate(queue_of(servers, load, "exponential")))
     assert sum(found) / len(found) == pytest.approx(mean_wait_s(servers, load, 1.0), rel=0.1)
@@ -84,7 +84,7 @@ troubles = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     streams,
     troubles,
