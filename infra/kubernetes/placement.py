@@ -19,8 +19,8 @@ DRAIN_S = 60
 KILL_MARGIN_S = 10
 """From the end of the drain to the kill: rows go to disk, connections close."""
 SPOT_SHUTDOWN_S = 30
-"""From the notice to the end of a spot node. GKE allows 30 and 120, but Compute Engine promises no
-more than 30 s."""
+"""From the notice to the end of a spot node, GKE's default. It allows 120 too, which was not tried.
+"""
 SPOT_SYSTEM_S = 5
 """The last part of it, for system pods. GKE's default is 15, which would leave workers 15."""
 SPOT_DRAIN_S = 15
