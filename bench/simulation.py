@@ -67,7 +67,7 @@ CASES = (
 )
 
 
-class Batches(NamedTuple):
+class BatchSeconds(NamedTuple):
     """What was measured of one worker: seconds of a batch, and what a request adds to it."""
 
     fixed_s: float
@@ -142,7 +142,7 @@ def _entry(**changes: Any) -> dict[str, Any]:
     return next(dict(one) for one in shipped if one["name"] == MODEL) | changes
 
 
-def _measured(stack: Stack) -> Batches:
+def _measured(stack: Stack) -> BatchSeconds:
     """What batches of one item and of many take, by the worker's own metrics."""
     health = stack.ports.health[0]
     found = []
@@ -166,7 +166,7 @@ def _measured(stack: Stack) -> Batches:
     (items_1, batch_1_s, trip_1_s), (items_n, batch_n_s, _) = found
     item_s = (batch_n_s - batch_1_s) / (items_n - items_1)
     fixed_s = max(0.0, batch_1_s - item_s * items_1)
-    return Batches(fixed_s, item_s, max(0.0, trip_1_s - batch_1_s))
+    return BatchSeconds(fixed_s, item_s, max(0.0, trip_1_s - batch_1_s))
 
 
 def _metrics(port: int) -> dict[str, float]:
@@ -269,7 +269,9 @@ def _bodies(word: str, count: int) -> list[str]:
 # The simulator
 
 
-def _simulated(case: Case, batches: Batches, per_s: float, change_s: float, folder: Path) -> Times:
+def _simulated(
+    case: Case, batches: BatchSeconds, per_s: float, change_s: float, folder: Path
+) -> Times:
     events = []
     if case.then != case.workers:
         events.append(

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from infra.kubernetes.deployment import Reservation
+from infra.kubernetes.deployment import GpuReservation
 from shared.catalog_entry import GpuTypeName
 from shared.errors import ConfigurationError
 
@@ -135,7 +135,7 @@ class Region(_Variable):
     max_gpus: int | None = Field(None, ge=1)
     overflow: Literal[GpuTypeName, "none"] | None = None
     """Instead of nodes.overflow."""
-    reservations: dict[GpuTypeName, Reservation] = {}
+    reservations: dict[GpuTypeName, GpuReservation] = {}
     """Of GPU types. Used up first."""
     zones: list[str] | None = None
 

@@ -50,7 +50,7 @@ def patient_s(model: Model) -> float:
     return model.deadline.longest_s * PATIENT_SHARE
 
 
-class Queries:
+class TriggerQueries:
     """The PromQL queries of one model in one region.
 
     Of what callers ask for, only that of this region counts. Workers of all regions pull from one
@@ -125,7 +125,7 @@ class Queries:
 
 def keda_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, Any]:
     """What the ScaledObject of one worker has beyond components/keda."""
-    queries = Queries(model, worker, deployment.region)
+    queries = TriggerQueries(model, worker, deployment.region)
 
     def trigger(name: str, query: str, threshold: float) -> dict[str, Any]:
         metadata = {

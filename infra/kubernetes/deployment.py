@@ -42,7 +42,7 @@ class GpuType(BaseModel):
         return tuple(name for name in names if among is None or name in among)
 
 
-class Reservation(BaseModel):
+class GpuReservation(BaseModel):
     """A specific reservation of machines in one zone, perhaps shared by another project."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -81,7 +81,7 @@ class Deployment(BaseModel):
     spot: bool
     overflow: GpuTypeName | None
     """GPU type that takes over where another is out of stock."""
-    reservations: dict[GpuTypeName, Reservation] = {}
+    reservations: dict[GpuTypeName, GpuReservation] = {}
     """What is reserved of a GPU type. It is used up first."""
     weights_bucket: str | None = None
     """The bucket that `penstock weights prefetch` filled. None: workers download from the hub."""

@@ -28,7 +28,7 @@ from infra.kubernetes.site import (
     EmbeddedRows,
     GivenRedis,
     GoogleBroker,
-    Site,
+    SelfHostedSite,
     VolumeObjects,
     read_site,
 )
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_self_hosted(out: Path, site: Site, catalog: Catalog, models_file: Path) -> None:
+def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_file: Path) -> None:
     """Writes the overlay, and replaces an existing one.
 
     Args:
@@ -107,7 +107,7 @@ def write_self_hosted(out: Path, site: Site, catalog: Catalog, models_file: Path
     write_kustomization(out, folders, patches=_patches_of_all(site))
 
 
-def worker_deployment(site: Site) -> Deployment:
+def worker_deployment(site: SelfHostedSite) -> Deployment:
     """What workers there are given."""
     redis_url = site.redis.url if isinstance(site.redis, GivenRedis) else "redis://redis:6379/0"
     return Deployment(
@@ -130,7 +130,7 @@ def worker_deployment(site: Site) -> Deployment:
     )
 
 
-def _endpoints(site: Site) -> dict[str, str]:
+def _endpoints(site: SelfHostedSite) -> dict[str, str]:
     """Where the servers are that are not Google's, and how to reach what is."""
     found = {}
     if isinstance(site.broker, EmbeddedBroker):
@@ -143,7 +143,7 @@ def _endpoints(site: Site) -> dict[str, str]:
     return found
 
 
-def client_settings(site: Site) -> dict[str, str]:
+def client_settings(site: SelfHostedSite) -> dict[str, str]:
     """The environment of API, runner of batches and functions. Their images have the rest."""
     workers = worker_deployment(site)
     settings = {
@@ -167,7 +167,9 @@ def client_settings(site: Site) -> dict[str, str]:
     return settings | _endpoints(site)
 
 
-def _write_clients(folder: Path, names: Sequence[str], site: Site, models_file: Path) -> None:
+def _write_clients(
+    folder: Path, names: Sequence[str], site: SelfHostedSite, models_file: Path
+) -> None:
     """What uses the servers, besides the workers: all of it with the same settings."""
     folder.mkdir()
     (folder / "models.yaml").write_bytes(models_file.read_bytes())
@@ -190,7 +192,7 @@ def _write_clients(folder: Path, names: Sequence[str], site: Site, models_file: 
     )
 
 
-def _client_patch(name: str, site: Site) -> dict[str, Any]:
+def _client_patch(name: str, site: SelfHostedSite) -> dict[str, Any]:
     variables = [
         {"configMapRef": {"name": "settings"}},
         {"secretRef": {"name": site.signing_secret}},
@@ -210,7 +212,7 @@ def _client_patch(name: str, site: Site) -> dict[str, Any]:
     return deployment_patch(name, pod, replicas=site.api.replicas)
 
 
-def _provisioning(site: Site) -> dict[str, Any]:
+def _provisioning(site: SelfHostedSite) -> dict[str, Any]:
     """A container that makes topics, subscriptions and tables before the API starts."""
     pushed = isinstance(site.broker, EmbeddedBroker)
     return {
@@ -235,7 +237,7 @@ def _provisioning(site: Site) -> dict[str, Any]:
     }
 
 
-def _patches_of_all(site: Site) -> list[dict[str, Any]]:
+def _patches_of_all(site: SelfHostedSite) -> list[dict[str, Any]]:
     """What every pod gets that computes or answers: the object store, and Google's credentials."""
     added: list[tuple[str, dict[str, Any]]] = []
     if isinstance(site.objects, VolumeObjects):

@@ -42,7 +42,7 @@ class Images(_Part):
     redis: Image
 
 
-class Volume(_Part):
+class SiteVolume(_Part):
     """A volume that the cluster provides."""
 
     size: Size
@@ -54,7 +54,7 @@ class EmbeddedBroker(_Part):
     """Our own Pub/Sub, one pod with a volume."""
 
     kind: Literal["embedded"]
-    volume: Volume = Volume(size="20Gi")
+    volume: SiteVolume = SiteVolume(size="20Gi")
     fsync: bool = True
     """Whether it waits for the disk, so that a power cut loses nothing."""
 
@@ -83,7 +83,7 @@ class EmbeddedRows(_Part):
     """Our own BigQuery, one pod with a volume."""
 
     kind: Literal["embedded"]
-    volume: Volume = Volume(size="50Gi")
+    volume: SiteVolume = SiteVolume(size="50Gi")
 
 
 class GoogleRows(_Part):
@@ -96,7 +96,7 @@ class EmbeddedRedis(_Part):
     """One pod with a volume, which appends every write to a file."""
 
     kind: Literal["embedded"]
-    volume: Volume = Volume(size="8Gi")
+    volume: SiteVolume = SiteVolume(size="8Gi")
     memory: Size = "1Gi"
 
     @property
@@ -124,7 +124,7 @@ class VolumeObjects(_Part):
     """A folder on a volume that all pods share."""
 
     kind: Literal["volume"]
-    volume: Volume
+    volume: SiteVolume
     """Of a storage class with ReadWriteMany, such as NFS or CephFS."""
 
 
@@ -142,7 +142,7 @@ class BucketObjects(_Part):
     port: int = Field(443, ge=1, le=65535)
 
 
-class Api(_Part):
+class SiteApi(_Part):
     """The API's pods."""
 
     replicas: int = Field(2, ge=1, le=100)
@@ -172,7 +172,7 @@ class Google(_Part):
     """Has `credentials.json`: an external account (workload identity federation), or a key."""
 
 
-class Site(_Part):
+class SelfHostedSite(_Part):
     """A whole deployment off Google, in one namespace."""
 
     namespace: Name = "penstock"
@@ -188,7 +188,7 @@ class Site(_Part):
     """Has `keys.json`, the directory of API keys (docs/keys.md)."""
     signing_secret: Name = "penstock-signing"
     """Has PENSTOCK_SECRET and PENSTOCK_WEBHOOK_SECRETS, as variables."""
-    api: Api = Api()
+    api: SiteApi = SiteApi()
     batches: bool = True
     """Whether a runner of batches runs."""
     ingress: Ingress | None = None
@@ -196,7 +196,7 @@ class Site(_Part):
     google: Google | None = None
 
     @model_validator(mode="after")
-    def _can_reach_google(self) -> Site:
+    def _can_reach_google(self) -> SelfHostedSite:
         if self.google is None and self.uses_google:
             raise ValueError("google: is needed, because broker, rows or objects are Google's")
         return self
@@ -214,7 +214,7 @@ class Site(_Part):
         return in_bucket or "google" in parts
 
 
-def read_site(path: Path) -> Site:
+def read_site(path: Path) -> SelfHostedSite:
     """The site that a file describes.
 
     Raises:
@@ -225,7 +225,7 @@ def read_site(path: Path) -> Site:
     except (OSError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
     try:
-        return Site.model_validate(found)
+        return SelfHostedSite.model_validate(found)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

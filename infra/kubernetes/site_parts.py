@@ -16,8 +16,8 @@ from infra.kubernetes.site import (
     EmbeddedRows,
     GivenRedis,
     Ingress,
-    Site,
-    Volume,
+    SelfHostedSite,
+    SiteVolume,
     VolumeObjects,
 )
 
@@ -28,7 +28,7 @@ REDIS_DATA_PERCENT = 60
 """
 
 
-def server_patches(site: Site) -> dict[str, list[dict[str, Any]]]:
+def server_patches(site: SelfHostedSite) -> dict[str, list[dict[str, Any]]]:
     """The servers that run there by name, with JSON patches (RFC 6902) of each StatefulSet."""
     found: dict[str, list[dict[str, Any]]] = {}
     if isinstance(site.broker, EmbeddedBroker):
@@ -51,7 +51,7 @@ def server_patches(site: Site) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _volume_patch(volume: Volume) -> list[dict[str, Any]]:
+def _volume_patch(volume: SiteVolume) -> list[dict[str, Any]]:
     spec = "/spec/volumeClaimTemplates/0/spec"
     patch = [{"op": "replace", "path": f"{spec}/resources/requests/storage", "value": volume.size}]
     if volume.storage_class is not None:
@@ -60,7 +60,9 @@ def _volume_patch(volume: Volume) -> list[dict[str, Any]]:
     return patch
 
 
-def write_server(folder: Path, name: str, site: Site, patch: list[dict[str, Any]]) -> None:
+def write_server(
+    folder: Path, name: str, site: SelfHostedSite, patch: list[dict[str, Any]]
+) -> None:
     """Writes the folder of one server, with its JSON patch."""
     folder.mkdir()
     image = ("penstock-redis", site.images.redis)
@@ -77,7 +79,7 @@ def write_server(folder: Path, name: str, site: Site, patch: list[dict[str, Any]
     )
 
 
-def write_network(folder: Path, site: Site) -> None:
+def write_network(folder: Path, site: SelfHostedSite) -> None:
     """Writes the folder of network policies, with the private addresses that the site names."""
     folder.mkdir()
     rules = []

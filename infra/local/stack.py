@@ -23,7 +23,7 @@ from infra.local.process import Process, answers, listens
 from infra.local.provision_servers import provision_broker
 from infra.local.signing import kept_secrets
 from infra.local.stack_processes import LOG_FOLDER, StackProcesses
-from infra.local.supervision import Part
+from infra.local.supervision import SupervisedPart
 from infra.reports import create_tables
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError
@@ -149,11 +149,11 @@ class Stack:
             self._undo.close()
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SupervisedPart]:
         """The processes, to be supervised once they all run."""
         always: tuple[Callable[[], bool], float] = (lambda: True, 0.0)
         return [
-            Part(process, *self._ready.get(name, always))
+            SupervisedPart(process, *self._ready.get(name, always))
             for name, process in self.processes.items()
         ]
 

@@ -18,7 +18,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
 
 @dataclass(frozen=True)
-class Part:
+class SupervisedPart:
     """One process of the stack.
 
     Args:
@@ -43,7 +43,7 @@ class Supervisor:
 
     def __init__(
         self,
-        parts: Iterable[Part],
+        parts: Iterable[SupervisedPart],
         tell: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -66,7 +66,7 @@ class _Watched:
     """One part: it runs, or it waits for its next start, or it was started and is not ready."""
 
     def __init__(
-        self, part: Part, tell: Callable[[str, str], None], clock: Callable[[], float]
+        self, part: SupervisedPart, tell: Callable[[str, str], None], clock: Callable[[], float]
     ) -> None:
         self._part = part
         self._tell = tell

@@ -10,7 +10,7 @@ from typing import Any
 
 from infra.monitoring.alerts import RUNBOOK, alerts
 from infra.monitoring.objectives import DEFAULT_TARGETS, Bounds
-from infra.monitoring.panels import Panel, Query, Terms, Unit, sections
+from infra.monitoring.panels import Panel, PanelQuery, Terms, Unit, sections
 
 WIDTH, HEIGHT, COLUMNS = 16, 16, 48
 BOUNDS = Bounds({name: f"${{{name}_budget}}" for name in DEFAULT_TARGETS}, "${least_bad_events}")
@@ -27,7 +27,7 @@ OLDEST_JOB = Panel(
     "Oldest job",
     "seconds",
     (
-        Query(
+        PanelQuery(
             "max by (subscription_id)"
             f" (pubsub_googleapis_com:subscription_oldest_unacked_message_age{{{_JOBS}}})",
             "{{subscription_id}}",

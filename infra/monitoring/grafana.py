@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infra.monitoring.objectives import DEFAULT_TARGETS, Bounds
-from infra.monitoring.panels import Panel, Query, Section, Terms, Unit, sections
+from infra.monitoring.panels import Panel, PanelQuery, Section, Terms, Unit, sections
 
 UID = "penstock"
 SCHEMA_VERSION = 39
@@ -135,7 +135,7 @@ def _panel(panel: Panel, place: int, top: int, panel_id: int) -> dict[str, Any]:
     }
 
 
-def _target(query: Query, number: int) -> dict[str, Any]:
+def _target(query: PanelQuery, number: int) -> dict[str, Any]:
     return {
         "refId": chr(ord("A") + number),
         "datasource": _SOURCE,

@@ -16,7 +16,7 @@ Unit = Literal["count", "per_second", "percent", "seconds", "usd"]
 
 
 @dataclass(frozen=True)
-class Query:
+class PanelQuery:
     """One PromQL query, and how its series are called: text with {{label}} in it."""
 
     promql: str
@@ -30,7 +30,7 @@ class Panel:
     title: str
     unit: Unit
     """percent: of 1."""
-    queries: tuple[Query, ...]
+    queries: tuple[PanelQuery, ...]
     about: str = ""
     """What it says, where the title does not."""
 
@@ -86,21 +86,21 @@ def _objectives(bounds: Bounds) -> tuple[Panel, ...]:
         Panel(
             "Error budget left, of 28 days",
             "percent",
-            tuple(Query(budget_left(one, bounds, "all"), one.title) for one in OBJECTIVES),
+            tuple(PanelQuery(budget_left(one, bounds, "all"), one.title) for one in OBJECTIVES),
             "Below 0 the objective is missed.",
         ),
         Panel(
             "Error budget left, by model",
             "percent",
             tuple(
-                Query(budget_left(one, bounds, "model"), f"{one.title} {{{{model}}}}")
+                PanelQuery(budget_left(one, bounds, "model"), f"{one.title} {{{{model}}}}")
                 for one in OBJECTIVES
             ),
         ),
         Panel(
             "Burn rate over an hour, by model",
             "count",
-            tuple(Query(burn_rate(one), f"{one.title} {{{{model}}}}") for one in OBJECTIVES),
+            tuple(PanelQuery(burn_rate(one), f"{one.title} {{{{model}}}}") for one in OBJECTIVES),
             "1 uses up the budget in 28 days. Above 14.4 somebody is told at once.",
         ),
     )
@@ -110,13 +110,13 @@ _TRAFFIC = (
     Panel(
         "Requests, by status",
         "per_second",
-        (Query("sum by (status) (rate(penstock_api_requests_total[1m]))", "{{status}}"),),
+        (PanelQuery("sum by (status) (rate(penstock_api_requests_total[1m]))", "{{status}}"),),
     ),
     Panel(
         "p99 of requests, by route",
         "seconds",
         (
-            Query(
+            PanelQuery(
                 "histogram_quantile(0.99,"
                 " sum by (le, route) (rate(penstock_api_request_seconds_bucket[5m])))",
                 "{{route}}",
@@ -127,7 +127,7 @@ _TRAFFIC = (
         "Items late or refused, by model",
         "per_second",
         (
-            Query(
+            PanelQuery(
                 'sum by (model, end) (rate(penstock_slo_items_total{end=~"late|refused"}[5m]))',
                 "{{model}} {{end}}",
             ),
@@ -140,7 +140,7 @@ _QUEUE = (
         "Wait for a batch, by model",
         "seconds",
         tuple(
-            Query(
+            PanelQuery(
                 f"histogram_quantile({quantile},"
                 " sum by (le, model) (rate(penstock_worker_wait_seconds_bucket[5m])))",
                 f"{name} {{{{model}}}}",
@@ -152,15 +152,15 @@ _QUEUE = (
         "Items that wait for a worker, by model and lane",
         "count",
         (
-            Query("sum by (model, lane) (penstock_api_items_in_flight)", "{{model}} {{lane}}"),
-            Query("sum by (model) (penstock_api_jobs_held)", "{{model}} jobs held in the API"),
+            PanelQuery("sum by (model, lane) (penstock_api_items_in_flight)", "{{model}} {{lane}}"),
+            PanelQuery("sum by (model) (penstock_api_jobs_held)", "{{model}} jobs held in the API"),
         ),
     ),
     Panel(
         "Items in a batch, by worker",
         "count",
         (
-            Query(
+            PanelQuery(
                 "sum by (worker) (rate(penstock_worker_batch_items_sum[5m]))"
                 " / sum by (worker) (rate(penstock_worker_batch_items_count[5m]))",
                 "{{worker}}",
@@ -171,7 +171,7 @@ _QUEUE = (
         "Fill of batches, by worker",
         "percent",
         (
-            Query(
+            PanelQuery(
                 "sum by (worker) (rate(penstock_worker_real_work_total[5m]))"
                 " / sum by (worker) (rate(penstock_worker_padded_work_total[5m]))",
                 "{{worker}}",
@@ -181,12 +181,12 @@ _QUEUE = (
     ),
 )
 _GPUS = (
-    Panel("Replicas, by worker", "count", (Query(REPLICAS, "{{worker}}"),)),
+    Panel("Replicas, by worker", "count", (PanelQuery(REPLICAS, "{{worker}}"),)),
     Panel(
         "Busy part of the workers",
         "percent",
         (
-            Query(
+            PanelQuery(
                 f"sum by (worker) (penstock_worker_busy_ratio) / {REPLICAS}",
                 "{{worker}}",
             ),
@@ -195,7 +195,11 @@ _GPUS = (
     Panel(
         "Seconds in the model per second, by worker",
         "count",
-        (Query("sum by (worker) (rate(penstock_worker_inference_seconds_sum[5m]))", "{{worker}}"),),
+        (
+            PanelQuery(
+                "sum by (worker) (rate(penstock_worker_inference_seconds_sum[5m]))", "{{worker}}"
+            ),
+        ),
         "Divided by the share of a GPU, these are GPU seconds.",
     ),
 )
@@ -207,20 +211,20 @@ def _cost(by_worker_usd: str) -> tuple[Panel, ...]:
         Panel(
             "Workers' cost per hour",
             "usd",
-            (Query(f"{REPLICAS}{by_worker_usd}", "{{worker}}"),),
+            (PanelQuery(f"{REPLICAS}{by_worker_usd}", "{{worker}}"),),
             "Replicas that run, at the price of their share of a GPU's machine.",
         ),
         Panel(
             "Cost of 1000 computed items",
             "usd",
-            (Query(f"1000 * {REPLICAS}{by_worker_usd} / ({items_per_h})", "{{worker}}"),),
+            (PanelQuery(f"1000 * {REPLICAS}{by_worker_usd} / ({items_per_h})", "{{worker}}"),),
             "Workers that wait cost too.",
         ),
         Panel(
             "Items from the cache, by model",
             "percent",
             (
-                Query(
+                PanelQuery(
                     f"sum by (model) (rate({_FROM_CACHE}[5m]))"
                     ' / sum by (model) (rate(penstock_api_items_total{status="succeeded"}[5m]))',
                     "{{model}}",
@@ -231,7 +235,7 @@ def _cost(by_worker_usd: str) -> tuple[Panel, ...]:
         Panel(
             "Saved by the cache per hour",
             "usd",
-            (Query(f"({SAVED_WORKERS}){by_worker_usd}", "{{worker}}"),),
+            (PanelQuery(f"({SAVED_WORKERS}){by_worker_usd}", "{{worker}}"),),
             "What workers would have cost for the time that these items take on average.",
         ),
     )
@@ -241,13 +245,13 @@ _TENANTS = (
     Panel(
         "Tenants with waiting items, by model and lane",
         "count",
-        (Query("max by (model, lane) (penstock_api_tenants)", "{{model}} {{lane}}"),),
+        (PanelQuery("max by (model, lane) (penstock_api_tenants)", "{{model}} {{lane}}"),),
     ),
     Panel(
         "Part of the largest tenant, by model and lane",
         "percent",
         (
-            Query(
+            PanelQuery(
                 "clamp_max(max by (model, lane) (penstock_api_largest_tenant_items)"
                 " / (sum by (model, lane) (penstock_api_items_in_flight) > 0), 1)",
                 "{{model}} {{lane}}",
@@ -258,14 +262,14 @@ _TENANTS = (
     Panel(
         "Rows that BigQuery does not have yet",
         "count",
-        (Query("sum(penstock_rows_pending)", "rows"),),
+        (PanelQuery("sum(penstock_rows_pending)", "rows"),),
     ),
     Panel(
         "Redis within reach",
         "count",
         (
-            Query("min(penstock_cache_redis_up)", "cache"),
-            Query("min(penstock_records_redis_up)", "records"),
+            PanelQuery("min(penstock_cache_redis_up)", "cache"),
+            PanelQuery("min(penstock_records_redis_up)", "records"),
         ),
     ),
 )

@@ -17,7 +17,7 @@ BATCH_SHARE = 0.5
 """As in api/dispatch/admission.py."""
 
 
-class Job:
+class SimulatedJob:
     """A request, which is one message. It ends once, whoever learns of it later."""
 
     __slots__ = (
@@ -71,7 +71,7 @@ class ApiSite:
         """Items that wait for a worker, of both lanes."""
         return self.interactive + self.batch
 
-    def admits(self, job: Job, now_s: float) -> bool:
+    def admits(self, job: SimulatedJob, now_s: float) -> bool:
         """Takes a request in, or refuses it."""
         if not self._has_room(job) or (self.in_flight and not self._is_in_time(job, now_s)):
             self.shed[job.is_batch_lane] += job.items
@@ -82,14 +82,14 @@ class ApiSite:
         self.admitted[job.is_batch_lane] += job.items
         return True
 
-    def _has_room(self, job: Job) -> bool:
+    def _has_room(self, job: SimulatedJob) -> bool:
         if self.requests >= self._most_requests:
             return False
         if job.is_batch_lane:
             return self.batch + job.items <= self._most_items * BATCH_SHARE
         return self.interactive + job.items <= self._most_items
 
-    def _is_in_time(self, job: Job, now_s: float) -> bool:
+    def _is_in_time(self, job: SimulatedJob, now_s: float) -> bool:
         rate = self.rate
         item_s = rate.item_s * rate.margin
         if not job.is_batch_lane and self.batch:
@@ -100,21 +100,21 @@ class ApiSite:
         wait_s = max(ahead * item_s, min(self.in_flight * item_s, rate.service_s))
         return wait_s <= left_s
 
-    def answered(self, job: Job, now_s: float, took_s: float) -> None:
+    def answered(self, job: SimulatedJob, now_s: float, took_s: float) -> None:
         """Records an answer in time, `took_s` of which were the model's."""
         self.rate.record_completed(now_s, job.items, self.in_flight, took_s)
         self._count(job, -1)
 
-    def gave_up(self, job: Job, now_s: float) -> None:
+    def gave_up(self, job: SimulatedJob, now_s: float) -> None:
         """Records that a deadline passed."""
         self.rate.record_late(now_s)
         self._count(job, -1)
 
-    def lost(self, job: Job) -> None:
+    def lost(self, job: SimulatedJob) -> None:
         """Forgets a request of an instance that is gone."""
         self._count(job, -1)
 
-    def _count(self, job: Job, sign: int) -> None:
+    def _count(self, job: SimulatedJob, sign: int) -> None:
         self.requests += sign
         if job.is_batch_lane:
             self.batch += sign * job.items

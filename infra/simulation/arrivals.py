@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.simulation.streams import Arrivals, Burst, Constant, Step, Trace, Wave
+from infra.simulation.streams import Arrivals, Burst, Constant, StepArrivals, Trace, Wave
 from shared.errors import ConfigurationError
 
 CHUNK_S = 10.0
@@ -54,13 +54,13 @@ def arrival_times(
 
 
 def _rate_of(
-    stream: Constant | Wave | Step | Burst,
+    stream: Constant | Wave | StepArrivals | Burst,
 ) -> tuple[Callable[[float], float], tuple[float, ...]]:
     """The rate at a time, and the times at which it jumps."""
     if isinstance(stream, Constant):
         per_s = stream.per_s
         return lambda at_s: per_s, ()
-    if isinstance(stream, Step):
+    if isinstance(stream, StepArrivals):
         step = stream
         return lambda at_s: step.before_per_s if at_s < step.at_s else step.after_per_s, (
             step.at_s,

@@ -10,7 +10,7 @@ from infra.simulation.scenario import (
     Event,
     MetricsOutage,
     RegionLoss,
-    Rollout,
+    RolloutEvent,
     SetReplicas,
     SpotLoss,
     StockOut,
@@ -26,7 +26,7 @@ def happen(env: simpy.Environment, event: Event, parts: Parts, scraper: Scraper)
         for (_, region), fleet in parts.fleets.items():
             if event.region in (None, region):
                 fleet.lose(event.share)
-    elif isinstance(event, Rollout):
+    elif isinstance(event, RolloutEvent):
         for (model, _), replicas in parts.replicas.items():
             if model == event.model:
                 replicas.roll_out()

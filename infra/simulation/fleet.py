@@ -8,7 +8,7 @@ from collections import deque
 import simpy
 
 from infra.simulation.scenario import Cluster
-from infra.simulation.worker import Node, Steps, Worker
+from infra.simulation.worker import Node, SimulatedWorker, Steps
 
 
 class Fleet:
@@ -40,7 +40,7 @@ class Fleet:
         self._chance = chance
         self.nodes: list[Node] = []
         """Ordered, started, or on notice. All of them are paid from their order on."""
-        self._pending: deque[Worker] = deque()
+        self._pending: deque[SimulatedWorker] = deque()
         self.is_out_of_stock = False
         self.is_lost = False
         self._retired_busy_s = self._retired_s = 0.0
@@ -49,12 +49,12 @@ class Fleet:
 
     # Pods
 
-    def request(self, worker: Worker) -> None:
+    def request(self, worker: SimulatedWorker) -> None:
         """A pod wants a place."""
         self._pending.append(worker)
         self._place()
 
-    def give_up(self, worker: Worker) -> None:
+    def give_up(self, worker: SimulatedWorker) -> None:
         """A pod is gone: its place is free, or it waits no more."""
         node = worker.node
         if node is None:
@@ -187,7 +187,7 @@ class Fleet:
         return self._retired_s + sum(now_s - node.ordered_s for node in self.nodes)
 
 
-def _order(node: Node, worker: Worker) -> tuple[int, int]:
+def _order(node: Node, worker: SimulatedWorker) -> tuple[int, int]:
     """Where a pod goes first: with the anti-affinity, to the fewest workers of its model."""
     alike = sum(one.model == worker.model for one in node.workers)
     return (alike if worker.is_spread else 0, -len(node.workers))

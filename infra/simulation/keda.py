@@ -12,7 +12,7 @@ import math
 
 from infra.simulation.hpa import HorizontalPodAutoscaler, Reading
 from infra.simulation.metrics_table import KNOWN
-from infra.simulation.promql import Query
+from infra.simulation.promql import PromQuery
 from infra.simulation.rules import AutoscalerRules, Trigger
 from infra.simulation.timeseries import TimeSeries
 from shared.errors import ConfigurationError
@@ -36,7 +36,7 @@ class Autoscaler:
     def __init__(self, rules: AutoscalerRules, series: TimeSeries) -> None:
         self.rules = rules
         self.series = series
-        self._triggers = [(trigger, Query(trigger.query)) for trigger in rules.triggers]
+        self._triggers = [(trigger, PromQuery(trigger.query)) for trigger in rules.triggers]
         for trigger, query in self._triggers:
             if unknown := query.metrics - KNOWN:
                 raise ConfigurationError(
@@ -110,7 +110,7 @@ class Autoscaler:
         self._failures[number] = 0
         return value, False
 
-    def _queried(self, trigger: Trigger, query: Query, now_s: float) -> float:
+    def _queried(self, trigger: Trigger, query: PromQuery, now_s: float) -> float:
         if not self.is_endpoint_up:
             raise QueryFailed
         found = query.value(self.series, now_s)

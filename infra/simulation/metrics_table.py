@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from infra.simulation.api_site import ApiSite
-from infra.simulation.worker import Worker
+from infra.simulation.worker import SimulatedWorker
 
 Labels = tuple[tuple[str, str], ...]
 Values = tuple[tuple[Labels, float], ...]
@@ -19,7 +19,7 @@ BUSY_DIGITS = 3
 """As DIGITS of workers/scheduling/busy_ratio.py."""
 
 
-def _busy_ratio(worker: Worker, now_s: float) -> Values:
+def _busy_ratio(worker: SimulatedWorker, now_s: float) -> Values:
     interactive, batch = worker.busy_ratio(now_s)
     return (
         (INTERACTIVE, round(interactive, BUSY_DIGITS)),
@@ -27,7 +27,7 @@ def _busy_ratio(worker: Worker, now_s: float) -> Values:
     )
 
 
-OF_WORKERS: dict[str, Callable[[Worker, float], Values]] = {
+OF_WORKERS: dict[str, Callable[[SimulatedWorker, float], Values]] = {
     "penstock_worker_inference_seconds_sum": lambda one, now_s: (((), one.inference_s),),
     "penstock_worker_inference_seconds_count": lambda one, now_s: (((), one.batches),),
     "penstock_worker_batch_items_sum": lambda one, now_s: (((), one.items),),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from plotly.io import to_html
 from plotly.subplots import make_subplots
 
-from infra.simulation.result import HOUR_S, Result
+from infra.simulation.result import HOUR_S, SimulationResult
 from infra.simulation.show import rows_of_gpus, rows_of_models
 
 BUCKETS = 240
@@ -38,12 +38,12 @@ td { font-variant-numeric: tabular-nums; text-align: right; }
 Column = NDArray[np.float64]
 
 
-def write_page(result: Result, path: Path) -> None:
+def write_page(result: SimulationResult, path: Path) -> None:
     """Writes the page. It has its own copy of plotly.js, about 5 MB."""
     path.write_text(page(result), encoding="utf-8")
 
 
-def page(result: Result) -> str:
+def page(result: SimulationResult) -> str:
     """The page's HTML."""
     title = html.escape(result.scenario.about or "Simulation")
     tables = "".join(_table(rows) for rows in (rows_of_models(result), rows_of_gpus(result)))
@@ -75,7 +75,7 @@ def _shown(value: object) -> str:
     return f"{value:,g}" if isinstance(value, float) else str(value)
 
 
-def _figure(result: Result) -> Any:
+def _figure(result: SimulationResult) -> Any:
     figure = make_subplots(
         rows=len(TITLES),
         cols=1,
@@ -115,7 +115,7 @@ def _figure(result: Result) -> Any:
 Lines = list[tuple[str, list[float], list[float]]]
 
 
-def _replicas(result: Result) -> Lines:
+def _replicas(result: SimulationResult) -> Lines:
     found: Lines = []
     for model in result.scenario.models:
         for field in ("replicas", "ready", "busy"):
@@ -128,7 +128,7 @@ def _replicas(result: Result) -> Lines:
     return found
 
 
-def _gpus(result: Result) -> Lines:
+def _gpus(result: SimulationResult) -> Lines:
     paid: dict[float, float] = {}
     busy: dict[float, float] = {}
     for sample in result.recorder.gpu_samples:
@@ -137,7 +137,7 @@ def _gpus(result: Result) -> Lines:
     return [("GPUs paid", *_hours(paid)), ("GPUs busy", *_hours(busy))]
 
 
-def _rates(result: Result) -> Lines:
+def _rates(result: SimulationResult) -> Lines:
     found: Lines = []
     edges = _edges(result)
     for model, record in result.recorder.models.items():
@@ -147,7 +147,7 @@ def _rates(result: Result) -> Lines:
     return found
 
 
-def _answers(result: Result) -> Lines:
+def _answers(result: SimulationResult) -> Lines:
     found: Lines = []
     for model, record in result.recorder.models.items():
         values = _percentiles(result, record.arrived_s, record.answer_s, (50, 95, 99))
@@ -156,7 +156,7 @@ def _answers(result: Result) -> Lines:
     return found
 
 
-def _waits(result: Result) -> Lines:
+def _waits(result: SimulationResult) -> Lines:
     return [
         (
             f"{model}: wait p95",
@@ -167,7 +167,7 @@ def _waits(result: Result) -> Lines:
     ]
 
 
-def _dollars(result: Result) -> Lines:
+def _dollars(result: SimulationResult) -> Lines:
     prices = {(fleet.gpu_class, fleet.region): fleet.dollars_per_h for fleet in result.fleets}
     at_s: dict[float, float] = {}
     for sample in result.recorder.gpu_samples:
@@ -180,7 +180,7 @@ def _hours(at_s: dict[float, float]) -> tuple[list[float], list[float]]:
     return [second / HOUR_S for second in at_s], list(at_s.values())
 
 
-def _edges(result: Result) -> Column:
+def _edges(result: SimulationResult) -> Column:
     return np.linspace(0.0, result.scenario.duration_s, BUCKETS + 1)
 
 
@@ -189,7 +189,7 @@ def _middles(edges: Column) -> list[float]:
 
 
 def _percentiles(
-    result: Result, times: Any, values: Any, which: tuple[int, ...]
+    result: SimulationResult, times: Any, values: Any, which: tuple[int, ...]
 ) -> list[list[float]]:
     """For each percentile its line over the buckets. A bucket without requests has none."""
     at_s, all_values = np.asarray(times), np.asarray(values)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from infra.simulation.api_site import ApiSite
 from infra.simulation.fleet import Fleet
 from infra.simulation.keda import Autoscaler
-from infra.simulation.replicas import Replicas
+from infra.simulation.replicas import SimulatedDeployment
 from infra.simulation.service import Service
 
 Place = tuple[str, str]
@@ -23,5 +23,5 @@ class Parts:
     sites: dict[Place, ApiSite] = field(default_factory=dict)
     fleets: dict[tuple[str, str], Fleet] = field(default_factory=dict)
     """By GPU class and region."""
-    replicas: dict[Place, Replicas] = field(default_factory=dict)
+    replicas: dict[Place, SimulatedDeployment] = field(default_factory=dict)
     autoscalers: dict[Place, Autoscaler] = field(default_factory=dict)

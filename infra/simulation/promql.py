@@ -43,7 +43,7 @@ LOOKBACK_S = 300.0
 _MATCHES = {"Equal": "=", "NotEqual": "!=", "Re": "=~", "NotRe": "!~"}
 
 
-class Query:
+class PromQuery:
     """One PromQL query, parsed once.
 
     Args:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 
-class Outcome(Enum):
+class RequestEnd(Enum):
     """How a request ended. Every request ends once."""
 
     SERVED = "served"
@@ -27,7 +27,7 @@ class ModelRecord:
     """The requests of one model."""
 
     arrived: int = 0
-    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    outcomes: Counter[RequestEnd] = field(default_factory=Counter)
     arrived_s: array[float] = field(default_factory=lambda: array("d"))
     """Of served requests."""
     answer_s: array[float] = field(default_factory=lambda: array("d"))

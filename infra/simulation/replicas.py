@@ -11,10 +11,10 @@ from infra.simulation.recorder import Recorder
 from infra.simulation.rules import WorkerRules
 from infra.simulation.scenario import Cluster
 from infra.simulation.service import Service
-from infra.simulation.worker import Steps, Worker
+from infra.simulation.worker import SimulatedWorker, Steps
 
 
-class Replicas:
+class SimulatedDeployment:
     """The workers of one model in one region.
 
     Args:
@@ -45,9 +45,9 @@ class Replicas:
         self.region = region
         self._recorder = recorder
         self.wanted = 0
-        self.workers: list[Worker] = []
+        self.workers: list[SimulatedWorker] = []
         """Pods that count, by age. Those that terminate don't."""
-        self.leaving: list[Worker] = []
+        self.leaving: list[SimulatedWorker] = []
         self._made = 0
 
     def set(self, wanted: int) -> None:
@@ -118,10 +118,10 @@ class Replicas:
         self.workers.append(worker)
         self._env.process(self._start(worker))
 
-    def _made_worker(self) -> Worker:
+    def _made_worker(self) -> SimulatedWorker:
         self._made += 1
         name = f"{self.rules.slug}-{self.region}-{self._made}"
-        return Worker(
+        return SimulatedWorker(
             name,
             self.region,
             self.service.model.name,
@@ -130,7 +130,7 @@ class Replicas:
             evict=self._evict,
         )
 
-    def _start(self, worker: Worker) -> Steps:
+    def _start(self, worker: SimulatedWorker) -> Steps:
         self.fleet.request(worker)
         yield worker.placed
         yield self._env.timeout(self._cluster.pod_start_s)
@@ -138,7 +138,7 @@ class Replicas:
             self.service.join(worker)
             self._reconcile()
 
-    def _delete(self, worker: Worker, reason: str) -> None:
+    def _delete(self, worker: SimulatedWorker, reason: str) -> None:
         self.workers.remove(worker)
         self._recorder.lost_workers[reason] += 1
         if worker.is_ready:
@@ -147,18 +147,18 @@ class Replicas:
         else:
             self._gone(worker)
 
-    def _drain(self, worker: Worker) -> Steps:
+    def _drain(self, worker: SimulatedWorker) -> Steps:
         yield self.service.drain(worker) | self._env.timeout(self.rules.drain_s)
         if not worker.is_gone:
             self.leaving.remove(worker)
             self._gone(worker)
 
-    def _gone(self, worker: Worker) -> None:
+    def _gone(self, worker: SimulatedWorker) -> None:
         self.service.leave(worker)
         self._count(worker)
         self.fleet.give_up(worker)
 
-    def _count(self, worker: Worker) -> None:
+    def _count(self, worker: SimulatedWorker) -> None:
         if worker.is_ready:
             self._recorder.worker_ready_s += self._env.now - worker.ready_s
             self._recorder.worker_busy_s += worker.busy_s
@@ -180,7 +180,7 @@ class Replicas:
             self.fleet.give_up(worker)
         self.wanted = len(self.workers)
 
-    def _evict(self, worker: Worker, reason: str) -> None:
+    def _evict(self, worker: SimulatedWorker, reason: str) -> None:
         """Its node goes. Another pod is made at once."""
         if reason != "region lost":
             if worker in self.workers:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from infra.simulation.recorder import Outcome, Recorder
+from infra.simulation.recorder import Recorder, RequestEnd
 from infra.simulation.scenario import Scenario
 
 HOUR_S, DAY_S = 3600.0, 86400.0
@@ -27,7 +27,7 @@ class FleetCost:
 
 
 @dataclass(frozen=True)
-class Replicas:
+class ReplicaRange:
     """Replicas over time, all regions together, after the scenario has settled."""
 
     least: int
@@ -52,7 +52,7 @@ class ModelSummary:
     p95_s: float | None
     p99_s: float | None
     queue_p95_s: float | None
-    replicas: Replicas
+    replicas: ReplicaRange
 
     @property
     def within_deadline(self) -> float:
@@ -79,7 +79,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Result:
+class SimulationResult:
     """A finished run."""
 
     scenario: Scenario
@@ -145,17 +145,17 @@ class Result:
         return ModelSummary(
             model=model,
             arrived=record.arrived,
-            served=ends[Outcome.SERVED],
-            refused=ends[Outcome.REFUSED],
-            expired=ends[Outcome.EXPIRED],
-            lost=ends[Outcome.LOST],
-            open=ends[Outcome.OPEN],
+            served=ends[RequestEnd.SERVED],
+            refused=ends[RequestEnd.REFUSED],
+            expired=ends[RequestEnd.EXPIRED],
+            lost=ends[RequestEnd.LOST],
+            open=ends[RequestEnd.OPEN],
             deadline_s=self.deadlines_s[model],
             p50_s=p50_s,
             p95_s=p95_s,
             p99_s=p99_s,
             queue_p95_s=queue_p95_s,
-            replicas=Replicas(min(settled), max(settled), sum(settled) / len(settled)),
+            replicas=ReplicaRange(min(settled), max(settled), sum(settled) / len(settled)),
         )
 
     def as_dict(self) -> dict[str, Any]:

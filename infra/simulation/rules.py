@@ -30,7 +30,7 @@ class _Read(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class Policy(_Read):
+class ScalingPolicy(_Read):
     """How much a scaling may change within a period."""
 
     type: Literal["Percent", "Pods"]
@@ -42,7 +42,7 @@ class ScalingRules(_Read):
     """One direction of the HPA's `behavior`."""
 
     stabilizationWindowSeconds: float
-    policies: tuple[Policy, ...]
+    policies: tuple[ScalingPolicy, ...]
     selectPolicy: Literal["Max", "Min", "Disabled"] = "Max"
     tolerance: float = 0.1
     """KEP-4951. Default: of kube-controller-manager, --horizontal-pod-autoscaler-tolerance."""

@@ -44,7 +44,7 @@ class ModelLoad(Entry):
         return self.fixed_s + self.seconds_per_item * items
 
 
-class Region(Entry):
+class ScenarioRegion(Entry):
     """A region of the deployment."""
 
     share: float = Field(gt=0, le=1)
@@ -73,7 +73,7 @@ class Cluster(Entry):
     """Losses of single spot nodes, at random."""
 
 
-class Api(Entry):
+class ScenarioApi(Entry):
     """The API of each region."""
 
     max_instances: int = Field(ApiVariable().max_instances, ge=1)
@@ -82,7 +82,7 @@ class Api(Entry):
     """Both ways over Pub/Sub, as in infra/deploy/sizing.py (TRIP_S)."""
 
 
-class Broker(Entry):
+class ScenarioBroker(Entry):
     """How Pub/Sub gives jobs to workers."""
 
     delivery: Literal["random", "idle_first"] = "random"
@@ -152,7 +152,7 @@ class MetricsOutage(Entry):
     """Of samples: only metrics whose name starts so. Empty: all."""
 
 
-class Rollout(Entry):
+class RolloutEvent(Entry):
     """A new version of a model's workers, rolled out as the Deployment says."""
 
     kind: Literal["rollout"]
@@ -172,7 +172,7 @@ class SetReplicas(Entry):
 
 
 Event = Annotated[
-    SpotLoss | StockOut | RegionLoss | MetricsOutage | Rollout | SetReplicas,
+    SpotLoss | StockOut | RegionLoss | MetricsOutage | RolloutEvent | SetReplicas,
     Field(discriminator="kind"),
 ]
 
@@ -189,10 +189,12 @@ class Scenario(Entry):
     """A catalog's file, relative to the scenario's, or its entries."""
     models: dict[str, ModelLoad] = Field(min_length=1)
     """By the catalog's names. Models without an entry are not simulated."""
-    regions: dict[str, Region] = Field({"us-central1": Region(share=1.0)}, min_length=1)
+    regions: dict[str, ScenarioRegion] = Field(
+        {"us-central1": ScenarioRegion(share=1.0)}, min_length=1
+    )
     cluster: Cluster = Cluster()
-    api: Api = Api()
-    broker: Broker = Broker()
+    api: ScenarioApi = ScenarioApi()
+    broker: ScenarioBroker = ScenarioBroker()
     metrics: Metrics = Metrics()
     events: tuple[Event, ...] = ()
 

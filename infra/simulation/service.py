@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import simpy
 
-from infra.simulation.api_site import ApiSite, Job
-from infra.simulation.recorder import ModelRecord, Outcome
-from infra.simulation.scenario import Broker, ModelLoad
-from infra.simulation.worker import Steps, Worker
+from infra.simulation.api_site import ApiSite, SimulatedJob
+from infra.simulation.recorder import ModelRecord, RequestEnd
+from infra.simulation.scenario import ModelLoad, ScenarioBroker
+from infra.simulation.worker import SimulatedWorker, Steps
 from shared.catalog import Model
 
 INTERACTIVE, BATCH = 0, 1
@@ -38,7 +38,7 @@ class Service:
         env: simpy.Environment,
         model: Model,
         load: ModelLoad,
-        broker: Broker,
+        broker: ScenarioBroker,
         record: ModelRecord,
         trip_s: float,
         chance: random.Random,
@@ -54,18 +54,18 @@ class Service:
         self._most_items = model.batch.max_items
         self._most_held = broker.batches_held * self._most_items
         """In each lane, the batch that runs included."""
-        self.queues: tuple[deque[Job], deque[Job]] = (deque(), deque())
+        self.queues: tuple[deque[SimulatedJob], deque[SimulatedJob]] = (deque(), deque())
         """Published, and with no worker."""
-        self._open: list[Worker] = []
-        self._idle: dict[Worker, None] = {}
-        self._deadlines: deque[Job] = deque()
+        self._open: list[SimulatedWorker] = []
+        self._idle: dict[SimulatedWorker, None] = {}
+        self._deadlines: deque[SimulatedJob] = deque()
         self._batches = 0
         self._has_jobs: simpy.Event | None = None
         env.process(self._expire())
 
     # Requests
 
-    def publish(self, job: Job) -> None:
+    def publish(self, job: SimulatedJob) -> None:
         """Takes an admitted job."""
         self._deadlines.append(job)
         if self._has_jobs is not None:
@@ -85,14 +85,14 @@ class Service:
             self._deadlines.popleft()
             if not job.has_ended:
                 job.site.gave_up(job, self._env.now)
-                self.end(job, Outcome.EXPIRED)
+                self.end(job, RequestEnd.EXPIRED)
 
     def refuse(self) -> None:
         """Counts a request that was refused at once."""
-        self.record.outcomes[Outcome.REFUSED] += 1
+        self.record.outcomes[RequestEnd.REFUSED] += 1
         self.record.ended_s.append(self._env.now)
 
-    def end(self, job: Job, outcome: Outcome) -> None:
+    def end(self, job: SimulatedJob, outcome: RequestEnd) -> None:
         """Counts how a job ended that was not served."""
         job.has_ended = True
         self.record.outcomes[outcome] += 1
@@ -103,7 +103,7 @@ class Service:
         for job in self._deadlines:
             if job.site is site and not job.has_ended:
                 site.lost(job)
-                self.end(job, Outcome.LOST)
+                self.end(job, RequestEnd.LOST)
 
     def open_jobs(self) -> int:
         """Jobs that have not ended."""
@@ -111,7 +111,7 @@ class Service:
 
     # Delivery
 
-    def _deliver(self, job: Job) -> None:
+    def _deliver(self, job: SimulatedJob) -> None:
         lane = BATCH if job.is_batch_lane else INTERACTIVE
         worker = self._worker_for(lane) if not self.queues[lane] else None
         if worker is None:
@@ -121,7 +121,7 @@ class Service:
             if not worker.running:
                 self._start_batch(worker)
 
-    def _worker_for(self, lane: int) -> Worker | None:
+    def _worker_for(self, lane: int) -> SimulatedWorker | None:
         if self._is_idle_first and self._idle:
             return next(iter(self._idle))
         count = len(self._open)
@@ -133,25 +133,25 @@ class Service:
                 return worker
         return None
 
-    def _hold(self, worker: Worker, job: Job, lane: int) -> None:
+    def _hold(self, worker: SimulatedWorker, job: SimulatedJob, lane: int) -> None:
         worker.held[lane].append(job)
         worker.held_items[lane] += job.items
         if lane == INTERACTIVE and worker.held_items[lane] >= self._most_held:
             self._close(worker)
 
-    def _refill(self, worker: Worker) -> None:
+    def _refill(self, worker: SimulatedWorker) -> None:
         for lane, queue in enumerate(self.queues):
             while queue and worker.held_items[lane] < self._most_held:
                 job = queue.popleft()
                 if not job.has_ended:
                     self._hold(worker, job, lane)
 
-    def _open_up(self, worker: Worker) -> None:
+    def _open_up(self, worker: SimulatedWorker) -> None:
         if worker.open_at < 0 and worker.held_items[INTERACTIVE] < self._most_held:
             worker.open_at = len(self._open)
             self._open.append(worker)
 
-    def _close(self, worker: Worker) -> None:
+    def _close(self, worker: SimulatedWorker) -> None:
         if worker.open_at >= 0:
             last = self._open.pop()
             if last is not worker:
@@ -161,7 +161,7 @@ class Service:
 
     # Batches
 
-    def _start_batch(self, worker: Worker) -> None:
+    def _start_batch(self, worker: SimulatedWorker) -> None:
         batch = list(self._batch_of(worker))
         if not batch:
             if worker.drained is not None and not worker.drained.triggered:
@@ -193,7 +193,7 @@ class Service:
         assert done.callbacks is not None
         done.callbacks.append(self._finish)
 
-    def _batch_of(self, worker: Worker) -> Iterator[Job]:
+    def _batch_of(self, worker: SimulatedWorker) -> Iterator[SimulatedJob]:
         """What waits, up to a full batch: interactive jobs first, but for one batch in 16."""
         self._batches += 1
         lanes = (INTERACTIVE, BATCH)
@@ -211,7 +211,7 @@ class Service:
                 yield job
 
     def _finish(self, event: simpy.Event) -> None:
-        worker = cast(Worker, event.value)
+        worker = cast(SimulatedWorker, event.value)
         if worker.batch_done is not event:
             return  # the batch was cut off
         batch, took_s = self._stop_batch(worker), worker.running_s
@@ -230,7 +230,7 @@ class Service:
             self._start_batch(worker)
         self._open_up(worker)
 
-    def _stop_batch(self, worker: Worker) -> list[Job]:
+    def _stop_batch(self, worker: SimulatedWorker) -> list[SimulatedJob]:
         batch, worker.running, worker.batch_done = worker.running, [], None
         node, now_s = worker.node, self._env.now
         assert node is not None
@@ -243,25 +243,25 @@ class Service:
             worker.held_items[BATCH if job.is_batch_lane else INTERACTIVE] -= job.items
         return batch
 
-    def _serve(self, job: Job, took_s: float) -> None:
+    def _serve(self, job: SimulatedJob, took_s: float) -> None:
         now_s, record = self._env.now, self.record
         job.has_ended = True
         job.site.answered(job, now_s, took_s)
-        record.outcomes[Outcome.SERVED] += 1
+        record.outcomes[RequestEnd.SERVED] += 1
         record.arrived_s.append(job.arrived_s)
         record.answer_s.append(now_s - job.arrived_s + self._trip_s)
         record.queue_s.append(job.started_s - job.arrived_s)
 
     # Workers that come and go
 
-    def join(self, worker: Worker) -> None:
+    def join(self, worker: SimulatedWorker) -> None:
         """A worker is warm: it pulls."""
         worker.is_ready, worker.ready_s = True, self._env.now
         self._refill(worker)
         self._start_batch(worker)
         self._open_up(worker)
 
-    def drain(self, worker: Worker) -> simpy.Event:
+    def drain(self, worker: SimulatedWorker) -> simpy.Event:
         """A worker stops pulling. The event comes when it has done what it holds."""
         worker.is_draining = True
         self._close(worker)
@@ -271,30 +271,30 @@ class Service:
             worker.drained.succeed()
         return worker.drained
 
-    def leave(self, worker: Worker) -> None:
+    def leave(self, worker: SimulatedWorker) -> None:
         """A worker is gone. The broker gets what it still held."""
         self._hand_back(self._taken_from(worker))
 
-    def lose(self, worker: Worker) -> None:
+    def lose(self, worker: SimulatedWorker) -> None:
         """A worker died. The broker gives what it held to others when the leases end."""
         self._env.process(self._hand_back_later(self._taken_from(worker)))
 
-    def _hand_back_later(self, jobs: list[Job]) -> Steps:
+    def _hand_back_later(self, jobs: list[SimulatedJob]) -> Steps:
         yield self._env.timeout(self._lease_s * self._chance.uniform(2 / 3, 1))
         self._hand_back(job for job in jobs if not job.has_ended)
 
-    def _taken_from(self, worker: Worker) -> list[Job]:
+    def _taken_from(self, worker: SimulatedWorker) -> list[SimulatedJob]:
         worker.is_draining = worker.is_gone = True
         self._close(worker)
         self._idle.pop(worker, None)
-        back: list[Job] = self._stop_batch(worker) if worker.running else []
+        back: list[SimulatedJob] = self._stop_batch(worker) if worker.running else []
         for held in worker.held:
             back += held
             held.clear()
         worker.held_items[:] = [0, 0]
         return [job for job in back if not job.has_ended]
 
-    def _hand_back(self, jobs: Iterable[Job]) -> None:
+    def _hand_back(self, jobs: Iterable[SimulatedJob]) -> None:
         for job in sorted(jobs, key=_age, reverse=True):
             self.queues[BATCH if job.is_batch_lane else INTERACTIVE].appendleft(job)
         while self._open and any(self.queues):
@@ -306,5 +306,5 @@ class Service:
                 break
 
 
-def _age(job: Job) -> Any:
+def _age(job: SimulatedJob) -> Any:
     return job.arrived_s

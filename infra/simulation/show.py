@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from infra.simulation.result import ModelSummary, Result, Summary
+from infra.simulation.result import ModelSummary, SimulationResult, Summary
 from infra.text_table import transposed
 
 
-def text(result: Result) -> str:
+def text(result: SimulationResult) -> str:
     """The figures of a run: of each model, then of the GPUs."""
     summary, scenario = result.summary, result.scenario
     title = [scenario.about] if scenario.about else []
@@ -20,12 +20,12 @@ def text(result: Result) -> str:
     )
 
 
-def rows_of_models(result: Result) -> list[tuple[object, ...]]:
+def rows_of_models(result: SimulationResult) -> list[tuple[object, ...]]:
     """The figures of models: a head, and a value of each."""
     return list(zip(_MODEL_HEADS, *map(_model_row, result.summary.models), strict=True))
 
 
-def rows_of_gpus(result: Result) -> list[tuple[object, ...]]:
+def rows_of_gpus(result: SimulationResult) -> list[tuple[object, ...]]:
     """The figures of GPUs: a head and its value."""
     return list(zip(_GPU_HEADS, _gpu_row(result.summary), strict=True))
 

@@ -41,7 +41,7 @@ class Wave(_Arrivals):
     period_s: float = Field(86400.0, gt=0)
 
 
-class Step(_Arrivals):
+class StepArrivals(_Arrivals):
     """One rate, and another one from a moment on."""
 
     kind: Literal["step"]
@@ -68,4 +68,4 @@ class Trace(_Arrivals):
     """Relative to the scenario's file."""
 
 
-Arrivals = Annotated[Constant | Wave | Step | Burst | Trace, Field(discriminator="kind")]
+Arrivals = Annotated[Constant | Wave | StepArrivals | Burst | Trace, Field(discriminator="kind")]

@@ -10,7 +10,7 @@ from typing import Any
 
 import simpy
 
-from infra.simulation.api_site import Job
+from infra.simulation.api_site import SimulatedJob
 
 BUSY_FADE_S = 30.0
 """As FADE_S of workers/scheduling/busy_ratio.py."""
@@ -37,7 +37,7 @@ class Node:
         self.places = places
         self.is_spot = is_spot
         self.is_ready = False
-        self.workers: list[Worker] = []
+        self.workers: list[SimulatedWorker] = []
         self.busy = 0
         """Workers that compute right now."""
         self.busy_s = 0.0
@@ -52,7 +52,7 @@ class Node:
         return self.places - len(self.workers)
 
 
-class Worker:
+class SimulatedWorker:
     """One pod. It pulls jobs up to its flow control, and runs what it holds in batches."""
 
     __slots__ = (
@@ -93,7 +93,7 @@ class Worker:
         *,
         placed: simpy.Event,
         is_spread: bool,
-        evict: Callable[[Worker, str], None],
+        evict: Callable[[SimulatedWorker, str], None],
     ) -> None:
         self.name = name
         self.region = region
@@ -108,10 +108,10 @@ class Worker:
         self.is_new = True
         """Whether it has the newest version of its Deployment."""
         self.ready_s = -1.0
-        self.held: tuple[deque[Job], deque[Job]] = (deque(), deque())
+        self.held: tuple[deque[SimulatedJob], deque[SimulatedJob]] = (deque(), deque())
         """Jobs of each lane that wait here: interactive, batch."""
         self.held_items = [0, 0]
-        self.running: list[Job] = []
+        self.running: list[SimulatedJob] = []
         self.running_s = 0.0
         self.started_s = 0.0
         self.batch_done: simpy.Event | None = None

@@ -14,16 +14,16 @@ import yaml
 from infra.deploy.platform_variables import GeneralNodes
 from infra.deploy.prices import Prices, read_prices
 from infra.kubernetes.deployment import Deployment, gpu_class, read_gpu_types
-from infra.simulation.api_site import ApiSite, Job
+from infra.simulation.api_site import ApiSite, SimulatedJob
 from infra.simulation.arrivals import arrival_times
 from infra.simulation.events import happen
 from infra.simulation.fleet import Fleet
 from infra.simulation.hpa import SYNC_S
 from infra.simulation.keda import Autoscaler
 from infra.simulation.parts import Parts, Place
-from infra.simulation.recorder import GpuSample, Outcome, Recorder, Sample
-from infra.simulation.replicas import Replicas
-from infra.simulation.result import FleetCost, Result
+from infra.simulation.recorder import GpuSample, Recorder, RequestEnd, Sample
+from infra.simulation.replicas import SimulatedDeployment
+from infra.simulation.result import FleetCost, SimulationResult
 from infra.simulation.rules import WorkerRules, read_rules
 from infra.simulation.scenario import Scenario
 from infra.simulation.scraper import Scraper
@@ -46,7 +46,7 @@ Rules = Mapping[str, Mapping[str, WorkerRules]]
 
 def simulate(
     scenario: Scenario, *, models_file: Path | None = None, rules: Rules | None = None
-) -> Result:
+) -> SimulationResult:
     """Runs a scenario. The same scenario and rules give the same result.
 
     Args:
@@ -156,7 +156,7 @@ class World:
                 cluster = cluster.model_copy(update={"buffer": 0, "spot": False})
             most = scenario.regions[region].max_gpus if model.gpu.type != "none" else None
             self.parts.fleets[pool] = Fleet(self.env, cluster, model.gpu.share, most, self._chance)
-        self.parts.replicas[place] = Replicas(
+        self.parts.replicas[place] = SimulatedDeployment(
             self.env,
             self.parts.services[model.name],
             self.parts.fleets[pool],
@@ -222,7 +222,9 @@ class World:
                 if site is None:
                     service.refuse()
                     continue
-                job = Job(env.now, env.now + limit_s, load.items_per_request, is_batch, site)
+                job = SimulatedJob(
+                    env.now, env.now + limit_s, load.items_per_request, is_batch, site
+                )
                 if site.admits(job, env.now):
                     service.publish(job)
                 else:
@@ -260,14 +262,14 @@ class World:
 
     # Result
 
-    def result(self) -> Result:
+    def result(self) -> SimulationResult:
         """What came out, after the end."""
         self._take_samples()
         for replicas in self.parts.replicas.values():
             replicas.count_workers()
         for service in self.parts.services.values():
-            service.record.outcomes[Outcome.OPEN] += service.open_jobs()
-        return Result(
+            service.record.outcomes[RequestEnd.OPEN] += service.open_jobs()
+        return SimulationResult(
             scenario=self.scenario,
             deadlines_s={
                 name: self.scenario.models[name].deadline_s or model.deadline.default_s

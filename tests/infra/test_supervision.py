@@ -13,7 +13,7 @@ from infra.local.supervision import (
     LONGEST_PAUSE_S,
     MOST_DEATHS,
     WINDOW_S,
-    Part,
+    SupervisedPart,
     Supervisor,
 )
 
@@ -29,7 +29,7 @@ class World:
         self.is_ready = True
         self.told: list[tuple[str, str]] = []
         self.supervisor = Supervisor(
-            [Part(process, lambda: self.is_ready, 60.0)],
+            [SupervisedPart(process, lambda: self.is_ready, 60.0)],
             lambda word, facts: self.told.append((word, facts)),
             lambda: self.now_s,
         )

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from infra.kubernetes.self_hosted import main, write_self_hosted
-from infra.kubernetes.site import Site, read_site
+from infra.kubernetes.site import SelfHostedSite, read_site
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
 from shared.settings import ApiSettings, Settings, WorkerSettings
@@ -51,7 +51,9 @@ def example(**changes: object) -> dict[str, Any]:
 def rendered(out: Path, **changes: object) -> Objects:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl, which has Kustomize built in, is not installed")
-    write_self_hosted(out, Site.model_validate(example(**changes)), read_catalog(MODELS), MODELS)
+    write_self_hosted(
+        out, SelfHostedSite.model_validate(example(**changes)), read_catalog(MODELS), MODELS
+    )
     done = subprocess.run(
         ["kubectl", "kustomize", str(out)],
         capture_output=True,

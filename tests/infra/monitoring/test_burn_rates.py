@@ -16,7 +16,7 @@ import pytest
 from infra.monitoring.alerts import alerts
 from infra.monitoring.objectives import DEFAULT_LEAST_BAD_EVENTS, DEFAULT_TARGETS, bounds_of
 from infra.monitoring.rules import rules
-from infra.simulation.promql import Query
+from infra.simulation.promql import PromQuery
 from infra.simulation.timeseries import Labels, TimeSeries
 from tests.limits import START_LIMIT_S
 
@@ -172,7 +172,7 @@ def test_alerts_of_cloud_monitoring(case: Case) -> None:
     fired: Fired = set()
     for alert in alerts(BOUNDS):
         if alert.key in BURNING:
-            found = Query(alert.query).value(series, minutes(case) * 60.0)
+            found = PromQuery(alert.query).value(series, minutes(case) * 60.0)
             assert isinstance(found, dict)
             fired |= {(alert.key, dict(labels).get("model")) for labels in found}
     assert fired == case.fired

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from infra.simulation.recorder import Outcome
-from infra.simulation.result import Result
+from infra.simulation.recorder import RequestEnd
+from infra.simulation.result import SimulationResult
 from infra.simulation.scenario import read_scenario
 from infra.simulation.world import simulate
 
@@ -20,7 +20,7 @@ SMALL = (
 """A quarter of the shipped load, which takes a quarter of the time."""
 
 
-def run(name: str, *changes: str, events: list[dict[str, Any]] | None = None) -> Result:
+def run(name: str, *changes: str, events: list[dict[str, Any]] | None = None) -> SimulationResult:
     given = changes if events is None else (*changes, f"events={events}")
     return simulate(read_scenario(name, tuple(given)))
 
@@ -83,8 +83,8 @@ def test_step_of_four_is_refused_only_while_nodes_start() -> None:
         "models.sd-1-5.start_replicas=15",
     )
     record = result.recorder.models["sd-1-5"]
-    assert record.outcomes[Outcome.EXPIRED] == 0
-    assert record.outcomes[Outcome.REFUSED] > 0
+    assert record.outcomes[RequestEnd.EXPIRED] == 0
+    assert record.outcomes[RequestEnd.REFUSED] > 0
     assert at_s < min(record.ended_s)
     assert max(record.ended_s) < at_s + NODE_S + POD_S + SEEN_S
     (one,) = result.summary.models
@@ -167,4 +167,4 @@ def test_region_without_gpus_gets_the_workers_of_the_other() -> None:
     assert last["europe-west4"] >= 8
     record = result.recorder.models["sd-1-5"]
     assert max(record.ended_s) < 2400
-    assert record.outcomes[Outcome.EXPIRED] == 0
+    assert record.outcomes[RequestEnd.EXPIRED] == 0

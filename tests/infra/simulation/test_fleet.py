@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from infra.simulation.result import Result
+from infra.simulation.result import SimulationResult
 from infra.simulation.world import simulate
 from tests.infra.simulation.worlds import scenario
 
@@ -21,7 +21,7 @@ def run(
     per_s: float = 0.2,
     cluster: dict[str, Any] | None = None,
     **fields: Any,
-) -> Result:
+) -> SimulationResult:
     """A fixed number of workers, whose pods are wanted from the start."""
     return simulate(
         scenario(
@@ -40,7 +40,7 @@ def run(
     )
 
 
-def nodes(result: Result) -> dict[float, int]:
+def nodes(result: SimulationResult) -> dict[float, int]:
     return result.gpus_over_time
 
 

@@ -14,7 +14,7 @@ from infra.simulation.keda import Autoscaler
 from infra.simulation.metrics_table import OF_API, OF_WORKERS, UNDELIVERED
 from infra.simulation.rules import AutoscalerRules
 from infra.simulation.timeseries import TimeSeries
-from infra.simulation.worker import Worker
+from infra.simulation.worker import SimulatedWorker
 from shared.errors import ConfigurationError
 from workers.scheduling.busy_ratio import BusyRatio, Lane
 
@@ -46,7 +46,7 @@ def test_busy_ratio_is_that_of_workers(batches: list[tuple[float, int, int]]) ->
     now_s = 0.0
     theirs = BusyRatio(1, lambda: now_s)
     env = simpy.Environment()
-    ours = Worker(
+    ours = SimulatedWorker(
         "pod", "here", "model", placed=env.event(), is_spread=True, evict=lambda one, why: None
     )
     for gap_s, interactive, batch in batches:

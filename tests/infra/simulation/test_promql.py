@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.simulation.promql import Query
+from infra.simulation.promql import PromQuery
 from infra.simulation.timeseries import TimeSeries
 from infra.simulation.vectors import increase
 from shared.errors import ConfigurationError
@@ -70,7 +70,7 @@ def series() -> TimeSeries:
     ],
 )
 def test_value(series: TimeSeries, query: str, value: object) -> None:
-    assert Query(query).value(series, NOW_S) == value
+    assert PromQuery(query).value(series, NOW_S) == value
 
 
 @pytest.mark.parametrize(
@@ -85,37 +85,37 @@ def test_value(series: TimeSeries, query: str, value: object) -> None:
 )
 def test_what_is_not_evaluated_is_refused_by_name(query: str, what: str) -> None:
     with pytest.raises(ConfigurationError, match="is not evaluated") as caught:
-        Query(query)
+        PromQuery(query)
     assert what in caught.value.message
 
 
 def test_a_query_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="sum"):
-        Query("sum(")
+        PromQuery("sum(")
 
 
 def test_samples_are_seen_when_they_are_old_enough() -> None:
     found = TimeSeries()
     for at_s in (0.0, 60.0):
         found.append("gauge", (), at_s, at_s, age_s=100.0)
-    assert Query("gauge").value(found, 99.0) == {}
-    assert Query("gauge").value(found, 100.0) == {(): 0.0}
-    assert Query("gauge").value(found, 160.0) == {(): 60.0}
+    assert PromQuery("gauge").value(found, 99.0) == {}
+    assert PromQuery("gauge").value(found, 100.0) == {(): 0.0}
+    assert PromQuery("gauge").value(found, 160.0) == {(): 60.0}
 
 
 def test_a_sample_is_used_for_five_minutes() -> None:
     found = TimeSeries()
     found.append("gauge", (), 0.0, 1.0)
-    assert Query("gauge").value(found, 299.0) == {(): 1.0}
-    assert Query("gauge").value(found, 300.0) == {}
+    assert PromQuery("gauge").value(found, 299.0) == {(): 1.0}
+    assert PromQuery("gauge").value(found, 300.0) == {}
 
 
 def test_a_series_whose_target_is_gone_has_no_value() -> None:
     found = TimeSeries()
     found.append("gauge", (), 0.0, 1.0)
     found.end("gauge", (), 10.0)
-    assert Query("gauge").value(found, 5.0) == {(): 1.0}
-    assert Query("gauge").value(found, 11.0) == {}
+    assert PromQuery("gauge").value(found, 5.0) == {(): 1.0}
+    assert PromQuery("gauge").value(found, 11.0) == {}
 
 
 def counted(times_s: list[float], values: list[float], from_s: float, to_s: float) -> object:
@@ -150,7 +150,7 @@ def test_an_increase_is_not_extrapolated_below_zero() -> None:
     ],
 )
 def test_a_query_tells_how_far_it_looks_back(query: str, back_s: float) -> None:
-    assert Query(query).looks_back_s == back_s
+    assert PromQuery(query).looks_back_s == back_s
 
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=20), st.floats(0.1, 60), st.floats(0, 1))

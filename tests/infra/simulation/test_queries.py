@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infra.kubernetes.autoscaling import LARGEST_STEP, Queries
-from infra.simulation.promql import Query
+from infra.kubernetes.autoscaling import LARGEST_STEP, TriggerQueries
+from infra.simulation.promql import PromQuery
 from infra.simulation.timeseries import TimeSeries
 from shared.catalog import read_catalog
 
 MODEL = read_catalog(Path("models.yaml")).find("stable-diffusion-tiny")
 GUESS_S = MODEL.definition.first_guesses.item_s
-QUERIES = Queries(MODEL, "pictures", "here")
+QUERIES = TriggerQueries(MODEL, "pictures", "here")
 NOW_S = 3000.0
 
 
@@ -48,7 +48,7 @@ class World:
         return self
 
     def ask(self, query: str) -> float | None:
-        found = Query(query).value(self.series, NOW_S)
+        found = PromQuery(query).value(self.series, NOW_S)
         assert isinstance(found, dict)
         return found.get(())
 

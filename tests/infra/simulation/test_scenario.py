@@ -9,7 +9,7 @@ import pytest
 
 from infra.simulation.arrivals import arrival_times
 from infra.simulation.scenario import SHIPPED, read_scenario
-from infra.simulation.streams import Burst, Constant, Step, Wave
+from infra.simulation.streams import Burst, Constant, StepArrivals, Wave
 from infra.simulation.world import simulate
 from shared.errors import ConfigurationError
 
@@ -90,7 +90,7 @@ def test_shipped_scenarios_run(path: Path) -> None:
     assert result.summary.dollars is not None
 
 
-def times_of(stream: Constant | Wave | Step | Burst, duration_s: float) -> list[float]:
+def times_of(stream: Constant | Wave | StepArrivals | Burst, duration_s: float) -> list[float]:
     chunks = arrival_times(stream, duration_s, np.random.default_rng(1))
     return [at_s for times in chunks for at_s in times.tolist()]
 
@@ -106,11 +106,13 @@ def test_even_arrivals_keep_their_distance() -> None:
         (Constant(per_s=50), 50_000),
         (Constant(per_s=50, from_s=200, until_s=500), 15_000),
         (Wave(kind="wave", least_per_s=10, most_per_s=90, period_s=1000), 50_000),
-        (Step(kind="step", before_per_s=10, after_per_s=100, at_s=995), 10_450),
+        (StepArrivals(kind="step", before_per_s=10, after_per_s=100, at_s=995), 10_450),
         (Burst(kind="burst", base_per_s=10, burst_per_s=500, at_s=333, for_s=1.5), 10_735),
     ],
 )
-def test_streams_have_their_rates(stream: Constant | Wave | Step | Burst, count: int) -> None:
+def test_streams_have_their_rates(
+    stream: Constant | Wave | StepArrivals | Burst, count: int
+) -> None:
     found = times_of(stream, 1000)
     assert found == sorted(found)
     # Five standard deviations of Poisson's distribution.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from infra.deploy.prices import read_prices
-from infra.simulation.promql import Query
+from infra.simulation.promql import PromQuery
 from infra.simulation.world import World, deployed_rules
 from tests.infra.simulation.worlds import scenario
 
-SEEN = Query("count(penstock_worker_busy_ratio{lane='interactive'})")
+SEEN = PromQuery("count(penstock_worker_busy_ratio{lane='interactive'})")
 
 
 def seen(at_s: float, **fields: object) -> object:

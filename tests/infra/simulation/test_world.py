@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.deploy.queueing import erlang_c, mean_wait_s
-from infra.simulation.result import Result
+from infra.simulation.result import SimulationResult
 from infra.simulation.scenario import Scenario
 from infra.simulation.world import simulate
 from tests.infra.simulation.worlds import scenario
@@ -16,7 +16,7 @@ FIXED = {"replicas": {"min": 8, "max": 8}}
 IDLE_FIRST = {"delivery": "idle_first", "batches_held": 1}
 
 
-def waits(result: Result) -> list[float]:
+def waits(result: SimulationResult) -> list[float]:
     return list(result.recorder.models["model"].queue_s)
 
 
@@ -182,7 +182,7 @@ def test_metrics_that_fail_keep_the_workers_until_the_fallback() -> None:
 
 
 def test_jobs_of_a_killed_worker_are_answered_when_their_leases_end() -> None:
-    def kill(is_kill: bool) -> Result:
+    def kill(is_kill: bool) -> SimulationResult:
         event = {"kind": "set_replicas", "at_s": 100, "model": "model", "count": 1}
         return simulate(
             scenario(
