@@ -71,7 +71,7 @@ class CanaryCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CanaryJudgment:
     """The verdict on a canary: good unless one of the rules is broken."""
 
     is_good: bool
@@ -79,14 +79,14 @@ class Verdict:
     """What speaks for it, in a line."""
 
 
-def judge(counts: CanaryCounts, rules: Canary) -> Verdict:
+def judge(counts: CanaryCounts, rules: Canary) -> CanaryJudgment:
     """Judges a canary by its share of errors, its p95 and its results."""
     for bad in (_too_many_failed(counts, rules), _too_slow(counts, rules), _too_different(counts)):
         if bad:
-            return Verdict(False, bad)
+            return CanaryJudgment(False, bad)
     stable, canary = counts.stable, counts.canary
     times = f"p95 {_shown(canary.p95_s)} beside {_shown(stable.p95_s)}"
-    return Verdict(
+    return CanaryJudgment(
         True,
         f"{canary.failed} of {canary.items} items failed beside {stable.failed} of "
         f"{stable.items}; {times}; {counts.outside} of {counts.compared} results outside the "
