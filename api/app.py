@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from api.batches.files import BatchFiles
 from api.batches.service import Batches
 from api.batches.store import BatchStore
-from api.dispatch.pipeline import Pipeline, open_pipeline
+from api.dispatch.pipeline import OpenParts, open_pipeline
 from api.dispatch.readiness import Readiness
 from api.errors import add_handlers
 from api.fair_room import FairRoom
@@ -217,7 +217,7 @@ async def _open(
 
 def _dependencies(
     configuration: _Configuration,
-    pipeline: Pipeline,
+    pipeline: OpenParts,
     refusals: Refusals,
     limiter: Limiter,
     readiness: Readiness,

@@ -76,7 +76,7 @@ class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
         )
 
 
-class Segment(msgspec.Struct, array_like=True):
+class LineBlock(msgspec.Struct, array_like=True):
     """Lines that are written together. Which lines they are never changes."""
 
     offset: int
@@ -91,7 +91,7 @@ class BatchPlan(msgspec.Struct, kw_only=True):
 
     model: str
     total: int
-    segments: list[Segment]
+    segments: list[LineBlock]
     in_progress_at_s: float
 
 

@@ -15,8 +15,8 @@ from api.batches.documents import (
     Counts,
     End,
     Finalizing,
+    LineBlock,
     LineError,
-    Segment,
 )
 from api.batches.execution import LINES, NOT_RUN, LineAnswer, LineExecutor
 from api.batches.files import BatchFile, BatchFiles
@@ -156,7 +156,7 @@ class BatchRun:
         return True
 
     async def _run_segment(
-        self, file: BatchFile, segment: Segment, before: Counts
+        self, file: BatchFile, segment: LineBlock, before: Counts
     ) -> tuple[bytes, Counts]:
         lines = await self._lines_of(file, segment)
         answers = await self._answers(lines)
@@ -170,7 +170,7 @@ class BatchRun:
         )
         return encode_segment(counts, outputs, errors), counts
 
-    async def _lines_of(self, file: BatchFile, segment: Segment) -> list[Line]:
+    async def _lines_of(self, file: BatchFile, segment: LineBlock) -> list[Line]:
         splitter = LineSplitter(number=segment.first_line, offset=segment.offset)
         lines: list[Line] = []
         end = segment.offset + segment.size_bytes

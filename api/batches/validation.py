@@ -7,7 +7,7 @@ import hashlib
 import time
 from dataclasses import dataclass, field
 
-from api.batches.documents import BatchCreated, BatchPlan, LineError, Segment
+from api.batches.documents import BatchCreated, BatchPlan, LineBlock, LineError
 from api.batches.files import BatchFile, BatchFiles
 from api.batches.jsonl import Line, LineSplitter
 from api.batches.lines import BatchLine, LineRefused, read_line
@@ -62,7 +62,7 @@ class _Checks:
     model: str = ""
     custom_ids: set[bytes] = field(default_factory=set)
     """Digests of 128 bits, since 50,000 ids may have 512 characters each."""
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[LineBlock] = field(default_factory=list)
     _segment_lines: int = 0
     _reply_bytes: int = 0
 
@@ -121,6 +121,6 @@ class _Checks:
             or (self.segments and line.offset - self.segments[-1].offset > SEGMENT_INPUT_BYTES)
         )
         if is_full or not self.segments:
-            self.segments.append(Segment(line.offset, 0, line.number))
+            self.segments.append(LineBlock(line.offset, 0, line.number))
             self._segment_lines, self._reply_bytes = 0, found.request.reply_bytes
         self._segment_lines += 1

@@ -24,7 +24,7 @@ from shared.usage.row import RowSink
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class OpenParts:
     """The parts that are open."""
 
     records: Records
@@ -46,7 +46,7 @@ async def open_pipeline(
     rows: AbstractAsyncContextManager[RowSink],
     instance: str,
     pictures: PictureComparer,
-) -> Pipeline:
+) -> OpenParts:
     """Opens everything in the order of its dependencies. `opened` closes it in reverse order.
 
     Args:
@@ -95,4 +95,4 @@ async def open_pipeline(
             region=settings.region,
         )
     )
-    return Pipeline(records, broker, inbox, row_sink, admission, dispatcher, canaries)
+    return OpenParts(records, broker, inbox, row_sink, admission, dispatcher, canaries)

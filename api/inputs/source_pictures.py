@@ -27,7 +27,7 @@ FOREIGN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class PictureCaller:
     """The tenant of a request, and its deadline."""
 
     tenant: str
@@ -61,7 +61,7 @@ class SourcePictures:
         self._url_signer = url_signer
         self._image_codec = image_codec
 
-    async def fetch(self, url: str, caller: Caller) -> bytes:
+    async def fetch(self, url: str, caller: PictureCaller) -> bytes:
         """Returns the bytes of a data: URI, or of a URL of this API.
 
         Raises:
@@ -92,7 +92,11 @@ class SourcePictures:
         raise BadInput(f"image: {FOREIGN}", field="image")
 
     async def prepare(
-        self, data: bytes, size: tuple[int, int] | None, limits: ImageDefaults, caller: Caller
+        self,
+        data: bytes,
+        size: tuple[int, int] | None,
+        limits: ImageDefaults,
+        caller: PictureCaller,
     ) -> tuple[Blob, tuple[int, int]]:
         """Returns the image as models take it, and its size.
 
@@ -106,7 +110,7 @@ class SourcePictures:
             data, size, limits, caller.deadline_s, tenant=caller.tenant
         )
 
-    async def keep(self, uri: str, data: bytes, caller: Caller) -> str:
+    async def keep(self, uri: str, data: bytes, caller: PictureCaller) -> str:
         """Stores an image of a data: URI as a file, and returns its URL.
 
         Records do not hold images.

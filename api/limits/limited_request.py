@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from api.errors import ClientGone
-from api.limits.limiter import Demand, Limiter
+from api.limits.limiter import Limiter, RequestDemand
 from shared.catalog import Model
 from shared.messages import ItemOutcome
 from shared.tasks import Input
@@ -50,7 +50,7 @@ class LimitedRequest:
         self._inputs = inputs
         self._headers = headers
         self._price_share = price_share
-        self._used: Demand | None = None
+        self._used: RequestDemand | None = None
         self._follow: Callable[[LimitedRequest], bool] | None = None
         self._account = (
             limiter.account(caller, model.name, model.definition.unit)
@@ -113,16 +113,16 @@ class LimitedRequest:
     def settle(self, price: ItemPrice, outcomes: Sequence[ItemOutcome]) -> None:
         """Says how the items ended. Work and cost count as they are charged."""
         if self._account is not None:
-            self._used = Demand(
+            self._used = RequestDemand(
                 self._model.definition.unit,
                 items=len(outcomes),
                 work=sum(charged_work(price, outcome) for outcome in outcomes),
                 cost_usd=sum(cost_usd(price, outcome) for outcome in outcomes),
             )
 
-    def _estimate(self) -> Demand:
+    def _estimate(self) -> RequestDemand:
         unit, work = self._model.definition.unit, 0
         if self._account is not None and self._account.counts_work:
             work = sum(given.estimate_work() for given in self._inputs)
         usd = self._price_share * list_price_usd(price_of(self._model), **{unit: work})
-        return Demand(unit, items=len(self._inputs), work=work, cost_usd=usd)
+        return RequestDemand(unit, items=len(self._inputs), work=work, cost_usd=usd)

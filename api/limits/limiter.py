@@ -31,7 +31,7 @@ IDLE_S = 300.0
 CLOSE_LIMIT_S = 0.5
 
 
-class Demand:
+class RequestDemand:
     """What a request will probably use, or has used.
 
     Args:
@@ -102,7 +102,7 @@ class Limiter:
         """The `x-ratelimit-*` headers of an answer."""
         return headers_of(account.counters, self._clock())
 
-    async def reserve(self, account: Account, demand: Demand) -> Reservation:
+    async def reserve(self, account: Account, demand: RequestDemand) -> Reservation:
         """Reserves what a request will probably use of all limits, or of none.
 
         Raises:
@@ -251,7 +251,7 @@ class Reservation:
         """Notes what was taken of one limit, and in which period."""
         self._taken.append((need, period))
 
-    def settle(self, used: Demand) -> None:
+    def settle(self, used: RequestDemand) -> None:
         """Ends the reservation: the request used so much, and nothing is in flight any more."""
         for (counter, amount), period in self._taken:
             left = amount - (0 if counter.unit == "items" else used.of(counter))

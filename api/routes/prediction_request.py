@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from api.dispatch.job_sender import OUTCOME_BYTES
 from api.http.disconnect import while_connected
 from api.http.request import ApiRequest
-from api.inputs.source_pictures import Caller
+from api.inputs.source_pictures import PictureCaller
 from api.predictions.sender import NewPrediction
 from api.predictions.versions import version_of
 from api.schemas.replicate import LONGEST_URL, PredictionBody
@@ -57,7 +57,7 @@ async def read_prediction(
         ClientGone: the caller hung up.
     """
     options, key = call.options, call.options.idempotency_key
-    caller = Caller(call.tenant, call.base_url, options.done_by_s(model.deadline))
+    caller = PictureCaller(call.tenant, call.base_url, options.done_by_s(model.deadline))
     reading = read_inputs(body.input, model, caller, call.dependencies.source_pictures)
     read = await while_connected(call.http.receive, reading)
     prediction_id, record = _ids(call.tenant, own_id, key)

@@ -31,7 +31,7 @@ from api.schemas.usage_replies import (
 )
 from api.usage.question import Question, read_question, read_range
 from api.usage.rows import UsageLine, UsageQuery
-from api.usage.service import Usage
+from api.usage.service import UsageRead
 from shared.tasks import TASKS
 from shared.tasks.base import Unit
 
@@ -150,7 +150,7 @@ async def _page(
 
 
 def _buckets(
-    question: Question, usage: Usage, shown: Callable[[UsageLine], Result]
+    question: Question, usage: UsageRead, shown: Callable[[UsageLine], Result]
 ) -> Iterator[UsageBucket]:
     query = question.query
     results: dict[int, list[Result]] = {}
@@ -197,6 +197,6 @@ def _of_costs(line: UsageLine) -> Costs:
     )
 
 
-def _json(reply: Any, usage: Usage) -> Response:
+def _json(reply: Any, usage: UsageRead) -> Response:
     headers = {"cache-control": "no-store", "age": str(max(0, int(time.time() - usage.read_at_s)))}
     return Response(msgspec.json.encode(reply), headers=headers, media_type="application/json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from api.inputs.source_pictures import Caller, SourcePictures
+from api.inputs.source_pictures import PictureCaller, SourcePictures
 from api.problem_details import errors_in_input
 from api.tasks.base import ApiTask, Inputs
 from shared.catalog import Model
@@ -17,7 +17,7 @@ MOST_FIELDS = 100
 
 
 async def read_inputs(
-    given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures
+    given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
 ) -> Inputs:
     """The inputs of one prediction.
 

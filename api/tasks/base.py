@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from api.inputs.source_pictures import Caller, SourcePictures
+from api.inputs.source_pictures import PictureCaller, SourcePictures
 from api.schemas.openai import Body
 from shared.catalog import Model
 from shared.tasks import Input
@@ -39,7 +39,7 @@ class ApiTask(ABC):
 
     @abstractmethod
     async def read(
-        self, given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures
+        self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
     ) -> Inputs:
         """The items of one prediction.
 

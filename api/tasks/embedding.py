@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from api.inputs.source_pictures import Caller, SourcePictures
+from api.inputs.source_pictures import PictureCaller, SourcePictures
 from api.inputs.texts import text_inputs
 from api.schemas.openai import Body, Text
 from api.tasks.base import ApiTask, Inputs
@@ -54,7 +54,7 @@ class EmbeddingApi(ApiTask):
     output_schema: ClassVar = {"anyOf": [_VECTOR, {"type": "array", "items": _VECTOR}]}
 
     async def read(
-        self, given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures
+        self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
     ) -> Inputs:
         """One item for each text."""
         parsed = TextsInput.model_validate(given, strict=True)

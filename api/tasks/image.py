@@ -8,7 +8,7 @@ import msgspec
 from pydantic import Field, model_validator
 
 from api.inputs.image_params import check_strength, checked_size, first_image, size_of
-from api.inputs.source_pictures import Caller, SourcePictures
+from api.inputs.source_pictures import PictureCaller, SourcePictures
 from api.schemas.openai import LARGEST_SEED, LONGEST_PROMPT, Body, SchedulerName
 from api.tasks.base import ApiTask, Inputs
 from shared.catalog import Model
@@ -59,7 +59,7 @@ class ImageApi(ApiTask):
     output_schema: ClassVar = {"type": "array", "items": {"type": "string", "format": "uri"}}
 
     async def read(
-        self, given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures
+        self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
     ) -> Inputs:
         """One item for each picture. They differ in their seeds."""
         parsed = PictureInput.model_validate(given, strict=True)

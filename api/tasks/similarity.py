@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from api.inputs.source_pictures import Caller, SourcePictures
+from api.inputs.source_pictures import PictureCaller, SourcePictures
 from api.schemas.openai import Body, Text
 from api.tasks.base import ApiTask, Inputs
 from api.tasks.embedding import check_texts
@@ -56,7 +56,7 @@ class SimilarityApi(ApiTask):
     }
 
     async def read(
-        self, given: dict[str, Any], model: Model, caller: Caller, pictures: SourcePictures
+        self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
     ) -> Inputs:
         """One item for each pair."""
         parsed = TextsToCompare.model_validate(given, strict=True)

@@ -24,7 +24,7 @@ OF_ONE_TENANT = 4
 """Queries of one tenant that run or wait."""
 
 
-class Usage(NamedTuple):
+class UsageRead(NamedTuple):
     """What was used, as BigQuery had it at `read_at_s` (unix time)."""
 
     lines: Sequence[UsageLine]
@@ -42,11 +42,11 @@ class UsageService:
     def __init__(self, rows: UsageRows, clock: Callable[[], float] = time.time) -> None:
         self._rows = rows
         self._clock = clock
-        self._kept: dict[UsageQuery, asyncio.Task[Usage]] = {}
+        self._kept: dict[UsageQuery, asyncio.Task[UsageRead]] = {}
         self._asked: Counter[str] = Counter()
         self._slots = asyncio.Semaphore(RUNNING)
 
-    async def read(self, query: UsageQuery, tenant: str) -> Usage:
+    async def read(self, query: UsageQuery, tenant: str) -> UsageRead:
         """What was used, at most KEEP_S old. `tenant` asks.
 
         Raises:
@@ -67,18 +67,18 @@ class UsageService:
         # The answer is for others too, so a caller who hangs up does not stop it.
         return await asyncio.shield(kept)
 
-    def _is_fresh(self, kept: asyncio.Task[Usage]) -> bool:
+    def _is_fresh(self, kept: asyncio.Task[UsageRead]) -> bool:
         if not kept.done():
             return True
         if kept.cancelled() or kept.exception() is not None:
             return False
         return self._clock() < kept.result().read_at_s + KEEP_S
 
-    async def _read(self, query: UsageQuery, tenant: str) -> Usage:
+    async def _read(self, query: UsageQuery, tenant: str) -> UsageRead:
         try:
             async with self._slots:
                 read_at_s = self._clock()
-                return Usage(await asyncio.to_thread(self._rows.read, query), read_at_s)
+                return UsageRead(await asyncio.to_thread(self._rows.read, query), read_at_s)
         finally:
             self._asked[tenant] -= 1
             if not self._asked[tenant]:

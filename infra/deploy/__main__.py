@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from infra.deploy.plan import Plan, make_plan
+from infra.deploy.plan import DeployPlan, make_plan
 from infra.deploy.platform_variables import read_platform
 from infra.deploy.prices import read_prices
 from infra.deploy.rates import rates_of_words, read_rates
@@ -100,7 +100,7 @@ def _plan(
     regions: list[str],
     prices: Path | None,
     buffer: int,
-) -> Plan:
+) -> DeployPlan:
     if buffer < 0:
         raise ConfigurationError("--buffer: 0 or more", field="buffer")
     catalog = read_catalog(models)

@@ -9,7 +9,7 @@ from infra.deploy.costs import Cost, cost_table, on_demand_usd
 from infra.deploy.platform_variables import INBOX_STRIDE, MOST_REPLY_SUBSCRIPTIONS, Platform
 from infra.deploy.prices import Prices, Source
 from infra.deploy.quotas import Quota, quotas
-from infra.deploy.rates import ModelRate, Rates
+from infra.deploy.rates import DemandRates, ModelRate
 from infra.deploy.reply_costs import reply_notes
 from infra.deploy.sizing import Site, inboxes_for, size_site, size_workers
 from infra.deploy.topology import gpu_pools, subscriptions, topics
@@ -33,7 +33,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DeployPlan:
     """What an apply makes and what it costs, with the changes made that the peak asks for."""
 
     sites: tuple[Site, ...]
@@ -52,12 +52,12 @@ class Plan:
 
 def make_plan(
     catalog: Catalog,
-    rates: Rates,
+    rates: DemandRates,
     platform: Platform,
     prices: Prices,
     gpus: dict[str, GpuType],
     buffer: int = 1,
-) -> Plan:
+) -> DeployPlan:
     """The plan.
 
     Args:
@@ -89,7 +89,7 @@ def make_plan(
     )
     costs = cost_table(sites, volumes, wanted, prices)
     used = dict.fromkeys(cost.source for cost in costs if cost.source)
-    return Plan(
+    return DeployPlan(
         sites=sites,
         platform=wanted,
         changes=tuple(changes),
@@ -109,7 +109,7 @@ def make_plan(
     )
 
 
-def _shares(rates: Rates, platform: Platform) -> dict[str, float]:
+def _shares(rates: DemandRates, platform: Platform) -> dict[str, float]:
     if not rates.regions:
         return dict.fromkeys(platform.regions, 1 / len(platform.regions))
     if set(rates.regions) != set(platform.regions):
@@ -126,7 +126,7 @@ def _site(
     region: str,
     share: float,
     catalog: Catalog,
-    rates: Rates,
+    rates: DemandRates,
     platform: Platform,
     gpus: dict[str, GpuType],
     buffer: int,
@@ -138,7 +138,7 @@ def _site(
     return size_site(region, share, workers, rates, platform, gpus, buffer)
 
 
-def _rate_of(model: Model, rates: Rates) -> ModelRate:
+def _rate_of(model: Model, rates: DemandRates) -> ModelRate:
     """What its workers get. Those of a model with a canary get all as soon as it is taken back."""
     rate = rates.models.get(model.public_name, ModelRate(mean_per_s=0))
     if not model.is_canary or model.canary is None:
@@ -223,7 +223,9 @@ def _too_few_replicas(sites: Sequence[Site]) -> list[Change]:
     ]
 
 
-def _notes(catalog: Catalog, rates: Rates, platform: Platform, sites: Sequence[Site]) -> list[str]:
+def _notes(
+    catalog: Catalog, rates: DemandRates, platform: Platform, sites: Sequence[Site]
+) -> list[str]:
     notes = []
     without = [model.name for model in catalog.models if model.name not in rates.models]
     if without:

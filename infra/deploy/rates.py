@@ -72,7 +72,7 @@ class ModelRate(_Entry):
         return self.mean_per_s if self.peak_per_s is None else self.peak_per_s
 
 
-class Rates(_Entry):
+class DemandRates(_Entry):
     """The rates of all models, how they spread over regions, and how much slack is wanted."""
 
     models: dict[str, ModelRate] = Field(min_length=1)
@@ -94,7 +94,7 @@ class Rates(_Entry):
         return self
 
 
-def read_rates(path: Path, catalog: Catalog) -> Rates:
+def read_rates(path: Path, catalog: Catalog) -> DemandRates:
     """Reads a rates file.
 
     Raises:
@@ -109,7 +109,7 @@ def read_rates(path: Path, catalog: Catalog) -> Rates:
     return _checked(given, catalog, str(path))
 
 
-def rates_of_words(rates: Sequence[str], seconds: Sequence[str], catalog: Catalog) -> Rates:
+def rates_of_words(rates: Sequence[str], seconds: Sequence[str], catalog: Catalog) -> DemandRates:
     """The rates that `--rate MODEL=MEAN[:PEAK]` and `--seconds MODEL=SECONDS` say.
 
     Raises:
@@ -141,9 +141,9 @@ def _split(word: str, form: str, most: int) -> tuple[str, list[float]]:
     return name, values
 
 
-def _checked(given: object, catalog: Catalog, where: str) -> Rates:
+def _checked(given: object, catalog: Catalog, where: str) -> DemandRates:
     try:
-        rates = Rates.model_validate(given)
+        rates = DemandRates.model_validate(given)
     except ValidationError as error:
         raise _explained(error, where) from error
     known = {model.name for model in catalog.models}

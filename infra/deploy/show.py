@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from infra.deploy.costs import Cost, totals, without_price
-from infra.deploy.plan import Plan
+from infra.deploy.plan import DeployPlan
 from infra.deploy.sizing import Pool, Site, Workers
 from infra.text_table import table
 
 
-def text(plan: Plan) -> str:
+def text(plan: DeployPlan) -> str:
     """The plan in tables."""
     return "\n\n".join(_sections(plan))
 
 
-def _sections(plan: Plan) -> Iterator[str]:
+def _sections(plan: DeployPlan) -> Iterator[str]:
     yield _headed("Models", _models(plan))
     yield _headed("Nodes (mean and peak; max is Terraform's bound of each pool)", _nodes(plan))
     yield _headed("API on Cloud Run", _api(plan))
@@ -59,7 +59,7 @@ def _table(heads: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
     return table(heads, rows)
 
 
-def _models(plan: Plan) -> str:
+def _models(plan: DeployPlan) -> str:
     heads = (
         "model",
         "region",
@@ -103,11 +103,11 @@ def _measured(one: Workers) -> str:
     )
 
 
-def _workers(plan: Plan) -> list[Workers]:
+def _workers(plan: DeployPlan) -> list[Workers]:
     return [one for site in plan.sites for one in site.workers]
 
 
-def _nodes(plan: Plan) -> str:
+def _nodes(plan: DeployPlan) -> str:
     rows: list[tuple[Any, ...]] = []
     for site in plan.sites:
         for pool in site.pools:
@@ -125,7 +125,7 @@ def _nodes(plan: Plan) -> str:
     return table(("region", "pool", "machine", "nodes", "max"), rows)
 
 
-def _pool_rows(plan: Plan, site: Site, pool: Pool) -> Iterator[tuple[Any, ...]]:
+def _pool_rows(plan: DeployPlan, site: Site, pool: Pool) -> Iterator[tuple[Any, ...]]:
     """First where the nodes are meant to be, then what takes over."""
     nodes = plan.platform.nodes
     variables = plan.platform.regions[site.region]
@@ -153,7 +153,7 @@ def _pool_rows(plan: Plan, site: Site, pool: Pool) -> Iterator[tuple[Any, ...]]:
         )
 
 
-def _api(plan: Plan) -> str:
+def _api(plan: DeployPlan) -> str:
     api = plan.platform.api
     heads = ("region", "instances", "min", "max", "concurrency", "CPU", "memory")
     given = (api.min_instances, api.max_instances, api.concurrency, f"{api.cpu:g}", api.memory)
@@ -161,7 +161,7 @@ def _api(plan: Plan) -> str:
     return table(heads, rows)
 
 
-def _pubsub(plan: Plan) -> str:
+def _pubsub(plan: DeployPlan) -> str:
     inboxes = plan.platform.inboxes
     count = inboxes.per_region * len(plan.sites)
     return (
@@ -171,7 +171,7 @@ def _pubsub(plan: Plan) -> str:
     )
 
 
-def _costs(plan: Plan) -> str:
+def _costs(plan: DeployPlan) -> str:
     heads = ("item", "place", "amount", "unit", "mean", "peak", "source")
     rows = [
         (
@@ -235,7 +235,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def as_json(plan: Plan) -> str:
+def as_json(plan: DeployPlan) -> str:
     """The plan with every name and figure. `tfvars` has the changed variables."""
     document = {
         "models": [_model_document(one) for one in _workers(plan)],

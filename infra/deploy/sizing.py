@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from infra.deploy.platform_variables import INSTANCES_TO_INBOXES, Platform
 from infra.deploy.queueing import mean_wait_s, servers_needed
-from infra.deploy.rates import ModelRate, Rates
+from infra.deploy.rates import DemandRates, ModelRate
 from infra.kubernetes.deployment import GpuType, gpu_class, zones_with
 from infra.kubernetes.placement import CPU_ONLY, is_standard
 from shared.catalog import Model
@@ -87,7 +87,9 @@ class Site:
     api_peak: int
 
 
-def size_workers(model: Model, rate: ModelRate, share: float, region: str, rates: Rates) -> Workers:
+def size_workers(
+    model: Model, rate: ModelRate, share: float, region: str, rates: DemandRates
+) -> Workers:
     """Workers for the part `share` of a model's rate.
 
     Offered load = items per second x (1 - hit share) x seconds per item. As many workers as keep
@@ -157,7 +159,7 @@ def size_site(
     region: str,
     share: float,
     workers: Sequence[Workers],
-    rates: Rates,
+    rates: DemandRates,
     platform: Platform,
     gpus: dict[str, GpuType],
     buffer: int,
@@ -246,7 +248,7 @@ def _cpu_workers_per_node(machine_type: str) -> int:
 
 
 def _api_instances(
-    workers: Sequence[Workers], rates: Rates, platform: Platform, *, at_peak: bool
+    workers: Sequence[Workers], rates: DemandRates, platform: Platform, *, at_peak: bool
 ) -> int:
     """By Little's law: requests in flight = rate x seconds until the answer.
 

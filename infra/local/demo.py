@@ -23,7 +23,7 @@ from infra.local.ports import Ports
 from infra.local.stack import Stack
 from infra.reports import run_report
 from infra.text_table import table, transposed
-from models.shapes.judge import UNNAMED, Seen, read
+from models.shapes.judge import UNNAMED, DetectedShape, read
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ModelFailed, Unavailable
 
@@ -228,7 +228,7 @@ def what_it_shows(png: bytes) -> str:
     return f"{figures or 'no figure'} on {reading.background}"
 
 
-def _in_words(figure: Seen) -> str:
+def _in_words(figure: DetectedShape) -> str:
     article = "an" if figure.color == "orange" else "a"
     return f"{article} {figure.color} {'figure' if figure.shape == UNNAMED else figure.shape}"
 

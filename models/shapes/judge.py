@@ -33,7 +33,7 @@ UNNAMED = "unnamed"
 
 
 @dataclass(frozen=True)
-class Seen:
+class DetectedShape:
     """One detected figure: center x, y in pixels from the top left, radius half its longer side."""
 
     shape: str
@@ -48,7 +48,7 @@ class DetectedScene:
     """The figures in a picture, from left to right."""
 
     background: str
-    figures: tuple[Seen, ...]
+    figures: tuple[DetectedShape, ...]
 
 
 def read(picture: Pixels) -> DetectedScene:
@@ -64,7 +64,7 @@ def read(picture: Pixels) -> DetectedScene:
     )
 
 
-def _figure(pixels: Floats, ground: Floats, part: Mask) -> Seen | None:
+def _figure(pixels: Floats, ground: Floats, part: Mask) -> DetectedShape | None:
     """The figure in this connected part of the picture, or None for a speck."""
     if part.sum() < AREA_MIN:
         return None
@@ -81,7 +81,7 @@ def _figure(pixels: Floats, ground: Floats, part: Mask) -> Seen | None:
         np.clip(along[top:bottom, left:right], 0.0, 1.0)
         * ndimage.binary_dilation(solid)[top:bottom, left:right]
     )
-    return Seen(
+    return DetectedShape(
         shape,
         _nearest(color, COLORS),
         x=float(left + right) / 2,

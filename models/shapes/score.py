@@ -22,7 +22,7 @@ from PIL import Image
 from models.shapes.captions import tell
 from models.shapes.card import SCORES, SHEET, captioned_sheet, write_scores
 from models.shapes.draw import draw
-from models.shapes.judge import DetectedScene, Pixels, Seen, read
+from models.shapes.judge import DetectedScene, DetectedShape, Pixels, read
 from models.shapes.world import COLORS, DrawnShape, Scene, sample_scene
 
 STEPS = 20
@@ -176,10 +176,10 @@ def _count(table: dict[str, Tally], scene: Scene, detected: DetectedScene) -> No
 
 
 def matched(
-    asked: Sequence[DrawnShape], seen: Sequence[Seen]
-) -> list[tuple[DrawnShape, Seen | None]]:
+    asked: Sequence[DrawnShape], seen: Sequence[DetectedShape]
+) -> list[tuple[DrawnShape, DetectedShape | None]]:
     """Each requested figure with the detected one, paired for the most right colors and shapes."""
-    padded: list[Seen | None] = [*seen, *[None] * len(asked)]
+    padded: list[DetectedShape | None] = [*seen, *[None] * len(asked)]
     ways = itertools.permutations(padded[: len(seen) + len(asked)], len(asked))
     best = max(
         ways,
@@ -190,18 +190,18 @@ def matched(
     return list(zip(asked, best, strict=True))
 
 
-def _likeness(asked: DrawnShape, seen: Seen | None) -> float:
+def _likeness(asked: DrawnShape, seen: DetectedShape | None) -> float:
     if seen is None:
         return 0.0
     return 1.0 + 2 * (asked.color == seen.color) + 2 * (asked.shape == seen.shape)
 
 
-def _is_near(figure: DrawnShape, seen: Seen) -> bool:
+def _is_near(figure: DrawnShape, seen: DetectedShape) -> bool:
     """Within the same ninth of the picture, about: 9 pixels each way."""
     return max(abs(figure.x - seen.x), abs(figure.y - seen.y)) <= 9.0
 
 
-def _is_related(scene: Scene, first: Seen | None, second: Seen | None) -> bool:
+def _is_related(scene: Scene, first: DetectedShape | None, second: DetectedShape | None) -> bool:
     """Whether both figures are there, with color or shape, in the right relation."""
     if first is None or second is None:
         return False
@@ -251,7 +251,7 @@ def recolored(figure: DrawnShape, color: str) -> DrawnShape:
     return DrawnShape(figure.shape, color, figure.size, figure.x, figure.y, figure.radius)
 
 
-def _has_stayed(before: DrawnShape, seen: Seen) -> bool:
+def _has_stayed(before: DrawnShape, seen: DetectedShape) -> bool:
     return max(abs(before.x - seen.x), abs(before.y - seen.y)) <= PLACE_MAX
 
 

@@ -61,14 +61,14 @@ _SHORTEST_ATTEMPT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class CallTarget:
     """The target of gRPC calls, and whether they use TLS and credentials."""
 
     target: str
     is_secure: bool
 
 
-def parse_endpoint(endpoint: str) -> Endpoint:
+def parse_endpoint(endpoint: str) -> CallTarget:
     """Parses an endpoint setting.
 
     Empty means Google's global endpoint. `*.googleapis.com` (regional endpoints too) and
@@ -79,7 +79,7 @@ def parse_endpoint(endpoint: str) -> Endpoint:
         ConfigurationError: the endpoint has no host or path.
     """
     if endpoint.startswith("unix:///"):
-        return Endpoint(f"unix:{endpoint.removeprefix('unix://')}", False)
+        return CallTarget(f"unix:{endpoint.removeprefix('unix://')}", False)
     scheme, _, rest = endpoint.rpartition("://")
     target = rest.rstrip("/") if endpoint else GOOGLE_ENDPOINT
     host, _, port = (
@@ -90,7 +90,7 @@ def parse_endpoint(endpoint: str) -> Endpoint:
             f"Pub/Sub endpoint {endpoint!r} is not HOST:PORT", field="pubsub_endpoint"
         )
     is_secure = scheme == "https" or (scheme == "" and host.endswith(".googleapis.com"))
-    return Endpoint(target if port else f"{host}:443", is_secure)
+    return CallTarget(target if port else f"{host}:443", is_secure)
 
 
 class Channels:

@@ -12,7 +12,7 @@ from openai.types import ImagesResponse
 from PIL import Image
 
 from models.shapes.draw import draw
-from models.shapes.judge import Seen, read
+from models.shapes.judge import DetectedShape, read
 from models.shapes.world import DrawnShape, Scene
 from tests.end_to_end.rows import Rows
 from tests.limits import PATIENCE
@@ -33,7 +33,7 @@ def pixels(png: bytes) -> NDArray[np.int16]:
         return np.asarray(image.convert("RGB"), np.int16)
 
 
-def seen_in(png: bytes) -> list[Seen]:
+def seen_in(png: bytes) -> list[DetectedShape]:
     """The figures that a picture shows."""
     return list(read(pixels(png).astype(np.uint8)).figures)
 

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 
 from shared.errors import ConfigurationError
-from shared.pubsub.channel import GOOGLE_ENDPOINT, Endpoint, parse_endpoint
+from shared.pubsub.channel import GOOGLE_ENDPOINT, CallTarget, parse_endpoint
 from shared.pubsub.client import PubSubTransport
 from tests.shared.scripted_pubsub import scripted_pubsub
 
@@ -35,23 +35,23 @@ asyncio.run(main())
 @pytest.mark.parametrize(
     ("endpoint", "parsed"),
     [
-        ("", Endpoint(GOOGLE_ENDPOINT, True)),
+        ("", CallTarget(GOOGLE_ENDPOINT, True)),
         (
             "us-east1-pubsub.googleapis.com:443",
-            Endpoint("us-east1-pubsub.googleapis.com:443", True),
+            CallTarget("us-east1-pubsub.googleapis.com:443", True),
         ),
         (
             "pubsub.us-east1.rep.googleapis.com",
-            Endpoint("pubsub.us-east1.rep.googleapis.com:443", True),
+            CallTarget("pubsub.us-east1.rep.googleapis.com:443", True),
         ),
-        ("localhost:8085", Endpoint("localhost:8085", False)),
-        ("http://localhost:8085/", Endpoint("localhost:8085", False)),
-        ("https://pubsub.internal", Endpoint("pubsub.internal:443", True)),
-        ("[::1]:8085", Endpoint("[::1]:8085", False)),
-        ("unix:///tmp/p/pubsub", Endpoint("unix:/tmp/p/pubsub", False)),
+        ("localhost:8085", CallTarget("localhost:8085", False)),
+        ("http://localhost:8085/", CallTarget("localhost:8085", False)),
+        ("https://pubsub.internal", CallTarget("pubsub.internal:443", True)),
+        ("[::1]:8085", CallTarget("[::1]:8085", False)),
+        ("unix:///tmp/p/pubsub", CallTarget("unix:/tmp/p/pubsub", False)),
     ],
 )
-def test_endpoint_says_how_to_connect(endpoint: str, parsed: Endpoint) -> None:
+def test_endpoint_says_how_to_connect(endpoint: str, parsed: CallTarget) -> None:
     assert parse_endpoint(endpoint) == parsed
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from api.errors import BudgetExceeded
 from api.limits.budget_warnings import BudgetWarnings
-from api.limits.limiter import Demand, Limiter
+from api.limits.limiter import Limiter, RequestDemand
 from api.limits.store import LimitStore
 from shared.errors import Unavailable
 from shared.pubsub.names import WEBHOOKS_TOPIC_ID
@@ -50,7 +50,7 @@ class Fleet:
 
     async def spend(self, usd: float, caller: Caller, instance: int = 0) -> None:
         limiter = self.limiters[instance]
-        wanted = Demand("tokens", items=1, work=1, cost_usd=usd)
+        wanted = RequestDemand("tokens", items=1, work=1, cost_usd=usd)
         try:
             await limiter.reserve(limiter.account(caller, "mini", "tokens"), wanted)
         finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from api.errors import BudgetExceeded, RateLimited
-from api.limits.limiter import Demand, Limiter, Reservation
+from api.limits.limiter import Limiter, RequestDemand, Reservation
 from api.limits.store import Answer
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
@@ -34,15 +34,17 @@ async def ten(redis_url: str, clock: Clock) -> AsyncIterator[list[Limiter]]:
         yield made
 
 
-def demand(work: int = 1, *, items: int = 1, usd: float = 0.0) -> Demand:
-    return Demand("tokens", items=items, work=work, cost_usd=usd)
+def demand(work: int = 1, *, items: int = 1, usd: float = 0.0) -> RequestDemand:
+    return RequestDemand("tokens", items=items, work=work, cost_usd=usd)
 
 
-async def ask(limiter: Limiter, caller: Caller, wanted: Demand, model: str = "mini") -> Reservation:
+async def ask(
+    limiter: Limiter, caller: Caller, wanted: RequestDemand, model: str = "mini"
+) -> Reservation:
     return await limiter.reserve(limiter.account(caller, model, "tokens"), wanted)
 
 
-async def is_let_in(limiter: Limiter, caller: Caller, wanted: Demand | None = None) -> bool:
+async def is_let_in(limiter: Limiter, caller: Caller, wanted: RequestDemand | None = None) -> bool:
     try:
         await ask(limiter, caller, wanted or demand())
     except RateLimited:
@@ -50,7 +52,7 @@ async def is_let_in(limiter: Limiter, caller: Caller, wanted: Demand | None = No
     return True
 
 
-async def let_in(ten: list[Limiter], caller: Caller, wanted: Demand, tries: int) -> int:
+async def let_in(ten: list[Limiter], caller: Caller, wanted: RequestDemand, tries: int) -> int:
     """How many of so many requests get in, sent to all instances at once."""
     asked = (is_let_in(ten[number % len(ten)], caller, wanted) for number in range(tries))
     return sum(await asyncio.gather(*asked))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from api.errors import RateLimited
-from api.limits.limiter import Demand, Limiter, Reservation
+from api.limits.limiter import Limiter, RequestDemand, Reservation
 from api.limits.store import Answer
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
@@ -74,7 +74,7 @@ class Limited(RuleBasedStateMachine):
     )
     def ask(self, instance: int, caller: Caller, tokens: int, items: int) -> None:
         limiter = self.instances[instance]
-        wanted = Demand("tokens", items=items, work=tokens, cost_usd=tokens * USD_PER_TOKEN)
+        wanted = RequestDemand("tokens", items=items, work=tokens, cost_usd=tokens * USD_PER_TOKEN)
         account = limiter.account(caller, "mini", "tokens")
         try:
             reservation = self.run(limiter.reserve(account, wanted))
@@ -92,7 +92,7 @@ class Limited(RuleBasedStateMachine):
             use.tokens, use.is_open = int(use.tokens * share), False
             cost_usd = use.tokens * USD_PER_TOKEN
             reservation.settle(
-                Demand("tokens", items=use.items, work=use.tokens, cost_usd=cost_usd)
+                RequestDemand("tokens", items=use.items, work=use.tokens, cost_usd=cost_usd)
             )
 
     @rule(seconds=st.sampled_from([0.01, 0.1, 0.25, 1.0, 7.0, 30.0]))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from infra.deploy.plan import Plan, make_plan
+from infra.deploy.plan import DeployPlan, make_plan
 from infra.deploy.platform_variables import Platform
 from infra.deploy.prices import Prices
-from infra.deploy.rates import ModelRate, Rates
+from infra.deploy.rates import DemandRates, ModelRate
 from infra.kubernetes.deployment import read_gpu_types
 from shared.catalog import Catalog, Model
 
@@ -41,9 +41,9 @@ def plan_of(
     prices: Prices = NO_PRICES,
     buffer: int = 0,
     **given: Any,
-) -> Plan:
+) -> DeployPlan:
     """The plan of these models; without a buffer, so that counts are those of the rates."""
-    asked = Rates(models=rates, **given)
+    asked = DemandRates(models=rates, **given)
     return make_plan(
         Catalog(models), asked, platform or Platform(), prices, read_gpu_types(), buffer
     )

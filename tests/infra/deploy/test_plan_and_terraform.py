@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from infra.deploy import costs, platform_variables, show
-from infra.deploy.plan import Plan as Deployed
+from infra.deploy.plan import DeployPlan
 from infra.deploy.platform_variables import Platform
 from infra.deploy.topology import gpu_pools, redis
 from infra.kubernetes.deployment import read_gpu_types
@@ -76,7 +76,7 @@ def test_variables_with_the_changes_are_taken_by_terraform(tmp_path: Path) -> No
     assert limits[1]["memory"] == f"{costs.SIDECAR_GIB * 1024:g}Mi"
 
 
-def agree(ours: Deployed, made: Plan) -> None:
+def agree(ours: DeployPlan, made: Plan) -> None:
     assert sorted(ours.topics) == sorted(topic["name"] for topic in made.of("google_pubsub_topic"))
     assert sorted(ours.subscriptions) == sorted(
         one["name"] for one in made.of("google_pubsub_subscription")

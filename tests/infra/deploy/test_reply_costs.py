@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infra.deploy.plan import Plan
+from infra.deploy.plan import DeployPlan
 from infra.deploy.platform_variables import Platform
 from infra.deploy.prices import read_prices
 from shared.blob import SLOT_INLINE_LIMIT_BYTES
@@ -27,7 +27,7 @@ def painter(replies: Replies = "slots") -> Model:
     )
 
 
-def planned(model: Model, output_bytes: int, slots: int = 8) -> Plan:
+def planned(model: Model, output_bytes: int, slots: int = 8) -> DeployPlan:
     given = {"inboxes": {"per_region": 8, "slots": slots}}
     asked = rate(200, seconds_per_item=0.01, input_bytes=100, output_bytes=output_bytes)
     return plan_of(
@@ -38,7 +38,7 @@ def planned(model: Model, output_bytes: int, slots: int = 8) -> Plan:
     )
 
 
-def replies_of(plan: Plan) -> dict[str, float | None]:
+def replies_of(plan: DeployPlan) -> dict[str, float | None]:
     return {cost.item: cost.mean_usd for cost in plan.costs if "repl" in cost.item}
 
 

@@ -15,7 +15,7 @@ from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from PIL import Image
 
 from models.shapes.draw import draw
-from models.shapes.judge import Pixels, Seen, read
+from models.shapes.judge import DetectedShape, Pixels, read
 from models.shapes.world import DrawnShape, Scene
 from shared.blob import Blob
 from shared.catalog import Catalog
@@ -70,7 +70,9 @@ def pixels(result: ImageResult) -> Pixels:
         return np.asarray(image.convert("RGB"))
 
 
-def shown(picture: Pixels, order: Callable[[Seen], float] = lambda figure: figure.x) -> str:
+def shown(
+    picture: Pixels, order: Callable[[DetectedShape], float] = lambda figure: figure.x
+) -> str:
     """What a picture shows: its figures in `order` (from the left, if not told), and its
     background.
     """
@@ -137,7 +139,7 @@ def test_figure_is_at_the_place_asked_for(draw_with: Draw) -> None:
     assert hits(seen, [[place] for place in PLACES.values()]) >= 5, seen
 
 
-def ninth(figure: Seen) -> tuple[int, int]:
+def ninth(figure: DetectedShape) -> tuple[int, int]:
     """Of the picture, in which the figure's middle is, about: -1 is the left or the upper one, 0
     the middle one.
     """
@@ -172,7 +174,7 @@ def test_image_to_image_changes_the_color_and_keeps_the_place(draw_with: Draw) -
     assert hits(seen, [[(color, before.shape, True)] for before, color, _ in RECOLORED]) >= 5, seen
 
 
-def is_near(seen: Seen, before: DrawnShape) -> bool:
+def is_near(seen: DetectedShape, before: DrawnShape) -> bool:
     return max(abs(seen.x - before.x), abs(seen.y - before.y)) <= NEAR_PX
 
 
