@@ -1,10 +1,11 @@
-"""The usage table in BigQuery: its schema, its options, its views, its reports.
+"""The tables in BigQuery: their schemas, their options, the views, the reports.
 
 This is the only definition of each.
 
-The files beside this one are read by `create` for the local stack, by Terraform for the cloud, and
-by `penstock report`. Views name their table as `${project}.${dataset}.rows`. Reports take their
-data set from the job and the parameter `@since`.
+`rows` is the usage table. `worker_hours` says what workers did with their time, and
+`webhook_deliveries` what became of events. The files beside this one are read by `create` for the
+local stack, by Terraform for the cloud, and by `penstock report`. Views name a table as
+`${project}.${dataset}.rows`. Reports take their data set from the job and the parameter `@since`.
 """
 
 from __future__ import annotations
@@ -38,20 +39,25 @@ class Report:
     sql: str
 
 
-def schema() -> list[dict[str, str]]:
-    """The fields of the table, as BigQuery's schema JSON: name, type, mode, description."""
-    found: list[dict[str, str]] = json.loads((_FOLDER / "rows.schema.json").read_text())
+def tables() -> list[str]:
+    """The names of all tables."""
+    return sorted(path.name.partition(".")[0] for path in _FOLDER.glob("*.table.json"))
+
+
+def schema(table: str = TABLE) -> list[dict[str, str]]:
+    """The fields of a table, as BigQuery's schema JSON: name, type, mode, description."""
+    found: list[dict[str, str]] = json.loads((_FOLDER / f"{table}.schema.json").read_text())
     return found
 
 
-def table_options() -> dict[str, Any]:
-    """How the table is partitioned and clustered, in the words of BigQuery's Table resource."""
-    found: dict[str, Any] = json.loads((_FOLDER / "rows.table.json").read_text())
+def table_options(table: str = TABLE) -> dict[str, Any]:
+    """How a table is partitioned and clustered, in the words of BigQuery's Table resource."""
+    found: dict[str, Any] = json.loads((_FOLDER / f"{table}.table.json").read_text())
     return found
 
 
 def views(project: str, dataset: str) -> dict[str, str]:
-    """The GoogleSQL of each view by its name, for the table of this project and data set."""
+    """The GoogleSQL of each view by its name, for the tables of this project and data set."""
     return {
         path.stem: Template(path.read_text()).substitute(project=project, dataset=dataset)
         for path in sorted((_FOLDER / "views").glob("*.sql"))
@@ -68,7 +74,7 @@ def reports() -> dict[str, Report]:
 
 
 def create(client: bigquery.Client, dataset: str) -> None:
-    """Creates the data set, the table and the views, or updates existing ones.
+    """Creates the data set, the tables and the views, or updates existing ones.
 
     Args:
         client: Google's client, for the project of the data set.
@@ -79,8 +85,9 @@ def create(client: bigquery.Client, dataset: str) -> None:
     """
     client.create_dataset(dataset, exists_ok=True)
     name = f"{client.project}.{dataset}"
-    table = {"schema": {"fields": schema()}, **table_options()}
-    _put(client, f"{name}.{TABLE}", table, _TABLE_FIELDS)
+    for table in tables():
+        described = {"schema": {"fields": schema(table)}, **table_options(table)}
+        _put(client, f"{name}.{table}", described, _TABLE_FIELDS)
     for view, query in views(client.project, dataset).items():
         _put(
             client,

@@ -37,14 +37,36 @@ class Step(_Entry):
     usd: float = Field(ge=0)
 
 
+Usd = dict[str, float | tuple[Step, ...]]
+"""By region or location. `any`: all others."""
+
+
+class EarlierPrice(_Entry):
+    """What one unit cost from a day on (UTC), until the next price."""
+
+    since: datetime.date
+    usd: Usd = Field(min_length=1)
+
+
 class ListPrice(_Entry):
-    """What one unit costs, by region or location. `any`: all others."""
+    """What one unit costs."""
 
     unit: str
     source: str
-    usd: dict[str, float | tuple[Step, ...]] = Field(min_length=1)
+    usd: Usd = Field(min_length=1)
     free: float = Field(0.0, ge=0)
     """Units a month that cost nothing."""
+    since: datetime.date | None = None
+    """The day (UTC) from which the price holds. Needed where there are earlier ones."""
+    earlier: tuple[EarlierPrice, ...] = ()
+    """What it replaced, oldest first. Reports on past months need it, plans do not."""
+
+    @model_validator(mode="after")
+    def _earlier_prices_are_in_order(self) -> Self:
+        days = [one.since for one in self.earlier]
+        if days and (self.since is None or [*days, self.since] != sorted({*days, self.since})):
+            raise ValueError("since: the price and its earlier ones need days that go up")
+        return self
 
     @model_validator(mode="after")
     def _steps_go_up_and_have_an_end(self) -> Self:
@@ -60,6 +82,11 @@ class ListPrice(_Entry):
                 ):
                     raise ValueError("steps go up, and only the last has no up_to")
         return self
+
+    def history(self) -> list[tuple[datetime.date, Usd]]:
+        """All prices with the day from which each holds, oldest first."""
+        older = [(one.since, one.usd) for one in self.earlier]
+        return [*older, (self.since or datetime.date.min, self.usd)]
 
     def cost_usd(self, place: str, amount: float, before: float = 0.0) -> float | None:
         """The monthly cost of `amount` units at a place, after `before` others.

@@ -54,6 +54,20 @@ class Row(msgspec.Struct, omit_defaults=True):
     client_request_id: str | None = None
     charged_share: float | None = None
     key_id: str | None = None
+    plan: str | None = None
+    price_version: str | None = None
+    list_price_usd: float | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    gpu_type: str | None = None
+    spot: bool | None = None
+    priority: str | None = None
+    user_agent_family: str | None = None
+    batch_id: str | None = None
+    cold_start: bool | None = None
+    batch_capacity: int | None = None
+    padded_tokens: int | None = None
 
 
 class RowSink(Protocol):

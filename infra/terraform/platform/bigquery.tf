@@ -1,9 +1,20 @@
-# The rows: table, options and views are the files in infra/bigquery, which
-# the embedded BigQuery of a laptop reads too.
+# The rows and the tables beside them: schemas, options and views are the files in
+# infra/bigquery, which the embedded BigQuery of a laptop reads too.
 
 locals {
   _bigquery     = "${path.module}/../../bigquery"
   table_options = jsondecode(file("${local._bigquery}/rows.table.json"))
+
+  # Who writes each table besides the rows.
+  writers_of = {
+    webhook_deliveries = {
+      for name, account in google_service_account.functions : name => account.member if name == "webhooks"
+    }
+    worker_hours = merge(
+      { workers = local.workers_member },
+      { for name, member in local.outside_members : "outside-${name}" => member },
+    )
+  }
 }
 
 resource "google_bigquery_dataset" "default" {
@@ -37,6 +48,30 @@ resource "google_bigquery_table" "rows" {
   # checkov:skip=CKV_GCP_121: variable, on by default
 }
 
+resource "google_bigquery_table" "others" {
+  for_each = {
+    for name in keys(local.writers_of) : name => jsondecode(file("${local._bigquery}/${name}.table.json"))
+  }
+
+  project                  = var.project_id
+  dataset_id               = google_bigquery_dataset.default.dataset_id
+  table_id                 = each.key
+  description              = each.value.description
+  labels                   = var.labels
+  schema                   = file("${local._bigquery}/${each.key}.schema.json")
+  clustering               = each.value.clustering.fields
+  require_partition_filter = each.value.requirePartitionFilter
+  deletion_protection      = var.deletion_protection
+
+  time_partitioning {
+    type          = each.value.timePartitioning.type
+    field         = each.value.timePartitioning.field
+    expiration_ms = tonumber(each.value.timePartitioning.expirationMs)
+  }
+  # checkov:skip=CKV_GCP_80: no inputs and no results, so Google's own keys are enough
+  # checkov:skip=CKV_GCP_121: variable, on by default
+}
+
 resource "google_bigquery_table" "views" {
   for_each = fileset("${local._bigquery}/views", "*.sql")
 
@@ -55,6 +90,7 @@ resource "google_bigquery_table" "views" {
   }
   # checkov:skip=CKV_GCP_80: a view holds no data
   # checkov:skip=CKV_GCP_121: a view can be made again
+  depends_on = [google_bigquery_table.others]
 }
 
 # dataEditor could also delete the table.
@@ -76,6 +112,20 @@ resource "google_bigquery_table_iam_member" "writers" {
   table_id   = google_bigquery_table.rows.table_id
   role       = google_project_iam_custom_role.row_writer.id
   member     = each.value
+}
+
+resource "google_bigquery_table_iam_member" "writers_of_others" {
+  for_each = merge([
+    for table, members in local.writers_of : {
+      for name, member in members : "${table} ${name}" => { table = table, member = member }
+    }
+  ]...)
+
+  project    = var.project_id
+  dataset_id = google_bigquery_dataset.default.dataset_id
+  table_id   = google_bigquery_table.others[each.value.table].table_id
+  role       = google_project_iam_custom_role.row_writer.id
+  member     = each.value.member
 }
 
 # The API reads the rows for what callers ask about their usage, and runs queries for that.

@@ -24,7 +24,13 @@ from tests.infra.bigquery.connecting import rows_of
 from tests.limits import WAIT_LIMIT_S
 
 NOW_S = round(time.time(), 6)
-PYTHON_TYPES = {"STRING": str, "INTEGER": int, "FLOAT": float, "TIMESTAMP": float}
+PYTHON_TYPES = {
+    "STRING": str,
+    "INTEGER": int,
+    "FLOAT": float,
+    "TIMESTAMP": float,
+    "BOOLEAN": bool,
+}
 
 
 def row(request: str, **given: Any) -> dict[str, Any]:
@@ -92,9 +98,15 @@ def test_the_table_is_made_as_described_and_making_it_again_changes_nothing(
     assert [field.to_api_repr() for field in table.schema] == usage.schema()
     assert table.num_rows == 1
     assert {item.table_id for item in created.list_tables("penstock")} == {
-        "rows",
+        *("rows", "webhook_deliveries", "worker_hours"),
         *usage.views("p", "d"),
     }
+    for name in usage.tables():
+        found = created.get_table(f"penstock.{name}")
+        assert [field.to_api_repr() for field in found.schema] == usage.schema(name)
+        assert found.require_partition_filter
+        wanted = usage.table_options(name)["timePartitioning"]
+        assert found.time_partitioning.field == wanted["field"]
 
 
 def test_an_older_table_is_brought_up_to_date(client: bigquery.Client) -> None:
@@ -116,7 +128,7 @@ def test_an_older_table_is_brought_up_to_date(client: bigquery.Client) -> None:
 
 def test_every_field_of_a_row_arrives(created: bigquery.Client) -> None:
     full: dict[str, Any] = {
-        field.name: {str: "x", int: 7, float: NOW_S}[
+        field.name: {str: "x", int: 7, float: NOW_S, bool: True}[
             next(iter(set(get_args(hint) or (hint,)) - {type(None)}))
         ]
         for field, hint in zip(

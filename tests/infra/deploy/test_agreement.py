@@ -244,12 +244,11 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
         loop.close()
 
 
-def test_same_table(plan: Plan) -> None:
-    (rows,) = [
-        table for table in plan.of("google_bigquery_table") if table["table_id"] == bigquery.TABLE
-    ]
-    options = bigquery.table_options()
-    assert json.loads(rows["schema"]) == bigquery.schema()
+@pytest.mark.parametrize("name", bigquery.tables())
+def test_same_table(plan: Plan, name: str) -> None:
+    (rows,) = [table for table in plan.of("google_bigquery_table") if table["table_id"] == name]
+    options = bigquery.table_options(name)
+    assert json.loads(rows["schema"]) == bigquery.schema(name)
     assert rows["clustering"] == options["clustering"]["fields"]
     assert rows["require_partition_filter"] is options["requirePartitionFilter"]
     (partitioning,) = rows["time_partitioning"]

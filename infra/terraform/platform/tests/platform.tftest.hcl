@@ -73,6 +73,24 @@ run "table" {
   }
 
   assert {
+    condition = alltrue([
+      for name in ["webhook_deliveries", "worker_hours"] : (
+        jsondecode(google_bigquery_table.others[name].schema) == jsondecode(file("../../bigquery/${name}.schema.json"))
+        && google_bigquery_table.others[name].require_partition_filter
+      )
+    ])
+    error_message = "The tables beside the rows are those of infra/bigquery."
+  }
+
+  assert {
+    condition = toset(keys(google_bigquery_table_iam_member.writers_of_others)) == toset(concat(
+      ["worker_hours workers"],
+      [for name in keys(google_service_account.functions) : "webhook_deliveries webhooks" if name == "webhooks"],
+    ))
+    error_message = "Each of them is written by those who know what it says, and by nobody else."
+  }
+
+  assert {
     condition     = strcontains(google_bigquery_table.views["rows_deduplicated.sql"].view[0].query, "`example-project.penstock.rows`")
     error_message = "The view reads this project's table."
   }
