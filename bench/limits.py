@@ -48,7 +48,7 @@ TEXT = TextInput("The river carries what the mountains lose, and the sea keeps w
 
 
 async def _one(limiter: Limiter, caller: Caller, model: Model) -> None:
-    price, headers = price_of(model), dict[str, str]()
+    price, headers = price_of(model, time.time()), dict[str, str]()
     outcome = ItemOutcome(0, "succeeded", Receipt("miss", tokens=17))
     async with LimitedRequest(limiter, caller, model, [TEXT], headers) as limited:
         await asyncio.sleep(0)
@@ -56,7 +56,7 @@ async def _one(limiter: Limiter, caller: Caller, model: Model) -> None:
 
 
 async def _without(limiter: Limiter, caller: Caller, model: Model) -> None:
-    price_of(model)
+    price_of(model, time.time())
     ItemOutcome(0, "succeeded", Receipt("miss", tokens=17))
     await asyncio.sleep(0)
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import cached_property, lru_cache
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from shared.blob import INLINE_LIMIT_BYTES, SLOT_INLINE_LIMIT_BYTES
 
@@ -14,10 +23,10 @@ REVISION_PATTERN = r"^[!-~]{1,200}$"
 SOURCE_PATTERN = r"^(hf:|gs://|local:|package:).+"
 
 
-def _text_of_revision(value: object) -> object:
+def _quoted(what: str, value: object) -> object:
     # YAML reads 1.10 as 1.1 and 0123 as 83: only quotes keep what was meant.
     if isinstance(value, int | float):
-        raise ValueError("a revision that looks like a number needs quotes")
+        raise ValueError(f"a {what} that looks like a number needs quotes")
     return value
 
 
@@ -103,13 +112,73 @@ class Replicas(_Entry):
     max: int = Field(10, ge=1)
 
 
-class Price(_Entry):
+@lru_cache(maxsize=1024)
+def _digest_of_figures(*figures: float) -> str:
+    return hashlib.blake2b(repr(figures).encode(), digest_size=4).hexdigest()
+
+
+class PriceTerms(_Entry):
     """What an item is billed at, once it was delivered."""
 
+    version: str | None = Field(None, pattern=r"^[!-~]{1,64}$")
+    """How rows and invoices name these terms. None: a digest of the figures."""
     per_million_tokens_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     per_million_pixel_steps_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     cached_share: float = Field(0.0, ge=0, le=1)
     """The part of the price for a result from the cache or of an identical item in flight."""
+
+    @field_validator("version", mode="before")
+    @classmethod
+    def _version_is_text(cls, value: object) -> object:
+        return _quoted("version", value)
+
+    @property
+    def name(self) -> str:
+        """The version. Other figures have another one, unless the catalog names it."""
+        return self.version or _digest_of_figures(
+            self.per_million_tokens_usd, self.per_million_pixel_steps_usd, self.cached_share
+        )
+
+
+class PriceChange(PriceTerms):
+    """Terms that hold from a moment on, for requests that arrive then or later."""
+
+    starts_at: AwareDatetime
+    """RFC 3339, with a zone: `2026-12-01T00:00:00Z`."""
+
+    @cached_property
+    def starts_at_s(self) -> float:
+        """The moment in Unix seconds."""
+        return self.starts_at.timestamp()
+
+
+class Price(PriceTerms):
+    """The terms of a model, and how they change.
+
+    A change is in the catalog before it starts. So API instances and workers of every release in
+    between charge a request alike.
+    """
+
+    changes: tuple[PriceChange, ...] = ()
+
+    @model_validator(mode="after")
+    def _changes_are_in_order(self) -> Self:
+        starts = [change.starts_at_s for change in self.changes]
+        if starts != sorted(set(starts)):
+            raise ValueError("changes: starts_at goes up from change to change")
+        names = [self.name, *(change.name for change in self.changes)]
+        if len(set(names)) < len(names):
+            raise ValueError("changes: each has another version")
+        return self
+
+    def terms_at(self, at_s: float) -> PriceTerms:
+        """The terms for a request that arrives at `at_s`, in Unix seconds."""
+        found: PriceTerms = self
+        for change in self.changes:
+            if at_s < change.starts_at_s:
+                break
+            found = change
+        return found
 
 
 class ImageDefaults(_Entry):
@@ -181,7 +250,7 @@ class Canary(_Entry):
     @field_validator("revision", mode="before")
     @classmethod
     def _revision_is_text(cls, value: object) -> object:
-        return _text_of_revision(value)
+        return _quoted("revision", value)
 
     @field_validator("replicas")
     @classmethod
@@ -231,4 +300,4 @@ class CatalogEntry(_Entry):
     @field_validator("revision", mode="before")
     @classmethod
     def _revision_is_text(cls, value: object) -> object:
-        return _text_of_revision(value)
+        return _quoted("revision", value)

@@ -84,6 +84,12 @@ class Envelope(msgspec.Struct, kw_only=True):
     """The public part of the caller's API key, for rows. Empty where no key is required."""
     price_share: PriceShare = 1.0
     """The part of the list price that the items pay. Left out of the message if it is 1."""
+    plan: str = ""
+    """The name of the tenant's plan, for rows. Empty: none."""
+    user_agent_family: str = ""
+    """The kind of client, for rows (api/http/user_agent.py)."""
+    batch_id: str = ""
+    """The batch that the items are of, for rows. Empty: none."""
 
     @property
     def trace(self) -> TraceContext | None:
@@ -149,6 +155,7 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     Times are unix seconds, durations milliseconds. `cache` says where the result came from: `miss`
     (computed), `memory`, `redis`, `joined` (an identical item was being computed) or `none` (cache
     not asked). `steps_saved` are the steps of a canceled or late image that were not computed.
+    `padded_tokens` are tokens as computed, padding included, and None if there was none.
     """
 
     cache: str = "none"
@@ -163,6 +170,9 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     steps_saved: int | None = None
     revision: str | None = None
     """The revision that answered, only of a model with a canary."""
+    padded_tokens: int | None = None
+    cold_start: bool = False
+    """Whether the model process that computed it had loaded the model after the publish."""
 
 
 class ItemOutcome(msgspec.Struct, omit_defaults=True):

@@ -226,6 +226,8 @@ class WorkerSettings(Settings):
     """Seconds until the jobs of a dead worker go to another one. The service's minimum is 10."""
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     drain_s: float = Field(20.0, gt=0)
+    spot: bool | None = None
+    """Whether the worker's node is a spot node, for rows. None: not known."""
 
     @property
     def model_names(self) -> list[str]:

@@ -41,6 +41,7 @@ from workers.job import WorkerInfo
 from workers.jobs.canary_part import CanaryPart
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
+from workers.models.gpu_type import gpu_type_of
 from workers.models.source import resolve
 from workers.runtime.pool import HostedModel, ModelPool
 from workers.tasks import WORKER_TASKS, preparer_for
@@ -166,7 +167,8 @@ async def _open(
     )
     parts = await _canary_parts(stack, settings, [one.entry for one in hosted], transport)
     objects = ObjectStore(settings.objects_url)
-    facts = WorkerInfo(name, settings.region, pool.device_name)
+    device = pool.device_name
+    facts = WorkerInfo(name, settings.region, device, gpu_type_of(device), settings.spot)
     consumers = [
         JobConsumer(
             model,

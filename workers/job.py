@@ -17,7 +17,7 @@ from shared.stores.record_state import record_id
 from shared.tasks import Result
 from shared.tracing.context import TraceContext
 from shared.transport import Message, Subscription
-from shared.usage.charge import price_of
+from shared.usage.charge import device_share_of
 from shared.usage.row import Row, row_of
 from workers.models.base import Prepared
 from workers.runtime.protocol import BatchResult
@@ -152,6 +152,8 @@ class Computed:
     batch: BatchResult
     traces: Sequence[TraceContext] = ()
     """The traces of the jobs in the batch whose spans are kept."""
+    computed_work: int | None = None
+    """Its work with its part of the padding. None: nothing was padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +261,7 @@ class QueuedItem:
             batch_wait_ms=max(0.0, batch.started_at_s - self.queued_at_s) * 1000,
             inference_ms=batch.inference_ms,
             batch_size=len(batch.results),
+            cold_start=pulled.envelope.published_at_s < batch.loaded_at_s,
         )
         if pulled.is_unwanted:
             receipt.steps_saved = batch.steps_saved
@@ -266,6 +269,8 @@ class QueuedItem:
         if isinstance(result, PenstockError):
             return failure(item.index, result, receipt)
         receipt.tokens = getattr(result, "tokens", None)
+        if receipt.tokens is not None and cache != "joined":
+            receipt.padded_tokens = self.computed.computed_work
         receipt.pixel_steps = getattr(result, "pixel_steps", None)
         return ItemOutcome(item.index, "succeeded", receipt, result)
 
@@ -290,6 +295,10 @@ class WorkerInfo:
     worker: str
     region: str
     device: str
+    gpu_type: str | None = None
+    """As infra/kubernetes/gpus.yaml names it. None: no GPU."""
+    spot: bool | None = None
+    """Whether its node is a spot node. None: not known."""
 
 
 def row_for(
@@ -304,5 +313,7 @@ def row_for(
         region=info.region,
         worker=info.worker,
         device=info.device,
-        device_share=price_of(model).device_share,
+        device_share=device_share_of(model),
+        gpu_type=info.gpu_type,
+        spot=info.spot,
     )

@@ -62,6 +62,7 @@ class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
     models: list[str] | None = None
     """The models that its key may use. None: all."""
     plan: Plan = DEFAULT_PLAN
+    plan_name: str = ""
     key_limits: Limits | None = None
 
     @property
@@ -72,6 +73,7 @@ class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
             tenant=self.tenant,
             key_id=self.key_id,
             plan=msgspec.structs.replace(self.plan, per_model={}, **_NO_RATES),
+            plan_name=self.plan_name,
             key_limits=key_limits and msgspec.structs.replace(key_limits, **_NO_RATES),
         )
 

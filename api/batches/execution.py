@@ -109,6 +109,8 @@ class LineExecutor:
             tenant=batch.tenant,
             key_id=batch.key_id,
             weight=batch.weight,
+            plan=batch.plan_name,
+            batch_id=batch.id,
             price_share=batch.price_share,
             inputs=line.request.inputs,
             deadline_s=min(batch.expires_at_s, now_s + model.deadline.longest_s),

@@ -87,6 +87,7 @@ class Batches:
             price_share=caller.plan.batch_price_share,
             weight=caller.plan.weight,
             plan=caller.plan,
+            plan_name=caller.plan_name,
             key_limits=caller.key_limits,
             models=None if caller.models is None else sorted(caller.models),
         )

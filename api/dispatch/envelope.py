@@ -18,12 +18,14 @@ def build_envelope(
     model: str,
     tenant: str,
     key_id: str,
+    plan: str,
     price_share: float,
     weight: float,
     received_at_s: float,
     deadline_s: float,
     options: RequestOptions,
     api_instance: str,
+    batch_id: str = "",
 ) -> Envelope:
     """The envelope of the first job of a request.
 
@@ -36,6 +38,9 @@ def build_envelope(
         model=model,
         tenant=tenant,
         key_id=key_id,
+        plan=plan,
+        batch_id=batch_id,
+        user_agent_family=options.user_agent_family,
         price_share=price_share,
         weight=weight,
         deadline_s=deadline_s,

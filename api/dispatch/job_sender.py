@@ -200,6 +200,8 @@ def envelope_of(request: InferenceRequest, api_instance: str) -> Envelope:
         model=request.model.name,
         tenant=request.tenant,
         key_id=request.key_id,
+        plan=request.plan,
+        batch_id=request.batch_id,
         price_share=request.price_share,
         weight=request.weight,
         received_at_s=request.options.received_at_s,

@@ -41,6 +41,8 @@ class RequestOptions:
     cache_read: bool = True
     cache_write: bool = True
     idempotency_key: str = ""
+    user_agent_family: str = ""
+    """The kind of client, for rows."""
 
     def limit_s(self, bound: Deadline) -> float:
         """Seconds until the answer is due, within the bounds of a model."""
@@ -85,6 +87,10 @@ class InferenceRequest:
     """The `x-request-id` of the caller, for rows."""
     key_id: str = ""
     """The public part of the caller's API key, for rows."""
+    plan: str = ""
+    """The name of the tenant's plan, for rows."""
+    batch_id: str = ""
+    """The batch that it is a line of, for rows."""
     price_share: float = 1.0
     """The part of the list price that it pays."""
     weight: float = 1.0

@@ -26,7 +26,7 @@ class RequestState:
     def __init__(self, request: InferenceRequest) -> None:
         self.request = request
         model, options = request.model, request.options
-        self._price = price_of(model, request.price_share)
+        self._price = price_of(model, options.received_at_s, request.price_share)
         uses_cache = (
             request.is_repeatable
             and model.cache.ttl_s > 0

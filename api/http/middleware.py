@@ -62,6 +62,8 @@ class RequestContext:
     """The authenticated tenant. Empty before authentication."""
     key_id: str = ""
     """The public part of the caller's API key. Empty before authentication, or without a key."""
+    plan: str = ""
+    """The name of the tenant's plan. Empty before authentication, or without a plan."""
     model: str = ""
     """The name of the model. Empty before the route has found it."""
     headers: dict[str, str] = field(default_factory=dict)

@@ -22,6 +22,7 @@ class Refusals:
 
     def write_row(self, context: RequestContext) -> None:
         """Writes the row of a request that was just refused."""
+        options = context.options
         self._rows.write(
             Row(
                 row_id=f"{context.request_id}:refused",
@@ -40,5 +41,8 @@ class Refusals:
                 client_request_id=context.client_request_id or None,
                 charged_share=0.0,
                 key_id=context.key_id or None,
+                plan=context.plan or None,
+                priority=(options.lane or "interactive") if options else None,
+                user_agent_family=(options.user_agent_family or None) if options else None,
             )
         )

@@ -80,6 +80,7 @@ class ApiRequest:
             model=model,
             tenant=self.tenant,
             key_id=self.caller.key_id,
+            plan=self.caller.plan_name,
             weight=self.caller.plan.weight,
             inputs=inputs,
             deadline_s=self.options.answer_by_s(model.deadline),
@@ -172,6 +173,7 @@ def authenticate(request: Request) -> ApiRequest:
     dependencies, context = dependencies_of(request), context_of(request)
     caller = dependencies.access.caller_of(request.scope["headers"])
     context.tenant, context.key_id = caller.tenant, caller.key_id
+    context.plan = caller.plan_name
     context.record_refusal = dependencies.refusals.write_row
     check_scope(caller, request.method, request.scope["route"].path)
     return ApiRequest(request, dependencies, context, caller, _NO_OPTIONS)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from api.dispatch.request import RequestOptions
+from api.http.user_agent import family_of
 from shared.catalog_entry import LONGEST_DEADLINE_S
 from shared.errors import BadInput
 
@@ -53,7 +54,9 @@ def read_options(headers: Iterable[tuple[bytes, bytes]], received_at_s: float) -
 
 
 def _joined(name: bytes, first: str, second: str) -> str:
-    """Joins headers of one name if they are lists. Other headers may be sent only once."""
+    """Joins headers of one name if they are lists. Others with options may be sent only once."""
+    if name == b"user-agent":
+        return first
     if name in (b"cache-control", b"prefer"):
         return f"{first}, {second}"
     raise BadInput(f"{name.decode()}: sent more than once", field=name.decode())
@@ -111,6 +114,10 @@ def _prefer(text: str) -> dict[str, Any]:
     return {}
 
 
+def _user_agent(text: str) -> dict[str, Any]:
+    return {"user_agent_family": family_of(text)}
+
+
 def _refusal(header: str, text: str, wanted: str) -> BadInput:
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
     return BadInput(f"{header}: {shown!r} is not {wanted}", field=header)
@@ -124,4 +131,5 @@ _READERS = {
     IDEMPOTENCY_HEADER.encode(): _idempotency_key,
     b"cache-control": _cache_control,
     b"prefer": _prefer,
+    b"user-agent": _user_agent,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
@@ -124,5 +125,5 @@ class LimitedRequest:
         unit, work = self._model.definition.unit, 0
         if self._account is not None and self._account.counts_work:
             work = sum(given.estimate_work() for given in self._inputs)
-        usd = self._price_share * list_price_usd(price_of(self._model), **{unit: work})
+        usd = self._price_share * list_price_usd(price_of(self._model, time.time()), **{unit: work})
         return RequestDemand(unit, items=len(self._inputs), work=work, cost_usd=usd)

@@ -42,6 +42,8 @@ class NewPrediction:
     """Which topic of an inbox its reply comes to, by the model's entry."""
     weight: float
     """The tenant's share of a busy model, from its plan."""
+    plan: str
+    """The name of that plan, for rows."""
     keep_s: int | None
     """How long it is kept after its end, by the tenant's plan. None: as long as usual."""
     is_keyed: bool
@@ -123,6 +125,7 @@ class PredictionSender:
             model=prediction.canary or prediction.model,
             tenant=prediction.tenant,
             key_id=prediction.key_id,
+            plan=new.plan,
             price_share=1.0 if prediction.price is None else prediction.price.price_share,
             weight=new.weight,
             received_at_s=prediction.created_at_s,

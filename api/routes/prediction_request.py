@@ -86,13 +86,14 @@ async def read_prediction(
         client_request_id=call.context.client_request_id,
         key_id=call.caller.key_id,
         is_cached=is_kept,
-        price=price_of(model),
+        price=price_of(model, call.context.received_at_s),
     )
     return NewPrediction(
         prediction,
         _items(serving, read.inputs, call.tenant, is_kept=is_kept),
         options,
         weight=call.caller.plan.weight,
+        plan=call.caller.plan_name,
         keep_s=call.caller.plan.prediction_keep_s,
         replies=model.replies,
         reply_bytes=len(read.inputs) * (model.definition.result_bytes(model) + OUTCOME_BYTES),

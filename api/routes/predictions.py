@@ -219,20 +219,20 @@ async def _create(
     new = await read_prediction(
         call, body, model, owner=owner, own_id=own_id, deployment=deployment
     )
-    wait_s = max(0.0, call.options.wait_s - EARLY_S)
+    price, wait_s = price_of(model, context.received_at_s), max(0.0, call.options.wait_s - EARLY_S)
     async with (
         call.limited(model, [item.input for item in new.items]) as limited,
         dependencies.predictions.creating(new, waits=wait_s > 0) as creation,
     ):
         limited.go_on(lambda ended: dependencies.follower.follow(ended, creation.snapshot))
         if not creation.is_new:
-            limited.settle(price_of(model), [])
+            limited.settle(price, [])
         if wait_s:
             # A caller that hangs up leaves here, and the prediction continues.
             waiting = creation.wait(wait_s - context.total_ms / 1000)
             await while_connected(call.http.receive, waiting)
         if creation.is_new and (reply := creation.snapshot.record.reply) is not None:
-            limited.settle(price_of(model), reply.outcomes)
+            limited.settle(price, reply.outcomes)
     return _created(dependencies, creation.snapshot, is_new=creation.is_new)
 
 

@@ -74,6 +74,8 @@ def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -
         }
         return Placement((), {}, (), _resources(CPU_ONLY), settings, grace_s)
     settings |= {"PENSTOCK_DEVICE": "cuda", "PENSTOCK_PROCESSES": "1"}
+    if not may_be_spot and not deployment.is_outside:
+        settings["PENSTOCK_SPOT"] = "false"  # otherwise a pod can't tell
     resources = _resources(share_of(model.gpu, gpu_types), gpu=gpu_types[model.gpu.type])
     if deployment.is_outside:
         return Placement(("gpu-outside",), {}, (), resources, settings, grace_s)

@@ -154,6 +154,7 @@ def _entry(key: StoredKey, document: Document) -> _Entry:
         tenant=key.tenant,
         key_id=key.id,
         plan=plan_of(key.tenant, document),
+        plan_name=plan_name_of(key.tenant, document),
         key_limits=key.limits,
         models=None if key.models is None else frozenset(key.models),
         scopes=None if key.scopes == ("all",) else frozenset(key.scopes),
@@ -171,9 +172,14 @@ def _entry(key: StoredKey, document: Document) -> _Entry:
 
 def plan_of(tenant: str, document: Document) -> Plan:
     """The plan of a tenant."""
+    return document.plans.get(plan_name_of(tenant, document), DEFAULT_PLAN)
+
+
+def plan_name_of(tenant: str, document: Document) -> str:
+    """The name of a tenant's plan. Empty if it has none."""
     stored = document.tenants.get(tenant)
     name = DEFAULT_PLAN_NAME if stored is None else stored.plan
-    return document.plans.get(name, DEFAULT_PLAN)
+    return name if name in document.plans else ""
 
 
 def encode_document(document: Document) -> bytes:

@@ -87,6 +87,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     key_id: str = ""
     """The public part of the key. Empty where no key is required."""
     plan: Plan = DEFAULT_PLAN
+    plan_name: str = ""
+    """Its name in the directory, for rows. Empty: the tenant has none."""
     key_limits: Limits | None = None
     """Limits of the key alone, besides those of the plan. None: the plan's limits only."""
     models: frozenset[str] | None = None

@@ -1,9 +1,12 @@
 """What an item is charged. Rows, response headers and predictions get their figures from here.
 
-So a row and a header can't differ: both call `charged_share` and `cost_usd` with one `ItemPrice`.
+So a row and a header can't differ: both call `charge_of` with one `ItemPrice`. Both get it from
+`price_of` for the moment at which the request arrived, which its job carries to the worker.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,18 +30,44 @@ class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The part of the list price that this request pays, such as a line of a batch."""
     device_share: float = 1.0
     """The part of a device that a worker of the model has."""
+    version: str = ""
+    """Which terms of the catalog these are. Empty: kept by a release before there were versions."""
 
 
-def price_of(model: Model, price_share: float = 1.0) -> ItemPrice:
-    """The terms of a model in the catalog, for a request that pays `price_share` of the list."""
-    price = model.price
+class Charge(NamedTuple):
+    """What one item is charged: `cost_usd` is `list_price_usd` times `charged_share`."""
+
+    list_price_usd: float
+    charged_share: float
+
+    @property
+    def cost_usd(self) -> float:
+        """In US dollars."""
+        return self.charged_share * self.list_price_usd
+
+
+def price_of(model: Model, at_s: float, price_share: float = 1.0) -> ItemPrice:
+    """The terms on which an item of a model is charged.
+
+    Args:
+        model: its entry in the catalog.
+        at_s: when the request arrived, Unix seconds.
+        price_share: the part of the list price that the request pays.
+    """
+    price = model.price if not model.price.changes else model.price.terms_at(at_s)
     return ItemPrice(
         per_million_tokens_usd=price.per_million_tokens_usd,
         per_million_pixel_steps_usd=price.per_million_pixel_steps_usd,
         cached_share=price.cached_share,
         price_share=price_share,
-        device_share=1 / model.gpu.share,
+        device_share=device_share_of(model),
+        version=price.name,
     )
+
+
+def device_share_of(model: Model) -> float:
+    """The part of a device that a worker of the model has."""
+    return 1 / model.gpu.share
 
 
 def charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
@@ -75,12 +104,16 @@ def list_price_usd(
     ) / 1e6
 
 
+def charge_of(price: ItemPrice, outcome: ItemOutcome) -> Charge:
+    """Returns what an item is charged, and from which list price."""
+    receipt = outcome.receipt
+    listed_usd = list_price_usd(price, receipt.tokens, receipt.pixel_steps)
+    return Charge(listed_usd, charged_share(price, outcome))
+
+
 def cost_usd(price: ItemPrice, outcome: ItemOutcome) -> float:
     """Returns what an item is charged, in US dollars."""
-    receipt = outcome.receipt
-    return charged_share(price, outcome) * list_price_usd(
-        price, receipt.tokens, receipt.pixel_steps
-    )
+    return charge_of(price, outcome).cost_usd
 
 
 def device_s(price: ItemPrice, receipt: Receipt) -> float:

@@ -10,7 +10,7 @@ import msgspec
 
 from shared.catalog import Model
 from shared.messages import Envelope, ItemOutcome
-from shared.usage.charge import charged_share, cost_usd, price_of
+from shared.usage.charge import SHARED, charge_of, price_of
 
 
 class Row(msgspec.Struct, omit_defaults=True):
@@ -98,7 +98,6 @@ def row_of(
         facts: further fields of the row (worker, region …).
     """
     receipt, now_s = outcome.receipt, replied_at_s or time.time()
-    price = None if model is None else price_of(model, envelope.price_share)
     queued_s = (
         (receipt.pulled_at_s or now_s) - envelope.published_at_s
         if envelope.published_at_s
@@ -107,13 +106,29 @@ def row_of(
     known = {name: getattr(receipt, name) for name in receipt.__struct_fields__}
     # A repeated answer may be another revision's.
     revision = known.pop("revision") or (model.revision if model else None)
+    if receipt.batch_size is None:  # no model ran for it
+        known["cold_start"] = None
+    elif receipt.padded_tokens is None and receipt.cache not in SHARED:
+        known["padded_tokens"] = receipt.tokens
+    if model is not None:
+        price = price_of(model, envelope.received_at_s, envelope.price_share)
+        charge = charge_of(price, outcome)
+        known |= {
+            "task": model.task,
+            "cost_usd": charge.cost_usd,
+            "list_price_usd": charge.list_price_usd,
+            "charged_share": charge.charged_share,
+            "price_version": price.version,
+            "batch_capacity": model.batch.max_items if receipt.batch_size is not None else None,
+        }
+    else:
+        known |= {"cost_usd": 0.0, "charged_share": 0.0}
     return Row(
         row_id=f"{envelope.request_id}:{outcome.index}",
         request_id=envelope.request_id,
         item=outcome.index,
         model=model.public_name if model else envelope.model,
         revision=revision,
-        task=model.task if model else None,
         received_at_s=envelope.received_at_s,
         status=outcome.status,
         tenant=envelope.tenant,
@@ -125,9 +140,12 @@ def row_of(
         error_code=outcome.error.code if outcome.error else None,
         attempt=envelope.attempt,
         client_request_id=envelope.client_request_id or None,
-        cost_usd=0.0 if price is None else cost_usd(price, outcome),
-        charged_share=0.0 if price is None else charged_share(price, outcome),
         key_id=envelope.key_id or None,
+        plan=envelope.plan or None,
+        input_tokens=receipt.tokens,
+        priority=envelope.lane or "interactive",
+        user_agent_family=envelope.user_agent_family or None,
+        batch_id=envelope.batch_id or None,
         **known,
         **facts,
     )

@@ -71,7 +71,7 @@ async def compared(
 
     def response(result: Result | None, of: str | None) -> InferenceResponse:
         outcome = ItemOutcome(0, "succeeded", Receipt(revision=of), result)
-        return InferenceResponse([outcome], 0.0, price_of(model), "any")
+        return InferenceResponse([outcome], 0.0, price_of(model, 0), "any")
 
     async def dispatch(request: InferenceRequest) -> InferenceResponse:
         asked.append(request)

@@ -70,7 +70,7 @@ def test_usage_report_adds_up(stack: Stack, client: openai.OpenAI, rows: Rows, t
     assert (texts_line["items"], texts_line["requests"], texts_line["succeeded"]) == (6, 2, 6)
     assert texts_line["hit_percent"] == 50.0
     assert texts_line["cost_usd"] == pytest.approx(
-        list_price_usd(price_of(catalog.find(EMBEDDER)), tokens, None), abs=1e-6
+        list_price_usd(price_of(catalog.find(EMBEDDER), 0), tokens, None), abs=1e-6
     )
     assert (images_line["items"], images_line["requests"], images_line["hit_percent"]) == (
         2,
@@ -79,7 +79,7 @@ def test_usage_report_adds_up(stack: Stack, client: openai.OpenAI, rows: Rows, t
     )
     assert images_line["pixel_steps"] == pixel_steps
     assert images_line["cost_usd"] == pytest.approx(
-        list_price_usd(price_of(catalog.default("image")), None, pixel_steps), abs=1e-6
+        list_price_usd(price_of(catalog.default("image"), 0), None, pixel_steps), abs=1e-6
     )
     assert images_line["device_s"] > 0
     assert sum(by_header) == pytest.approx(

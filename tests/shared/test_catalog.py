@@ -58,8 +58,8 @@ def test_replies_of_images_have_slots_unless_the_entry_says_otherwise(models_fil
 
 def test_cost_counts_what_was_computed(models_file: Path) -> None:
     mini = read_catalog(models_file).find("mini")
-    assert list_price_usd(price_of(mini), 2_000_000, None) == pytest.approx(1.0)
-    assert list_price_usd(price_of(mini), None, 2_000_000) == 0
+    assert list_price_usd(price_of(mini, 0), 2_000_000, None) == pytest.approx(1.0)
+    assert list_price_usd(price_of(mini, 0), None, 2_000_000) == 0
 
 
 CANARY = GOOD.replace(

@@ -59,7 +59,8 @@ envelopes = st.builds(
     Envelope, request_id=names, part=counts, model=names, tenant=names, inbox=texts, slot=texts,
     deadline_s=seconds, received_at_s=seconds, published_at_s=seconds, api_instance=texts,
     attempt=counts, traceparent=texts, cache_key=texts, client_request_id=texts,
-    weight=st.floats(LIGHTEST, HEAVIEST) | st.just(1.0),
+    weight=st.floats(LIGHTEST, HEAVIEST) | st.just(1.0), plan=texts, user_agent_family=texts,
+    batch_id=texts,
 )  # fmt: skip
 jobs = st.builds(
     Job, envelopes, st.builds(JobBody, items, cache_read=st.booleans(), cache_write=st.booleans())
@@ -68,6 +69,7 @@ maybe_ms = st.none() | st.floats(0, 1e6)
 receipts = st.builds(
     Receipt, cache=names, pulled_at_s=st.none() | seconds, batch_wait_ms=maybe_ms,
     inference_ms=maybe_ms, batch_size=st.none() | counts, tokens=st.none() | counts,
+    padded_tokens=st.none() | counts, cold_start=st.booleans(),
 )  # fmt: skip
 results = st.builds(EmbeddingResult, st.binary(max_size=64), counts) | st.builds(
     ImageResult, blobs, counts, counts, seed=counts, pixel_steps=counts
@@ -140,6 +142,36 @@ def test_message_of_an_older_api_has_no_id_of_the_caller() -> None:
     assert attributes.pop("client_request_id") == "order-17"
     old = decode_job(data, attributes)
     assert row_of(old.envelope, failure(0, BadInput("no")), None).client_request_id is None
+
+
+def test_job_of_a_newer_release_is_read_by_an_older_one_and_the_reverse() -> None:
+    facts = {"plan": "team", "user_agent_family": "curl", "batch_id": "batch_1"}
+    data, attributes = encode_job(job(**facts))
+    assert facts.items() <= attributes.items()
+    row = row_of(decode_job(data, attributes).envelope, failure(0, BadInput("no")), MINI)
+    assert (row.plan, row.user_agent_family, row.batch_id) == ("team", "curl", "batch_1")
+    old = {name: value for name, value in attributes.items() if name not in facts}
+    row = row_of(decode_job(data, old).envelope, failure(0, BadInput("no")), MINI)
+    assert (row.plan, row.user_agent_family, row.batch_id) == (None, None, None)
+    # What a release knows nothing of does not keep it from reading a job.
+    assert decode_job(data, attributes | {"fact_of_tomorrow": "x"}).envelope.plan == "team"
+
+
+def test_reply_of_another_release_is_read() -> None:
+    receipt = {"cache": "miss", "batch_size": 2, "tokens": 4}
+    for more in ({}, {"padded_tokens": 7, "cold_start": True, "fact_of_tomorrow": 1}):
+        outcome = {"index": 0, "status": "failed", "receipt": receipt | more}
+        found = msgspec.json.decode(json.dumps(outcome), type=ItemOutcome)
+        row = row_of(job().envelope, found, MINI)
+        assert (row.padded_tokens, row.cold_start) == ((7, True) if more else (4, False))
+        assert row.batch_capacity == MINI.batch.max_items
+
+
+def test_row_says_of_a_batch_only_where_a_model_ran() -> None:
+    row = row_of(job().envelope, ItemOutcome(0, "succeeded", Receipt("redis", tokens=4)), MINI)
+    assert (row.cold_start, row.batch_capacity, row.padded_tokens) == (None, None, None)
+    joined = ItemOutcome(0, "succeeded", Receipt("joined", tokens=4, batch_size=3))
+    assert row_of(job().envelope, joined, MINI).padded_tokens is None
 
 
 def test_weight_is_on_the_wire_only_if_it_is_not_one() -> None:

@@ -87,6 +87,8 @@ class LetterProcess:
         self.gate = asyncio.Event()
         self.gate.set()
         self.picture = LARGE_IMAGE
+        self.loaded_at_s = 0.0
+        self.computed_work: list[int] = []
         self.deaths = 0
         self.died_of = "killed"
         self.started = asyncio.Event()
@@ -139,6 +141,8 @@ class LetterProcess:
             padded_work=letters,
             out_of_memory=short,
             steps_saved=saved,
+            loaded_at_s=self.loaded_at_s,
+            computed_work=self.computed_work,
         )
 
     def _result(self, text: str) -> Result | PenstockError:

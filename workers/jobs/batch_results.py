@@ -92,11 +92,12 @@ class BatchResults:
         self._queue.batch_ended(batch, done)
         traces = kept_traces(batch)
         metrics.observe_batch(done, traces[0].exemplar if traces else None)
-        for queued, outcome in zip(batch, done.outcomes, strict=True):
+        work: Sequence[int | None] = done.computed_work or [None] * len(batch)
+        for queued, outcome, computed in zip(batch, done.outcomes, work, strict=True):
             self._observe_wait(queued, done, is_traced=bool(traces))
             if isinstance(outcome, Canceled):
                 self._requeue_joined(queued)
-            queued.computed = Computed(outcome, done, traces)
+            queued.computed = Computed(outcome, done, traces, computed)
             for pulled, item_outcome in list(queued.outcomes()):
                 self._completion.settle(pulled, item_outcome)
             self._queue.forget_when_cached(queued)

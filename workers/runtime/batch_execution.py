@@ -58,6 +58,12 @@ def run_batch(resident_models: ResidentModels, batch: RunBatch, steps: StepRepor
     done = _result(resident_models, batch, started_at_s, inference_ms, results)
     done.padded_work, done.out_of_memory = execution.padded_work, execution.out_of_memory
     done.steps_saved, done.cpu_s = steps.saved, cpu_s
+    done.loaded_at_s = resident_models.loaded_at_s(batch.model)
+    if execution.padded:
+        padded = execution.padded
+        done.computed_work = [
+            padded.get(place, item.length) for place, item in enumerate(batch.items)
+        ]
     return done
 
 
@@ -170,6 +176,8 @@ class BatchExecution:
         steps.previewer = model if isinstance(model, Previewer) else None
         self.results: dict[int, Result | Failure] = {}
         self.padded_work = 0
+        self.padded: dict[int, int] = {}
+        """Work of the items that were padded, padding included, by place."""
         self.out_of_memory = False
 
     def compute(self, items: Sequence[PreparedItem]) -> None:
@@ -183,7 +191,15 @@ class BatchExecution:
 
     def _compute_group(self, items: Sequence[PreparedItem], places: Sequence[int]) -> None:
         group = [items[place] for place in places]
-        self.padded_work += self._model.computed_work([item.length for item in group])
+        lengths = [item.length for item in group]
+        computed = self._model.computed_work(lengths)
+        self.padded_work += computed
+        if (real := sum(lengths)) < computed:
+            # Where each item is as long as the longest, padding is not in proportion.
+            each = [computed // len(group)] * len(group)
+            if not self._model.pads:
+                each = [length * computed // real for length in lengths]
+            self.padded |= dict(zip(places, each, strict=True))
         self._steps.places = places
         try:
             results = self._model.predict(group, self._steps)

@@ -134,6 +134,10 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     """Steps that were left out because the batch was canceled."""
     cpu_s: float = 0.0
     """CPU seconds of the process."""
+    loaded_at_s: float = 0.0
+    """When the process loaded the model."""
+    computed_work: list[int] = []
+    """Of each item, its tokens or pixel-steps with its part of the padding. Empty: no padding."""
 
     @property
     def outcomes(self) -> list[Result | PenstockError]:

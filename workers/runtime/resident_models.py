@@ -52,6 +52,7 @@ class ResidentModels:
         self._offloaded: dict[int, Offloaded] = {}
         self._loaded = dict(loaded or {})
         self._load_s: dict[int, float] = {}
+        self._loaded_at_s: dict[int, float] = {}
         self._changes = ResidencyReport([])
         self.device_name = ""
         self.setup_s = 0.0
@@ -86,6 +87,10 @@ class ResidentModels:
         self._resident.move_to_end(number)
         return self._resident[number]
 
+    def loaded_at_s(self, number: int) -> float:
+        """When the model with this number was last loaded, in Unix seconds. 0: never."""
+        return self._loaded_at_s.get(number, 0.0)
+
     def _load_within_budget(self, number: int) -> None:
         self._make_room(self._size_bytes[number])
         try:
@@ -104,6 +109,7 @@ class ResidentModels:
             model = self._load(number)
         self._make_room(self._size_bytes[number])
         self._resident[number] = model
+        self._loaded_at_s[number] = time.time()
         self._changes.loads += 1
 
     def _load(self, number: int) -> InferenceModel:

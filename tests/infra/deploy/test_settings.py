@@ -48,6 +48,8 @@ LEFT_ALONE: dict[type[Settings], set[str]] = {
             "PENSTOCK_THREADS",
             "PENSTOCK_SPOOL_MAX_BYTES",
         ),
+        # Only where no node is a spot node.
+        "PENSTOCK_SPOT",
         # Only where prefetched weights are mounted.
         "PENSTOCK_WEIGHTS_DIR",
     },
