@@ -1,0 +1,132 @@
+"""Which dialect of ZetaSQL's language BigQuery speaks.
+
+Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/query-syntax
+"""
+
+from zetasql.wasi._pb2.zetasql.proto.options_pb2 import LanguageOptionsProto
+from zetasql.wasi._pb2.zetasql.public import options_pb2 as options
+from zetasql.wasi._pb2.zetasql.resolved_ast import resolved_node_kind_pb2 as kinds
+
+_QUERIES = (
+    "ALLOW_CONSECUTIVE_ON",
+    "ALLOW_DASHES_IN_TABLE_NAME",
+    "ANALYTIC_FUNCTIONS",
+    "BARE_ARRAY_ACCESS",
+    "BY_NAME",
+    "CORRESPONDING",
+    "DISALLOW_PIVOT_AND_UNPIVOT_ON_ARRAY_SCANS",
+    "FOR_SYSTEM_TIME_AS_OF",
+    "GROUPING_BUILTIN",
+    "GROUPING_SETS",
+    "GROUP_BY_ALL",
+    "GROUP_BY_ARRAY",
+    "GROUP_BY_ROLLUP",
+    "GROUP_BY_STRUCT",
+    "IS_DISTINCT",
+    "LIKE_ANY_SOME_ALL",
+    "NULLS_FIRST_LAST_IN_ORDER_BY",
+    "PIPES",
+    "PIVOT",
+    "QUALIFY",
+    "SELECT_STAR_EXCEPT_REPLACE",
+    "TABLESAMPLE",
+    "TABLE_VALUED_FUNCTIONS",
+    "UNPIVOT",
+    "WITH_ON_SUBQUERY",
+    "WITH_RECURSIVE",
+)
+_TYPES = (
+    "BIGNUMERIC_TYPE",
+    "CIVIL_TIME",
+    "DECIMAL_ALIAS",
+    "GEOGRAPHY",
+    "INTERVAL_TYPE",
+    "JSON_TYPE",
+    "NUMERIC_TYPE",
+    "PARAMETERIZED_TYPES",
+    "RANGE_TYPE",
+)
+_FUNCTIONS = (
+    "ADDITIONAL_STRING_FUNCTIONS",
+    "ALLOW_REGEXP_EXTRACT_OPTIONALS",
+    "ARRAY_FIND_FUNCTIONS",
+    "CAST_DIFFERENT_ARRAY_TYPES",
+    "CBRT_FUNCTIONS",
+    "CONCAT_MIXED_TYPES",
+    "DATE_ARITHMETICS",
+    "DATE_TIME_CONSTRUCTORS",
+    "EXTENDED_DATE_TIME_SIGNATURES",
+    "FORMAT_IN_CAST",
+    "HAVING_IN_AGGREGATE",
+    "JSON_ARRAY_FUNCTIONS",
+    "JSON_ARRAY_VALUE_EXTRACTION_FUNCTIONS",
+    "JSON_CONSTRUCTOR_FUNCTIONS",
+    "JSON_KEYS_FUNCTION",
+    "JSON_LAX_VALUE_EXTRACTION_FUNCTIONS",
+    "JSON_MORE_VALUE_EXTRACTION_FUNCTIONS",
+    "JSON_MUTATOR_FUNCTIONS",
+    "JSON_VALUE_EXTRACTION_FUNCTIONS",
+    "LIMIT_IN_AGGREGATE",
+    "NAMED_ARGUMENTS",
+    "NULL_HANDLING_MODIFIER_IN_AGGREGATE",
+    "NULL_HANDLING_MODIFIER_IN_ANALYTIC",
+    "ORDER_BY_IN_AGGREGATE",
+    "ROUND_WITH_ROUNDING_MODE",
+    "SAFE_FUNCTION_CALL",
+    "WEEK_WITH_WEEKDAY",
+)
+_STATEMENTS = (
+    "ALTER_TABLE_RENAME_COLUMN",
+    "ALTER_VIEWS_ALTER_COLUMN_SET_OPTIONS",
+    "COLUMN_DEFAULT_VALUE",
+    "CREATE_MATERIALIZED_VIEW_CLUSTER_BY",
+    "CREATE_MATERIALIZED_VIEW_PARTITION_BY",
+    "CREATE_SNAPSHOT_TABLE",
+    "CREATE_TABLE_AS_SELECT_COLUMN_LIST",
+    "CREATE_TABLE_CLUSTER_BY",
+    "CREATE_TABLE_COPY",
+    "CREATE_TABLE_FIELD_ANNOTATIONS",
+    "CREATE_TABLE_FUNCTION",
+    "CREATE_TABLE_LIKE",
+    "CREATE_TABLE_NOT_NULL",
+    "CREATE_TABLE_PARTITION_BY",
+    "CREATE_VIEW_WITH_COLUMN_LIST",
+    "DML_UPDATE_WITH_JOIN",
+    "EXTERNAL_SCHEMA_DDL",
+    "FOREIGN_KEYS",
+    "OMIT_INSERT_COLUMN_LIST",
+    "UNENFORCED_PRIMARY_KEYS",
+)
+_REWRITES = (
+    "ARRAY_FILTER_TRANSFORM",
+    "ARRAY_INCLUDES",
+    "BUILTIN_FUNCTION_INLINER",
+    "FLATTEN",
+    "GROUPING_SET",
+    "LIKE_ANY_ALL",
+    "PIVOT",
+    "TYPEOF_FUNCTION",
+    "UNPIVOT",
+    "WITH_EXPR",
+)
+"""What the analyzer itself turns into simpler nodes."""
+
+
+def language() -> LanguageOptionsProto:
+    """The options of BigQuery's dialect."""
+    found = LanguageOptionsProto(
+        name_resolution_mode=options.NAME_RESOLUTION_DEFAULT,
+        product_mode=options.PRODUCT_EXTERNAL,
+        supported_statement_kinds=[
+            number for name, number in kinds.ResolvedNodeKind.items() if name.endswith("_STMT")
+        ],
+        reserved_keywords=["QUALIFY"],
+    )
+    for name in (*_QUERIES, *_TYPES, *_FUNCTIONS, *_STATEMENTS):
+        found.enabled_language_features.append(options.LanguageFeature.Value(f"FEATURE_{name}"))
+    return found
+
+
+def rewrites() -> list[int]:
+    """The rewrites that the analyzer does."""
+    return [options.ResolvedASTRewrite.Value(f"REWRITE_{name}") for name in _REWRITES]

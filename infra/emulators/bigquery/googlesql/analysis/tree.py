@@ -1,0 +1,110 @@
+"""The resolved tree of a statement, as the analyzer gives it, with plain attribute access.
+
+Source: https://github.com/google/googlesql/blob/master/docs/resolved_ast.md
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+
+class Node:
+    """One node of a resolved tree.
+
+    A field is an attribute, those that it inherits too. A child that is a node is a Node, a list of
+    children is a list of Nodes, and None stands for a child that is not there. Other messages,
+    such as types and columns, are protocol buffers.
+
+    Attributes:
+        kind: the name of the node without `Resolved`, such as `FunctionCall` or `TableScan`.
+    """
+
+    __slots__ = ("_message", "kind")
+
+    def __init__(self, message: Message) -> None:
+        message = _inner(message)
+        self._message = message
+        self.kind = message.DESCRIPTOR.name.removeprefix("Resolved").removesuffix("Proto")
+
+    def __getattr__(self, name: str) -> Any:
+        path = _paths(self._message.DESCRIPTOR).get(name)
+        if path is None:
+            raise AttributeError(f"{self.kind} has no {name}")
+        message = self._message
+        for _ in range(path.depth):
+            message = message.parent  # type: ignore[attr-defined]
+        if not path.is_node:
+            return getattr(message, name)
+        if path.is_list:
+            return [Node(child) for child in getattr(message, name)]
+        return Node(getattr(message, name)) if message.HasField(name) else None
+
+    def enum(self, name: str) -> str:
+        """The name of an enum's value, such as `LEFT` of a `join_type`."""
+        descriptor = self._message.DESCRIPTOR
+        message = self._message
+        for _ in range(_paths(descriptor)[name].depth):
+            message = message.parent  # type: ignore[attr-defined]
+        values: Any = message.DESCRIPTOR.fields_by_name[name].enum_type
+        return str(values.values_by_number[getattr(message, name)].name)
+
+    def has(self, name: str) -> bool:
+        """Whether this kind of node has a field, set or not."""
+        return name in _paths(self._message.DESCRIPTOR)
+
+    def children(self) -> list[Node]:
+        """The nodes right below, in the order of their fields."""
+        found: list[Node] = []
+        for name, path in _paths(self._message.DESCRIPTOR).items():
+            if path.is_node:
+                child = getattr(self, name)
+                found += child if path.is_list else [child] if child is not None else []
+        return found
+
+    def walk(self) -> list[Node]:
+        """This node and all nodes below it."""
+        found = [self]
+        for node in found:
+            found += node.children()  # a list that grows while it is read
+        return found
+
+    def __repr__(self) -> str:
+        return f"Node({self.kind})"
+
+
+class _Path:
+    __slots__ = ("depth", "is_list", "is_node")
+
+    def __init__(self, depth: int, field: FieldDescriptor) -> None:
+        self.depth = depth
+        self.is_list = field.is_repeated
+        self.is_node = field.message_type is not None and _is_node(field.message_type)
+
+
+@cache
+def _paths(descriptor: Descriptor) -> dict[str, _Path]:
+    found: dict[str, _Path] = {}
+    depth = 0
+    level: Descriptor | None = descriptor
+    while level is not None:
+        for field in level.fields:
+            if field.name != "parent":
+                found.setdefault(field.name, _Path(depth, field))
+        above = level.fields_by_name.get("parent")
+        level, depth = (None if above is None else above.message_type), depth + 1
+    return found
+
+
+def _is_node(descriptor: Descriptor) -> bool:
+    return descriptor.file.name.endswith("resolved_ast/resolved_ast.proto")
+
+
+def _inner(message: Message) -> Message:
+    """The node inside wrappers that may hold any of several kinds."""
+    while message.DESCRIPTOR.name.startswith("AnyResolved"):
+        message = message.ListFields()[0][1]
+    return message
