@@ -30,13 +30,15 @@ from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.tracing.setup import traced
 from shared.transport import Publisher
-from shared.usage.writer import RowWriter
+from shared.usage.worker_hour import TABLE as HOURS
+from shared.usage.writer import TABLE, RowWriter
 from workers.autotune.candidates import shared_layout
 from workers.autotune.choice import Layout
 from workers.autotune.client import choose_backend, tuned_model
 from workers.autotune.hardware import this_machine
 from workers.autotune.renewal import Renewal, TunedModel
 from workers.health import health_server
+from workers.hours import HourReports, ProcessTimes
 from workers.job import WorkerInfo
 from workers.jobs.canary_part import CanaryPart
 from workers.jobs.completion import Completion
@@ -76,6 +78,7 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+    times = ProcessTimes()
     running: list[Worker] = []
     async with AsyncExitStack() as stack:
         stack.enter_context(
@@ -98,7 +101,7 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
         if len(prepared) > 1 and not settings.threads:
             layout = shared_layout(layout, this_machine())
         renewal = await stack.enter_async_context(Renewal([choice for _, _, choice in prepared]))
-        worker = await _open(stack, settings, hosted, layout, name, renewal)
+        worker = await _open(stack, settings, hosted, layout, name, renewal, times)
         running.append(worker)
         settle_heap()
         log.info("worker ready", extra={"models": [model.name for model in models], "worker": name})
@@ -133,21 +136,17 @@ async def _open(
     layout: Layout,
     name: str,
     renewal: Renewal,
+    times: ProcessTimes,
 ) -> Worker:
     """Opens every part.
 
     Rows open first, because an earlier process may have left some, and close last.
     """
-    rows = await stack.enter_async_context(
-        RowWriter(
-            project=settings.project,
-            dataset=settings.dataset,
-            endpoint=settings.bigquery_endpoint,
-            spool_dir=settings.spool_dir
-            / "-".join(["worker", *(one.entry.name for one in hosted)]),
-            spool_max_bytes=settings.spool_max_bytes,
-        )
-    )
+    models = [one.entry for one in hosted]
+    rows = await stack.enter_async_context(_writer(settings, models, "worker", TABLE))
+    hours = await stack.enter_async_context(_writer(settings, models, "hours", HOURS))
+    starting = WorkerInfo(name, settings.region, "", spot=settings.spot)
+    reports = await stack.enter_async_context(HourReports(times, hours, models, starting))
     pool = await stack.enter_async_context(
         ModelPool(
             hosted,
@@ -165,10 +164,11 @@ async def _open(
     transport = await stack.enter_async_context(
         PubSubTransport(settings.project, settings.pubsub_endpoint)
     )
-    parts = await _canary_parts(stack, settings, [one.entry for one in hosted], transport)
+    parts = await _canary_parts(stack, settings, models, transport)
     objects = ObjectStore(settings.objects_url)
     device = pool.device_name
     facts = WorkerInfo(name, settings.region, device, gpu_type_of(device), settings.spot)
+    reports.info = facts
     consumers = [
         JobConsumer(
             model,
@@ -191,6 +191,19 @@ async def _open(
         max_outstanding_bytes=settings.max_outstanding_bytes,
         drain_s=settings.drain_s,
         on_batch=renewal.ran,
+        times=times,
+    )
+
+
+def _writer(settings: WorkerSettings, models: Sequence[Model], kind: str, table: str) -> RowWriter:
+    """A writer with the folder of this kind of rows and of workers with these models."""
+    return RowWriter(
+        project=settings.project,
+        dataset=settings.dataset,
+        endpoint=settings.bigquery_endpoint,
+        spool_dir=settings.spool_dir / "-".join([kind, *(model.name for model in models)]),
+        spool_max_bytes=settings.spool_max_bytes,
+        table=table,
     )
 
 

@@ -27,6 +27,7 @@ from shared.pubsub.names import batch_subscription_id, workers_subscription_id
 from shared.stores.records import Records
 from shared.transport import Subscriber
 from workers import metrics
+from workers.hours import ProcessTimes
 from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer
 from workers.runtime.pool import ModelPool, ModelProcessDied, PooledProcess
@@ -60,6 +61,7 @@ class Worker:
             models.
         drain_s: how long jobs in hand may take to finish after the stop.
         on_batch: called after every batch, with the number of its model.
+        times: adds up what the model processes do.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Worker:
         max_outstanding_bytes: int = 64 * 1024 * 1024,
         drain_s: float = 20.0,
         on_batch: Callable[[int, BatchResult], None] = lambda number, done: None,
+        times: ProcessTimes | None = None,
     ) -> None:
         self._consumers = consumers
         self._queues = [consumer.queue for consumer in consumers]
@@ -85,6 +88,7 @@ class Worker:
         self._on_batch = on_batch
         self._scheduler = ModelScheduler(len(consumers), len(pool.processes))
         self._busy = BusyRatio(len(pool.processes))
+        self._times = times or ProcessTimes()
         self._queued = asyncio.Event()
         self._running: dict[PooledProcess, tuple[JobConsumer, list[QueuedItem]]] = {}
         self._failed_batches = 0
@@ -101,13 +105,15 @@ class Worker:
             PenstockError: a subscription is lost for good, or batch after batch fails.
         """
         self._busy.publish()
+        self._times.opened(len(self._pool.processes))
         async with AsyncExitStack() as stack:
             tasks: list[asyncio.Task[Any]] = []
             try:
                 for consumer in self._consumers:
                     tasks += await self._start(stack, consumer)
                 tasks += [
-                    asyncio.create_task(self._serve(process)) for process in self._pool.processes
+                    asyncio.create_task(self._serve(place, process))
+                    for place, process in enumerate(self._pool.processes)
                 ]
                 tasks.append(asyncio.create_task(self._listen()))
                 stopping = asyncio.create_task(stop.wait())
@@ -156,11 +162,13 @@ class Worker:
         except TimeoutError:
             log.warning("drain limit reached", extra={"limit_s": self._drain_s})
 
-    async def _serve(self, process: PooledProcess) -> None:
-        """Feeds batches to one model process."""
+    async def _serve(self, place: int, process: PooledProcess) -> None:
+        """Feeds batches to one model process, which has this place in the pool."""
         free_since_s, seen = time.time(), None
         while True:
+            self._times.enter(place, "loading")
             await process.ready()
+            self._times.enter(place, "idle")
             if process.residency is not seen:
                 seen = process.residency
                 self._update_residency(seen)
@@ -170,10 +178,12 @@ class Worker:
             elif batch := self._queues[choice].take(len(self._pool.processes)):
                 self._scheduler.batch_started(choice, time.time())
                 self._count_waiting()
+                self._times.enter(place, "busy")
                 await self._run_batch(process, choice, batch)
                 free_since_s = time.time()
 
     def _update_residency(self, residency: ResidencyReport) -> None:
+        self._times.loaded(residency)
         self._scheduler.update_load_times(residency.load_s)
         for number, consumer in enumerate(self._consumers):
             holders = sum(number in process.residency.resident for process in self._pool.processes)
@@ -233,6 +243,7 @@ class Worker:
             del self._running[process]
             self._busy.end(busy)
         self._scheduler.batch_finished(done.finished_at_s - done.started_at_s)
+        self._times.batch_ended(done)
         self._on_batch(number, done)
         consumer.batches.distribute(batch, done)
         self._count_failed(has_failed=done.has_failed)

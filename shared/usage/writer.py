@@ -1,4 +1,6 @@
-"""Writes rows to BigQuery in the background. They are on disk at once, and removed there when sent.
+"""Writes rows to a table of BigQuery in the background.
+
+They are on disk at once, and removed there when sent.
 
 `write` puts a row into the journal (shared/usage/journal.py), which survives the death of this
 process. A thread sends the rows, one segment at a time, with row_id as insertId. So BigQuery drops
@@ -28,6 +30,7 @@ from shared.usage.bigquery import Sender
 from shared.usage.journal import BATCH_ROWS, FIRST_PAUSE_S, LONGEST_PAUSE_S, Journal
 from shared.usage.row import Row
 from shared.usage.spool import Fields, Spool
+from shared.usage.worker_hour import WorkerHour
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +65,18 @@ def fields_of(row: Row) -> Fields:
     }
 
 
+def fields_by_name(row: msgspec.Struct) -> Fields:
+    """Returns a row whose fields have the names of their columns. None is left out."""
+    columns: Fields = msgspec.to_builtins(row)
+    return {column: value for column, value in columns.items() if value is not None}
+
+
+_open_writers: list[RowWriter] = []
+"""Those of this process. The gauges are about all of them."""
+
+
 class RowWriter:
-    """Writes rows to `project.dataset.rows`.
+    """Writes rows to `project.dataset.table`.
 
     Args:
         project: the project of the dataset.
@@ -71,6 +84,8 @@ class RowWriter:
         endpoint: URL of an embedded BigQuery. Empty for Google's.
         spool_dir: the folder of rows on disk. Processes may share it.
         spool_max_bytes: limit of rows without a living owner. Above it new rows stay in memory.
+        table: which table. Each has a writer and a folder of its own, so that one that is not there
+            keeps no rows of another one waiting.
     """
 
     def __init__(
@@ -81,8 +96,9 @@ class RowWriter:
         endpoint: str,
         spool_dir: Path,
         spool_max_bytes: int = SPOOL_MAX_BYTES,
+        table: str = TABLE,
     ) -> None:
-        self._sender = Sender(project, f"{project}.{dataset}.{TABLE}", endpoint)
+        self._sender = Sender(project, f"{project}.{dataset}.{table}", endpoint)
         self._spool = Spool(spool_dir, spool_max_bytes)
         self._journal = Journal(self._spool)
         self._flushes = 0
@@ -91,11 +107,10 @@ class RowWriter:
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._journal.open)
-        PENDING.set_function(lambda: self._journal.rows)
-        PENDING_BYTES.set_function(lambda: self._journal.size_bytes)
-        OLDEST.set_function(
-            lambda: time.time() - self._journal.oldest_s if self._journal.rows else 0.0
-        )
+        _open_writers.append(self)
+        PENDING.set_function(lambda: sum(one.pending for one in _open_writers))
+        PENDING_BYTES.set_function(lambda: sum(one.pending_bytes for one in _open_writers))
+        OLDEST.set_function(lambda: max((one.oldest_age_s for one in _open_writers), default=0.0))
         self._thread.start()
         return self
 
@@ -110,6 +125,17 @@ class RowWriter:
             self._journal.changed.notify_all()
         await asyncio.to_thread(self._thread.join, CLOSE_S)
         await asyncio.to_thread(self._journal.close)
+        _open_writers.remove(self)
+
+    @property
+    def pending_bytes(self) -> int:
+        """What they take on disk."""
+        return self._journal.size_bytes
+
+    @property
+    def oldest_age_s(self) -> float:
+        """The age of the oldest of them in seconds. 0 if there is none."""
+        return time.time() - self._journal.oldest_s if self._journal.rows else 0.0
 
     @property
     def pending(self) -> int:
@@ -126,6 +152,10 @@ class RowWriter:
                 is closed first.
         """
         self._journal.append(fields_of(row), on_safe)
+
+    def write_hour(self, row: WorkerHour) -> None:
+        """The same for a writer of the table `worker_hours`."""
+        self._journal.append(fields_by_name(row), None)
 
     async def flush(self, timeout_s: float) -> bool:
         """Waits until BigQuery has every row, at most `timeout_s`. Returns whether it has."""

@@ -41,6 +41,7 @@ from shared.transport import SubscriptionSettings
 from shared.usage.row import Row
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
+from workers.hours import ProcessTimes
 from workers.job import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
@@ -293,6 +294,7 @@ async def running_worker(
     objects: ObjectStore | None = None,
     broker: InMemoryTransport | None = None,
     model: Model = MODEL,
+    times: ProcessTimes | None = None,
 ) -> AsyncIterator[WorkerHarness]:
     """Runs a worker, on `pool` or on a fake model process that the test controls."""
     letters = LetterPool()
@@ -329,7 +331,14 @@ async def running_worker(
         )
         consumer = JobConsumer(model, LetterPreparer(), cache, records, objects, completion)
         harness.consumer = consumer
-        worker = Worker([consumer], broker, records, pool or letters, drain_s=drain_s)  # type: ignore[arg-type]
+        worker = Worker(
+            [consumer],
+            broker,
+            records,
+            pool or letters,  # type: ignore[arg-type]
+            drain_s=drain_s,
+            times=times,
+        )
         harness.running = asyncio.create_task(worker.run(stop))
         receiving = asyncio.create_task(_receive(harness))
         try:

@@ -1,0 +1,215 @@
+"""What a worker does with its time, for the table `worker_hours`: so that idle GPUs have an owner.
+
+`ProcessTimes` measures. `HourReports` writes what it measured, every five minutes and at the end. A
+worker that is killed loses what it did not write yet, five minutes at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+from shared.catalog import Model
+from shared.usage.charge import device_share_of
+from shared.usage.worker_hour import HOUR_S, WorkerHour
+from workers.job import WorkerInfo
+from workers.runtime.protocol import BatchResult, ResidencyReport
+
+State = Literal["busy", "idle", "loading"]
+REPORT_EVERY_S = 300.0
+"""A part of an hour, so that reports end with the hour."""
+
+
+def steady_clock() -> Callable[[], float]:
+    """A clock of Unix seconds that no correction of the system's clock moves."""
+    ahead_s = time.time() - time.monotonic()
+    return lambda: ahead_s + time.monotonic()
+
+
+@dataclass(slots=True)
+class TimeReport:
+    """What happened from `since_s` on, within one hour. Unix seconds."""
+
+    since_s: float
+    until_s: float = 0.0
+    seconds: dict[State, float] = field(
+        default_factory=lambda: {"busy": 0.0, "idle": 0.0, "loading": 0.0}
+    )
+    """They add up to the time between the two. With several processes, the mean over them."""
+    batches: int = 0
+    items: int = 0
+    loads: int = 0
+
+
+class ProcessTimes:
+    """Adds up the time of model processes. At first there is one, which loads.
+
+    Args:
+        clock: returns Unix seconds and never goes back. Tests replace it.
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or steady_clock()
+        self._states: list[State] = ["loading"]
+        self.started_at_s = self._at_s = self._clock()
+        self._open = TimeReport(self._at_s)
+        self._closed: list[TimeReport] = []
+
+    def now_s(self) -> float:
+        """The time of its clock."""
+        return self._clock()
+
+    @property
+    def processes(self) -> int:
+        """How many there are."""
+        return len(self._states)
+
+    def opened(self, processes: int) -> None:
+        """So many processes are ready."""
+        self._advance()
+        self._states = ["idle"] * processes
+
+    def enter(self, process: int, state: State) -> None:
+        """A process, by its number from 0, does something else from now on."""
+        if self._states[process] != state:
+            self._advance()
+            self._states[process] = state
+
+    def batch_ended(self, done: BatchResult) -> None:
+        """Counts a batch. The time of loads for it was not spent on the batch."""
+        self._advance()
+        self._open.batches += 1
+        self._open.items += len(done.results)
+        if done.switched is not None:
+            seconds = self._open.seconds
+            # What an earlier report has told as busy stays told.
+            moved_s = min(done.switched.switch_s / len(self._states), seconds["busy"])
+            seconds["busy"] -= moved_s
+            seconds["loading"] += moved_s
+
+    def loaded(self, residency: ResidencyReport) -> None:
+        """Counts the loads that a process tells of."""
+        self._open.loads += residency.loads
+
+    def take(self) -> list[TimeReport]:
+        """Everything since the last call, in reports that each lie within an hour."""
+        self._advance()
+        if self._at_s > self._open.since_s:
+            self._close(self._at_s)
+        reports, self._closed = self._closed, []
+        return reports
+
+    def _advance(self) -> None:
+        now_s = self._clock()
+        while now_s >= (end_s := hour_of(self._open.since_s) + HOUR_S):
+            self._add(end_s)
+            self._close(end_s)
+        self._add(now_s)
+
+    def _add(self, until_s: float) -> None:
+        each_s = (until_s - self._at_s) / len(self._states)
+        for state in self._states:
+            self._open.seconds[state] += each_s
+        self._at_s = until_s
+
+    def _close(self, until_s: float) -> None:
+        self._open.until_s = until_s
+        self._closed.append(self._open)
+        self._open = TimeReport(until_s)
+
+
+def hour_of(at_s: float) -> float:
+    """The start of the hour (UTC) that a moment is in. Unix seconds."""
+    return at_s - at_s % HOUR_S
+
+
+class HourSink(Protocol):
+    """Takes rows of `worker_hours`. Never blocks and never raises."""
+
+    def write_hour(self, row: WorkerHour) -> None:
+        """Queues one row."""
+
+
+class HourReports:
+    """Writes the time of a worker. An async context manager.
+
+    Args:
+        times: measures it.
+        sink: takes the rows.
+        models: of the worker.
+        info: of the worker. `device` and what follows from it are not known at first.
+        every_s: seconds between two reports.
+    """
+
+    def __init__(
+        self,
+        times: ProcessTimes,
+        sink: HourSink,
+        models: Sequence[Model],
+        info: WorkerInfo,
+        every_s: float = REPORT_EVERY_S,
+    ) -> None:
+        self.info = info
+        self._times = times
+        self._sink = sink
+        self._models = models
+        self._every_s = every_s
+        self._number = 0
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._report())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self.write()
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s - self._times.now_s() % self._every_s)
+            self.write()
+
+    def write(self) -> None:
+        """Writes what was not written yet."""
+        for report in self._times.take():
+            self._sink.write_hour(self._row(report))
+
+    def _row(self, report: TimeReport) -> WorkerHour:
+        self._number += 1
+        info, names = self.info, [model.name for model in self._models]
+        return WorkerHour(
+            row_id=f"{info.worker}:{self._number}",
+            worker=info.worker,
+            hour_s=hour_of(report.since_s),
+            since_s=report.since_s,
+            reported_at_s=report.until_s,
+            started_at_s=self._times.started_at_s,
+            region=info.region,
+            deployment="+".join(names),
+            models=",".join(dict.fromkeys(model.public_name for model in self._models)),
+            gpu_type=info.gpu_type,
+            spot=info.spot,
+            device=info.device or None,
+            device_share=device_share_of(self._models[0]),
+            processes=self._times.processes,
+            busy_s=report.seconds["busy"],
+            idle_s=report.seconds["idle"],
+            loading_s=report.seconds["loading"],
+            batches=report.batches,
+            items=report.items,
+            cold_starts=report.loads,
+        )
