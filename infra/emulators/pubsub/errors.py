@@ -1,12 +1,14 @@
 """The errors of the embedded Pub/Sub, with the service's wording.
 
-The servicer turns them into gRPC statuses.
+`protocols` turns them into gRPC statuses and HTTP errors.
 
 PubsubError
 ├── InvalidArgument
-│   └── AckIdsRefused
+│   ├── AckIdsRefused
+│   └── MessageRefused
 ├── ResourceNotFound
 ├── ResourceExists
+├── ChangedMeanwhile
 ├── FailedPrecondition
 ├── ResourceExhausted
 ├── Unimplemented
@@ -14,14 +16,21 @@ PubsubError
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 INVALID_ACK_ID = "PERMANENT_FAILURE_INVALID_ACK_ID"
 
 
 class PubsubError(Exception):
-    """A request was refused. `status` is the name of its gRPC status code."""
+    """A request was refused. `status` is the name of its gRPC status code.
+
+    `reason` and `metadata`, if there are any, are those of the `google.rpc.ErrorInfo` that goes
+    with it.
+    """
 
     status = "INTERNAL"
+    reason = ""
+    metadata: Mapping[str, str] = MappingProxyType({})
 
 
 class InvalidArgument(PubsubError):
@@ -33,16 +42,33 @@ class InvalidArgument(PubsubError):
 class AckIdsRefused(InvalidArgument):
     """Some ack ids of an exactly-once subscription are no longer valid.
 
-    `reasons` maps each refused ack id to its reason. It travels as the metadata of a
-    `google.rpc.ErrorInfo`.
+    Args:
+        reasons: the reason of each refused ack id.
     """
+
+    reason = "EXACTLY_ONCE_ACKID_FAILURE"
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
         super().__init__(
             "Some acknowledgment ids in the request were invalid. This could be because the "
             "acknowledgment ids have expired or the acknowledgment ids were malformed."
         )
-        self.reasons = dict(reasons)
+        self.metadata = dict(reasons)
+
+
+class MessageRefused(InvalidArgument):
+    """A message does not fit the schema of its topic, or the one that it is validated against.
+
+    Args:
+        encoding: JSON or BINARY.
+        kind: AVRO or PROTO.
+        why: what the last revision that was tried says.
+    """
+
+    def __init__(self, encoding: str, kind: str, why: str) -> None:
+        super().__init__("Invalid data in message: Message failed schema validation.")
+        self.reason = f"INVALID_{encoding}_{kind}_MESSAGE"
+        self.metadata = {"message": "Message failed schema validation", "revisionInfo": why}
 
 
 class ResourceNotFound(PubsubError):
@@ -55,6 +81,12 @@ class ResourceExists(PubsubError):
     """A resource of this name exists."""
 
     status = "ALREADY_EXISTS"
+
+
+class ChangedMeanwhile(PubsubError):
+    """What the request is based on is no longer what is stored."""
+
+    status = "ABORTED"
 
 
 class FailedPrecondition(PubsubError):

@@ -11,8 +11,8 @@ import grpc
 
 from infra.emulators.pubsub.calls.broker import DEFAULT_STORAGE_BYTES, Broker
 from infra.emulators.pubsub.errors import ServerUnavailable
+from infra.emulators.pubsub.protocols.grpc_handlers import service_handlers
 from infra.emulators.pubsub.push.loop import push_loops
-from infra.emulators.pubsub.servicer import service_handlers
 from infra.emulators.pubsub.state.timers import Timers
 from infra.emulators.pubsub.storage.data_dir import durable_broker
 

@@ -27,7 +27,7 @@ def test_ack_after_the_lease_ended_is_refused_and_the_message_comes_back(once: W
     once.advance(10)
     with pytest.raises(AckIdsRefused) as refusal:
         once.ack(late)
-    assert refusal.value.reasons == {late[0].ack_id: INVALID_ACK_ID}
+    assert refusal.value.metadata == {late[0].ack_id: INVALID_ACK_ID}
     assert refusal.value.status == "INVALID_ARGUMENT"
     assert once.pull_data() == ["a"]
 
@@ -38,7 +38,7 @@ def test_only_the_refused_ids_of_a_request_are_named_the_others_are_acked(once: 
     once.nack(first[:1])
     with pytest.raises(AckIdsRefused) as refusal:
         once.ack(first)
-    assert list(refusal.value.reasons) == [first[0].ack_id]
+    assert list(refusal.value.metadata) == [first[0].ack_id]
     assert once.pull_data() == ["a"]
 
 
@@ -67,7 +67,7 @@ def test_malformed_id_is_refused_like_an_expired_one(once: World) -> None:
     }
     with pytest.raises(AckIdsRefused) as refusal:
         once.call("Acknowledge", "AcknowledgeRequest", **request)
-    assert refusal.value.reasons == {"nonsense": INVALID_ACK_ID}
+    assert refusal.value.metadata == {"nonsense": INVALID_ACK_ID}
 
 
 def test_push_and_exactly_once_exclude_each_other(once: World) -> None:

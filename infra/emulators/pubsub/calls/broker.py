@@ -7,6 +7,7 @@ state, and each change goes to the journal.
 from collections.abc import Callable
 from typing import Any
 
+from infra.emulators.pubsub.calls.policies import PolicyCalls
 from infra.emulators.pubsub.calls.snapshots import SnapshotCalls
 from infra.emulators.pubsub.calls.subscriptions import SubscriptionCalls
 from infra.emulators.pubsub.calls.topics import TopicCalls
@@ -42,6 +43,7 @@ class Broker:
         )
         topics = TopicCalls(self.registry)
         snapshots = SnapshotCalls(self.registry)
+        policies = PolicyCalls(self.registry)
         self._subscriptions = SubscriptionCalls(self.registry)
         self._calls: dict[str, Callable[[Any], Any]] = {
             "CreateTopic": topics.create_topic,
@@ -67,6 +69,9 @@ class Broker:
             "ListSnapshots": snapshots.list_snapshots,
             "DeleteSnapshot": snapshots.delete_snapshot,
             "Seek": snapshots.seek,
+            "SetIamPolicy": policies.set_iam_policy,
+            "GetIamPolicy": policies.get_iam_policy,
+            "TestIamPermissions": policies.test_iam_permissions,
         }
 
     def call(self, name: str, request: Any) -> Any:

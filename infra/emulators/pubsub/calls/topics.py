@@ -100,7 +100,7 @@ class TopicCalls:
                 snapshot.proto.topic = DELETED_TOPIC
                 self._registry.journal.save(snapshot)
         topic.close()
-        self._registry.journal.erase(topic.path)
+        self._registry.erase(topic.path)
         return empty()
 
     def publish(self, request: Any) -> Any:

@@ -8,12 +8,13 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
-from infra.emulators.pubsub.errors import resource_not_found
+from infra.emulators.pubsub.errors import InvalidArgument, resource_not_found
 from infra.emulators.pubsub.names import check_name
 from infra.emulators.pubsub.protos import PubsubMessage
 from infra.emulators.pubsub.state.consumers import Delivery
 from infra.emulators.pubsub.state.journal import ChangeJournal
 from infra.emulators.pubsub.state.message import Storage, StoredMessage
+from infra.emulators.pubsub.state.policy import StoredPolicy
 from infra.emulators.pubsub.state.snapshot import Snapshot
 from infra.emulators.pubsub.state.subscription import SubscriptionState
 from infra.emulators.pubsub.state.timers import Timers
@@ -32,6 +33,8 @@ class Registry:
         self.topics: dict[str, Topic] = {}
         self.subscriptions: dict[str, SubscriptionState] = {}
         self.snapshots: dict[str, Snapshot] = {}
+        self.policies: dict[str, StoredPolicy] = {}
+        """By the path of the resource."""
         self.on_push_config: Callable[[SubscriptionState], None] = _nobody_pushes
         # Microseconds since the epoch: ids look like the service's and don't come again after a
         # restart.
@@ -57,6 +60,18 @@ class Registry:
     def snapshot(self, path: str) -> Snapshot:
         """Return a snapshot by its full name, or raise `InvalidArgument` or `NotFound`."""
         return _look_up(self.snapshots, path, "snapshots")
+
+    def resource(self, path: str) -> object:
+        """Return a resource of any kind, or raise `InvalidArgument` or `NotFound`."""
+        kind = path.split("/")[2] if path.count("/") == 3 else ""
+        look_up = {
+            "topics": self.topic,
+            "subscriptions": self.subscription,
+            "snapshots": self.snapshot,
+        }.get(kind)
+        if look_up is None:
+            raise InvalidArgument(f"Invalid resource name given (name={path}).")
+        return look_up(path)
 
     def publish(self, topic: Topic, messages: Sequence[PubsubMessage]) -> list[str]:
         """Give checked messages ids and a time, publish them, and return the ids in order."""
@@ -100,13 +115,20 @@ class Registry:
         self.publish(topic, [letter])
         return True
 
+    def erase(self, path: str) -> None:
+        """Note that a resource is gone, and its policy with it."""
+        self.journal.erase(path)
+        policy = self.policies.pop(path, None)
+        if policy is not None:
+            self.journal.erase(policy.path)
+
     def remove_subscription(self, subscription: SubscriptionState) -> None:
         """Remove a subscription. Its consumers are notified."""
         del self.subscriptions[subscription.path]
         if subscription.topic is not None:
             subscription.topic.detach(subscription)
         subscription.close(resource_not_found(subscription.path))
-        self.journal.erase(subscription.path)
+        self.erase(subscription.path)
         self.on_push_config(subscription)
 
     def remove_snapshot(self, snapshot: Snapshot) -> None:
@@ -117,7 +139,7 @@ class Registry:
         if snapshot.timer is not None:
             snapshot.timer.cancel()
         snapshot.close()
-        self.journal.erase(snapshot.path)
+        self.erase(snapshot.path)
 
     def remove_snapshot_at(self, snapshot: Snapshot, expire_s: float) -> None:
         """Remove a snapshot when it expires. Replaces an earlier expiration."""

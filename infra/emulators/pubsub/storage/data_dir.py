@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 
 from infra.emulators.pubsub.calls.broker import Broker
-from infra.emulators.pubsub.protos import PubsubMessage
+from infra.emulators.pubsub.protos import PubsubMessage, SetIamPolicyRequest
 from infra.emulators.pubsub.protos import Snapshot as SnapshotProto
 from infra.emulators.pubsub.protos import Subscription as SubscriptionProto
 from infra.emulators.pubsub.protos import Topic as TopicProto
 from infra.emulators.pubsub.state.ack_ids import AckIds
 from infra.emulators.pubsub.state.delivery_settings import seconds_of
 from infra.emulators.pubsub.state.message import StoredMessage
+from infra.emulators.pubsub.state.policy import KIND, StoredPolicy
 from infra.emulators.pubsub.state.registry import Registry
 from infra.emulators.pubsub.state.snapshot import Snapshot
 from infra.emulators.pubsub.state.subscription import SubscriptionState
@@ -129,10 +130,21 @@ def _restore_snapshot(registry: Registry, holder: int, moment_s: float, data: by
     return lambda message, number, attempts: snapshot.restore(message)
 
 
+def _restore_policy(registry: Registry, holder: int, moment_s: float, data: bytes) -> Restore:
+    policy = StoredPolicy(SetIamPolicyRequest.FromString(data), holder)
+    registry.policies[policy.proto.resource] = policy
+    return _holds_no_messages
+
+
+def _holds_no_messages(message: StoredMessage, number: int, attempts: int) -> None:
+    """Nothing that holds messages is saved in such a row."""
+
+
 _RESTORE: dict[str, Callable[[Registry, int, float, bytes], Restore]] = {
     "topics": _restore_topic,
     "subscriptions": _restore_subscription,
     "snapshots": _restore_snapshot,
+    KIND: _restore_policy,
 }
 
 

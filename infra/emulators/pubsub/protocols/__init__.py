@@ -1,0 +1,1 @@
+"""How calls come in: gRPC, REST, and the table of methods that both answer from."""

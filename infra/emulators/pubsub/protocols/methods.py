@@ -1,0 +1,186 @@
+"""Every unary call of the services: what it takes, what it answers, and what it waits for.
+
+The gRPC server and the REST server both answer from this table.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from infra.emulators.pubsub.calls.broker import Broker
+from infra.emulators.pubsub.protos import message_class
+from infra.emulators.pubsub.streaming import pull
+
+PUBLISHER = "google.pubsub.v1.Publisher"
+SUBSCRIBER = "google.pubsub.v1.Subscriber"
+SCHEMA_SERVICE = "google.pubsub.v1.SchemaService"
+IAM_POLICY = "google.iam.v1.IAMPolicy"
+
+_CALLS = {
+    PUBLISHER: {
+        "CreateTopic": ("Topic", "Topic"),
+        "UpdateTopic": ("UpdateTopicRequest", "Topic"),
+        "GetTopic": ("GetTopicRequest", "Topic"),
+        "ListTopics": ("ListTopicsRequest", "ListTopicsResponse"),
+        "ListTopicSubscriptions": (
+            "ListTopicSubscriptionsRequest",
+            "ListTopicSubscriptionsResponse",
+        ),
+        "ListTopicSnapshots": ("ListTopicSnapshotsRequest", "ListTopicSnapshotsResponse"),
+        "DeleteTopic": ("DeleteTopicRequest", "Empty"),
+        "DetachSubscription": ("DetachSubscriptionRequest", "DetachSubscriptionResponse"),
+        "Publish": ("PublishRequest", "PublishResponse"),
+    },
+    SUBSCRIBER: {
+        "CreateSubscription": ("Subscription", "Subscription"),
+        "GetSubscription": ("GetSubscriptionRequest", "Subscription"),
+        "UpdateSubscription": ("UpdateSubscriptionRequest", "Subscription"),
+        "ListSubscriptions": ("ListSubscriptionsRequest", "ListSubscriptionsResponse"),
+        "DeleteSubscription": ("DeleteSubscriptionRequest", "Empty"),
+        "ModifyAckDeadline": ("ModifyAckDeadlineRequest", "Empty"),
+        "Acknowledge": ("AcknowledgeRequest", "Empty"),
+        "Pull": ("PullRequest", "PullResponse"),
+        "ModifyPushConfig": ("ModifyPushConfigRequest", "Empty"),
+        "CreateSnapshot": ("CreateSnapshotRequest", "Snapshot"),
+        "GetSnapshot": ("GetSnapshotRequest", "Snapshot"),
+        "ListSnapshots": ("ListSnapshotsRequest", "ListSnapshotsResponse"),
+        "UpdateSnapshot": ("UpdateSnapshotRequest", "Snapshot"),
+        "DeleteSnapshot": ("DeleteSnapshotRequest", "Empty"),
+        "Seek": ("SeekRequest", "SeekResponse"),
+    },
+    SCHEMA_SERVICE: {
+        "CreateSchema": ("CreateSchemaRequest", "Schema"),
+        "GetSchema": ("GetSchemaRequest", "Schema"),
+        "ListSchemas": ("ListSchemasRequest", "ListSchemasResponse"),
+        "ListSchemaRevisions": ("ListSchemaRevisionsRequest", "ListSchemaRevisionsResponse"),
+        "CommitSchema": ("CommitSchemaRequest", "Schema"),
+        "RollbackSchema": ("RollbackSchemaRequest", "Schema"),
+        "DeleteSchemaRevision": ("DeleteSchemaRevisionRequest", "Schema"),
+        "DeleteSchema": ("DeleteSchemaRequest", "Empty"),
+        "ValidateSchema": ("ValidateSchemaRequest", "ValidateSchemaResponse"),
+        "ValidateMessage": ("ValidateMessageRequest", "ValidateMessageResponse"),
+    },
+    IAM_POLICY: {
+        "SetIamPolicy": ("SetIamPolicyRequest", "Policy"),
+        "GetIamPolicy": ("GetIamPolicyRequest", "Policy"),
+        "TestIamPermissions": ("TestIamPermissionsRequest", "TestIamPermissionsResponse"),
+    },
+}
+# What these change must outlive the process before they are answered; the rest reads, or moves
+# leases.
+_LASTING_CALLS = frozenset(
+    {
+        "CreateTopic",
+        "UpdateTopic",
+        "DeleteTopic",
+        "DetachSubscription",
+        "CreateSubscription",
+        "UpdateSubscription",
+        "DeleteSubscription",
+        "ModifyPushConfig",
+        "CreateSnapshot",
+        "UpdateSnapshot",
+        "DeleteSnapshot",
+        "Seek",
+        "CreateSchema",
+        "CommitSchema",
+        "RollbackSchema",
+        "DeleteSchemaRevision",
+        "DeleteSchema",
+        "SetIamPolicy",
+    }
+)
+
+
+class Call(Protocol):
+    """What a method must know of the call that it answers. gRPC's contexts have it."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the caller gives up. None if it never does."""
+
+
+Answer = Callable[[Any, Call], Awaitable[bytes]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One unary call. `answer` returns the serialized response, or raises `PubsubError`."""
+
+    service: str
+    name: str
+    request: Any
+    response: Any
+    answer: Answer
+
+
+def unary_methods(broker: Broker) -> list[Method]:
+    """Return all calls but StreamingPull, answered by this broker."""
+    waiting = {
+        "Publish": _publish(broker),
+        "Acknowledge": _acknowledge(broker),
+        "Pull": _pull(broker),
+    }
+    return [
+        Method(
+            service,
+            name,
+            message_class(request),
+            message_class(response),
+            waiting.get(name) or _call(broker, name),
+        )
+        for service, calls in _CALLS.items()
+        for name, (request, response) in calls.items()
+    ]
+
+
+def _publish(broker: Broker) -> Answer:
+    async def publish(request: Any, call: Call) -> bytes:
+        broker.journal.admit()
+        response = _serialize(broker.call("Publish", request))
+        await broker.journal.committed()
+        if len(request.messages) == 1:
+            # Lets the woken stream write first: its reader is what somebody waits for. Costs
+            # nothing under load, where publishers send many at a time. Measured with one in flight:
+            # 0.2 ms of 1.8 ms a round trip.
+            await asyncio.sleep(0)
+        return response
+
+    return publish
+
+
+def _acknowledge(broker: Broker) -> Answer:
+    async def acknowledge(request: Any, call: Call) -> bytes:
+        response = _serialize(broker.call("Acknowledge", request))
+        # Elsewhere an ack is best effort, and written along with whatever is published next.
+        if broker.registry.subscriptions[request.subscription].settings.exactly_once:
+            await broker.journal.committed()
+        return response
+
+    return acknowledge
+
+
+def _pull(broker: Broker) -> Answer:
+    async def answer_pull(request: Any, call: Call) -> bytes:
+        return _serialize(await pull(broker, request, call.time_remaining()))
+
+    return answer_pull
+
+
+def _call(broker: Broker, name: str) -> Answer:
+    async def answer(request: Any, call: Call) -> bytes:
+        return _serialize(broker.call(name, request))
+
+    async def answer_lasting(request: Any, call: Call) -> bytes:
+        broker.journal.admit()
+        # Before the wait: the response is the broker's own, which the next call may change.
+        response = _serialize(broker.call(name, request))
+        await broker.journal.committed()
+        return response
+
+    return answer_lasting if name in _LASTING_CALLS else answer
+
+
+def _serialize(response: Any) -> bytes:
+    serialized: bytes = response.SerializeToString()
+    return serialized
