@@ -55,17 +55,22 @@ class WebhookLog:
         start = f"{self._prefix}webhooks:{record}"
         return f"{start}:log", f"{start}:attempts", f"{start}:replayed"
 
-    async def add(self, record: str, attempt: WebhookAttempt) -> None:
-        """Adds an attempt and counts it. Never raises: an entry may get lost."""
+    async def add(self, record: str, attempt: WebhookAttempt) -> int | None:
+        """Adds an attempt and returns its number, from 1.
+
+        Never raises: an entry may get lost. Then there is no number.
+        """
         log, attempts, _ = self.keys_of(record)
         keys = (f"{self._prefix}record:{record}", log, attempts)
         if attempt.error is not None:
             attempt.error = attempt.error[:LONGEST_REASON]
         entry = msgspec.json.encode(attempt)
         with contextlib.suppress(Unavailable):
-            await self._commands.run_script(
+            number = await self._commands.run_script(
                 _ADD, keys, attempt.webhook_id, entry, MOST_KEPT, KEPT_S
             )
+            return int(number) or None
+        return None
 
     async def read(self, record: str) -> list[WebhookAttempt]:
         """The attempts, oldest first.

@@ -12,14 +12,18 @@ import logging
 from contextlib import AsyncExitStack
 
 from shared.catalog import read_catalog
+from shared.errors import Unavailable
 from shared.pubsub.client import PubSubTransport
 from shared.stores.records import Records
 from shared.stores.signed_urls import UrlSigner
 from shared.transport import Message
 from shared.usage.bigquery import Sender
 from shared.usage.row import Row
+from shared.usage.spool import Fields
+from shared.usage.webhook_delivery import TABLE as WEBHOOK_DELIVERIES
 from shared.usage.writer import TABLE, fields_of
 from workers.functions.dead_letter import DeadLetters
+from workers.functions.deliveries import Deliveries
 from workers.functions.delivery_state import DeliveryState
 from workers.functions.event_webhooks import ATTRIBUTES, EventWebhooks
 from workers.functions.handler import Handler
@@ -73,14 +77,18 @@ class FunctionDependencies:
         settings = self._settings
         delivery_state = await self._stack.enter_async_context(DeliveryState(settings.redis_url))
         url_signer = UrlSigner(settings.secret)
+        deliveries = Deliveries(RowTable(settings, WEBHOOK_DELIVERIES), settings.region)
         webhooks = Webhooks(
             await self._open_records(),
             delivery_state,
             url_signer,
             settings.webhook_secrets,
+            deliveries,
             allow_private=settings.webhooks_private,
         )
-        events = EventWebhooks(settings.webhook_secrets, allow_private=settings.webhooks_private)
+        events = EventWebhooks(
+            settings.webhook_secrets, deliveries, allow_private=settings.webhooks_private
+        )
 
         async def deliver(message: Message) -> None:
             if ATTRIBUTES & message.attributes.keys():
@@ -98,27 +106,57 @@ class FunctionDependencies:
         return self._records
 
 
-class RowTable:
-    """The table in BigQuery.
+class _Group:
+    """Rows that are sent together."""
 
-    Unlike RowWriter it waits for BigQuery, because a function has no disk.
+    def __init__(self) -> None:
+        self.rows: list[Fields] = []
+        self.is_sent = False
+        self.error: Unavailable | None = None
+
+
+class RowTable:
+    """A table in BigQuery.
+
+    Unlike RowWriter it waits for BigQuery, because a function has no disk. Rows that come while
+    others are being sent go together with the next call.
     """
 
-    def __init__(self, settings: FunctionSettings) -> None:
-        self._sender = Sender(
-            settings.project,
-            f"{settings.project}.{settings.dataset}.{TABLE}",
-            settings.bigquery_endpoint,
-        )
+    def __init__(self, settings: FunctionSettings, table: str = TABLE) -> None:
+        name = f"{settings.project}.{settings.dataset}.{table}"
+        self._sender = Sender(settings.project, name, settings.bigquery_endpoint)
         self._sending = asyncio.Lock()
+        self._waiting = _Group()
 
     async def write(self, rows: list[Row]) -> None:
+        """The same as `insert`, for rows of items."""
+        await self.insert([fields_of(row) for row in rows])
+
+    async def insert(self, rows: list[Fields]) -> None:
         """Returns once BigQuery has `rows`. Rows that it refuses for good are logged.
 
         Raises:
             Unavailable: it can't be said that it has them.
         """
+        group = self._waiting
+        group.rows += rows
         async with self._sending:
-            refused = await asyncio.to_thread(self._sender.send, [fields_of(row) for row in rows])
+            if not group.is_sent:
+                self._waiting = _Group()
+                await self._send(group)
+        if group.error is not None:
+            raise group.error
+
+    async def _send(self, group: _Group) -> None:
+        group.is_sent = True
+        try:
+            refused = await asyncio.to_thread(self._sender.send, group.rows)
+        except Unavailable as error:
+            group.error = error
+            return
+        except BaseException:
+            # Whoever sends for others may be canceled, and then nobody knows.
+            group.error = Unavailable("BigQuery: the call was cut off")
+            raise
         for fields, reason in refused:
             log.error("row refused", extra={"row": fields, "reason": reason})

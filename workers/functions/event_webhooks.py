@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shared.transport import Message
+from shared.usage.webhook_delivery import WebhookDelivery
 from shared.webhook_urls import WebhookUrlForbidden
 from shared.webhooks import (
     BUDGET_WARNING,
@@ -20,6 +21,7 @@ from shared.webhooks import (
     decode_batch_event,
     decode_budget_event,
 )
+from workers.functions.deliveries import Deliveries
 from workers.functions.webhook import WEBHOOKS, end_of, signed_headers
 from workers.functions.webhook_client import WebhookClient
 
@@ -44,11 +46,13 @@ class EventWebhooks:
 
     Args:
         secrets: as for shared.webhooks.tenant_secrets.
+        deliveries: tells of each attempt.
         allow_private: as for WebhookClient.
     """
 
-    def __init__(self, secrets: str, *, allow_private: bool) -> None:
+    def __init__(self, secrets: str, deliveries: Deliveries, *, allow_private: bool) -> None:
         self._secrets = secrets
+        self._deliveries = deliveries
         self._allow_private = allow_private
 
     async def deliver(self, message: Message) -> None:
@@ -86,9 +90,20 @@ class EventWebhooks:
             }
         )
         headers = signed_headers(self._secrets, event.tenant, event_id, body)
+        delivery = WebhookDelivery(
+            delivery_id=event_id,
+            batch_id=notice.facts.get("batch"),
+            tenant=event.tenant,
+            event=notice.kind,
+            published_at_s=message.publish_time_s or None,
+        )
         try:
-            client = WebhookClient(event.url, allow_private=self._allow_private)
-            return end_of(await client.post(headers, body), message)
+            async with self._deliveries.told(delivery):
+                client = WebhookClient(event.url, allow_private=self._allow_private)
+                answer = await client.post(headers, body)
+                delivery.status_code = answer.status
+                delivery.outcome = end = end_of(answer, message)
+            return end
         except WebhookUrlForbidden as error:
             log.warning("webhook forbidden", extra={**notice.facts, "reason": error.message})
             return "forbidden"

@@ -23,8 +23,10 @@ from shared.stores.webhook_log import WebhookAttempt
 from shared.tracing.context import current, read_attributes
 from shared.tracing.spans import STAGE, Attributes, span
 from shared.transport import Message
+from shared.usage.webhook_delivery import WebhookDelivery
 from shared.webhook_urls import WebhookUrlForbidden
 from shared.webhooks import WebhookEvent, decode_webhook_event, signature, tenant_secrets
+from workers.functions.deliveries import Deliveries
 from workers.functions.delivery_state import DeliveryState
 from workers.functions.webhook_client import WebhookClient, WebhookResponse
 
@@ -52,6 +54,7 @@ class Webhooks:
         delivery_state: keeps order and rate.
         url_signer: signs the URLs of results.
         secrets: as for shared.webhooks.tenant_secrets.
+        deliveries: tells of each attempt.
         allow_private: as for WebhookClient.
     """
 
@@ -61,10 +64,12 @@ class Webhooks:
         delivery_state: DeliveryState,
         url_signer: UrlSigner,
         secrets: str,
+        deliveries: Deliveries,
         *,
         allow_private: bool,
     ) -> None:
         self._records = records
+        self._deliveries = deliveries
         self._delivery_state = delivery_state
         self._url_signer = url_signer
         self._secrets = secrets
@@ -107,34 +112,42 @@ class Webhooks:
             decision = await self._delivery_state.admit(event.id, event.event)
             if decision != "due":
                 return decision
+        delivery = WebhookDelivery(
+            delivery_id=_webhook_id(event, message),
+            request_id=prediction.record,
+            tenant=prediction.tenant,
+            model=prediction.model,
+            event=event.event,
+            published_at_s=message.publish_time_s or None,
+        )
         try:
-            answer = await self._logged_post(
-                prediction, record, _webhook_id(event, message), event.event
-            )
+            async with self._deliveries.told(delivery):
+                answer = await self._logged_post(prediction, record, delivery)
+                delivery.status_code = answer.status
+                delivery.outcome = end = end_of(answer, message)
         except WebhookUrlForbidden as error:
             log.warning("webhook forbidden", extra={"record": event.id, "reason": error.message})
             return "forbidden"
-        end = end_of(answer, message)
         if end == "gone" or (end == "delivered" and event.event == "completed"):
             await self._delivery_state.close(event.id)
         return end
 
     async def _logged_post(
-        self, prediction: Prediction, record: Record, webhook_id: str, event: str
+        self, prediction: Prediction, record: Record, delivery: WebhookDelivery
     ) -> WebhookResponse:
         """Posts, and logs what became of it. What the receiver wrote is in no log of a caller."""
         attempt = WebhookAttempt(
-            webhook_id=webhook_id, event=event, at_s=time.time(), duration_s=0.0
+            webhook_id=delivery.delivery_id, event=delivery.event, at_s=time.time(), duration_s=0.0
         )
         try:
-            answer = await self._post(prediction, record, webhook_id)
+            answer = await self._post(prediction, record, delivery.delivery_id)
             attempt.status = answer.status
         except PenstockError as error:
             attempt.error = error.message
             raise
         finally:
             attempt.duration_s = round(time.time() - attempt.at_s, 6)
-            await self._records.webhook_log.add(prediction.record, attempt)
+            delivery.attempt = await self._records.webhook_log.add(prediction.record, attempt)
         return answer
 
     async def _post(

@@ -75,6 +75,37 @@ async def test_failed_delivery_comes_again_under_the_same_id(
     assert (await world.record()).state == "succeeded"
 
 
+async def test_each_attempt_leaves_a_row(world: World, receiver: Receiver) -> None:
+    receiver.statuses = [500, 302]
+    await world.create(receiver.url)
+    await finish(world)
+    await world.tell("completed")
+    sent = await receiver.wait(3)
+    rows = await world.deliveries(3)
+    assert [(row["attempt"], row["outcome"], row["status_code"]) for row in rows] == [
+        (1, "failed", 500),
+        (2, "failed", 302),
+        (3, "delivered", 204),
+    ]
+    assert {row["delivery_id"] for row in rows} == {sent[0].id}
+    for row in rows:
+        assert (row["tenant"], row["model"], row["event"]) == ("t", world.model, "completed")
+        assert (row["error"], row["region"]) == (None, "here")
+        assert row["published_at"] <= row["delivered_at"]
+        assert row["duration_ms"] > 0
+
+
+async def test_row_of_a_receiver_that_is_gone_says_so(world: World) -> None:
+    await world.create(f"http://127.0.0.1:{free_port()}/")
+    await world.tell("start")
+    first, *_ = await world.deliveries(1)
+    assert (first["outcome"], first["status_code"], first["error"]) == (
+        "failed",
+        None,
+        "unreachable",
+    )
+
+
 async def test_events_have_ids_of_their_own(world: World, receiver: Receiver) -> None:
     await world.create(receiver.url)
     await world.tell("start")

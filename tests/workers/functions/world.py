@@ -166,6 +166,14 @@ class World:
             if len(found) >= count or time.monotonic() > until_s:
                 return found
 
+    async def deliveries(self, count: int) -> list[dict[str, Any]]:
+        """The rows of attempts to deliver events of this request, once there are so many."""
+        until_s = time.monotonic() + WAIT_LIMIT_S
+        while True:
+            found = await asyncio.to_thread(self._deliveries)
+            if len(found) >= count or time.monotonic() > until_s:
+                return found
+
     async def count(self, metric: str, label: str, at_least: float = 1) -> float:
         """A counter of the functions, summed where `label` is a value, once it is so large."""
         until_s = time.monotonic() + WAIT_LIMIT_S
@@ -186,9 +194,16 @@ class World:
         return sum(sample.value for sample in samples if label in sample.labels.values())
 
     def _rows(self) -> list[dict[str, Any]]:
-        query = """
-            SELECT * FROM penstock.rows_deduplicated WHERE request_id = @id AND received_at > '2020-01-01' ORDER BY item
-        """  # noqa: E501
+        return self._of_request("rows_deduplicated", "received_at", "item")
+
+    def _deliveries(self) -> list[dict[str, Any]]:
+        return self._of_request("webhook_deliveries_deduplicated", "delivered_at", "delivered_at")
+
+    def _of_request(self, view: str, partition: str, order: str) -> list[dict[str, Any]]:
+        query = (
+            f"SELECT * FROM penstock.{view} WHERE request_id = @id "
+            f"AND {partition} > '2020-01-01' ORDER BY {order}"
+        )
         wanted = bigquery.ScalarQueryParameter("id", "STRING", self.request_id)
         job = self.table.query(query, bigquery.QueryJobConfig(query_parameters=[wanted]))
         return [dict(row) for row in job.result()]
