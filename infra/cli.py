@@ -25,6 +25,7 @@ from infra.monitoring.objectives import (
     DEFAULT_TARGETS,
     DEFAULT_WORKER_HOUR_USD,
 )
+from infra.reports.commands import invoice, report
 from shared.errors import ConfigurationError, PenstockError
 
 STATE_DIR = Path("var")
@@ -62,6 +63,8 @@ app.add_typer(keys.keys, name="keys")
 app.add_typer(keys.tenants, name="tenants")
 app.add_typer(keys.plans, name="plans")
 app.add_typer(canary, name="canary")
+app.command()(report)
+app.command()(invoice)
 
 
 def main() -> None:
@@ -269,22 +272,6 @@ def simulate(
 
         write_page(result, page)
     typer.echo(json.dumps(result.as_dict(), indent=2) if as_json else text(result))
-
-
-@app.command()
-def report(
-    name: Annotated[str, typer.Argument(help="its name (default: list all reports)")] = "",
-    days: Annotated[int, typer.Option(help="days to look back")] = 7,
-    as_json: AsJson = False,
-) -> None:
-    """Run a usage report on the configured BigQuery."""
-    from infra.reports import list_reports, show_report
-    from shared.settings import Settings, read_settings
-
-    if name:
-        show_report(read_settings(Settings), name, days=days, as_json=as_json)
-    else:
-        list_reports(as_json=as_json)
 
 
 def _become(module: str, settings: dict[str, str], words: Sequence[str] = ()) -> NoReturn:

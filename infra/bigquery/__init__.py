@@ -1,17 +1,16 @@
-"""The tables in BigQuery: their schemas, their options, the views, the reports.
+"""The tables in BigQuery: their schemas, their options, the views.
 
 This is the only definition of each.
 
 `rows` is the usage table. `worker_hours` says what workers did with their time, and
 `webhook_deliveries` what became of events. The files beside this one are read by `create` for the
-local stack, by Terraform for the cloud, and by `penstock report`. Views name a table as
-`${project}.${dataset}.rows`. Reports take their data set from the job and the parameter `@since`.
+local stack, and by Terraform for the cloud. Views name a table as `${project}.${dataset}.rows`.
+Reports on these tables are in `shared/reports`.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -28,15 +27,6 @@ _TABLE_FIELDS = [
     "clustering_fields",
     "require_partition_filter",
 ]
-
-
-@dataclass(frozen=True)
-class Report:
-    """A query over the usage table since `@since` (TIMESTAMP). `title` says what it shows."""
-
-    name: str
-    title: str
-    sql: str
 
 
 def tables() -> list[str]:
@@ -62,15 +52,6 @@ def views(project: str, dataset: str) -> dict[str, str]:
         path.stem: Template(path.read_text()).substitute(project=project, dataset=dataset)
         for path in sorted((_FOLDER / "views").glob("*.sql"))
     }
-
-
-def reports() -> dict[str, Report]:
-    """The reports by name. The first line of each file is its title."""
-    found = {}
-    for path in sorted((_FOLDER / "reports").glob("*.sql")):
-        sql = path.read_text()
-        found[path.stem] = Report(path.stem, sql.split("\n", 1)[0].removeprefix("--").strip(), sql)
-    return found
 
 
 def create(client: bigquery.Client, dataset: str) -> None:

@@ -21,7 +21,7 @@ from PIL import Image
 
 from infra.local.ports import Ports
 from infra.local.stack import Stack
-from infra.reports import run_report
+from infra.reports.runs import run_report
 from infra.text_table import table, transposed
 from models.shapes.judge import UNNAMED, DetectedShape, read
 from shared.catalog import Catalog, read_catalog

@@ -23,7 +23,7 @@ from infra.local.inboxes import check_inboxes
 from infra.local.ports import Ports
 from infra.local.process import answers, listens
 from infra.local.redis_server import find_redis_server
-from infra.reports import check_bigquery
+from infra.reports.tables import check_bigquery
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.pubsub.admin import PubSubAdmin

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from infra.local.provision import provision
-from infra.reports import create_tables
+from infra.reports.tables import create_tables
 from shared.backoff import backoff
 from shared.catalog import Catalog, read_catalog
 from shared.errors import Unavailable

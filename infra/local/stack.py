@@ -24,7 +24,7 @@ from infra.local.provision_servers import provision_broker
 from infra.local.signing import kept_secrets
 from infra.local.stack_processes import LOG_FOLDER, StackProcesses
 from infra.local.supervision import SupervisedPart
-from infra.reports import create_tables
+from infra.reports.tables import create_tables
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError
 from shared.settings import ApiSettings, read_settings

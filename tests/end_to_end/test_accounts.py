@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from infra.local.stack import Stack
-from infra.reports import run_report
+from infra.reports.runs import run_report
 from shared.catalog import read_catalog
 from shared.usage.charge import list_price_usd, price_of
 from tests.end_to_end.conftest import EMBEDDER, KEY, REPORTING_KEY

@@ -21,7 +21,7 @@ import psutil
 from infra.local.process import Process, answers, free_port, listens
 from infra.local.provision import provision
 from infra.local.redis_server import RedisServer
-from infra.reports import create_tables
+from infra.reports.tables import create_tables
 from shared.catalog import read_catalog
 from shared.pubsub.admin import PubSubAdmin
 from shared.settings import ApiSettings, environment_with, read_settings

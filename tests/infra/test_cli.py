@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.reports import create_tables
+from infra.reports.tables import create_tables
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.reply_inbox import make_inbox
 from shared.settings import Settings, read_settings

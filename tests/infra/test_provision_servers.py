@@ -8,7 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from infra.local.process import free_port
-from infra.reports import check_bigquery
+from infra.reports.tables import check_bigquery
 from shared.catalog import read_catalog
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.names import WEBHOOKS_SUBSCRIPTION_ID, workers_subscription_id

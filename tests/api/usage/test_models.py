@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from infra.reports import run_report
+from infra.reports.runs import run_report
 from shared.catalog import Model, read_catalog
 from shared.catalog_entry import Price
 from shared.messages import Envelope, ItemOutcome, Receipt

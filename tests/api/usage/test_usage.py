@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from infra.reports import run_report
+from infra.reports.runs import run_report
 from tests.api.harness import running_api, settings_for
 from tests.api.usage.world import DAY_S, World, opened_world
 from tests.keys import key_for

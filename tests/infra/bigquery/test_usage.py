@@ -18,6 +18,9 @@ from infra import bigquery as usage
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Price
 from shared.messages import Envelope, ItemOutcome, Receipt
+from shared.reports.definitions import find_report
+from shared.reports.question import ReportQuestion
+from shared.reports.runner import ReportRunner
 from shared.usage.row import Row, row_of
 from shared.usage.writer import fields_of
 from tests.infra.bigquery.connecting import rows_of
@@ -55,17 +58,9 @@ def insert(client: bigquery.Client, *rows: dict[str, Any]) -> None:
 
 
 def report(client: bigquery.Client, name: str, since_s: float = NOW_S - 60) -> list[dict[str, Any]]:
-    since = dt.datetime.fromtimestamp(since_s, dt.UTC)
-    config = bigquery.QueryJobConfig(
-        default_dataset=f"{client.project}.penstock",
-        query_parameters=[bigquery.ScalarQueryParameter("since", "TIMESTAMP", since)],
-    )
-    return [
-        dict(row)
-        for row in client.query(usage.reports()[name].sql, job_config=config).result(
-            timeout=WAIT_LIMIT_S
-        )
-    ]
+    since, until = (dt.datetime.fromtimestamp(at_s, dt.UTC) for at_s in (since_s, NOW_S + 60))
+    runner = ReportRunner(client, "penstock")
+    return runner.run(find_report(name), ReportQuestion(since, until)).records()
 
 
 def test_the_schema_and_the_row_agree() -> None:
@@ -337,9 +332,3 @@ def test_batches_are_counted_from_their_items(created: bigquery.Client) -> None:
         1,
     )
     assert line["inference_ms_per_item"] == pytest.approx((3 * 10 + 30) / 4)
-
-
-def test_every_report_says_what_it_shows() -> None:
-    for found in usage.reports().values():
-        assert found.title.endswith(".")
-        assert "@since" in found.sql

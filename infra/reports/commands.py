@@ -1,0 +1,191 @@
+"""`penstock report` and `penstock invoice`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shared.errors import BadInput
+
+if TYPE_CHECKING:
+    from shared.reports.definitions import Report
+    from shared.reports.runner import ReportResult
+
+LIST, ALL = "list", "all"
+GIB = 1024**3
+Tz = Annotated[str, typer.Option(metavar="ZONE", help="of days, such as Europe/Berlin")]
+Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="only this tenant's rows")]
+Output = Annotated[Path | None, typer.Option(metavar="PATH", help="a file, or a folder for many")]
+MostGib = Annotated[float, typer.Option(min=0.001, help="GiB that a query may read at most")]
+
+
+def report(
+    name: Annotated[str, typer.Argument(help="its name, `list` or `all`")] = LIST,
+    days: Annotated[int, typer.Option(min=0, help="days to look back, without --from")] = 0,
+    since: Annotated[str, typer.Option("--from", metavar="DAY", help="first day or moment")] = "",
+    until: Annotated[str, typer.Option("--to", metavar="DAY", help="first that is too late")] = "",
+    tz: Tz = "UTC",
+    tenant: Tenants = None,
+    model: Annotated[list[str] | None, typer.Option(help="only this model's rows")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=NUMBER", help="as its head says")
+    ] = None,
+    format_: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="table, csv, json, parquet or html")
+    ] = "table",
+    output: Output = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what it would cost")] = False,
+    max_gib: MostGib = 20.0,
+    as_json: Annotated[bool, typer.Option("--json", help="the same as --format json")] = False,
+) -> None:
+    """Run usage reports on the configured BigQuery, or list them."""
+    if name == LIST:
+        _list(as_json=as_json or format_ == "json")
+        return
+    from infra.reports.runs import configured_runner
+    from shared.reports.definitions import find_report, reports
+    from shared.reports.question import ask
+
+    format_ = "json" if as_json else format_
+    _check_format(format_)
+    chosen = list(reports().values()) if name == ALL else [find_report(name)]
+    tenants, models = (tuple(names) if names else None for names in (tenant, model))
+    if name == ALL:
+        asked = {field for field, names in (("tenants", tenants), ("models", models)) if names}
+        chosen = [one for one in chosen if not asked & one.without]
+    values = _numbers(changes or ())
+    questions = [
+        ask(since, until, tz, tenants=tenants, models=models, days=days or one.days)
+        for one in chosen
+    ]
+    results: list[ReportResult] = []
+    with _waiting(), configured_runner(int(max_gib * GIB)) as runner:
+        for one, question in zip(chosen, questions, strict=True):
+            own = _own(one, values, is_only=name != ALL)
+            if dry_run:
+                _say_cost(one, runner.cost(one, question, own))
+            else:
+                results.append(runner.run(one, question, own))
+    if not dry_run:
+        _write(results, format_, output)
+
+
+def invoice(
+    month: Annotated[str, typer.Option(metavar="MONTH", help="such as 2026-10")],
+    tenant: Tenants = None,
+    tz: Tz = "UTC",
+    format_: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="html or csv")
+    ] = "html",
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="a folder")] = None,
+    max_gib: MostGib = 20.0,
+) -> None:
+    """Make the invoices of a month: pages to print, or CSV. With --output a file per tenant."""
+    from infra.reports.runs import configured_runner
+    from shared.reports.definitions import find_report
+    from shared.reports.invoice import invoices, invoices_csv
+    from shared.reports.invoice_page import invoice_page
+    from shared.reports.question import ask_month
+
+    if format_ not in ("html", "csv"):
+        raise BadInput(f"format: {format_!r} is not html or csv", field="format")
+    formatted = invoice_page if format_ == "html" else invoices_csv
+    question = ask_month(month, tz, tenants=tuple(tenant) if tenant else None)
+    with _waiting(), configured_runner(int(max_gib * GIB)) as runner:
+        made = invoices(runner.run(find_report("invoice"), question))
+    if output is None:
+        sys.stdout.buffer.write(formatted(made))
+        sys.stdout.buffer.flush()
+        return
+    for one in made:
+        _save(output / f"{one.number}.{format_}", formatted([one]))
+    if not made:
+        typer.echo("nothing was used in that month", err=True)
+
+
+def _list(*, as_json: bool) -> None:
+    import json
+
+    from infra.text_table import table
+    from shared.reports.definitions import reports
+
+    heads = ("report", "owner", "for", "shows")
+    rows = [(one.name, one.owner, one.audience, one.title) for one in reports().values()]
+    if as_json:
+        print(json.dumps([dict(zip(heads, row, strict=True)) for row in rows], indent=2))
+    else:
+        print(table(heads, rows))
+
+
+def _check_format(format_: str) -> None:
+    from infra.reports.formats import FORMATS
+
+    known = [*FORMATS, "html"]
+    if format_ not in known:
+        raise BadInput(f"format: {format_!r} is not one of {', '.join(known)}", field="format")
+
+
+def _numbers(changes: Sequence[str]) -> dict[str, float]:
+    found = {}
+    for change in changes:
+        name, _, text = change.partition("=")
+        try:
+            found[name] = float(text)
+        except ValueError:
+            raise BadInput(f"set: {change!r} is not NAME=NUMBER", field="set") from None
+    return found
+
+
+def _own(report_: Report, values: Mapping[str, float], *, is_only: bool) -> dict[str, float]:
+    if is_only:
+        return dict(values)
+    own = {one.name for one in report_.parameters}
+    return {name: value for name, value in values.items() if name in own}
+
+
+def _say_cost(report_: Report, read_bytes: int) -> None:
+    from shared.reports.runner import USD_PER_TIB
+
+    usd = read_bytes / 1024**4 * USD_PER_TIB
+    typer.echo(f"{report_.name}: {read_bytes / 1024**2:,.1f} MiB, ${usd:.4f} on demand")
+
+
+def _write(results: Sequence[ReportResult], format_: str, output: Path | None) -> None:
+    formatted = _formatter(format_)
+    if output is None:
+        if format_ == "parquet" and sys.stdout.isatty():
+            raise BadInput("output: parquet is not for a terminal", field="output")
+        sys.stdout.buffer.write(formatted(results))
+        sys.stdout.buffer.flush()
+        return
+    if len(results) > 1 and format_ in ("csv", "parquet"):
+        for result in results:
+            _save(output / f"{result.report.name}.{format_}", formatted([result]))
+    else:
+        _save(output, formatted(results))
+
+
+def _formatter(format_: str) -> Callable[[Sequence[ReportResult]], bytes]:
+    from infra.reports.formats import FORMATS
+    from infra.reports.page import as_html
+
+    return as_html if format_ == "html" else FORMATS[format_]
+
+
+def _save(path: Path, data: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    except OSError as error:
+        raise BadInput(f"output: {path}: {error.strerror}", field="output") from error
+    typer.echo(f"wrote {path}", err=True)
+
+
+def _waiting() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True).status("waiting for BigQuery")  # shown on a terminal only

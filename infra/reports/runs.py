@@ -1,0 +1,43 @@
+"""Runs reports with the settings of this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shared.reports.budgets import read_budgets
+from shared.reports.definitions import find_report
+from shared.reports.question import ask
+from shared.reports.runner import MOST_BYTES, ReportRunner, opened_runner
+from shared.settings import ApiSettings, Settings, read_settings
+
+
+@contextmanager
+def configured_runner(most_bytes: int = MOST_BYTES) -> Iterator[ReportRunner]:
+    """A runner for the BigQuery and the directory of keys that PENSTOCK_* name.
+
+    Raises:
+        ConfigurationError: a setting is wrong.
+        Unavailable: BigQuery or the directory is out of reach.
+    """
+    settings = read_settings(ApiSettings)
+    budgets_usd = asyncio.run(read_budgets(settings.keys_url))
+    with opened_runner(
+        settings.project, settings.dataset, settings.bigquery_endpoint, most_bytes, budgets_usd
+    ) as runner:
+        yield runner
+
+
+def run_report(settings: Settings, name: str, days: int) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """Returns the columns and rows of a report on the requests of the last `days` days.
+
+    Raises:
+        BadInput: the report does not exist.
+        Unavailable: BigQuery is out of reach or refused the query.
+    """
+    report = find_report(name)
+    with opened_runner(settings.project, settings.dataset, settings.bigquery_endpoint) as runner:
+        result = runner.run(report, ask("", "", days=days))
+    return result.heads, list(result.rows)

@@ -1,0 +1,46 @@
+"""Creates the tables of usage on the configured BigQuery, and checks that they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
+
+from infra import bigquery as usage
+from shared.reports.runner import RETRY_LIMIT_S, translated_errors
+from shared.settings import Settings
+from shared.usage.bigquery import open_client
+
+if TYPE_CHECKING:
+    from google.cloud.bigquery import Client
+
+
+def create_tables(settings: Settings) -> None:
+    """Creates or updates dataset, tables and views.
+
+    Raises:
+        Unavailable: BigQuery is out of reach or refused.
+    """
+    with _connected(settings) as client:
+        # Fails at once if BigQuery is out of reach. The calls below would retry for ten minutes.
+        next(iter(client.list_datasets(max_results=1, retry=None, timeout=RETRY_LIMIT_S)), None)
+        usage.create(client, settings.dataset)
+
+
+def check_bigquery(settings: Settings, timeout_s: float) -> None:
+    """Checks that the usage table is there.
+
+    Raises:
+        Unavailable: BigQuery is out of reach, or has no such table.
+    """
+    with _connected(settings) as client:
+        client.get_table(f"{settings.dataset}.{usage.TABLE}", retry=None, timeout=timeout_s)
+
+
+@contextmanager
+def _connected(settings: Settings) -> Iterator[Client]:
+    with (
+        translated_errors(),
+        closing(open_client(settings.project, settings.bigquery_endpoint)) as client,
+    ):
+        yield client

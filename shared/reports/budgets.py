@@ -1,0 +1,33 @@
+"""The monthly budgets of tenants, as the directory of keys has them."""
+
+from __future__ import annotations
+
+from shared.stores.key_stores import key_store
+from shared.tenants.directory import DEFAULT_PLAN_NAME, Document, decode_document
+
+
+async def read_budgets(keys_url: str) -> dict[str, float]:
+    """The budgets of the directory that PENSTOCK_KEYS_URL names. None where it is empty.
+
+    Raises:
+        NoDirectory: there is none yet.
+        Unavailable: the directory is out of reach.
+        ConfigurationError: it is not valid.
+    """
+    if not keys_url:
+        return {}
+    async with key_store(keys_url) as store:
+        stored = await store.read()
+        assert stored is not None, "without a version it is always read; this is a bug"
+        return budgets_usd(decode_document(stored.data, store.source))
+
+
+def budgets_usd(document: Document) -> dict[str, float]:
+    """What each tenant with a budget may spend in a calendar month (UTC), in US dollars."""
+    found = {}
+    for tenant in {*document.tenants, *(key.tenant for key in document.keys)}:
+        named = document.tenants.get(tenant)
+        plan = document.plans.get(DEFAULT_PLAN_NAME if named is None else named.plan)
+        if plan is not None and plan.budget_usd_per_month is not None:
+            found[tenant] = plan.budget_usd_per_month
+    return found

@@ -1,0 +1,141 @@
+"""What is drawn of a report: its plots as series of numbers, for the page and for the console."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from shared.reports.definitions import Plot, PlotKind
+from shared.reports.runner import ReportResult
+
+MOST_SERIES = 8
+"""Colors that can be told apart. The smallest series are drawn together."""
+MOST_BARS = 24
+"""Names along an axis that can be read. The smallest ones are drawn together."""
+OTHERS = "others"
+_WEEKDAYS = ("", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+_UNITS = {"_usd": "US dollars", "_percent": "%", "_ms": "ms", "_s": "s"}
+_NOT_ADDED = ("_percent", "_ms", "_mean", "_burn", "_max")
+"""Endings of columns whose sum means nothing."""
+
+
+_Cells = dict[tuple[str, str], float | None]
+"""Values by series and place."""
+
+
+class Series(NamedTuple):
+    """One line, or the bars of one color, or one row of a heat map."""
+
+    name: str
+    x: list[str]
+    y: list[float | None]
+
+
+class Drawing(NamedTuple):
+    """A plot with its numbers."""
+
+    kind: PlotKind
+    title: str
+    unit: str
+    stacked: bool
+    series: Sequence[Series]
+
+
+def drawings(result: ReportResult) -> list[Drawing]:
+    """The plots of a report. None where there are no rows."""
+    if not result.rows:
+        return []
+    return [_drawing(result, plot) for plot in result.report.plots]
+
+
+def _drawing(result: ReportResult, plot: Plot) -> Drawing:
+    cells = _cells(result, plot)
+    is_added = len(plot.values) == 1 and not plot.values[0].endswith(_NOT_ADDED)
+    if plot.kind != "heat":
+        if is_added:
+            cells = _fewest_colors(cells)
+        if plot.by in ("tenant", "model", "error_code") and is_added:
+            cells = _fewest_bars(cells)
+    places = list(dict.fromkeys(x for _, x in cells))
+    if plot.by in ("day", "hour"):
+        places.sort(key=lambda x: (len(x), x) if plot.kind == "heat" else (0, x))
+    series = [
+        Series(name, places, [cells.get((name, x)) for x in places]) for name in _names(cells, plot)
+    ]
+    words = " and ".join(_words(value) for value in plot.values)
+    title = f"{words} by {_words(plot.by)}".capitalize()
+    return Drawing(plot.kind, title, _unit(plot.values[0]), is_added, series)
+
+
+def _cells(result: ReportResult, plot: Plot) -> _Cells:
+    """The values by series and place. Those of one place are added up."""
+    found: _Cells = {}
+    for record in result.records():
+        x = _label(record[plot.by])
+        for value in plot.values:
+            name = _words(value)
+            if plot.color:
+                name = _label(record[plot.color], is_weekday=plot.color == "weekday")
+            number = record[value]
+            if number is not None:
+                found[name, x] = (found.get((name, x)) or 0.0) + float(number)
+            else:
+                found.setdefault((name, x), None)
+    return found
+
+
+def _fewest_colors(
+    cells: _Cells,
+) -> _Cells:
+    kept = _largest(((name, value) for (name, _), value in cells.items()), MOST_SERIES)
+    return _added(
+        ((name if name in kept else OTHERS, x), value) for (name, x), value in cells.items()
+    )
+
+
+def _fewest_bars(cells: _Cells) -> _Cells:
+    kept = _largest(((x, value) for (_, x), value in cells.items()), MOST_BARS)
+    return _added(((name, x if x in kept else OTHERS), value) for (name, x), value in cells.items())
+
+
+def _largest(values: Iterable[tuple[str, float | None]], most: int) -> set[str]:
+    sums: dict[str, float] = defaultdict(float)
+    for name, value in values:
+        sums[name] += value or 0.0
+    ordered = sorted(sums, key=lambda name: -sums[name])
+    return set(ordered if len(ordered) <= most else ordered[: most - 1])
+
+
+def _added(
+    values: Iterable[tuple[tuple[str, str], float | None]],
+) -> _Cells:
+    found: _Cells = {}
+    for key, value in values:
+        found[key] = (found.get(key) or 0.0) + (value or 0.0)
+    return found
+
+
+def _names(cells: _Cells, plot: Plot) -> list[str]:
+    names = list(dict.fromkeys(name for name, _ in cells))
+    if plot.color == "weekday":
+        return sorted(names, key=_WEEKDAYS.index)
+    return names
+
+
+def _label(value: Any, *, is_weekday: bool = False) -> str:
+    if is_weekday:
+        return _WEEKDAYS[int(value)]
+    if value is None or value == "":
+        return "(none)"
+    return str(value.isoformat()) if hasattr(value, "isoformat") else str(value)
+
+
+def _words(column: str) -> str:
+    for ending in _UNITS:
+        column = column.removesuffix(ending)
+    return column.replace("_", " ").replace("gpu", "GPU").replace("slo", "SLO")
+
+
+def _unit(column: str) -> str:
+    return next((unit for ending, unit in _UNITS.items() if column.endswith(ending)), "")

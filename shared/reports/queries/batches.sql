@@ -1,0 +1,50 @@
+-- How full the batches of each model are, per hour, how much of them is padding, and what an item of them costs in time.
+-- owner: operations
+-- audience: operators
+-- plot: lines fill_percent by hour, one color per model
+-- column hour: when the batch began to run (UTC)
+-- column model: its name in the catalog
+-- column workers: that ran batches
+-- column items: items in batches
+-- column batches: batches
+-- column items_per_batch: mean
+-- column fill_percent: items of the most that these batches may hold; NULL in rows of releases that did not say
+-- column padding_percent: tokens that were computed and belong to no text; NULL for images and for older rows
+-- column cold_percent: items that waited for a model to load; NULL for older rows
+-- column batch_wait_p95_ms: time in the worker until the batch began, 95th percentile
+-- column inference_ms_per_item: a batch's time divided by its items
+WITH once AS (
+  SELECT
+    model,
+    worker,
+    started_at,
+    batch_size,
+    batch_capacity,
+    tokens,
+    padded_tokens,
+    cold_start,
+    batch_wait_ms,
+    inference_ms
+  FROM `rows`
+  WHERE received_at >= @since
+    AND received_at < @until
+    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
+    AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+)
+SELECT
+  TIMESTAMP_TRUNC(started_at, HOUR) AS hour,
+  model,
+  COUNT(DISTINCT worker) AS workers,
+  COUNT(*) AS items,
+  ROUND(SUM(1 / batch_size), 1) AS batches,
+  ROUND(SAFE_DIVIDE(COUNT(*), SUM(1 / batch_size)), 2) AS items_per_batch,
+  ROUND(100 * SAFE_DIVIDE(COUNT(batch_capacity), SUM(batch_capacity / batch_size)), 1) AS fill_percent,
+  ROUND(100 * (1 - SAFE_DIVIDE(SUM(IF(padded_tokens IS NULL, NULL, tokens)), SUM(padded_tokens))), 1) AS padding_percent,
+  ROUND(100 * SAFE_DIVIDE(COUNTIF(cold_start), COUNT(cold_start)), 2) AS cold_percent,
+  ROUND(APPROX_QUANTILES(batch_wait_ms, 100)[SAFE_OFFSET(95)], 1) AS batch_wait_p95_ms,
+  ROUND(AVG(inference_ms / batch_size), 3) AS inference_ms_per_item
+FROM once
+WHERE started_at IS NOT NULL AND batch_size > 0
+GROUP BY hour, model
+ORDER BY hour DESC, model

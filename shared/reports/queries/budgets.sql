@@ -1,0 +1,75 @@
+-- What each tenant spent of its budget in each calendar month (UTC), and where the month is going.
+-- owner: finance
+-- audience: tenants
+-- without: models, tz
+-- @budget_tenants ARRAY<STRING>: tenants that have a budget, as the directory of keys says
+-- @budgets_usd ARRAY<FLOAT64>: their budgets, in the same order
+-- plot: bars spent_usd, budget_usd by tenant
+-- column tenant: who spends
+-- column month: its first day; budgets are for calendar months of UTC, whatever the time zone
+-- column spent_usd: what was charged in the part of the month that is in the range; not rounded
+-- column budget_usd: its budget now; NULL for none
+-- column percent: of the budget
+-- column left_usd: of the budget; negative where it was exceeded
+-- column elapsed_percent: of the month that the range covers
+-- column month_end_usd: what the whole month comes to at that pace
+-- column refused: requests that were refused because the budget was spent
+-- The API counts what is in flight too, so it may refuse a little earlier than this says.
+WITH once AS (
+  SELECT
+    tenant,
+    received_at,
+    error_code,
+    cost_usd
+  FROM `rows`
+  WHERE received_at >= @since
+    AND received_at < @until
+    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+),
+budgets AS (
+  SELECT tenant, @budgets_usd[OFFSET(place)] AS budget_usd
+  FROM UNNEST(@budget_tenants) AS tenant WITH OFFSET AS place
+  WHERE ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants)
+),
+months AS (
+  SELECT
+    month,
+    TIMESTAMP_DIFF(
+      LEAST(@until, TIMESTAMP(DATE_ADD(month, INTERVAL 1 MONTH))), GREATEST(@since, TIMESTAMP(month)), SECOND
+    ) / TIMESTAMP_DIFF(TIMESTAMP(DATE_ADD(month, INTERVAL 1 MONTH)), TIMESTAMP(month), SECOND) AS elapsed
+  FROM UNNEST(GENERATE_DATE_ARRAY(
+    DATE_TRUNC(DATE(@since), MONTH), DATE(TIMESTAMP_SUB(@until, INTERVAL 1 MICROSECOND)), INTERVAL 1 MONTH
+  )) AS month
+),
+spent AS (
+  SELECT
+    tenant,
+    DATE_TRUNC(DATE(received_at), MONTH) AS month,
+    SUM(cost_usd) AS spent_usd,
+    COUNTIF(error_code = 'insufficient_quota') AS refused
+  FROM once
+  WHERE tenant IS NOT NULL
+  GROUP BY tenant, month
+),
+-- A tenant with a budget has a line in each month. Others have one where they spent.
+wanted AS (
+  SELECT tenant, month FROM budgets CROSS JOIN months
+  UNION DISTINCT
+  SELECT tenant, month FROM spent
+)
+SELECT
+  tenant,
+  month,
+  COALESCE(spent_usd, 0) AS spent_usd,
+  budget_usd,
+  ROUND(100 * SAFE_DIVIDE(COALESCE(spent_usd, 0), budget_usd), 2) AS percent,
+  budget_usd - COALESCE(spent_usd, 0) AS left_usd,
+  ROUND(100 * elapsed, 1) AS elapsed_percent,
+  SAFE_DIVIDE(COALESCE(spent_usd, 0), elapsed) AS month_end_usd,
+  COALESCE(refused, 0) AS refused
+FROM wanted
+JOIN months USING (month)
+LEFT JOIN spent USING (tenant, month)
+LEFT JOIN budgets USING (tenant)
+ORDER BY month DESC, percent DESC, spent_usd DESC, tenant

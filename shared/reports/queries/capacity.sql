@@ -1,0 +1,62 @@
+-- How many GPUs each hour of the week needs, and how much comes in.
+-- owner: operations
+-- audience: operators
+-- plot: heat gpus_max by hour and weekday
+-- column weekday: 1 is Monday, in the time zone
+-- column hour: 0 to 23, in the time zone
+-- column hours: of the range that were such an hour, those without a request too
+-- column items_mean: texts or images in such an hour
+-- column items_max: in the busiest
+-- column refused_mean: refused requests in such an hour
+-- column gpus_mean: device seconds of such an hour divided by 3,600: whole devices that were busy all the time
+-- column gpus_max: in the busiest
+-- column queue_p95_ms: time at the broker, the worst 95th percentile of such an hour
+-- The first and the last hour of the range may be parts of an hour. Ask for whole days. Hours are cut in UTC, so where the
+-- clock is off by half an hour, an hour of the clock begins at its half.
+WITH once AS (
+  SELECT
+    received_at,
+    status,
+    queue_ms,
+    -- A batch's time belongs to its items in equal parts.
+    inference_ms / 1000 * device_share / batch_size AS device_s
+  FROM `rows`
+  WHERE received_at >= @since
+    AND received_at < @until
+    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
+    AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+),
+used AS (
+  SELECT
+    TIMESTAMP_TRUNC(received_at, HOUR) AS moment,
+    COUNTIF(status != 'refused') AS items,
+    COUNTIF(status = 'refused') AS refused,
+    SUM(device_s) / 3600 AS gpus,
+    APPROX_QUANTILES(queue_ms, 100)[SAFE_OFFSET(95)] AS queue_p95_ms
+  FROM once
+  GROUP BY moment
+),
+grid AS (
+  SELECT
+    moment,
+    MOD(EXTRACT(DAYOFWEEK FROM DATE(moment, @tz)) + 5, 7) + 1 AS weekday,
+    EXTRACT(HOUR FROM DATETIME(moment, @tz)) AS hour
+  FROM UNNEST(GENERATE_TIMESTAMP_ARRAY(
+    TIMESTAMP_TRUNC(@since, HOUR), TIMESTAMP_SUB(@until, INTERVAL 1 MICROSECOND), INTERVAL 1 HOUR
+  )) AS moment
+)
+SELECT
+  weekday,
+  hour,
+  COUNT(*) AS hours,
+  ROUND(AVG(COALESCE(items, 0)), 1) AS items_mean,
+  MAX(COALESCE(items, 0)) AS items_max,
+  ROUND(AVG(COALESCE(refused, 0)), 1) AS refused_mean,
+  ROUND(AVG(COALESCE(gpus, 0)), 4) AS gpus_mean,
+  ROUND(MAX(COALESCE(gpus, 0)), 4) AS gpus_max,
+  ROUND(MAX(queue_p95_ms), 1) AS queue_p95_ms
+FROM grid
+LEFT JOIN used USING (moment)
+GROUP BY weekday, hour
+ORDER BY weekday, hour

@@ -1,0 +1,77 @@
+-- What all tenants together used, one line for each day of the range, empty days too.
+-- owner: product
+-- audience: tenants
+-- plot: bars cost_usd by day
+-- plot: lines requests by day
+-- column day: day of the time zone
+-- column hours: how long the day is; 23 or 25 where clocks change
+-- column tenants: who asked, how many
+-- column requests: requests, the refused ones too
+-- column refused: requests that were not taken on
+-- column items: texts or images, without those of refused requests
+-- column succeeded: items that were delivered
+-- column failed: items that failed
+-- column expired: items whose deadline passed
+-- column canceled: items that were canceled
+-- column cached: delivered items from the cache, or joined
+-- column tokens: of texts, whoever pays
+-- column pixel_steps: width x height x steps of images, whoever pays
+-- column device_s: seconds of a whole device
+-- column cost_usd: what was charged; not rounded
+WITH once AS (
+  SELECT
+    tenant,
+    received_at,
+    item,
+    status,
+    cache,
+    tokens,
+    pixel_steps,
+    cost_usd,
+    -- A batch's time belongs to its items in equal parts.
+    inference_ms / 1000 * device_share / batch_size AS device_s
+  FROM `rows`
+  WHERE received_at >= @since
+    AND received_at < @until
+    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
+    AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+),
+used AS (
+  SELECT
+    DATE(received_at, @tz) AS day,
+    COUNT(DISTINCT tenant) AS tenants,
+    COUNTIF(item = 0) AS requests,
+    COUNTIF(status = 'refused') AS refused,
+    COUNTIF(status != 'refused') AS items,
+    COUNTIF(status = 'succeeded') AS succeeded,
+    COUNTIF(status = 'failed') AS failed,
+    COUNTIF(status = 'expired') AS expired,
+    COUNTIF(status = 'canceled') AS canceled,
+    COUNTIF(status = 'succeeded' AND cache IN ('memory', 'redis', 'joined')) AS cached,
+    SUM(tokens) AS tokens,
+    SUM(pixel_steps) AS pixel_steps,
+    SUM(device_s) AS device_s,
+    SUM(cost_usd) AS cost_usd
+  FROM once
+  GROUP BY day
+)
+SELECT
+  day,
+  TIMESTAMP_DIFF(TIMESTAMP(DATE_ADD(day, INTERVAL 1 DAY), @tz), TIMESTAMP(day, @tz), HOUR) AS hours,
+  COALESCE(used.tenants, 0) AS tenants,
+  COALESCE(used.requests, 0) AS requests,
+  COALESCE(used.refused, 0) AS refused,
+  COALESCE(used.items, 0) AS items,
+  COALESCE(used.succeeded, 0) AS succeeded,
+  COALESCE(used.failed, 0) AS failed,
+  COALESCE(used.expired, 0) AS expired,
+  COALESCE(used.canceled, 0) AS canceled,
+  COALESCE(used.cached, 0) AS cached,
+  COALESCE(used.tokens, 0) AS tokens,
+  COALESCE(used.pixel_steps, 0) AS pixel_steps,
+  ROUND(COALESCE(used.device_s, 0), 3) AS device_s,
+  COALESCE(used.cost_usd, 0) AS cost_usd
+FROM UNNEST(GENERATE_DATE_ARRAY(DATE(@since, @tz), DATE(TIMESTAMP_SUB(@until, INTERVAL 1 MICROSECOND), @tz))) AS day
+LEFT JOIN used USING (day)
+ORDER BY day DESC

@@ -1,0 +1,45 @@
+-- What failed, came too late or was refused, by model and error code, with the share of the model's items.
+-- owner: operations
+-- audience: tenants
+-- plot: bars items by error_code, one color per model
+-- column model: its name in the catalog
+-- column status: failed, expired, canceled or refused
+-- column error_code: the reason
+-- column items: items, or requests that were refused
+-- column tenants: who was met, how many
+-- column percent_of_model: of all items and refused requests of the model
+-- column most_attempts: the most deliveries that one of them took
+-- column latest: when the last one was received
+-- column example_request_id: the request of the last one, to look for in logs
+WITH once AS (
+  SELECT
+    model,
+    tenant,
+    status,
+    error_code,
+    attempt,
+    received_at,
+    request_id
+  FROM `rows`
+  WHERE received_at >= @since
+    AND received_at < @until
+    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
+    AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+),
+models AS (SELECT model, COUNT(*) AS model_items FROM once GROUP BY model)
+SELECT
+  model,
+  status,
+  error_code,
+  COUNT(*) AS items,
+  COUNT(DISTINCT tenant) AS tenants,
+  ROUND(100 * SAFE_DIVIDE(COUNT(*), ANY_VALUE(model_items)), 2) AS percent_of_model,
+  MAX(attempt) AS most_attempts,
+  MAX(received_at) AS latest,
+  ARRAY_AGG(request_id ORDER BY received_at DESC, request_id LIMIT 1)[OFFSET(0)] AS example_request_id
+FROM once
+JOIN models USING (model)
+WHERE status != 'succeeded'
+GROUP BY model, status, error_code
+ORDER BY items DESC, model, error_code

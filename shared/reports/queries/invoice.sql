@@ -1,0 +1,59 @@
+-- What each tenant owes, in lines: month, model, price, share of the price, and how the items ended.
+-- owner: finance
+-- audience: tenants
+-- plot: bars amount_usd by tenant, one color per model
+-- column tenant: who owes
+-- column month: the first day of the month, in the time zone
+-- column model: its name in the catalog
+-- column unit: tokens or pixel-steps
+-- column price_version: which price of the catalog; NULL in rows of releases that did not have it
+-- column unit_price_usd: of a million units, before any share; NULL where an old row was charged nothing and does not say
+-- column kind: computed, cached (from the cache, or joined), failed, expired or canceled
+-- column charged_share: the part of the price that is charged
+-- column items: texts or images
+-- column quantity: units
+-- column list_usd: quantity times unit price
+-- column amount_usd: what is charged: the sum of the rows' cost; quantity x unit price x share but for the last digits
+WITH once AS (
+  SELECT
+    tenant,
+    model,
+    received_at,
+    status,
+    cache,
+    price_version,
+    list_price_usd,
+    cost_usd,
+    IF(pixel_steps IS NULL, 'tokens', 'pixel-steps') AS unit,
+    COALESCE(pixel_steps, tokens, 0) AS units,
+    -- Rows from before the column: what was charged was charged in full.
+    COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)) AS share
+  FROM `rows`
+  WHERE received_at >= @since
+    AND received_at < @until
+    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
+    AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+)
+SELECT
+  tenant,
+  DATE_TRUNC(DATE(received_at, @tz), MONTH) AS month,
+  model,
+  unit,
+  price_version,
+  -- Nine decimals of a dollar for a million units: finer than any price, coarser than the error of a double.
+  ROUND(1000000 * SAFE_DIVIDE(COALESCE(list_price_usd, SAFE_DIVIDE(cost_usd, share)), units), 9) AS unit_price_usd,
+  CASE
+    WHEN status != 'succeeded' THEN status
+    WHEN cache IN ('memory', 'redis', 'joined') THEN 'cached'
+    ELSE 'computed'
+  END AS kind,
+  share AS charged_share,
+  COUNT(*) AS items,
+  SUM(units) AS quantity,
+  SUM(COALESCE(list_price_usd, SAFE_DIVIDE(cost_usd, share))) AS list_usd,
+  SUM(cost_usd) AS amount_usd
+FROM once
+WHERE status != 'refused'
+GROUP BY tenant, month, model, unit, price_version, unit_price_usd, kind, charged_share
+ORDER BY tenant, month, model, unit, unit_price_usd, price_version, charged_share DESC, kind

@@ -1,0 +1,98 @@
+-- Availability and deadlines against their objectives, per day, and how fast their budgets burn.
+-- owner: operations
+-- audience: operators
+-- @availability FLOAT64 = 0.999: the share of requests that must not fail
+-- @deadlines FLOAT64 = 0.99: the share of items that must be in time
+-- plot: lines availability_percent by day, one color per scope
+-- plot: lines deadlines_burn by day, one color per scope
+-- column day: day of the time zone
+-- column scope: a model, or (all); only (all) has lines for empty days
+-- column requests: that count for availability: all items succeeded, or one failed with a 5xx other than 504
+-- column bad_requests: those with a 5xx other than 504
+-- column availability_percent: good requests of those that count
+-- column availability_burn: how fast the budget burns; at 1 it lasts for the period
+-- column availability_budget_left_percent: of the budget of the days of the range up to this one
+-- column items: that count for deadlines: interactive, delivered, late, or refused for lack of capacity
+-- column bad_items: late, or refused for lack of capacity (a refused request is one)
+-- column deadlines_percent: items in time of those that count
+-- column deadlines_burn: how fast the budget burns
+-- column deadlines_budget_left_percent: of the budget of the days of the range up to this one
+-- The definitions are those of decision 49. Rows do not say whether a caller set a deadline of their own, so all
+-- interactive items count here. Metrics leave those with shorter deadlines out.
+WITH once AS (
+  SELECT
+    model,
+    received_at,
+    request_id,
+    item,
+    status,
+    error_code,
+    COALESCE(priority, 'interactive') AS priority
+  FROM `rows`
+  WHERE received_at >= @since
+    AND received_at < @until
+    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
+    AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+),
+by_model AS (
+  SELECT
+    DATE(received_at, @tz) AS day,
+    model AS scope,
+    COUNTIF(item = 0) AS all_requests,
+    COUNT(DISTINCT IF(status = 'succeeded', NULL, request_id)) AS not_delivered,
+    COUNT(DISTINCT IF(
+      status IN ('failed', 'refused') AND COALESCE(error_code, 'internal') IN ('model_failed', 'internal', 'unavailable'),
+      request_id,
+      NULL
+    )) AS bad_requests,
+    COUNTIF(priority = 'interactive' AND status = 'succeeded') AS in_time,
+    COUNTIF(
+      priority = 'interactive' AND (status = 'expired' OR (status = 'refused' AND error_code = 'overloaded'))
+    ) AS bad_items
+  FROM once
+  GROUP BY day, scope
+),
+days AS (
+  SELECT day, scope, all_requests - not_delivered + bad_requests AS requests, bad_requests, in_time + bad_items AS items, bad_items
+  FROM by_model
+  WHERE scope != ''
+  UNION ALL
+  SELECT
+    day,
+    '(all)',
+    COALESCE(SUM(all_requests - not_delivered + bad_requests), 0),
+    COALESCE(SUM(bad_requests), 0),
+    COALESCE(SUM(in_time + bad_items), 0),
+    COALESCE(SUM(bad_items), 0)
+  FROM UNNEST(GENERATE_DATE_ARRAY(DATE(@since, @tz), DATE(TIMESTAMP_SUB(@until, INTERVAL 1 MICROSECOND), @tz))) AS day
+  LEFT JOIN by_model USING (day)
+  GROUP BY day
+),
+so_far AS (
+  SELECT
+    *,
+    SUM(requests) OVER up_to_day AS requests_so_far,
+    SUM(bad_requests) OVER up_to_day AS bad_requests_so_far,
+    SUM(items) OVER up_to_day AS items_so_far,
+    SUM(bad_items) OVER up_to_day AS bad_items_so_far
+  FROM days
+  WINDOW up_to_day AS (PARTITION BY scope ORDER BY day ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW)
+)
+SELECT
+  day,
+  scope,
+  requests,
+  bad_requests,
+  ROUND(100 * (1 - SAFE_DIVIDE(bad_requests, requests)), 4) AS availability_percent,
+  ROUND(SAFE_DIVIDE(SAFE_DIVIDE(bad_requests, requests), 1 - @availability), 3) AS availability_burn,
+  ROUND(100 * (1 - SAFE_DIVIDE(SAFE_DIVIDE(bad_requests_so_far, requests_so_far), 1 - @availability)), 2)
+    AS availability_budget_left_percent,
+  items,
+  bad_items,
+  ROUND(100 * (1 - SAFE_DIVIDE(bad_items, items)), 4) AS deadlines_percent,
+  ROUND(SAFE_DIVIDE(SAFE_DIVIDE(bad_items, items), 1 - @deadlines), 3) AS deadlines_burn,
+  ROUND(100 * (1 - SAFE_DIVIDE(SAFE_DIVIDE(bad_items_so_far, items_so_far), 1 - @deadlines)), 2)
+    AS deadlines_budget_left_percent
+FROM so_far
+ORDER BY day DESC, scope

@@ -1,0 +1,77 @@
+-- What each tenant used of each model, per day, and what was charged for it.
+-- owner: product
+-- audience: tenants
+-- plot: bars cost_usd by day, one color per model
+-- column day: day of the time zone; a day without requests has no line
+-- column tenant: who asked
+-- column model: its name in the catalog; empty where a request was refused before it named one
+-- column items: texts or images, without those of refused requests
+-- column requests: requests, the refused ones too
+-- column refused: requests that were not taken on
+-- column succeeded: items that were delivered
+-- column hit_percent: items from the cache, of all items
+-- column joined: items that waited for the same item of another request
+-- column queue_p50_ms: median time at the broker
+-- column queue_p95_ms: the same, 95th percentile
+-- column inference_p50_ms: median time of the item's batch
+-- column inference_p95_ms: the same, 95th percentile
+-- column total_p50_ms: median time from receiving to replying, without refused requests
+-- column total_p95_ms: the same, 95th percentile
+-- column tokens: of texts, whoever pays
+-- column charged_tokens: tokens times the share that is charged; times the price of a token they are the cost
+-- column pixel_steps: width x height x steps of images, whoever pays
+-- column charged_pixel_steps: pixel-steps times the share that is charged
+-- column device_s: seconds of a whole device; a batch's time belongs to its items in equal parts
+-- column cost_usd: what was charged; not rounded, so that sums of it are right
+WITH once AS (
+  SELECT
+    tenant,
+    model,
+    received_at,
+    item,
+    status,
+    cache,
+    queue_ms,
+    inference_ms,
+    total_ms,
+    tokens,
+    pixel_steps,
+    cost_usd,
+    -- A batch's time belongs to its items in equal parts.
+    inference_ms / 1000 * device_share / batch_size AS device_s,
+    -- Rows from before the column: what was charged was charged in full.
+    COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)) AS share
+  FROM `rows`
+  WHERE received_at >= @since
+    AND received_at < @until
+    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
+    AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+)
+SELECT
+  DATE(received_at, @tz) AS day,
+  tenant,
+  model,
+  COUNTIF(status != 'refused') AS items,
+  -- Each request has one item 0. Distinct request ids would be the same number, and cost a sort.
+  COUNTIF(item = 0) AS requests,
+  COUNTIF(status = 'refused') AS refused,
+  COUNTIF(status = 'succeeded') AS succeeded,
+  ROUND(100 * SAFE_DIVIDE(COUNTIF(cache IN ('memory', 'redis')), COUNTIF(status != 'refused')), 1) AS hit_percent,
+  COUNTIF(cache = 'joined') AS joined,
+  ROUND(APPROX_QUANTILES(queue_ms, 100)[SAFE_OFFSET(50)], 1) AS queue_p50_ms,
+  ROUND(APPROX_QUANTILES(queue_ms, 100)[SAFE_OFFSET(95)], 1) AS queue_p95_ms,
+  ROUND(APPROX_QUANTILES(inference_ms, 100)[SAFE_OFFSET(50)], 1) AS inference_p50_ms,
+  ROUND(APPROX_QUANTILES(inference_ms, 100)[SAFE_OFFSET(95)], 1) AS inference_p95_ms,
+  ROUND(APPROX_QUANTILES(IF(status = 'refused', NULL, total_ms), 100)[SAFE_OFFSET(50)], 1) AS total_p50_ms,
+  ROUND(APPROX_QUANTILES(IF(status = 'refused', NULL, total_ms), 100)[SAFE_OFFSET(95)], 1) AS total_p95_ms,
+  SUM(tokens) AS tokens,
+  SUM(tokens * share) AS charged_tokens,
+  SUM(pixel_steps) AS pixel_steps,
+  SUM(pixel_steps * share) AS charged_pixel_steps,
+  ROUND(SUM(device_s), 3) AS device_s,
+  -- Doubles add a million rows to 10 digits and more.
+  SUM(cost_usd) AS cost_usd
+FROM once
+GROUP BY day, tenant, model
+ORDER BY day DESC, cost_usd DESC, items DESC, tenant, model

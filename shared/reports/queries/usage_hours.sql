@@ -1,0 +1,70 @@
+-- What each tenant used of each model, per hour.
+-- owner: product
+-- audience: tenants
+-- plot: bars items by hour, one color per model
+-- column hour: when the hour began (UTC); hours are those of UTC, so none is missing or double when clocks change
+-- column local_hour: the same moment on clocks of the time zone
+-- column tenant: who asked
+-- column model: its name in the catalog
+-- column requests: requests, the refused ones too
+-- column refused: requests that were not taken on
+-- column items: texts or images, without those of refused requests
+-- column succeeded: items that were delivered
+-- column cached: of these from the cache, or joined
+-- column tokens: of texts, whoever pays
+-- column pixel_steps: width x height x steps of images, whoever pays
+-- column device_s: seconds of a whole device
+-- column cost_usd: what was charged; not rounded
+WITH once AS (
+  SELECT
+    tenant,
+    model,
+    received_at,
+    item,
+    status,
+    cache,
+    tokens,
+    pixel_steps,
+    cost_usd,
+    -- A batch's time belongs to its items in equal parts.
+    inference_ms / 1000 * device_share / batch_size AS device_s
+  FROM `rows`
+  WHERE received_at >= @since
+    AND received_at < @until
+    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
+    AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+),
+hours AS (
+  SELECT
+    TIMESTAMP_TRUNC(received_at, HOUR) AS hour,
+    tenant,
+    model,
+    COUNTIF(item = 0) AS requests,
+    COUNTIF(status = 'refused') AS refused,
+    COUNTIF(status != 'refused') AS items,
+    COUNTIF(status = 'succeeded') AS succeeded,
+    COUNTIF(status = 'succeeded' AND cache IN ('memory', 'redis', 'joined')) AS cached,
+    SUM(tokens) AS tokens,
+    SUM(pixel_steps) AS pixel_steps,
+    ROUND(SUM(device_s), 3) AS device_s,
+    SUM(cost_usd) AS cost_usd
+  FROM once
+  GROUP BY hour, tenant, model
+)
+SELECT
+  hour,
+  FORMAT_TIMESTAMP('%Y-%m-%d %H:%M', hour, @tz) AS local_hour,
+  tenant,
+  model,
+  requests,
+  refused,
+  items,
+  succeeded,
+  cached,
+  tokens,
+  pixel_steps,
+  device_s,
+  cost_usd
+FROM hours
+ORDER BY hour DESC, cost_usd DESC, items DESC, tenant, model

@@ -1,0 +1,61 @@
+-- What each API key used of each model, per day.
+-- owner: product
+-- audience: tenants
+-- plot: bars cost_usd by day, one color per key_id
+-- column day: day of the time zone; a day without requests has no line
+-- column tenant: who asked
+-- column key_id: the public part of the key; NULL where none was needed, and in rows of releases that did not have it
+-- column model: its name in the catalog
+-- column requests: requests, the refused ones too
+-- column refused: requests that were not taken on
+-- column items: texts or images, without those of refused requests
+-- column succeeded: items that were delivered
+-- column cached: of these from the cache, or joined
+-- column tokens: of texts, whoever pays
+-- column charged_tokens: tokens times the share that is charged
+-- column pixel_steps: width x height x steps of images, whoever pays
+-- column charged_pixel_steps: pixel-steps times the share that is charged
+-- column device_s: seconds of a whole device
+-- column cost_usd: what was charged; not rounded
+WITH once AS (
+  SELECT
+    tenant,
+    key_id,
+    model,
+    received_at,
+    item,
+    status,
+    cache,
+    tokens,
+    pixel_steps,
+    cost_usd,
+    -- A batch's time belongs to its items in equal parts.
+    inference_ms / 1000 * device_share / batch_size AS device_s,
+    -- Rows from before the column: what was charged was charged in full.
+    COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)) AS share
+  FROM `rows`
+  WHERE received_at >= @since
+    AND received_at < @until
+    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
+    AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+)
+SELECT
+  DATE(received_at, @tz) AS day,
+  tenant,
+  key_id,
+  model,
+  COUNTIF(item = 0) AS requests,
+  COUNTIF(status = 'refused') AS refused,
+  COUNTIF(status != 'refused') AS items,
+  COUNTIF(status = 'succeeded') AS succeeded,
+  COUNTIF(status = 'succeeded' AND cache IN ('memory', 'redis', 'joined')) AS cached,
+  SUM(tokens) AS tokens,
+  SUM(tokens * share) AS charged_tokens,
+  SUM(pixel_steps) AS pixel_steps,
+  SUM(pixel_steps * share) AS charged_pixel_steps,
+  ROUND(SUM(device_s), 3) AS device_s,
+  SUM(cost_usd) AS cost_usd
+FROM once
+GROUP BY day, tenant, key_id, model
+ORDER BY day DESC, cost_usd DESC, items DESC, tenant, key_id, model

@@ -1,0 +1,155 @@
+"""What is asked of a report: a range of time, a time zone, tenants and models."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, date, datetime, time, timedelta
+from typing import NamedTuple
+from zoneinfo import ZoneInfo
+
+from shared.errors import BadInput
+from shared.reports.definitions import Report
+
+MOST_NAMES = 1000
+LONGEST_NAME = 256
+_DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+_MONTH = re.compile(r"[0-9]{4}-[0-9]{2}")
+_ZONE = re.compile(r"[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+-]+){0,2}")
+
+
+class ReportQuestion(NamedTuple):
+    """One question: the parameters that every report knows."""
+
+    since: datetime
+    """The first moment, as @since."""
+    until: datetime
+    """The first moment that is too late, as @until."""
+    tz: str = "UTC"
+    """The time zone of days and months, as @tz, by its IANA name."""
+    tenants: tuple[str, ...] | None = None
+    """Whose rows, as @tenants. None: everybody's."""
+    models: tuple[str, ...] | None = None
+    """Of which models, as @models. None: of all."""
+
+
+def ask(
+    since: str,
+    until: str,
+    tz: str = "UTC",
+    *,
+    tenants: tuple[str, ...] | None = None,
+    models: tuple[str, ...] | None = None,
+    days: int = 7,
+    now: datetime | None = None,
+) -> ReportQuestion:
+    """Reads a question from words.
+
+    Args:
+        since: where the range begins: a day, or a moment in ISO 8601. Empty: `days` before its end.
+        until: where it ends: the first day, or moment, that is too late. Empty: now.
+        tz: the time zone of days, and of moments that name none.
+        tenants: whose rows. None: everybody's.
+        models: of which models. None: of all.
+        days: how far to look back where `since` is empty.
+        now: the present moment. Tests replace it.
+
+    Raises:
+        BadInput: a word is wrong. `field` names it.
+    """
+    zone = find_zone(tz)
+    end = _moment(until, zone, "to") if until else now or datetime.now(UTC)
+    start = _moment(since, zone, "from") if since else _back(end, days)
+    if start >= end:
+        raise BadInput(
+            f"from: {since or start} is not before the end, {until or end}", field="from"
+        )
+    return ReportQuestion(start, end, tz, _names(tenants, "tenant"), _names(models, "model"))
+
+
+def ask_month(
+    month: str, tz: str = "UTC", *, tenants: tuple[str, ...] | None = None
+) -> ReportQuestion:
+    """The question about a calendar month, such as 2026-10.
+
+    Raises:
+        BadInput: a word is wrong. `field` names it.
+    """
+    zone = find_zone(tz)
+    first = _date(f"{month}-01") if _MONTH.fullmatch(month) else None
+    if first is None:
+        raise BadInput(f"month: {month[:40]!r} is not a month such as 2026-10", field="month")
+    after = (first + timedelta(days=31)).replace(day=1)
+    start, end = (_midnight(day, zone) for day in (first, after))
+    return ReportQuestion(start, end, tz, _names(tenants, "tenant"))
+
+
+def check_fits(report: Report, question: ReportQuestion) -> None:
+    """Refuses filters that a report does not have. It would show what was not asked for.
+
+    Raises:
+        BadInput: it has no such filter. `field` names it.
+    """
+    for name, field in (("tenants", "tenant"), ("models", "model")):
+        if name in report.without and getattr(question, name) is not None:
+            raise BadInput(f"{field}: the report {report.name} is not by {field}", field=field)
+
+
+def find_zone(tz: str) -> ZoneInfo:
+    """The time zone of an IANA name.
+
+    Raises:
+        BadInput: there is none.
+    """
+    try:
+        # The pattern first: ZoneInfo reads files.
+        if _ZONE.fullmatch(tz):
+            return ZoneInfo(tz)
+    except (OSError, ValueError):
+        pass
+    raise BadInput(f"tz: {tz[:40]!r} is not a time zone such as Europe/Berlin", field="tz")
+
+
+def _back(end: datetime, days: int) -> datetime:
+    if not 1 <= days <= 3660:
+        raise BadInput(f"days: {days} is not from 1 to 3660", field="days")
+    try:
+        return end - timedelta(days=days)
+    except OverflowError:
+        raise BadInput("to: is too early", field="to") from None
+
+
+def _moment(text: str, zone: ZoneInfo, field: str) -> datetime:
+    if _DAY.fullmatch(text) and (day := _date(text)):
+        return _midnight(day, zone)
+    try:
+        found = datetime.fromisoformat(text)
+        found = (found if found.tzinfo else found.replace(tzinfo=zone)).astimezone(UTC)
+    except (ValueError, OverflowError):
+        found = None
+    if found is None or not 1970 <= found.year <= 9998:
+        raise BadInput(
+            f"{field}: {text[:40]!r} is not a day such as 2026-10-01, or a moment", field=field
+        )
+    return found
+
+
+def _midnight(day: date, zone: ZoneInfo) -> datetime:
+    return datetime.combine(day, time(), zone).astimezone(UTC)
+
+
+def _date(text: str) -> date | None:
+    try:
+        found = date.fromisoformat(text)
+    except ValueError:
+        return None
+    return found if 1970 <= found.year <= 9998 else None
+
+
+def _names(names: tuple[str, ...] | None, field: str) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    if not 1 <= len(names) <= MOST_NAMES or any(len(name) > LONGEST_NAME for name in names):
+        raise BadInput(
+            f"{field}: 1 to {MOST_NAMES} names of at most {LONGEST_NAME} characters", field=field
+        )
+    return tuple(sorted(set(names)))

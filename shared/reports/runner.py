@@ -1,0 +1,219 @@
+"""Runs reports in BigQuery: parameters only, and a bound on the bytes that a query may read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shared.errors import BadInput, Unavailable
+from shared.reports.definitions import Parameter, Report
+from shared.reports.question import ReportQuestion, check_fits
+from shared.usage.bigquery import open_client
+
+if TYPE_CHECKING:
+    from google.cloud.bigquery import Client
+
+MOST_BYTES = 20 * 1024**3
+"""What a report may read if nothing else is said."""
+USD_PER_TIB = 6.25
+"""Of on-demand queries in the US, without the first TiB of a month, which is free. Source:
+https://cloud.google.com/bigquery/pricing (2023-07 and later); other regions may cost more."""
+QUERY_LIMIT_S = 60.0
+RETRY_LIMIT_S = 5.0
+"""The default of the client is ten minutes, too long for somebody who waits."""
+MOST_ROWS = 200_000
+"""Of an answer. It is kept in memory."""
+
+
+class ReportColumn(NamedTuple):
+    """A column of an answer."""
+
+    name: str
+    type: str
+    """BigQuery's: STRING, INTEGER, FLOAT, DATE, TIMESTAMP ..."""
+
+
+class ReportResult(NamedTuple):
+    """What a report says."""
+
+    report: Report
+    question: ReportQuestion
+    columns: Sequence[ReportColumn]
+    rows: Sequence[tuple[Any, ...]]
+    read_bytes: int
+    """What BigQuery read for it."""
+
+    @property
+    def heads(self) -> list[str]:
+        """The names of the columns."""
+        return [column.name for column in self.columns]
+
+    def records(self) -> list[dict[str, Any]]:
+        """The rows by their columns."""
+        return [dict(zip(self.heads, row, strict=True)) for row in self.rows]
+
+
+class ReportRunner:
+    """Asks one data set. Calls block, so a server runs them on threads.
+
+    Args:
+        client: Google's client. Open.
+        dataset: the id of the data set.
+        most_bytes: a query that would read more is refused.
+        budgets_usd: what tenants may spend in a month, for reports that ask for it.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        dataset: str,
+        most_bytes: int = MOST_BYTES,
+        budgets_usd: Mapping[str, float] | None = None,
+    ) -> None:
+        self._client = client
+        self._dataset = dataset
+        self._most_bytes = most_bytes
+        self._budgets_usd = budgets_usd or {}
+
+    def run(
+        self,
+        report: Report,
+        question: ReportQuestion,
+        values: Mapping[str, float] | None = None,
+        limit_s: float = QUERY_LIMIT_S,
+    ) -> ReportResult:
+        """Answers a question.
+
+        Args:
+            report: what is asked.
+            question: of which time, tenants and models.
+            values: the report's own parameters, by name. Default: as its head says.
+            limit_s: how long BigQuery may take.
+
+        Raises:
+            BadInput: the report has no such filter or parameter, or the answer is too long.
+            Unavailable: BigQuery is out of reach, or refused the query, for its size too.
+        """
+        from google.cloud.bigquery import DEFAULT_RETRY
+
+        with translated_errors():
+            retry = DEFAULT_RETRY.with_timeout(RETRY_LIMIT_S)
+            config = self._config(report, question, values)
+            job = self._client.query(
+                report.sql, job_config=config, retry=retry, job_retry=None, timeout=limit_s
+            )
+            result = job.result(
+                retry=retry, job_retry=None, timeout=limit_s, max_results=MOST_ROWS + 1
+            )
+            rows = [tuple(row.values()) for row in result]
+            columns = [ReportColumn(field.name, field.field_type) for field in result.schema]
+            read_bytes = int(job.total_bytes_processed or 0)
+        if len(rows) > MOST_ROWS:
+            raise BadInput(f"more than {MOST_ROWS} rows; ask for a shorter range", field="from")
+        return ReportResult(report, question, columns, rows, read_bytes)
+
+    def cost(
+        self,
+        report: Report,
+        question: ReportQuestion,
+        values: Mapping[str, float] | None = None,
+    ) -> int:
+        """Returns how many bytes the report would read, by a dry run, which is free.
+
+        Raises:
+            BadInput: the report has no such filter or parameter.
+            Unavailable: BigQuery is out of reach, or refused the query.
+        """
+        with translated_errors():
+            config = self._config(report, question, values)
+            config.dry_run = True
+            # A dry run has no limit: it says what the limit has to be.
+            config.maximum_bytes_billed = None
+            job = self._client.query(
+                report.sql, job_config=config, retry=None, job_retry=None, timeout=QUERY_LIMIT_S
+            )
+            return int(job.total_bytes_processed or 0)
+
+    def _config(
+        self, report: Report, question: ReportQuestion, values: Mapping[str, float] | None
+    ) -> Any:
+        from google.cloud.bigquery import QueryJobConfig
+
+        check_fits(report, question)
+        return QueryJobConfig(
+            default_dataset=f"{self._client.project}.{self._dataset}",
+            maximum_bytes_billed=self._most_bytes,
+            query_parameters=[*_standard(question), *self._own(report, values or {})],
+        )
+
+    def _own(self, report: Report, values: Mapping[str, float]) -> Iterator[Any]:
+        from google.cloud.bigquery import ArrayQueryParameter, ScalarQueryParameter
+
+        settable = [one.name for one in report.parameters if one.default is not None]
+        if unknown := set(values) - set(settable):
+            raise BadInput(
+                f"set: the report {report.name} has no parameter {min(unknown)[:80]!r}",
+                field="set",
+            )
+        budgets = dict(sorted(self._budgets_usd.items()))
+        given = {"budget_tenants": list(budgets), "budgets_usd": list(budgets.values())}
+        for one in report.parameters:
+            if one.default is not None:
+                value = values.get(one.name, one.default)
+                yield ScalarQueryParameter(one.name, one.type, value)
+            else:
+                yield ArrayQueryParameter(one.name, _item_type(one), given[one.name])
+
+
+def _standard(question: ReportQuestion) -> list[Any]:
+    from google.cloud.bigquery import ArrayQueryParameter, ScalarQueryParameter
+
+    return [
+        ScalarQueryParameter("since", "TIMESTAMP", question.since),
+        ScalarQueryParameter("until", "TIMESTAMP", question.until),
+        ScalarQueryParameter("tz", "STRING", question.tz),
+        ArrayQueryParameter("tenants", "STRING", list(question.tenants or ())),
+        ArrayQueryParameter("models", "STRING", list(question.models or ())),
+    ]
+
+
+def _item_type(parameter: Parameter) -> str:
+    return parameter.type.removeprefix("ARRAY<").removesuffix(">")
+
+
+@contextmanager
+def opened_runner(
+    project: str,
+    dataset: str,
+    endpoint: str,
+    most_bytes: int = MOST_BYTES,
+    budgets_usd: Mapping[str, float] | None = None,
+) -> Iterator[ReportRunner]:
+    """A runner with a client of its own. With an endpoint it asks an embedded BigQuery.
+
+    Raises:
+        Unavailable: there are no credentials.
+    """
+    with translated_errors(), closing(open_client(project, endpoint)) as client:
+        yield ReportRunner(client, dataset, most_bytes, budgets_usd)
+
+
+@contextmanager
+def translated_errors() -> Iterator[None]:
+    """Turns errors of Google's client into ours.
+
+    Raises:
+        Unavailable: BigQuery is out of reach, or refused.
+    """
+    # Imported when needed: Google's client takes half a second.
+    from google.api_core.exceptions import GoogleAPIError
+    from google.auth.exceptions import GoogleAuthError
+    from requests.exceptions import RequestException
+
+    try:
+        yield
+    except (GoogleAPIError, GoogleAuthError, RequestException, TimeoutError) as error:
+        # The other lines name the job, which is of no use here.
+        first = (str(error).splitlines() or [repr(error)])[0]
+        raise Unavailable(f"BigQuery: {first}") from error

@@ -1,0 +1,50 @@
+"""A data set with the made-up rows, which the tests of a session share and only read."""
+
+import json
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from google.cloud import bigquery
+
+from infra import bigquery as tables
+from shared.reports.runner import ReportRunner
+from tests.infra.bigquery.connecting import connected
+from tests.infra.reports import generated
+from tests.infra.reports.generated import Fields
+
+DATASET = "penstock"
+BUDGETS_USD = {"acme": 0.05, "nobody": 5.0}
+
+
+def load(client: bigquery.Client, table: str, rows: list[Fields]) -> None:
+    """Adds rows by a load job. Times become text."""
+    config = bigquery.LoadJobConfig(write_disposition="WRITE_APPEND")
+    plain = json.loads(json.dumps(rows, default=str))
+    client.load_table_from_json(plain, f"{DATASET}.{table}", job_config=config).result()
+
+
+@pytest.fixture(scope="session")
+def made_rows() -> list[Fields]:
+    return generated.rows()
+
+
+@pytest.fixture(scope="session")
+def loaded(bigquery_endpoint: str, made_rows: list[Fields]) -> Iterator[bigquery.Client]:
+    with connected(bigquery_endpoint, f"p-{uuid.uuid4().hex[:12]}") as client:
+        tables.create(client, DATASET)
+        load(client, "rows", made_rows)
+        yield client
+
+
+@pytest.fixture
+def runner(loaded: bigquery.Client) -> ReportRunner:
+    return ReportRunner(loaded, DATASET, budgets_usd=BUDGETS_USD)
+
+
+@pytest.fixture
+def empty(bigquery_endpoint: str) -> Iterator[bigquery.Client]:
+    """Tables without a row."""
+    with connected(bigquery_endpoint, f"p-{uuid.uuid4().hex[:12]}") as client:
+        tables.create(client, DATASET)
+        yield client
