@@ -51,7 +51,7 @@ def report(
     from shared.reports.question import ask
 
     format_ = "json" if as_json else format_
-    _check_format(format_)
+    _check_format(format_, is_one=name != ALL or output is not None)
     chosen = list(reports().values()) if name == ALL else [find_report(name)]
     tenants, models = (tuple(names) if names else None for names in (tenant, model))
     if name == ALL:
@@ -121,12 +121,14 @@ def _list(*, as_json: bool) -> None:
         print(table(heads, rows))
 
 
-def _check_format(format_: str) -> None:
+def _check_format(format_: str, *, is_one: bool) -> None:
     from infra.reports.formats import FORMATS
 
     known = [*FORMATS, "html"]
     if format_ not in known:
         raise BadInput(f"format: {format_!r} is not one of {', '.join(known)}", field="format")
+    if format_ in ("csv", "parquet") and not is_one:
+        raise BadInput(f"format: {format_} is for one report, or for --output", field="format")
 
 
 def _numbers(changes: Sequence[str]) -> dict[str, float]:

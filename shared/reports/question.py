@@ -104,7 +104,7 @@ def find_zone(tz: str) -> ZoneInfo:
         # The pattern first: ZoneInfo reads files.
         if _ZONE.fullmatch(tz):
             return ZoneInfo(tz)
-    except (OSError, ValueError):
+    except (KeyError, OSError, ValueError):
         pass
     raise BadInput(f"tz: {tz[:40]!r} is not a time zone such as Europe/Berlin", field="tz")
 

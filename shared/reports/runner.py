@@ -100,6 +100,7 @@ class ReportRunner:
         with translated_errors():
             retry = DEFAULT_RETRY.with_timeout(RETRY_LIMIT_S)
             config = self._config(report, question, values)
+            config.maximum_bytes_billed = self._most_bytes
             job = self._client.query(
                 report.sql, job_config=config, retry=retry, job_retry=None, timeout=limit_s
             )
@@ -126,10 +127,9 @@ class ReportRunner:
             Unavailable: BigQuery is out of reach, or refused the query.
         """
         with translated_errors():
+            # Without a limit: it says what the limit has to be.
             config = self._config(report, question, values)
             config.dry_run = True
-            # A dry run has no limit: it says what the limit has to be.
-            config.maximum_bytes_billed = None
             job = self._client.query(
                 report.sql, job_config=config, retry=None, job_retry=None, timeout=QUERY_LIMIT_S
             )
@@ -143,7 +143,6 @@ class ReportRunner:
         check_fits(report, question)
         return QueryJobConfig(
             default_dataset=f"{self._client.project}.{self._dataset}",
-            maximum_bytes_billed=self._most_bytes,
             query_parameters=[*_standard(question), *self._own(report, values or {})],
         )
 
