@@ -166,7 +166,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command(context_settings=_FORWARDED)
 def pubsub(context: typer.Context) -> None:
-    """Serve the embedded Pub/Sub alone (--host --port --data-dir)."""
+    """Serve the embedded Pub/Sub alone (--host --port --rest-port --data-dir)."""
     from infra.emulators.pubsub.__main__ import main as serve
 
     raise typer.Exit(serve(context.args))

@@ -34,6 +34,7 @@ HEAVY = (
     "infra/deploy/test_outside.py",
     "infra/deploy/test_plan_and_terraform.py",
     "infra/pubsub/test_crash.py",
+    "infra/pubsub/test_gcloud.py",
     "infra/test_cli.py",
     "infra/test_compose_runs.py",
     "infra/test_stack.py",

@@ -31,6 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="0 takes a free one (default: %(default)s)",
     )
     parser.add_argument(
+        "--rest-port",
+        type=_number(0, 65_535),
+        help="serve REST too, as gcloud speaks it: its port, 0 takes a free one",
+    )
+    parser.add_argument(
         "--socket", type=Path, metavar="PATH", help="a Unix socket to listen on as well"
     )
     parser.add_argument(
@@ -71,12 +76,15 @@ async def _serve_until_signal(options: argparse.Namespace) -> None:
     async with serve(
         options.host,
         options.port,
+        rest_port=options.rest_port,
         socket_path=options.socket,
         storage_bytes=options.storage_mib * 1024**2,
         data_dir=options.data_dir,
         fsync=options.fsync,
     ) as server:
         sys.stdout.write(f"Pub/Sub listening on {server.endpoint}\n")
+        if server.rest_endpoint:
+            sys.stdout.write(f"Pub/Sub REST listening on {server.rest_endpoint}\n")
         sys.stdout.flush()
         settle_heap()
         await stop.wait()

@@ -17,6 +17,7 @@ from infra.emulators.pubsub.state.timers import Timers
 from infra.emulators.pubsub.storage.data_dir import durable_broker
 
 _STOP_GRACE_S = 1.0
+_REST_BACKLOG = 1024
 _CHANNEL_OPTIONS = (
     # A second server on the same port must fail to start, not share its connections.
     ("grpc.so_reuseport", 0),
@@ -40,11 +41,17 @@ class PubsubServer:
     host: str
     port: int
     broker: Broker
+    rest_port: int | None = None
 
     @property
     def endpoint(self) -> str:
         """`host:port`, as `PUBSUB_EMULATOR_HOST` wants it."""
         return f"{self.host}:{self.port}"
+
+    @property
+    def rest_endpoint(self) -> str | None:
+        """The address of the REST server, as a URL. None if there is none."""
+        return None if self.rest_port is None else f"http://{self.host}:{self.rest_port}"
 
 
 @asynccontextmanager
@@ -52,6 +59,7 @@ async def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     *,
+    rest_port: int | None = None,
     socket_path: Path | None = None,
     storage_bytes: int = DEFAULT_STORAGE_BYTES,
     data_dir: Path | None = None,
@@ -61,24 +69,27 @@ async def serve(
 
     Args:
         host: the address to listen on.
-        port: the port, 0 for a free one.
+        port: the port of gRPC, 0 for a free one.
+        rest_port: the port of REST, 0 for a free one. None: no REST.
         socket_path: a Unix socket to listen on as well. It saves 0.1 ms per local call.
         storage_bytes: what messages may take of memory before publishes are refused.
         data_dir: where the state is kept and read at the next start. None keeps it in memory.
         fsync: whether the state also survives power cuts, not only the end of this process.
 
     Yields:
-        The server with the port that it got.
+        The server with the ports that it got.
 
     Raises:
-        OSError: the port or the socket is taken, the address is not this machine's, or the
+        OSError: a port or the socket is taken, the address is not this machine's, or the
             directory can't be used.
     """
     async with (
         _opened_broker(data_dir, storage_bytes, fsync=fsync) as broker,
-        _listening(broker, host, port, socket_path) as server,
+        # Around gRPC, whose end also ends the pulls that wait here.
+        _answering_rest(broker, host, rest_port) as bound_rest_port,
+        _listening(broker, host, port, socket_path) as bound_port,
     ):
-        yield server
+        yield PubsubServer(host, bound_port, broker, bound_rest_port)
 
 
 def _opened_broker(
@@ -90,9 +101,28 @@ def _opened_broker(
 
 
 @asynccontextmanager
+async def _answering_rest(broker: Broker, host: str, port: int | None) -> AsyncIterator[int | None]:
+    if port is None:
+        yield None
+        return
+    # Who does not ask for REST need not wait for its imports.
+    from infra.emulators.pubsub.protocols.rest_app import rest_app
+    from infra.emulators.web_server import answering, bound
+
+    try:
+        listener = bound(host, port)
+    except OSError as error:
+        raise OSError(f"Pub/Sub can't listen on {host}:{port}: {error}") from error
+    with listener:
+        listener.listen(_REST_BACKLOG)
+        async with answering(rest_app(broker), listener):
+            yield listener.getsockname()[1]
+
+
+@asynccontextmanager
 async def _listening(
     broker: Broker, host: str, port: int, socket_path: Path | None
-) -> AsyncIterator[PubsubServer]:
+) -> AsyncIterator[int]:
     server = grpc.aio.server(options=_CHANNEL_OPTIONS)
     server.add_generic_rpc_handlers(tuple(service_handlers(broker)))
     bound_port = _listen(server, f"{host}:{port}")
@@ -102,7 +132,7 @@ async def _listening(
     async with push_loops(broker):
         await server.start()
         try:
-            yield PubsubServer(host, bound_port, broker)
+            yield bound_port
         finally:
             for subscription in broker.registry.subscriptions.values():
                 subscription.backlog.consumers.end(ServerUnavailable("The server is stopping."))

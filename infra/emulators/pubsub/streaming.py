@@ -44,18 +44,19 @@ async def pull(broker: Broker, request: Any, time_left_s: float | None) -> PullR
         woken.set, subscription.settings.ack_deadline_s, max_messages=request.max_messages
     )
     wait_s = PULL_WAIT_S if time_left_s is None else min(PULL_WAIT_S, time_left_s - PULL_MARGIN_S)
-    deliveries = subscription.backlog.take(consumer)
-    if not deliveries and not request.return_immediately:
-        subscription.join(consumer)
-        try:
-            async with asyncio.timeout(max(0.0, wait_s)):
-                while not deliveries and consumer.ended is None:
-                    await woken.wait()
-                    woken.clear()
-                    deliveries = subscription.backlog.take(consumer)
-        except TimeoutError:
-            pass
-    subscription.leave(consumer)
+    try:
+        deliveries = subscription.backlog.take(consumer)
+        if not deliveries and not request.return_immediately:
+            subscription.join(consumer)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, wait_s)):
+                    while not deliveries and consumer.ended is None:
+                        await woken.wait()
+                        woken.clear()
+                        deliveries = subscription.backlog.take(consumer)
+    finally:
+        # Also when the caller hangs up: whoever waits behind it must be woken instead.
+        subscription.leave(consumer)
     if consumer.ended is not None:
         raise consumer.ended
     response = PullResponse()

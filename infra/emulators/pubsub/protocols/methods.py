@@ -14,7 +14,6 @@ from infra.emulators.pubsub.streaming import pull
 
 PUBLISHER = "google.pubsub.v1.Publisher"
 SUBSCRIBER = "google.pubsub.v1.Subscriber"
-SCHEMA_SERVICE = "google.pubsub.v1.SchemaService"
 IAM_POLICY = "google.iam.v1.IAMPolicy"
 
 _CALLS = {
@@ -49,18 +48,6 @@ _CALLS = {
         "DeleteSnapshot": ("DeleteSnapshotRequest", "Empty"),
         "Seek": ("SeekRequest", "SeekResponse"),
     },
-    SCHEMA_SERVICE: {
-        "CreateSchema": ("CreateSchemaRequest", "Schema"),
-        "GetSchema": ("GetSchemaRequest", "Schema"),
-        "ListSchemas": ("ListSchemasRequest", "ListSchemasResponse"),
-        "ListSchemaRevisions": ("ListSchemaRevisionsRequest", "ListSchemaRevisionsResponse"),
-        "CommitSchema": ("CommitSchemaRequest", "Schema"),
-        "RollbackSchema": ("RollbackSchemaRequest", "Schema"),
-        "DeleteSchemaRevision": ("DeleteSchemaRevisionRequest", "Schema"),
-        "DeleteSchema": ("DeleteSchemaRequest", "Empty"),
-        "ValidateSchema": ("ValidateSchemaRequest", "ValidateSchemaResponse"),
-        "ValidateMessage": ("ValidateMessageRequest", "ValidateMessageResponse"),
-    },
     IAM_POLICY: {
         "SetIamPolicy": ("SetIamPolicyRequest", "Policy"),
         "GetIamPolicy": ("GetIamPolicyRequest", "Policy"),
@@ -83,11 +70,6 @@ _LASTING_CALLS = frozenset(
         "UpdateSnapshot",
         "DeleteSnapshot",
         "Seek",
-        "CreateSchema",
-        "CommitSchema",
-        "RollbackSchema",
-        "DeleteSchemaRevision",
-        "DeleteSchema",
         "SetIamPolicy",
     }
 )
