@@ -23,6 +23,7 @@ MODULES = {
     "pictures": "pictures",
     "fairness": "fairness.all_parts",
     "recovery": "recovery",
+    "rows": "rows",
     "batches": "batches",
     "tracing": "tracing",
     "keys": "keys",

@@ -2,6 +2,8 @@
 
 Each owner locks its segments.
 
+A segment that waits for long is compressed (shared/usage/packing.py).
+
 A lock (flock) ends with its process, however that ends. So a segment that can be locked has no
 living owner, and the process that locks it sends its rows. Nothing is synced: written rows outlive
 the process, but not the machine.
@@ -22,6 +24,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 from prometheus_client import Counter
+
+from shared.usage import packing
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +171,12 @@ class Spool:
             return None
         with open(fd, "rb", closefd=False) as file:
             data = file.read()
-        segment, rows = Segment(path, fd, len(data)), self._decode(data)
+        segment = Segment(path, fd, len(data))
+        try:
+            rows = self._decode(packing.unpack(data) if packing.is_packed(path) else data)
+        except ValueError as error:
+            self._set_aside(segment, str(error))
+            return None
         if rows:
             return segment, rows
         self.remove(segment)
@@ -189,20 +198,69 @@ class Spool:
         self.reject(unreadable)
         return rows
 
+    def _set_aside(self, segment: Segment, reason: str) -> None:
+        """Keeps a packed segment that can't be read, for a person to look at."""
+        rows = packing.rows_in(segment.path)
+        REJECTED.inc(rows)
+        aside = segment.path.with_name(segment.path.name + ".damaged")
+        log.error("rows unreadable", extra={"rows": rows, "reason": reason, "path": str(aside)})
+        try:
+            segment.path.rename(aside)
+        except OSError:  # it would be read for ever
+            self._stuck.add(segment.path)
+        segment.release()
+
+    def pack(self, most: int) -> None:
+        """Compresses segments without an owner, at most so many.
+
+        Raises:
+            OSError: the disk does not take them. They are as before.
+        """
+        waiting = (
+            path
+            for path in list(self.unowned)
+            if not packing.is_packed(path) and path not in self._stuck
+        )
+        for path in itertools.islice(waiting, most):
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                # Without a link, somebody else has sent or packed it meanwhile.
+                if not _lock(file.fileno()) or not os.fstat(file.fileno()).st_nlink:
+                    continue
+                data = file.read()
+                if rows := data.count(b"\n"):
+                    packed, size_bytes = packing.pack(path, data, rows)
+                    self.unowned[packed] = SegmentSize(rows, size_bytes)
+                    self.unowned.pop(path, None)
+                    self._unseen.append(packed)
+
     def scan(self) -> None:
         """Finds the segments without an owner and counts their rows."""
-        before, self.unowned = self.unowned, {}
-        for path in sorted(self._folder.glob("*.segment")):
+        before, found = dict(self.unowned), dict[Path, SegmentSize]()
+        packed = set(self._folder.glob(f"*{packing.SUFFIX}"))
+        replaced = {packing.original_of(path) for path in packed}
+        packing.clear_half_made(self._folder)
+        for path in sorted(packed.union(self._folder.glob("*.segment"))):
             if path in self._stuck:
                 continue
-            if path in before:
-                self.unowned[path] = before[path]
+            if path in before and path not in replaced:
+                found[path] = before[path]
                 continue
             with suppress(OSError), path.open("rb") as file:
-                if _lock(file.fileno()):
+                if not _lock(file.fileno()):
+                    continue
+                if path in replaced:  # by a process that died before it could remove it
+                    path.unlink()
+                elif path in packed:
+                    size_bytes = os.fstat(file.fileno()).st_size
+                    found[path] = SegmentSize(packing.rows_in(path), size_bytes)
+                else:
                     data = file.read()
-                    self.unowned[path] = SegmentSize(data.count(b"\n"), len(data))
-        self._unseen = list(self.unowned)
+                    found[path] = SegmentSize(data.count(b"\n"), len(data))
+        # In place: others count meanwhile, and must not see fewer rows than there are.
+        self.unowned.update(found)
+        for path in before.keys() - found.keys():
+            self.unowned.pop(path, None)
+        self._unseen = list(found)
 
     def release(self, segment: Segment, rows: int) -> None:
         """Releases a segment to the next process that adopts it, which may be this one."""

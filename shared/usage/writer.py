@@ -229,9 +229,10 @@ class RowWriter:
                 changed.wait_for(lambda: self._is_hurried, HURRY_S)
 
     def _pause(self, pause_s: float) -> None:
-        """Waits before the next try, and meanwhile looks after rows that the disk did not take."""
+        """Waits before the next try, and meanwhile looks after the rows that wait."""
         until_s = time.monotonic() + pause_s
         while (left_s := until_s - time.monotonic()) > 0 and self._give_up_s is None:
             self._journal.save()
+            self._journal.pack()
             with self._journal.changed:
                 self._journal.changed.wait(min(left_s, FIRST_PAUSE_S))

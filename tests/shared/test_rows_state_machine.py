@@ -131,6 +131,21 @@ class Rows(RuleBasedStateMachine):
             kept.rename(self._folder)
 
     @rule()
+    def pack(self) -> None:
+        self._journal.pack()
+
+    @precondition(lambda self: not self._is_broken)
+    @rule()
+    def is_killed_while_it_packs(self) -> None:
+        """Both are there: the segment that could not be removed any more, and the packed one."""
+        segments = {path: path.read_bytes() for path in self._folder.glob("*.segment")}
+        self._journal.pack()
+        for path, data in segments.items():
+            path.write_bytes(data)
+            path.with_name(f"{path.stem}.1.gz.new").write_bytes(b"half")
+        self.is_killed()
+
+    @rule()
     def is_killed(self) -> None:
         self._spool.die()
         self._in_flight = None
@@ -171,7 +186,7 @@ class Rows(RuleBasedStateMachine):
         self._drain()
         assert self.safe - self.sent == set()
         assert self._journal.rows == 0
-        assert list(self._folder.glob("*.segment")) == []
+        assert [*self._folder.glob("*.segment"), *self._folder.glob("*.gz*")] == []
 
     def _drain(self) -> None:
         while (batch := self._journal.next_batch(takes_open=True)) is not None:

@@ -1,0 +1,212 @@
+"""The writer of usage rows on one core: its rate, an outage of BigQuery, and the way out of it.
+
+The writer has a core of its own. The embedded BigQuery has another one, where there is one. An
+outage of ten minutes is compressed: its rows come as fast as they can be made. Then BigQuery is
+back while rows go on at the usual rate. `python -m bench.rows ROWS` has another backlog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from prometheus_client import REGISTRY
+
+from bench.report import Figure, Outcome
+from shared.catalog import Model
+from shared.catalog_entry import Batch, Price
+from shared.messages import Envelope, ItemOutcome, Receipt
+from shared.settings import SPOOL_MAX_BYTES
+from shared.usage.row import Row, row_of
+from shared.usage.writer import RowWriter
+from tests.shared.embedded_bigquery import DATASET, PROJECT, Server
+
+RATE_PER_S = 5000
+OUTAGE_S = 600
+BACKLOG = RATE_PER_S * OUTAGE_S
+STEADY_S = 20.0
+BURST = 50
+"""Rows that are written in one turn of the event loop."""
+DRAIN_LIMIT_S = 1200.0
+MIB = 2**20
+MODEL = Model(
+    name="mini",
+    task="embedding",
+    source="local:x",
+    dimensions=1,
+    batch=Batch(max_tokens=64),
+    price=Price(per_million_tokens_usd=0.01),
+)
+
+
+def run(backlog: int = BACKLOG) -> Outcome:
+    """Writes at the rate, through an outage, and until BigQuery has all of it."""
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
+        folder = Path(name)
+        os.sched_setaffinity(0, cores[-1:])  # inherited by the server
+        try:
+            server = Server(folder)
+            return asyncio.run(_Run(server, folder / "spool", backlog, cores).measure())
+        finally:
+            os.sched_setaffinity(0, cores)
+
+
+class _Run:
+    def __init__(self, server: Server, spool_dir: Path, backlog: int, cores: list[int]) -> None:
+        self._server = server
+        self._spool_dir = spool_dir
+        self._backlog = backlog
+        self._cores = cores
+        self._written = 0
+        self._tokens = 0
+
+    async def measure(self) -> Outcome:
+        writer = RowWriter(
+            project=PROJECT,
+            dataset=DATASET,
+            endpoint=self._server.endpoint,
+            spool_dir=self._spool_dir,
+        )
+        async with writer:
+            with self._server.running():
+                self._take_first_core()
+                steady = await self._at_rate(writer, STEADY_S)
+                is_drained = await writer.flush(DRAIN_LIMIT_S)
+                before_mib = _resident_mib()
+            outage = await self._as_fast_as_possible(writer)
+            await asyncio.to_thread(self._until_packed)
+            disk_bytes, held_mib = self._disk_bytes(), _resident_mib()
+            os.sched_setaffinity(0, self._cores[-1:])
+            with self._server.running():
+                self._take_first_core()
+                drained_s, of_drain = await self._drain(writer)
+                is_drained &= writer.pending == 0
+                found = await asyncio.to_thread(self._counts)
+        lost = self._written - found[1]
+        return Outcome(
+            [
+                Figure("rows written, lost", lost + (not is_drained), "rows", "<=", 0),
+                Figure("rows counted twice in the view", found[0] - found[1], "rows", "<=", 0),
+                Figure("tokens that differ", abs(self._tokens - found[2]), "tokens", "<=", 0),
+                Figure("rows given up", _metric("penstock_rows_lost_total"), "rows", "<=", 0),
+                Figure(f"core at {RATE_PER_S} rows/s, sending", 100 * steady, "%", "<=", 100),
+                Figure("writing while BigQuery is away", self._backlog / outage, "rows/s"),
+                Figure("disk a row after it, compressed", disk_bytes / self._backlog, "bytes"),
+                Figure("disk", disk_bytes / MIB, "MiB", "<=", SPOOL_MAX_BYTES / MIB),
+                Figure("memory for it", held_mib - before_mib, "MiB", "<=", 256),
+                Figure("drained, with new rows beside", drained_s, "s"),
+                Figure("core while it drains", 100 * of_drain, "%"),
+                Figure("memory, most", _most_mib(), "MiB"),
+            ],
+            {"backlog": self._backlog, "written": self._written, "outage_s": round(outage, 1)},
+        )
+
+    def _take_first_core(self) -> None:
+        """For every thread of this process: the writer's, the loop's and those of Google's."""
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), self._cores[:1])
+
+    async def _at_rate(self, writer: RowWriter, seconds: float) -> float:
+        """The part of the core that it takes, the making of the rows left out."""
+        began_s, began_cpu_s, made_cpu_s = time.monotonic(), time.process_time(), 0.0
+        while (elapsed_s := time.monotonic() - began_s) < seconds:
+            due = int(elapsed_s * RATE_PER_S)
+            written = 0
+            while due > 0 and written < min(BURST, due):
+                thread_s = time.thread_time()
+                row = self._row()
+                made_cpu_s += time.thread_time() - thread_s
+                writer.write(row)
+                written += 1
+            began_s += written / RATE_PER_S
+            seconds -= written / RATE_PER_S
+            await asyncio.sleep(0 if due > BURST else 0.002)
+        return (time.process_time() - began_cpu_s - made_cpu_s) / STEADY_S
+
+    async def _as_fast_as_possible(self, writer: RowWriter) -> float:
+        """The seconds that the rows of the outage take."""
+        began_s, until = time.monotonic(), self._written + self._backlog
+        while self._written < until:
+            for _ in range(BURST):
+                writer.write(self._row())
+            await asyncio.sleep(0)
+        return time.monotonic() - began_s
+
+    def _until_packed(self) -> None:
+        """Waits until only what is in memory too lies on disk as it came."""
+        deadline_s = time.monotonic() + DRAIN_LIMIT_S
+        while len(list(self._spool_dir.glob("*.segment"))) > 64 and time.monotonic() < deadline_s:
+            time.sleep(0.5)
+
+    async def _drain(self, writer: RowWriter) -> tuple[float, float]:
+        """Seconds until nothing waits, with new rows beside, and the part of the core."""
+        began_s, began_cpu_s = time.monotonic(), time.process_time()
+        while writer.pending > 2 * RATE_PER_S and time.monotonic() - began_s < DRAIN_LIMIT_S:
+            await self._at_rate(writer, 1.0)
+        await writer.flush(DRAIN_LIMIT_S)
+        took_s = time.monotonic() - began_s
+        return took_s, (time.process_time() - began_cpu_s) / took_s
+
+    def _disk_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self._spool_dir.iterdir())
+
+    def _counts(self) -> tuple[int, int, int]:
+        query = (
+            "SELECT COUNT(*), COUNT(DISTINCT row_id), SUM(tokens) "
+            f"FROM {DATASET}.rows_deduplicated WHERE received_at > TIMESTAMP '2020-01-01'"
+        )
+        with self._server.client() as client:
+            (found,) = client.query(query).result()
+        rows, ids, tokens = found.values()
+        return rows, ids, tokens
+
+    def _row(self) -> Row:
+        """A row as a worker writes it, with all columns that it knows."""
+        number, now_s = self._written, time.time()
+        self._written += 1
+        tokens = 3 + number % 250
+        self._tokens += tokens
+        envelope = Envelope(
+            request_id=f"req_{number * 2654435761 % 2**64:032x}{number:08x}",
+            part=0,
+            model=MODEL.name,
+            tenant=f"tenant-{number % 20}",
+            deadline_s=now_s + 30,
+            received_at_s=now_s,
+            published_at_s=now_s,
+            api_instance="api-3f",
+            key_id="4fJ0aQz81LmN",
+            plan="team",
+            user_agent_family="openai-python",
+        )
+        ms = number * 7919 % 100_003 / 1009
+        receipt = Receipt("miss", now_s, now_s, now_s, ms, 2 * ms, 1 + number % 64, tokens)
+        facts = {"worker": "worker-" + "0" * 24, "device": "NVIDIA L4", "region": "europe-west4"}
+        outcome = ItemOutcome(0, "succeeded", receipt)
+        return row_of(envelope, outcome, MODEL, replied_at_s=now_s, device_share=0.25, **facts)
+
+
+def _metric(name: str) -> float:
+    return REGISTRY.get_sample_value(name) or 0.0
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / MIB
+
+
+def _most_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    assert threading.active_count() == 1, "threads keep the cores that they began with"
+    for figure in run(int(sys.argv[1]) if sys.argv[1:] else BACKLOG).figures:
+        print(f"{figure.name}: {figure.value:,.1f} {figure.unit}{'' if figure.is_met else ' !'}")

@@ -1,0 +1,167 @@
+"""Rows of a long outage: compressed on disk, within bounds, and all there once at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import time
+from pathlib import Path
+
+import pytest
+
+from shared.usage import packing
+from shared.usage.spool import Spool
+from tests.limits import WAIT_LIMIT_S
+from tests.shared.embedded_bigquery import DATASET, Server, row, writer
+
+pytestmark = pytest.mark.anyio
+ROWS, BATCH = 6000, 100
+"""Twelve times what stays in memory here."""
+
+
+def spool_with(folder: Path, *counts: int) -> Spool:
+    """A folder with released segments of so many rows each."""
+    spool = Spool(folder, max_bytes=10**9)
+    for number, count in enumerate(counts):
+        segment = spool.create()
+        segment.append([{"row_id": f"{number}:{one}", "text": "x" * 100} for one in range(count)])
+        spool.release(segment, rows=count)
+    return spool
+
+
+def adopted_ids(spool: Spool) -> list[str]:
+    found = []
+    while (adopted := spool.adopt()) is not None:
+        segment, rows = adopted
+        found += [row["row_id"] for row in rows]
+        spool.unowned.pop(segment.path, None)
+        spool.remove(segment)
+    return found
+
+
+def test_packed_rows_are_counted_without_reading_them(tmp_path: Path) -> None:
+    spool = spool_with(tmp_path / "spool", 500, 3, 7)
+    before_bytes = spool.unowned_bytes
+    spool.pack(2)
+    assert spool.unowned_rows == 510
+    assert spool.unowned_bytes < before_bytes / 5
+    assert len(list((tmp_path / "spool").glob("*.gz"))) == 2
+    other = Spool(tmp_path / "spool", max_bytes=1)
+    other.scan()
+    assert (other.unowned_rows, other.unowned_bytes) == (510, spool.unowned_bytes)
+    ids = adopted_ids(other)
+    assert ids == [f"{n}:{one}" for n, count in enumerate((500, 3, 7)) for one in range(count)]
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+def test_segment_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
+    spool = spool_with(tmp_path / "spool", 5)
+    other = Spool(tmp_path / "spool", max_bytes=10**9)
+    adopted = other.adopt()
+    assert adopted is not None
+    spool.pack(10)
+    assert list((tmp_path / "spool").glob("*.gz")) == []
+    other.remove(adopted[0])
+    spool.pack(10)  # it is gone
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+def test_death_while_packing_doubles_no_row(tmp_path: Path) -> None:
+    folder = tmp_path / "spool"
+    spool = spool_with(folder, 500)
+    (segment,) = folder.glob("*.segment")
+    data = segment.read_bytes()
+    spool.pack(1)
+    segment.write_bytes(data)  # it died before it could remove the segment
+    (folder / f"{segment.stem}.9.gz.new").write_bytes(b"half")
+    other = Spool(folder, max_bytes=10**9)
+    other.scan()
+    assert other.unowned_rows == 500
+    assert len(adopted_ids(other)) == 500
+    assert list(folder.iterdir()) == []
+
+
+def test_rows_are_counted_while_they_are_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for the last row asks from another thread."""
+    spool, counts = spool_with(tmp_path / "spool", 5, 6), list[int]()
+
+    def look(folder: Path) -> None:
+        counts.append(spool.unowned_rows)
+
+    monkeypatch.setattr(packing, "clear_half_made", look)
+    spool.scan()
+    assert (counts, spool.unowned_rows) == ([11], 11)
+
+
+def test_damaged_packed_segment_is_kept_aside(tmp_path: Path) -> None:
+    folder = tmp_path / "spool"
+    spool_with(folder, 500, 2).pack(2)
+    first, second = sorted(folder.glob("*.gz"))
+    first.write_bytes(first.read_bytes()[:-50])
+    assert adopted_ids(Spool(folder, max_bytes=10**9)) == ["1:0", "1:1"]
+    assert [path.name for path in folder.iterdir()] == [first.name + ".damaged"]
+    assert not second.exists()
+
+
+def test_full_disk_leaves_the_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "spool"
+    spool = spool_with(folder, 500)
+
+    def refuse(path: Path, data: bytes, rows: int) -> tuple[Path, int]:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(packing, "pack", refuse)
+        with pytest.raises(OSError, match="no space"):
+            spool.pack(1)
+    assert len(adopted_ids(spool)) == 500
+
+
+def test_anybody_can_read_a_packed_segment(tmp_path: Path) -> None:
+    spool_with(tmp_path / "spool", 2).pack(1)
+    (packed,) = (tmp_path / "spool").glob("*.gz")
+    lines = gzip.decompress(packed.read_bytes()).splitlines()
+    assert [line.startswith(b'{"row_id":"0:') for line in lines] == [True, True]
+
+
+async def test_outage_under_load_costs_no_row_and_little_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BigQuery is killed in the middle of its work, and comes back while rows go on."""
+    monkeypatch.setattr("shared.usage.journal.MEMORY_ROWS", 500)
+    server, spool_dir, number = Server(tmp_path), tmp_path / "spool", 0
+    raw_bytes = 0
+
+    async def write(until: int) -> None:
+        nonlocal number, raw_bytes
+        while number < until:
+            for _ in range(BATCH):
+                one = row(number, tenant="acme", revision="r" * 40, tokens=number)
+                sink.write(one)
+                number += 1
+            await asyncio.sleep(0)
+
+    async with writer(server, spool_dir) as sink:
+        with server.running():
+            await write(ROWS // 4)
+        await write(ROWS // 2)
+        deadline_s = time.monotonic() + WAIT_LIMIT_S
+        while not list(spool_dir.glob("*.gz")) or len(list(spool_dir.glob("*.segment"))) > 8:
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.01)
+        raw_bytes = sum(path.stat().st_size for path in spool_dir.glob("*.segment"))
+        packed_bytes = sum(path.stat().st_size for path in spool_dir.glob("*.gz"))
+        assert packed_bytes < raw_bytes
+        with server.running():
+            await write(ROWS)
+            assert await sink.flush(WAIT_LIMIT_S)
+            query = (
+                "SELECT COUNT(*), COUNT(DISTINCT row_id), SUM(tokens) "
+                f"FROM {DATASET}.rows_deduplicated WHERE received_at > TIMESTAMP '2020-01-01'"
+            )
+            with server.client() as client:
+                (found,) = client.query(query).result()
+    assert found.values() == (ROWS, ROWS, ROWS * (ROWS - 1) // 2)
+    assert list(spool_dir.iterdir()) == []
