@@ -145,7 +145,8 @@ def test_a_table_is_widened_and_emptied(client: bigquery.Client) -> None:
 @pytest.mark.parametrize(
     "sql",
     [
-        "ALTER TABLE d.t DROP COLUMN name",
+        "ALTER TABLE d.t ALTER COLUMN name SET DEFAULT 'x'",
+        "CREATE TABLE d.x CLONE d.t",
         "CREATE TEMP TABLE x AS SELECT 1 AS a",
         "CREATE TABLE d.x (a STRING DEFAULT 'b')",
         "CREATE TABLE d.x (a INT64) OPTIONS(kms_key_name='k')",
@@ -158,3 +159,34 @@ def test_a_table_is_widened_and_emptied(client: bigquery.Client) -> None:
 def test_a_statement_that_is_not_known_is_refused(client: bigquery.Client, sql: str) -> None:
     with pytest.raises(GoogleAPICallError, match="not supported by the embedded BigQuery"):
         rows_of(client, sql)
+
+
+def test_a_job_names_what_it_wrote_to(client: bigquery.Client) -> None:
+    def done(sql: str) -> bigquery.QueryJob:
+        job = client.query(sql)
+        job.result(timeout=WAIT_LIMIT_S)
+        return client.get_job(job.job_id)
+
+    made = done("CREATE TABLE d.made AS SELECT 1 AS a UNION ALL SELECT 2")
+    assert (made.statement_type, made.destination.table_id) == ("CREATE_TABLE_AS_SELECT", "made")
+    assert (made.ddl_operation_performed, made.ddl_target_table) == ("CREATE", made.destination)
+    assert client.get_table(made.destination).num_rows == 2
+    added = done("INSERT INTO d.t (id) VALUES (7), (8)")
+    assert (added.destination.table_id, added.num_dml_affected_rows) == ("t", 2)
+    assert added.dml_stats.inserted_row_count == 2
+    asked = done("SELECT id FROM d.t")
+    assert client.get_table(asked.destination).num_rows == 4
+    assert done("CREATE SCHEMA e").ddl_operation_performed == "CREATE"
+
+
+def test_a_table_that_cannot_be_replaced_stays(client: bigquery.Client) -> None:
+    config = bigquery.QueryJobConfig(
+        destination=f"{client.project}.d.t", write_disposition="WRITE_TRUNCATE"
+    )
+    with pytest.raises(BadRequest, match="Required field id cannot be null"):
+        client.query("SELECT CAST(NULL AS INT64) AS id", job_config=config).result(
+            timeout=WAIT_LIMIT_S
+        )
+    with pytest.raises(BadRequest, match="Required field id cannot be null"):
+        rows_of(client, "CREATE OR REPLACE TABLE d.t (id INT64 NOT NULL) AS SELECT NULL AS id")
+    assert rows_of(client, "SELECT id FROM d.t ORDER BY id") == [(1,), (2,)]

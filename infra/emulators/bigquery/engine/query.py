@@ -19,6 +19,7 @@ from infra.emulators.bigquery.errors import (
 )
 from infra.emulators.bigquery.googlesql.translate import Statement
 from infra.emulators.bigquery.store import Cursor, Store
+from infra.emulators.bigquery.tables.physical import refusal
 from infra.emulators.bigquery.tables.resources import TableResource
 from infra.emulators.bigquery.tables.rows import size_sql
 from infra.emulators.bigquery.tables.schema import Schema, quoted, result_schema
@@ -26,7 +27,6 @@ from infra.emulators.bigquery.tables.schema import Schema, quoted, result_schema
 _MIB = 1024 * 1024
 _LEAST_BILLED_BYTES = 10 * _MIB
 _UNKNOWN_COLUMN = re.compile(r'Referenced (?:column|table) "([^"]+)" not found')
-_NOT_NULL = re.compile(r"NOT NULL constraint failed: \w+\.(\w+)")
 # Called with the session that is about to work, so that a cancel can interrupt it.
 OnCursor = Callable[[Cursor], None]
 
@@ -191,8 +191,8 @@ def _cleaned(error: Exception, statement: Statement) -> str:
     text = str(error)
     if match := _UNKNOWN_COLUMN.search(text):
         return f"Unrecognized name: {match.group(1)}"
-    if match := _NOT_NULL.search(text):
-        return f"Required field {match.group(1)} cannot be null"
+    if isinstance(error, duckdb.ConstraintException):
+        return refusal(error)
     text = re.sub(r"^[A-Z]\w*(?: \w+)* Error: ", "", text.split("\n")[0])
     for table in statement.tables:
         name = str(table.key).replace(":", ".")

@@ -4,19 +4,22 @@ Routes call it. It calls the catalog, the translator and the queries, through th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from infra.emulators.bigquery.engine.definitions import Definitions
+from infra.emulators.bigquery.engine.definitions.definitions import Definitions
+from infra.emulators.bigquery.engine.definitions.text import query_text
 from infra.emulators.bigquery.engine.jobs import BigQueryJob, Jobs
 from infra.emulators.bigquery.engine.query import Queries, check_billed
-from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
+from infra.emulators.bigquery.errors import InvalidError, InvalidQueryError, UnsupportedError
 from infra.emulators.bigquery.googlesql.translate import Statement, Translator
 from infra.emulators.bigquery.store import Store
 from infra.emulators.bigquery.tables.catalog import TableCatalog
 from infra.emulators.bigquery.tables.destinations import parse_destination, put_rows
+from infra.emulators.bigquery.tables.partition_ids import partition_condition, undecorated
 from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
+from infra.emulators.bigquery.tables.rows import read_rows
 from infra.emulators.bigquery.tables.schema import Json, Schema
 from infra.emulators.bigquery.threads import Threads
 
@@ -56,6 +59,9 @@ class BigQueryService:
             await self._charge(job, statement)
             affected = await self.threads.write(self.queries.manipulate, statement, job.watch)
             details["numDmlAffectedRows"] = str(affected)
+            if statement.target is not None:
+                # Where the service says which table it was, and dbt looks for it.
+                config["destinationTable"] = statement.target.resource()
             if statement.kind in _COUNTS:
                 details["dmlStats"] = {_COUNTS[statement.kind]: str(affected)}
 
@@ -76,15 +82,21 @@ class BigQueryService:
         destination = parse_destination(config, "WRITE_EMPTY")
         sources = config.get("sourceTables") or [config["sourceTable"]]
         for position, source in enumerate(sources):
-            key = TableKey(source["projectId"], source["datasetId"], source["tableId"])
+            key, partition_id = undecorated(
+                TableKey(source["projectId"], source["datasetId"], source["tableId"])
+            )
             table = self.catalog.table(key)
             if table.view_query is not None:
                 raise InvalidError(f"{key} is a view and can't be copied")
             names = ("timePartitioning", "rangePartitioning", "clustering")
             kept = {name: table.settings[name] for name in names if name in table.settings}
             write = destination.write if position == 0 else "WRITE_APPEND"
-            into = type(destination)(destination.key, destination.creates, write, False, kept)
-            put = partial(put_rows, self.store, self.catalog, into, table.schema, table.physical)
+            into = replace(destination, write=write, adds_fields=False, settings=kept)
+            rows = table.physical
+            if partition_id is not None:
+                within = partition_condition(table, partition_id)
+                rows = f"(SELECT * FROM {table.physical} WHERE {within})"
+            put = partial(put_rows, self.store, self.catalog, into, table.schema, rows)
             await self.threads.write(put)
 
     async def _statement(self, project: str, config: Json, sql: str) -> Statement:
@@ -93,10 +105,7 @@ class BigQueryService:
                 "Legacy SQL is not supported by the embedded BigQuery: set useLegacySql to false"
                 " (bq: --use_legacy_sql=false)"
             )
-        default = config.get("defaultDataset")
-        dataset = (
-            DatasetKey(default.get("projectId", project), default["datasetId"]) if default else None
-        )
+        dataset = _default_dataset(project, config)
         parameters: Sequence[Any] = config.get("queryParameters") or ()
         return await self.threads.read(self.translator.translate, sql, project, dataset, parameters)
 
@@ -114,35 +123,44 @@ class BigQueryService:
         await self.threads.write(put)
 
     async def _define(self, job: BigQueryJob, config: Json, statement: Statement) -> None:
-        tree = statement.definition
+        tree, sql = statement.definition, config["query"]
         assert tree is not None
         result = view_schema = None
-        query = tree.args.get("expression")
-        if query is not None:
-            if statement.kind == "CREATE_VIEW":
-                view_schema = await self.view_schema(query.sql("bigquery"), job.project)
-            else:
-                inner = await self._statement(job.project, config, query.sql("bigquery"))
-                await self._charge(job, inner)
-                result = await self.threads.read(self.queries.select, inner, job.watch)
-        default = config.get("defaultDataset")
-        dataset = (
-            DatasetKey(default.get("projectId", job.project), default["datasetId"])
-            if default
-            else None
-        )
-        definitions = Definitions(
-            self.store, self.catalog, self.translator.names(job.project, dataset)
-        )
+        if statement.kind == "CREATE_VIEW":
+            view_schema = await self.view_schema(query_text(sql), job.project)
+        elif statement.kind == "CREATE_TABLE_AS_SELECT":
+            inner = await self._statement(job.project, config, query_text(sql))
+            await self._charge(job, inner)
+            result = await self.threads.read(self.queries.select, inner, job.watch)
+        names = self.translator.names(job.project, _default_dataset(job.project, config))
+        evaluate = partial(self._evaluated, job)
+        definitions = Definitions(self.store, self.catalog, names, evaluate)
         try:
-            defined = await self.threads.write(definitions.run, tree, result, view_schema)
+            defined = await self.threads.write(definitions.run, tree, sql, result, view_schema)
         finally:
             if result is not None:
                 await self.threads.read(self.queries.drop, result.physical)
         details = job.statistics["query"]
         details["ddlOperationPerformed"] = defined.operation
+        if defined.dataset is not None:
+            details["ddlTargetDataset"] = defined.dataset.resource()
         if defined.table is not None:
             details["ddlTargetTable"] = defined.table.resource()
+            if result is not None:
+                config["destinationTable"] = defined.table.resource()
+
+    def _evaluated(self, job: BigQueryJob, expression: str) -> object:
+        """The value of a constant expression, in the API's JSON."""
+        statement = self.translator.translate(f"SELECT {expression}", "", None)
+        if statement.kind != "SELECT" or statement.tables:
+            raise InvalidQueryError(f"Not a constant expression: {expression}")
+        result = self.queries.select(statement, job.watch)
+        try:
+            with self.store.cursor() as cursor:
+                (row,) = read_rows(cursor, result.physical, result.schema, 0, 1, is_micros=False)
+        finally:
+            self.queries.drop(result.physical)
+        return row["f"][0]["v"]
 
     async def _charge(self, job: BigQueryJob, statement: Statement) -> None:
         read_bytes = await self.threads.read(self.queries.read_bytes, statement)
@@ -154,3 +172,8 @@ class BigQueryService:
             "totalBytesBilled": str(billed),
             "referencedTables": [table.key.resource() for table in statement.tables],
         }
+
+
+def _default_dataset(project: str, config: Json) -> DatasetKey | None:
+    default = config.get("defaultDataset")
+    return DatasetKey(default.get("projectId", project), default["datasetId"]) if default else None

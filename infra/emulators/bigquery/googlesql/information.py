@@ -58,7 +58,7 @@ def information_schema(
 
 def sql_type(field: Field) -> str:
     """Returns a field's type as GoogleSQL writes it."""
-    name = _SQL_NAMES.get(field.type, field.type)
+    name = _SQL_NAMES.get(field.type, field.type) + field.limits.sql
     if field.type == "RECORD":
         name = f"STRUCT<{', '.join(f'{inner.name} {sql_type(inner)}' for inner in field.fields)}>"
     return f"ARRAY<{name}>" if field.mode == "REPEATED" else name

@@ -36,7 +36,8 @@ class Statement:
 
     `kind` is the API's statementType. `columns` are the names that it mentions, None where it takes
     all of them. `expanded` are the aliases of UNNESTs beside a `*`, whose records BigQuery would
-    expand. `definition` is the parsed tree of a data definition, which has no `sql`.
+    expand. `definition` is the parsed tree of a data definition, which has no `sql`. `target` is
+    the table that INSERT, UPDATE, DELETE or MERGE changes.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Statement:
     columns: frozenset[str] | None
     expanded: frozenset[str] = frozenset()
     definition: exp.Expr | None = None
+    target: TableKey | None = None
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ class Translator:
         """
         tree = parse(sql)
         names = self.names(project, default_dataset)
-        if isinstance(tree, _DEFINITIONS):
-            return Statement(_definition_kind(tree), "", {}, (), None, definition=tree)
+        if isinstance(tree, _DEFINITIONS) or _is_alter(tree):
+            return Statement(definition_kind(tree), "", {}, (), None, definition=tree)
         kind = "SELECT" if isinstance(tree, exp.Query) else _MANIPULATIONS.get(type(tree))
         if kind is None:
             raise unsupported(f"{type(tree).__name__.upper()} statements")
@@ -93,12 +95,12 @@ class Translator:
         tree = resolve(put_parameters(tree, parameters, bindings), names, resolved)
         if not is_view:
             check_partition_filters(tree, resolved.tables)
+        target = None if kind == "SELECT" else _target(tree, resolved)
         _fit_manipulation(tree, resolved)
         columns, expanded = _mentioned_columns(tree), _expanded_aliases(tree)
         sql = _written(rewrite(tree))
-        return Statement(
-            kind, sql, bindings.values, tuple(resolved.tables.values()), columns, expanded
-        )
+        tables = tuple(resolved.tables.values())
+        return Statement(kind, sql, bindings.values, tables, columns, expanded, target=target)
 
     def names(self, project: str, default_dataset: DatasetKey | None) -> Names:
         """Returns where names of a statement are looked up."""
@@ -125,6 +127,9 @@ def parse(sql: str) -> exp.Expr:
         # DELETE without FROM is read as MySQL's DELETE of several tables.
         tree.set("this", tree.args["tables"][0])
         tree.set("tables", None)
+    if isinstance(tree, _DEFINITIONS):
+        # A query inside is checked when its own text is translated.
+        return tree
     check(tree)
     for select in list(tree.find_all(exp.Select)):
         _name_columns(select)
@@ -167,7 +172,10 @@ def _name_columns(select: exp.Select) -> None:
         select.expressions[position].replace(exp.alias_(projection.copy(), name, quoted=True))
 
 
-def _definition_kind(tree: exp.Expr) -> str:
+def definition_kind(tree: exp.Expr) -> str:
+    """Returns the API's statementType of a data definition."""
+    if isinstance(tree, exp.Command):
+        return f"ALTER_{str(tree.expression).split()[0].upper()}"
     kind = str(tree.args.get("kind") or "TABLE").upper()
     if isinstance(tree, exp.Create):
         is_filled = kind == "TABLE" and tree.expression is not None
@@ -175,6 +183,19 @@ def _definition_kind(tree: exp.Expr) -> str:
     if isinstance(tree, exp.Drop):
         return f"DROP_{kind}"
     return "TRUNCATE_TABLE" if isinstance(tree, exp.TruncateTable) else f"ALTER_{kind}"
+
+
+def _is_alter(tree: exp.Expr) -> bool:
+    # sqlglot keeps several forms of ALTER as they are written.
+    if not isinstance(tree, exp.Command) or tree.name.upper() != "ALTER":
+        return False
+    return bool(str(tree.expression).strip())
+
+
+def _target(tree: exp.Expr, resolved: Resolved) -> TableKey | None:
+    node = tree.this.this if isinstance(tree.this, exp.Schema) else tree.this
+    found = resolved.tables.get(f"{node.catalog}.{node.db}.{node.name}")
+    return None if found is None else found.key
 
 
 def _fit_manipulation(tree: exp.Expr, resolved: Resolved) -> None:

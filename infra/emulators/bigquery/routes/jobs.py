@@ -45,6 +45,11 @@ _QUERY_FIELDS = (
     ),
 )
 
+_STATEMENT_RESULTS = (
+    *("numDmlAffectedRows", "dmlStats", "ddlOperationPerformed"),
+    *("ddlTargetTable", "ddlTargetDataset"),
+)
+
 
 class RequestIds:
     """The jobs of jobs.query by `requestId`, so that a request sent again is not run again."""
@@ -199,12 +204,12 @@ async def _results(
     found |= {
         "etag": job.job_id,
         "cacheHit": False,
-        "totalRows": "0",
         "totalBytesProcessed": job.statistics.get("totalBytesProcessed", "0"),
         "statementType": details.get("statementType"),
-        **{name: details[name] for name in ("numDmlAffectedRows", "dmlStats") if name in details},
+        **{name: details[name] for name in _STATEMENT_RESULTS if name in details},
     }
     if job.result is None:
+        # Without `totalRows`: by that clients tell a statement from a query without rows.
         return found
     schema = job.result.schema
     read = partial(

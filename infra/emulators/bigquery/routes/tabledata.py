@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
 from infra.emulators.bigquery.routes.messages import flag, json_body, number, service_of, table_key
+from infra.emulators.bigquery.tables.partition_ids import partition_start, undecorated
 from infra.emulators.bigquery.tables.records import RowReader
 from infra.emulators.bigquery.tables.resources import TableKey, TableResource
 from infra.emulators.bigquery.tables.rows import insert_rows, read_rows
@@ -80,9 +81,11 @@ async def insert_all(request: Request) -> Response:
 def _insert(
     service: BigQueryService, insert_ids: InsertIds, key: TableKey, body: Json, rows: list[Any]
 ) -> list[Json]:
+    key, partition_id = undecorated(key)
     table = service.catalog.table(key)
     if table.view_query is not None:
         raise InvalidError(f"Cannot add rows to a view: {key}")
+    moment = None if partition_id is None else _ingested(table, partition_id)
     reader = RowReader(table.schema, bool(body.get("ignoreUnknownValues")))
     good, new_ids, errors = [], {}, {}
     for index, row in enumerate(rows):
@@ -101,9 +104,20 @@ def _insert(
         return [_row_error(index, errors.get(index)) for index in range(len(rows))]
     if good:
         with service.store.cursor() as cursor:
-            insert_rows(cursor, table.physical, table.schema, good)
+            insert_rows(cursor, table.physical, table.schema, good, moment)
         insert_ids.remember(table, list(new_ids))
     return [_row_error(index, error) for index, error in sorted(errors.items())]
+
+
+def _ingested(table: TableResource, partition_id: str) -> str:
+    # As the service: rows are streamed by decorator only where their own values don't say where
+    # they belong.
+    if not table.has_partition_time:
+        raise InvalidError(
+            f"Streaming to the partition {table.key}${partition_id}: only tables partitioned by"
+            " the time of ingestion take a decorator here"
+        )
+    return partition_start(table, partition_id)
 
 
 def _canonical(reader: RowReader, row: Any) -> Json:

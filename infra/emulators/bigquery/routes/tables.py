@@ -18,6 +18,7 @@ from infra.emulators.bigquery.routes.messages import (
     service_of,
     table_key,
 )
+from infra.emulators.bigquery.tables.partition_ids import partition_condition, undecorated
 from infra.emulators.bigquery.tables.resources import TableKey, TableResource
 from infra.emulators.bigquery.tables.schema import Json, Schema, parse_schema
 
@@ -81,10 +82,21 @@ async def update(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Removes a table or view."""
+    """Removes a table or view, or one partition's rows."""
     service = service_of(request)
-    await service.threads.write(service.catalog.delete_table, table_key(request))
+    key, partition_id = undecorated(table_key(request))
+    if partition_id is None:
+        await service.threads.write(service.catalog.delete_table, key)
+    else:
+        await service.threads.write(_empty_partition, service, key, partition_id)
     return Response(status_code=204)
+
+
+def _empty_partition(service: BigQueryService, key: TableKey, partition_id: str) -> None:
+    table = service.catalog.table(key)
+    within = partition_condition(table, partition_id)
+    with service.store.cursor() as cursor:
+        cursor.execute(f"DELETE FROM {table.physical} WHERE {within}")
 
 
 async def _view_schema(service: BigQueryService, key: TableKey, body: Json) -> Schema | None:

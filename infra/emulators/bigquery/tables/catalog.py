@@ -4,10 +4,9 @@ Between the API or a query's DDL and the store. Methods that change something ru
 writer.
 """
 
-import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from infra.emulators.bigquery.errors import (
@@ -17,7 +16,8 @@ from infra.emulators.bigquery.errors import (
     InvalidError,
     NotFoundError,
 )
-from infra.emulators.bigquery.store import Cursor, Store
+from infra.emulators.bigquery.store import Store
+from infra.emulators.bigquery.tables import physical, stored
 from infra.emulators.bigquery.tables.resources import (
     DatasetKey,
     DatasetResource,
@@ -27,24 +27,10 @@ from infra.emulators.bigquery.tables.resources import (
 from infra.emulators.bigquery.tables.schema import (
     Json,
     Schema,
-    alterations,
     parse_schema,
-    quoted,
     widened,
 )
 from infra.emulators.bigquery.tables.settings import dataset_settings, merged, table_settings
-
-_SETUP = """
-CREATE TABLE IF NOT EXISTS data.main.datasets (
-  project VARCHAR, dataset_id VARCHAR, settings VARCHAR, created_ms BIGINT, modified_ms BIGINT,
-  PRIMARY KEY (project, dataset_id)
-);
-CREATE TABLE IF NOT EXISTS data.main.tables (
-  number BIGINT PRIMARY KEY, project VARCHAR, dataset_id VARCHAR, table_id VARCHAR, fields VARCHAR,
-  settings VARCHAR, created_ms BIGINT, modified_ms BIGINT
-);
-CREATE SEQUENCE IF NOT EXISTS data.main.table_numbers;
-"""
 
 
 class TableCatalog:
@@ -66,22 +52,7 @@ class TableCatalog:
     def load(self) -> None:
         """Reads what an earlier run left in the database."""
         with self._store.cursor() as cursor:
-            cursor.execute(_SETUP)
-            for project, name, settings, created_ms, modified_ms in cursor.execute(
-                "SELECT * FROM data.main.datasets"
-            ).fetchall():
-                dataset_key = DatasetKey(project, name)
-                self.datasets[dataset_key] = DatasetResource(
-                    dataset_key, json.loads(settings), created_ms, modified_ms
-                )
-            for number, *name, fields, settings, created_ms, modified_ms in cursor.execute(
-                "SELECT * FROM data.main.tables"
-            ).fetchall():
-                key = TableKey(*name)
-                schema = parse_schema(json.loads(fields))
-                self.tables[key] = TableResource(
-                    key, number, schema, json.loads(settings), created_ms, modified_ms
-                )
+            self.datasets, self.tables = stored.load(cursor)
 
     def dataset(self, key: DatasetKey) -> DatasetResource:
         """Returns a data set.
@@ -163,14 +134,16 @@ class TableCatalog:
         for table in tables:
             self.delete_table(table.key)
         with self._store.cursor() as cursor:
-            cursor.execute(
-                "DELETE FROM data.main.datasets WHERE project = ? AND dataset_id = ?",
-                [key.project, key.dataset_id],
-            )
+            stored.drop_dataset(cursor, key)
         del self.datasets[key]
 
     def create_table(
-        self, key: TableKey, schema: Schema, body: Json, filled_by: str | None = None
+        self,
+        key: TableKey,
+        schema: Schema,
+        body: Json,
+        filled_by: str | None = None,
+        replaces: bool = False,
     ) -> TableResource:
         """Makes a table or a view.
 
@@ -178,16 +151,17 @@ class TableCatalog:
             key: its name.
             schema: its fields, for a view those of its query.
             body: the Table resource of the request.
-            filled_by: DuckDB's SELECT whose rows the table starts with.
+            filled_by: the DuckDB table whose rows the table starts with.
+            replaces: whether a table of this name goes, in the same transaction.
 
         Raises:
             DuplicateError: where it exists.
             InvalidError: for a name or partitioning that BigQuery refuses.
         """
         dataset = self.dataset(key.dataset)
-        if not re.fullmatch(r"[\w -]{1,1024}", key.table_id):
-            raise InvalidError(f'Invalid table ID "{key.table_id}".')
-        if key in self.tables:
+        _check_table_id(key)
+        old = self.tables.get(key)
+        if old is not None and not replaces:
             raise DuplicateError(f"Already Exists: Table {key}")
         now_ms = self._now_ms()
         settings = table_settings(schema, body, dataset, now_ms)
@@ -195,10 +169,12 @@ class TableCatalog:
             (number,) = cursor.execute("SELECT nextval('data.main.table_numbers')").fetchone()
             table = TableResource(key, number, schema, settings, now_ms, now_ms)
             if table.view_query is None:
-                cursor.execute(f"CREATE TABLE {table.physical} ({table.columns_sql()})")
+                physical.create(cursor, table)
             if filled_by is not None:
-                cursor.execute(f"INSERT INTO {table.physical} ({_names(schema)}) {filled_by}")
-            self._keep_table(cursor, table)
+                physical.fill(cursor, table, schema, filled_by)
+            if old is not None:
+                stored.drop_table(cursor, old)
+            stored.keep_table(cursor, table)
         self.tables[key] = table
         return table
 
@@ -235,63 +211,74 @@ class TableCatalog:
             old, schema=wanted, settings=settings, modified_ms=self._later(old.modified_ms)
         )
         with self._store.transaction() as cursor:
-            known = {field.name.lower() for field in old.schema}
-            for field in changed:
-                for statement in alterations(table.physical, field, field.name.lower() in known):
-                    cursor.execute(statement)
-            self._keep_table(cursor, table)
+            physical.alter(cursor, old, table, tuple(changed))
+            stored.keep_table(cursor, table)
         self.tables[key] = table
+        return table
+
+    def reshape_table(
+        self, key: TableKey, schema: Schema, settings: Json, sources: Mapping[str, str]
+    ) -> TableResource:
+        """Gives a table another schema, whatever it was. Its rows are written anew.
+
+        Args:
+            key: its name.
+            schema: the new fields.
+            settings: the new settings, whole.
+            sources: by each field's name DuckDB's SQL over the old columns.
+
+        Raises:
+            InvalidError: where a row or a setting does not fit the new schema.
+        """
+        old = self.table(key)
+        settings = table_settings(schema, settings, self.dataset(key.dataset), old.created_ms)
+        later_ms = self._later(old.modified_ms)
+        table = replace(old, schema=schema, settings=settings, modified_ms=later_ms)
+        with self._store.transaction() as cursor:
+            physical.rebuild(cursor, old, table, sources)
+            stored.keep_table(cursor, table)
+        self.tables[key] = table
+        return table
+
+    def rename_table(self, key: TableKey, new: TableKey) -> TableResource:
+        """Gives a table another name in its data set.
+
+        Raises:
+            DuplicateError: where the name is taken.
+            InvalidError: for a name that BigQuery refuses.
+        """
+        old = self.table(key)
+        _check_table_id(new)
+        if new in self.tables:
+            raise DuplicateError(f"Already Exists: Table {new}")
+        table = replace(old, key=new, modified_ms=self._later(old.modified_ms))
+        with self._store.transaction() as cursor:
+            stored.keep_table(cursor, table)
+        del self.tables[key]
+        self.tables[new] = table
         return table
 
     def delete_table(self, key: TableKey) -> None:
         """Removes a table or view and its rows."""
         table = self.table(key)
         with self._store.transaction() as cursor:
-            cursor.execute("DELETE FROM data.main.tables WHERE number = ?", [table.number])
-            if table.view_query is None:
-                cursor.execute(f"DROP TABLE {table.physical}")
+            stored.drop_table(cursor, table)
         del self.tables[key]
 
     def _keep_dataset(self, dataset: DatasetResource) -> DatasetResource:
         with self._store.cursor() as cursor:
-            cursor.execute(
-                "INSERT OR REPLACE INTO data.main.datasets VALUES (?, ?, ?, ?, ?)",
-                [
-                    dataset.key.project,
-                    dataset.key.dataset_id,
-                    json.dumps(dataset.settings),
-                    dataset.created_ms,
-                    dataset.modified_ms,
-                ],
-            )
+            stored.keep_dataset(cursor, dataset)
         self.datasets[dataset.key] = dataset
         return dataset
-
-    def _keep_table(self, cursor: Cursor, table: TableResource) -> None:
-        key = table.key
-        fields = json.dumps([field.resource() for field in table.schema])
-        cursor.execute(
-            "INSERT OR REPLACE INTO data.main.tables VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            [
-                *(
-                    table.number,
-                    key.project,
-                    key.dataset_id,
-                    key.table_id,
-                    fields,
-                    json.dumps(table.settings),
-                ),
-                *(table.created_ms, table.modified_ms),
-            ],
-        )
 
     def _later(self, than_ms: int) -> int:
         # Two changes within one millisecond still have two etags.
         return max(self._now_ms(), than_ms + 1)
 
 
-def _names(schema: Schema) -> str:
-    return ", ".join(quoted(field.name) for field in schema)
+def _check_table_id(key: TableKey) -> None:
+    if not re.fullmatch(r"[\w -]{1,1024}", key.table_id):
+        raise InvalidError(f'Invalid table ID "{key.table_id}".')
 
 
 def _expect(found: str, wanted: str | None) -> None:

@@ -8,8 +8,16 @@ from dataclasses import dataclass, replace
 from infra.emulators.bigquery.errors import DuplicateError, InvalidError, NotFoundError
 from infra.emulators.bigquery.store import Store
 from infra.emulators.bigquery.tables.catalog import TableCatalog
+from infra.emulators.bigquery.tables.limits import NO_LIMITS
+from infra.emulators.bigquery.tables.partition_ids import (
+    partition_condition,
+    partition_start,
+    partition_unit,
+    undecorated,
+)
+from infra.emulators.bigquery.tables.physical import fill
 from infra.emulators.bigquery.tables.resources import TableKey, TableResource
-from infra.emulators.bigquery.tables.schema import Field, Json, Schema, quoted
+from infra.emulators.bigquery.tables.schema import Field, Json, Schema
 
 
 @dataclass(frozen=True)
@@ -17,6 +25,7 @@ class TableDestination:
     """Where rows go and how.
 
     `settings` are the table's partitioning, clustering and the like, should it be made.
+    `partition_id` is the one partition that is written, None for the table as a whole.
     """
 
     key: TableKey
@@ -24,6 +33,8 @@ class TableDestination:
     write: str
     adds_fields: bool
     settings: Json
+    relaxes_fields: bool = False
+    partition_id: str | None = None
 
 
 def parse_destination(config: Json, default_write: str) -> TableDestination:
@@ -41,12 +52,25 @@ def parse_destination(config: Json, default_write: str) -> TableDestination:
     if write not in ("WRITE_EMPTY", "WRITE_APPEND", "WRITE_TRUNCATE"):
         raise InvalidError(f"Invalid value for writeDisposition: {write}")
     names = ("timePartitioning", "rangePartitioning", "clustering")
+    key, partition_id = undecorated(
+        TableKey(reference["projectId"], reference["datasetId"], reference["tableId"])
+    )
+    updates = config.get("schemaUpdateOptions") or ()
+    unknown = set(updates) - {"ALLOW_FIELD_ADDITION", "ALLOW_FIELD_RELAXATION"}
+    if unknown:
+        raise InvalidError(f"Invalid value for schemaUpdateOptions: {sorted(unknown)[0]}")
+    if updates and write == "WRITE_EMPTY":
+        raise InvalidError(
+            "schemaUpdateOptions need WRITE_APPEND, or WRITE_TRUNCATE of a partition"
+        )
     return TableDestination(
-        TableKey(reference["projectId"], reference["datasetId"], reference["tableId"]),
+        key,
         config.get("createDisposition", "CREATE_IF_NEEDED") != "CREATE_NEVER",
         write,
-        "ALLOW_FIELD_ADDITION" in (config.get("schemaUpdateOptions") or ()),
+        "ALLOW_FIELD_ADDITION" in updates,
         {name: config[name] for name in names if config.get(name)},
+        "ALLOW_FIELD_RELAXATION" in updates,
+        partition_id,
     )
 
 
@@ -69,26 +93,77 @@ def put_rows(
     """
     table = catalog.tables.get(destination.key)
     if table is None:
-        if not destination.creates:
-            raise NotFoundError(f"Not found: Table {destination.key}")
-        filled_by = f"SELECT {_names(schema)} FROM {source}"
-        return catalog.create_table(destination.key, schema, destination.settings, filled_by)
+        return _created(store, catalog, destination, schema, source)
     if table.view_query is not None:
         raise InvalidError(
             f"{table.key} is not allowed for this operation because it is currently a VIEW."
         )
+    if destination.partition_id is not None:
+        return _put_partition(store, catalog, table, destination, schema, source)
     if destination.write == "WRITE_TRUNCATE":
         return _replaced(catalog, table, destination, schema, source)
-    with store.cursor() as cursor:
-        (rows,) = cursor.execute(f"SELECT count(*) FROM {table.physical}").fetchone()
-    if destination.write == "WRITE_EMPTY" and rows:
+    if destination.write == "WRITE_EMPTY" and _count(store, table.physical):
         raise DuplicateError(f"Already Exists: Table {table.key}")
     table = _fitted(catalog, table, destination, schema)
     with store.transaction() as cursor:
-        cursor.execute(
-            f"INSERT INTO {table.physical} ({_names(schema)}) SELECT {_names(schema)} FROM {source}"
-        )
+        fill(cursor, table, schema, source)
     return table
+
+
+def _created(
+    store: Store,
+    catalog: TableCatalog,
+    destination: TableDestination,
+    schema: Schema,
+    source: str,
+) -> TableResource:
+    if not destination.creates:
+        raise NotFoundError(f"Not found: Table {destination.key}")
+    if destination.partition_id is None:
+        return catalog.create_table(destination.key, schema, destination.settings, source)
+    # As the service: a table that a decorator makes is partitioned by the time of ingestion.
+    default = {"timePartitioning": {"type": partition_unit(destination.partition_id)}}
+    table = catalog.create_table(destination.key, schema, default | destination.settings)
+    try:
+        return _put_partition(store, catalog, table, destination, schema, source)
+    except BaseException:
+        catalog.delete_table(table.key)
+        raise
+
+
+def _put_partition(
+    store: Store,
+    catalog: TableCatalog,
+    table: TableResource,
+    destination: TableDestination,
+    schema: Schema,
+    source: str,
+) -> TableResource:
+    partition_id = destination.partition_id or ""
+    within = partition_condition(table, partition_id)
+    if table.has_partition_time:
+        moment = f"CAST({partition_start(table, partition_id)} AS TIMESTAMP WITH TIME ZONE)"
+    else:
+        moment = None
+        if _count(store, source, f"NOT coalesce({within}, false)"):
+            raise InvalidError(
+                "Some rows belong to different partitions rather than destination partition"
+                f" {table.key}${partition_id}"
+            )
+    if destination.write == "WRITE_EMPTY" and _count(store, table.physical, within):
+        raise DuplicateError(f"Already Exists: Table {table.key}${partition_id}")
+    table = _fitted(catalog, table, destination, schema)
+    with store.transaction() as cursor:
+        if destination.write == "WRITE_TRUNCATE":
+            cursor.execute(f"DELETE FROM {table.physical} WHERE {within}")
+        fill(cursor, table, schema, source, moment)
+    return table
+
+
+def _count(store: Store, source: str, condition: str = "true") -> int:
+    with store.cursor() as cursor:
+        (rows,) = cursor.execute(f"SELECT count(*) FROM {source} WHERE {condition}").fetchone()
+    return int(rows)
 
 
 def _replaced(
@@ -102,15 +177,19 @@ def _replaced(
     modes = {field.name.lower(): field for field in table.schema}
     # A query knows no descriptions and no REQUIRED; where the table has the field, they stay.
     kept = tuple(_kept(field, modes.get(field.name.lower())) for field in schema)
-    catalog.delete_table(table.key)
-    return catalog.create_table(table.key, kept, settings, f"SELECT {_names(schema)} FROM {source}")
+    return catalog.create_table(table.key, kept, settings, source, replaces=True)
 
 
 def _kept(field: Field, old: Field | None) -> Field:
     if old is None or old.type != field.type:
         return field
     mode = "REQUIRED" if old.mode == "REQUIRED" and field.mode == "NULLABLE" else field.mode
-    return replace(field, mode=mode, description=field.description or old.description)
+    return replace(
+        field,
+        mode=mode,
+        description=field.description or old.description,
+        limits=old.limits if field.limits == NO_LIMITS else field.limits,
+    )
 
 
 def _fitted(
@@ -134,21 +213,30 @@ def _fitted(
         for field in table.schema
         if field.mode == "REQUIRED" and field.name.lower() not in given
     ]
-    if missing:
+    relaxed = {name.lower() for name in missing} if destination.relaxes_fields else set()
+    if missing and not relaxed:
         raise InvalidError(
             f"Provided Schema does not match Table {table.key}. Cannot insert without"
             f" {', '.join(missing)}"
         )
-    if not added:
+    if destination.relaxes_fields:
+        relaxed |= {
+            field.name.lower()
+            for field in schema
+            if field.mode == "NULLABLE" and field.name.lower() in known
+        }
+    kept = tuple(
+        replace(field, mode="NULLABLE")
+        if field.mode == "REQUIRED" and field.name.lower() in relaxed
+        else field
+        for field in table.schema
+    )
+    if not added and kept == table.schema:
         return table
-    if not destination.adds_fields:
+    if added and not destination.adds_fields:
         raise InvalidError(
             f"Provided Schema does not match Table {table.key}. Cannot add fields (field:"
             f" {added[0].name})"
         )
-    wider = [field.resource() for field in (*table.schema, *added)]
+    wider = [field.resource() for field in (*kept, *added)]
     return catalog.update_table(table.key, {"schema": {"fields": wider}}, None, is_patch=True)
-
-
-def _names(schema: Schema) -> str:
-    return ", ".join(quoted(field.name) for field in schema)

@@ -86,4 +86,4 @@ class RowReader:
             raise BadValueError(path, f"Array specified for non-repeated field: {path}.")
         if isinstance(value, dict):
             raise BadValueError(path, f"This field: {path} is not a record.")
-        return canonical_scalar(field.type, value, path)
+        return field.limits.fitted(field.type, canonical_scalar(field.type, value, path), path)

@@ -80,12 +80,18 @@ class DatasetResource:
 
 @dataclass(frozen=True)
 class Partitioning:
-    """How a table is cut into partitions. `field` is None for the time of ingestion."""
+    """How a table is cut into partitions. `field` is None for the time of ingestion.
+
+    `start`, `end` and `interval` are those of partitions by range, whose unit is RANGE.
+    """
 
     field: str | None
     unit: str
     expiration_ms: int | None
     is_filter_required: bool
+    start: int = 0
+    end: int = 0
+    interval: int | None = None
 
     @property
     def column(self) -> str:
@@ -132,7 +138,12 @@ class TableResource:
                 required,
             )
         ranges = self.settings.get("rangePartitioning")
-        return None if ranges is None else Partitioning(ranges["field"], "RANGE", None, required)
+        if ranges is None:
+            return None
+        found = ranges.get("range") or {}
+        start, end = (int(found.get(name) or 0) for name in ("start", "end"))
+        interval = int(found.get("interval") or 0) or None
+        return Partitioning(ranges["field"], "RANGE", None, required, start, end, interval)
 
     @property
     def has_partition_time(self) -> bool:
@@ -151,7 +162,8 @@ class TableResource:
         columns = []
         for column in self.schema:
             suffix = {"REQUIRED": " NOT NULL", "REPEATED": " DEFAULT []"}.get(column.mode, "")
-            columns.append(f"{quoted(column.name)} {column.duckdb_type}{suffix}")
+            checks = "".join(f" CHECK ({check})" for check in column.checks())
+            columns.append(f"{quoted(column.name)} {column.duckdb_type}{suffix}{checks}")
         if self.partitioning is not None and self.has_partition_time:
             unit = self.partitioning.unit.lower()
             now = f"DEFAULT date_trunc('{unit}', current_timestamp)"

@@ -13,12 +13,19 @@ from decimal import Decimal
 from typing import Any
 
 from infra.emulators.bigquery.store import Cursor
+from infra.emulators.bigquery.tables.resources import PARTITION_TIME
 from infra.emulators.bigquery.tables.schema import Field, Json, Schema, quoted
 
 _EPOCH = datetime(1970, 1, 1)
 
 
-def insert_rows(cursor: Cursor, physical: str, schema: Schema, rows: Sequence[Json]) -> None:
+def insert_rows(
+    cursor: Cursor,
+    physical: str,
+    schema: Schema,
+    rows: Sequence[Json],
+    partition_time: str | None = None,
+) -> None:
     """Inserts rows in one statement, which is many times faster than one by one.
 
     Args:
@@ -26,10 +33,14 @@ def insert_rows(cursor: Cursor, physical: str, schema: Schema, rows: Sequence[Js
         physical: the DuckDB table.
         schema: its fields.
         rows: canonical rows (infra/emulators/bigquery/tables/values.py).
+        partition_time: DuckDB's SQL for the rows' time of ingestion. None is now.
     """
     structure = json.dumps([{field.name: _structure(field) for field in schema}])
     names = ", ".join(quoted(field.name) for field in schema)
     values = ", ".join(f"CAST(r.{quoted(field.name)} AS {field.duckdb_type})" for field in schema)
+    if partition_time is not None:
+        names += f", {quoted(PARTITION_TIME)}"
+        values += f", {partition_time}"
     cursor.execute(
         f"INSERT INTO {physical} ({names}) SELECT {values} FROM"
         " (SELECT unnest(from_json(CAST(? AS VARCHAR),"

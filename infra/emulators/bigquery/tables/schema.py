@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
+from infra.emulators.bigquery.tables.limits import NO_LIMITS, TypeLimits, parse_limits
 
 Json = dict[str, Any]
 
@@ -64,9 +65,6 @@ _MODES = ("NULLABLE", "REQUIRED", "REPEATED")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,299}")
 _RESERVED = ("_PARTITIONTIME", "_PARTITIONDATE", "_TABLE_SUFFIX", "_FILE_NAME")
 _UNSUPPORTED_KEYS = (
-    "maxLength",
-    "precision",
-    "scale",
     "collation",
     "defaultValueExpression",
     "rangeElementType",
@@ -82,10 +80,12 @@ class Field:
     mode: str = "NULLABLE"
     fields: tuple["Field", ...] = ()
     description: str | None = None
+    limits: TypeLimits = NO_LIMITS
 
     def resource(self) -> Json:
         """Returns the TableFieldSchema of the API."""
         found: Json = {"name": self.name, "type": self.type, "mode": self.mode}
+        found |= self.limits.resource()
         if self.description is not None:
             found["description"] = self.description
         if self.fields:
@@ -103,6 +103,13 @@ class Field:
     def duckdb_type(self) -> str:
         """DuckDB's type of the column."""
         return self.element_type + ("[]" if self.mode == "REPEATED" else "")
+
+    def checks(self, within: str = "") -> list[str]:
+        """DuckDB's conditions on the column's values, of its nested fields too."""
+        value = within + quoted(self.name)
+        own = self.limits.check_sql(self.type, value)
+        nested = [check for field in self.fields for check in field.checks(f"{value}.")]
+        return ([] if own is None else [own]) + nested
 
 
 Schema = tuple[Field, ...]
@@ -148,6 +155,7 @@ def _parse_field(field: Json) -> Field:
     mode = str(field.get("mode") or "NULLABLE").upper()
     if mode not in _MODES:
         raise InvalidError(f"Invalid value for mode: {mode} is not a valid value")
+    limits = parse_limits(field, name, _TYPE_NAMES[kind], mode == "REPEATED")
     nested = parse_schema(field.get("fields") or ())
     if (_TYPE_NAMES[kind] == "RECORD") != bool(nested):
         raise InvalidError(
@@ -155,7 +163,12 @@ def _parse_field(field: Json) -> Field:
             if not nested
             else f"Field {name}: only a RECORD has fields"
         )
-    return Field(name, _TYPE_NAMES[kind], mode, nested, field.get("description"))
+    found = Field(name, _TYPE_NAMES[kind], mode, nested, field.get("description"), limits)
+    if mode == "REPEATED" and found.checks():
+        raise UnsupportedError(
+            f"Field {name}: type parameters in an array are not supported by the embedded BigQuery"
+        )
+    return found
 
 
 def result_schema(columns: Sequence[tuple[str, Any]]) -> Schema:
@@ -236,7 +249,12 @@ def widened(old: Schema, new: Schema, path: str = "") -> list[Field]:
                 f" {field.mode} to {match.mode}"
             )
         widened(field.fields, match.fields, f"{path}{field.name}.")
-        if match.duckdb_type != field.duckdb_type or match.mode != field.mode:
+        _check_limits(field, match, path)
+        if (match.duckdb_type, match.mode, match.checks()) != (
+            field.duckdb_type,
+            field.mode,
+            field.checks(),
+        ):
             changed.append(match)
     for field in wanted.values():
         if field.mode == "REQUIRED":
@@ -245,6 +263,14 @@ def widened(old: Schema, new: Schema, path: str = "") -> list[Field]:
             )
         changed.append(field)
     return changed
+
+
+def _check_limits(old: Field, new: Field, path: str) -> None:
+    if not new.limits.holds(old.limits):
+        raise InvalidError(
+            f"Provided Schema does not match. Field {path}{old.name} has changed type from"
+            f" {old.type}{old.limits.sql} to {new.type}{new.limits.sql}, which allows less"
+        )
 
 
 def alterations(physical: str, field: Field, exists: bool) -> list[str]:
