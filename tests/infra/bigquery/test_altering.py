@@ -23,7 +23,8 @@ def shape(client: bigquery.Client, table: str = "d.t") -> list[tuple[str, str, s
 def test_columns_are_dropped_renamed_and_added_at_once(client: bigquery.Client) -> None:
     rows_of(
         client,
-        f"ALTER TABLE `{client.project}`.`d`.`t` ADD COLUMN `s` STRUCT<a INT64, b ARRAY<STRING>>,"
+        f"/* dbt */ ALTER -- table\nTABLE `{client.project}`.`d`.`t`"
+        " ADD COLUMN `s` STRUCT<a INT64, b ARRAY<STRING>>,"
         " DROP COLUMN n, RENAME COLUMN name TO Title, DROP COLUMN IF EXISTS none,"
         " ADD COLUMN IF NOT EXISTS id INT64",
     )
@@ -208,7 +209,7 @@ def test_what_is_not_there_is_said(client: bigquery.Client, sql: str) -> None:
 
 def test_an_option_is_a_constant(client: bigquery.Client) -> None:
     for value, message in {
-        "(SELECT name FROM d.t)": "Not a constant|qualified",
+        "(SELECT name FROM d.t)": "Not a constant|Not found: Dataset",
         "1 +": "[Ss]yntax error|[Uu]nexpected|Required",
         "'a' + 1": ".",
     }.items():

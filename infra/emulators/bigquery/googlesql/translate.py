@@ -175,7 +175,7 @@ def _name_columns(select: exp.Select) -> None:
 def definition_kind(tree: exp.Expr) -> str:
     """Returns the API's statementType of a data definition."""
     if isinstance(tree, exp.Command):
-        return f"ALTER_{str(tree.expression).split()[0].upper()}"
+        return f"ALTER_{_altered_kind(tree)}"
     kind = str(tree.args.get("kind") or "TABLE").upper()
     if isinstance(tree, exp.Create):
         is_filled = kind == "TABLE" and tree.expression is not None
@@ -189,7 +189,12 @@ def _is_alter(tree: exp.Expr) -> bool:
     # sqlglot keeps several forms of ALTER as they are written.
     if not isinstance(tree, exp.Command) or tree.name.upper() != "ALTER":
         return False
-    return bool(str(tree.expression).strip())
+    return _altered_kind(tree) != ""
+
+
+def _altered_kind(tree: exp.Expr) -> str:
+    tokens = sqlglot.tokenize(str(tree.expression), dialect="bigquery")
+    return tokens[0].text.upper() if tokens else ""
 
 
 def _target(tree: exp.Expr, resolved: Resolved) -> TableKey | None:

@@ -19,7 +19,8 @@ from infra.emulators.bigquery.engine.definitions.options import (
     table_options,
 )
 from infra.emulators.bigquery.engine.definitions.text import (
-    actions,
+    AlterText,
+    alter_text,
     option_texts,
     query_text,
     words,
@@ -190,14 +191,13 @@ class Definitions:
         return Defined("REPLACE", table.key)
 
     def _alter(self, kind: str, sql: str) -> Defined:
-        head, texts = actions(sql)
-        is_optional = words(head)[2:4] == ["IF", "EXISTS"]
-        name = " ".join(head.split()[4 if is_optional else 2 :])
-        node = exp.to_table(name, dialect="bigquery")
+        cut = alter_text(sql)
+        texts = cut.actions
+        node = exp.to_table(cut.name, dialect="bigquery")
         if kind == "ALTER_SCHEMA":
-            return self._alter_schema(node, texts, is_optional)
+            return self._alter_schema(node, cut)
         key = table_key(node, self._names)
-        if key not in self._catalog.tables and is_optional:
+        if key not in self._catalog.tables and cut.is_optional:
             return Defined("SKIP", key)
         table = self._catalog.table(key)
         if (table.view_query is not None) != (kind == "ALTER_VIEW"):
@@ -224,13 +224,13 @@ class Definitions:
         self._catalog.rename_table(table.key, key)
         return Defined("ALTER", table.key)
 
-    def _alter_schema(self, node: exp.Table, texts: list[str], is_optional: bool) -> Defined:
+    def _alter_schema(self, node: exp.Table, cut: AlterText) -> Defined:
         # The name of a data set has the form of a table's.
         key = DatasetKey(node.db or self._names.project, node.name)
-        if key not in self._catalog.datasets and is_optional:
+        if key not in self._catalog.datasets and cut.is_optional:
             return Defined("SKIP", dataset=key)
         changes: Json = {}
-        for text in texts:
+        for text in cut.actions:
             if words(text)[:2] != ["SET", "OPTIONS"]:
                 raise unsupported(f"ALTER SCHEMA {text}")
             changes |= dataset_options(option_texts(text), self._evaluate)

@@ -5,6 +5,7 @@ tree it might mean something else.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from sqlglot.dialects.bigquery import BigQuery
 from sqlglot.tokenizer_core import Token, TokenType
@@ -44,16 +45,24 @@ def option_texts(sql: str) -> dict[str, str]:
     return {}
 
 
-def actions(sql: str) -> tuple[str, list[str]]:
-    """Returns the head of an ALTER statement, with the table's name, and its actions.
+@dataclass(frozen=True)
+class AlterText:
+    """An ALTER statement: the name that it is about, and the text of each action."""
 
-    `ALTER TABLE IF EXISTS d.t DROP COLUMN a, DROP COLUMN b` gives `ALTER TABLE IF EXISTS d.t` and
-    two actions.
+    name: str
+    is_optional: bool
+    actions: list[str]
+
+
+def alter_text(sql: str) -> AlterText:
+    """Cuts an ALTER statement.
+
+    Raises:
+        InvalidQueryError: it has no name or no action, or an empty one.
     """
     tokens = [token for token in _tokens(sql) if token.token_type != TokenType.SEMICOLON]
-    start = 2
-    if [token.text.upper() for token in tokens[2:4]] == ["IF", "EXISTS"]:
-        start = 4
+    is_optional = [token.text.upper() for token in tokens[2:4]] == ["IF", "EXISTS"]
+    start = 4 if is_optional else 2
     # A name is words between dots; a dash in it stands without spaces.
     end = start + 1
     while end < len(tokens) and (
@@ -63,8 +72,8 @@ def actions(sql: str) -> tuple[str, list[str]]:
         end += 1
     if end >= len(tokens):
         raise InvalidQueryError("Syntax error: Unexpected end of statement")
-    head = sql[: tokens[end - 1].end + 1]
-    return head, [_text(sql, part) for part in _split(tokens[end:])]
+    parts = [_text(sql, part) for part in _split(tokens[end:])]
+    return AlterText(_text(sql, tokens[start:end]), is_optional, parts)
 
 
 def words(sql: str) -> list[str]:
