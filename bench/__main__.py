@@ -30,6 +30,7 @@ MODULES = {
     "limits": "limits",
     "shared_limits": "shared_limits",
     "simulation": "simulation",
+    "reports": "reports",
     "profile": "time_profile",
 }
 """By the name of a benchmark: the module here whose `run()` returns an Outcome."""

@@ -1,0 +1,163 @@
+"""Every report over five million rows in the embedded BigQuery, and how long each takes.
+
+The rows are made by bench/reports.sql and loaded by load jobs, as a user would load them.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import duckdb
+from google.cloud import bigquery
+
+from bench.report import Figure, Outcome
+from infra import bigquery as tables
+from infra.local.process import Process, free_port, listens
+from shared.reports.definitions import reports
+from shared.reports.question import ReportQuestion
+from shared.reports.runner import ReportRunner
+from shared.usage.bigquery import open_client
+
+ROWS = int(os.environ.get("BENCH_REPORT_ROWS", "5000000"))
+REQUESTS = round(ROWS / 1.92)
+"""A request has 1.9 items on average, and one row in a hundred is there twice."""
+PART = 125_000
+"""Requests of one load job."""
+SINCE = datetime(2026, 10, 5, tzinfo=UTC)
+UNTIL = SINCE + timedelta(days=35)
+SEED = "18"
+ROUNDS = 3
+LIMIT_S = 3.0
+DATASET = "penstock"
+START_LIMIT_S = 60.0
+
+
+def run() -> Outcome:
+    """Loads the rows, and asks every report for all of them, three times each."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _served(Path(folder)) as endpoint,
+        open_client("bench", endpoint) as client,
+    ):
+        loaded_s = _fill(client)
+        (rows,) = next(iter(client.query(COUNT).result()))
+        took_s, details = _ask_all(client)
+    figures = [
+        Figure("rows", rows, "", ">=", 0.98 * ROWS),
+        Figure("rows loaded a second", rows / loaded_s, "1/s"),
+        *(
+            Figure(f"report {name}", statistics.median(of), "s", "<=", LIMIT_S)
+            for name, of in took_s.items()
+        ),
+    ]
+    return Outcome(figures, details)
+
+
+COUNT = f"SELECT COUNT(*) FROM {DATASET}.rows WHERE received_at >= '2000-01-01'"
+
+
+@contextmanager
+def _served(folder: Path) -> Iterator[str]:
+    port = free_port()
+    command = [sys.executable, "-m", "infra.emulators.bigquery", "--port", str(port)]
+    command += ["--data-dir", str(folder / "data")]
+    with Process("bigquery", command, folder) as process:
+        process.wait_ready(lambda: listens(port), START_LIMIT_S)
+        yield f"http://127.0.0.1:{port}"
+
+
+def _fill(client: bigquery.Client) -> float:
+    """Returns the seconds that the load jobs took, without making the rows."""
+    tables.create(client, DATASET)
+    sql = (Path(__file__).parent / "reports.sql").read_text(encoding="utf-8")
+    took_s = 0.0
+    with duckdb.connect() as made, tempfile.TemporaryDirectory() as folder:
+        made.execute("SET TimeZone = 'UTC'")
+        path = Path(folder) / "rows.json"
+        for first in range(0, REQUESTS, PART):
+            after = min(first + PART, REQUESTS)
+            given = {"seed": SEED, "first": first, "after": after, "since": SINCE.isoformat()}
+            made.execute(f"COPY ({sql}) TO '{path}' (FORMAT json)", given)
+            took_s += _load(client, "rows", path)
+            print(f"  {after:,} of {REQUESTS:,} requests, {took_s:.0f} s", flush=True)
+        made.execute(f"COPY ({WORKER_HOURS}) TO '{path}' (FORMAT json)", {"since": str(SINCE)})
+        _load(client, "worker_hours", path)
+        made.execute(f"COPY ({WEBHOOKS}) TO '{path}' (FORMAT json)", {"since": str(SINCE)})
+        _load(client, "webhook_deliveries", path)
+    return took_s
+
+
+WORKER_HOURS = """
+SELECT
+  concat(m, '-', n, ':', h) AS row_id,
+  concat(m, '-', n) AS worker,
+  $since::TIMESTAMPTZ + to_hours(h) AS hour,
+  hour AS since,
+  hour + to_seconds(3599) AS reported_at,
+  $since::TIMESTAMPTZ AS started_at,
+  'europe-west4' AS region,
+  m AS deployment,
+  m AS models,
+  CASE WHEN m = 'draw' THEN 'a100' ELSE 'l4' END AS gpu_type,
+  n < 2 AS spot,
+  CASE WHEN m = 'draw' THEN 1.0 ELSE 0.25 END AS device_share,
+  1200.0 AS busy_s,
+  2389.0 AS idle_s,
+  10.0 AS loading_s,
+  100 AS batches,
+  900 AS items,
+  0 AS cold_starts
+FROM range(840) AS hours (h)
+CROSS JOIN range(4) AS workers (n)
+CROSS JOIN (VALUES ('embed-small'), ('embed-large'), ('draw')) AS models (m)
+"""
+WEBHOOKS = """
+SELECT
+  concat('d', i, ':', k) AS row_id,
+  concat('d', i) AS delivery_id,
+  concat('tenant-', lpad((i % 20)::VARCHAR, 2, '0')) AS tenant,
+  'draw' AS model,
+  CASE WHEN i % 2 = 0 THEN 'start' ELSE 'completed' END AS event,
+  k + 1 AS attempt,
+  CASE WHEN k = 1 OR i % 50 > 0 THEN 'delivered' ELSE 'failed' END AS outcome,
+  CASE WHEN k = 1 OR i % 50 > 0 THEN 200 ELSE 503 END AS status_code,
+  20.0 + i % 300 AS duration_ms,
+  $since::TIMESTAMPTZ + to_seconds(i * 60) AS published_at,
+  published_at + to_milliseconds(200 + i % 900) + to_seconds(30 * k) AS delivered_at
+FROM range(50000) AS events (i)
+CROSS JOIN range(2) AS attempts (k)
+WHERE k = 0 OR i % 50 = 0
+"""
+
+
+def _load(client: bigquery.Client, table: str, path: Path) -> float:
+    config = bigquery.LoadJobConfig(
+        source_format="NEWLINE_DELIMITED_JSON", write_disposition="WRITE_APPEND"
+    )
+    began_s = time.monotonic()
+    with path.open("rb") as file:
+        client.load_table_from_file(file, f"{DATASET}.{table}", job_config=config).result()
+    return time.monotonic() - began_s
+
+
+def _ask_all(client: bigquery.Client) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    runner = ReportRunner(client, DATASET, budgets_usd={"tenant-00": 100.0})
+    question = ReportQuestion(SINCE, UNTIL, "Europe/Berlin")
+    took_s: dict[str, list[float]] = {name: [] for name in reports()}
+    lines = {}
+    for _ in range(ROUNDS):
+        for name, report in reports().items():
+            began_s = time.monotonic()
+            result = runner.run(report, question)
+            took_s[name].append(time.monotonic() - began_s)
+            lines[name] = len(result.rows)
+    return took_s, {"seconds": took_s, "lines": lines}

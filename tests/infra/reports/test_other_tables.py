@@ -1,0 +1,253 @@
+"""Reports that read more than the rows, or check them: few lines, whose answers are known."""
+
+import datetime as dt
+from typing import Any
+
+import pytest
+from google.cloud import bigquery
+
+from shared.reports.definitions import find_report
+from shared.reports.question import ReportQuestion, ask
+from shared.reports.runner import ReportRunner
+from tests.infra.reports import expected
+from tests.infra.reports.conftest import BUDGETS_USD, DATASET, load
+from tests.infra.reports.generated import Fields
+from tests.infra.reports.test_reports import ALL
+
+DAY = dt.datetime(2026, 10, 7, tzinfo=dt.UTC)
+QUESTION = ReportQuestion(DAY, DAY + dt.timedelta(days=1))
+L4_SPOT, L4, A100 = 0.538352, 0.897201806, 3.747972
+"""An hour in europe-west4 (infra/deploy/prices.yaml)."""
+
+
+def row(request: str, item: int = 0, **given: Any) -> Fields:
+    known: Fields = {
+        "row_id": f"{request}:{item}",
+        "request_id": request,
+        "item": item,
+        "tenant": "acme",
+        "model": "mini",
+        "received_at": DAY + dt.timedelta(hours=1),
+        "replied_at": DAY + dt.timedelta(hours=1, seconds=1),
+        "status": "succeeded",
+        "attempt": 1,
+        "price_version": "1",
+    }
+    return known | given
+
+
+def computed(request: str, device_s: float, **given: Any) -> Fields:
+    ran: Fields = {
+        "cache": "miss",
+        "inference_ms": device_s * 1000,
+        "batch_size": 1,
+        "device_share": 1.0,
+        "gpu_type": "l4",
+        "region": "europe-west4",
+        "worker": "w1",
+    }
+    return row(request, **(ran | given))
+
+
+def worker_hour(worker: str, number: int = 0, **given: Any) -> Fields:
+    hour = DAY + dt.timedelta(hours=1)
+    known: Fields = {
+        "row_id": f"{worker}:{number}",
+        "worker": worker,
+        "hour": hour,
+        "since": hour,
+        "reported_at": hour + dt.timedelta(hours=1),
+        "started_at": DAY,
+        "region": "europe-west4",
+        "deployment": "mini",
+        "models": "mini",
+        "gpu_type": "l4",
+        "spot": False,
+        "device_share": 1.0,
+        "busy_s": 900.0,
+        "idle_s": 2600.0,
+        "loading_s": 100.0,
+        "batches": 1,
+        "items": 1,
+        "cold_starts": 0,
+    }
+    return known | given
+
+
+def asked(
+    client: bigquery.Client, name: str, question: ReportQuestion = QUESTION
+) -> list[dict[str, Any]]:
+    runner = ReportRunner(client, DATASET, budgets_usd=BUDGETS_USD)
+    return runner.run(find_report(name), question).records()
+
+
+def test_margin_prices_busy_idle_and_loading_time(empty: bigquery.Client) -> None:
+    load(
+        empty,
+        "rows",
+        [
+            computed("a", 10.0, cost_usd=5.0),
+            computed("b", 30.0, cost_usd=1.0, model="draw", worker="w2"),
+            computed("c", 10.0, cost_usd=2.0, worker="w2"),
+            computed("c", 10.0, cost_usd=2.0, worker="w2"),
+        ],
+    )
+    load(
+        empty,
+        "worker_hours",
+        [
+            worker_hour("w1"),
+            worker_hour("w1"),  # written twice
+            worker_hour("w2", models="mini,draw", device_share=0.5, spot=True),
+            worker_hour("w3", models="idle", gpu_type="a100"),
+            worker_hour("w4", models="mini", gpu_type=None),
+            worker_hour("w5", since=DAY - dt.timedelta(hours=1), hour=DAY - dt.timedelta(hours=1)),
+        ],
+    )
+    lines = {line["model"]: line for line in asked(empty, "margin")}
+    mini = lines["mini"]
+    assert mini["revenue_usd"] == 7.0
+    # All of w1, and of half a spot GPU the quarter that mini computed on it.
+    assert mini["cost_usd"] == pytest.approx(L4 + 0.5 * L4_SPOT * 0.25)
+    assert mini["idle_usd"] == pytest.approx((L4 + 0.5 * L4_SPOT * 0.25) * 2600 / 3600)
+    assert mini["margin_usd"] == pytest.approx(7.0 - mini["cost_usd"])
+    assert (mini["gpu_hours"], mini["unpriced_hours"]) == (2.125, 1.0)
+    assert lines["draw"]["cost_usd"] == pytest.approx(0.5 * L4_SPOT * 0.75)
+    assert (lines["idle"]["revenue_usd"], lines["idle"]["margin_percent"]) == (0.0, None)
+    assert lines["idle"]["margin_usd"] == pytest.approx(-A100)
+    total = sum(line["cost_usd"] for line in lines.values())
+    assert total == pytest.approx(L4 + 0.5 * L4_SPOT + A100)
+
+
+def test_margin_of_a_release_without_worker_hours_knows_no_cost(empty: bigquery.Client) -> None:
+    load(empty, "rows", [computed("a", 10.0, cost_usd=5.0)])
+    (line,) = asked(empty, "margin")
+    assert (line["revenue_usd"], line["cost_usd"], line["margin_usd"]) == (5.0, None, None)
+
+
+def test_cache_saves_list_price_and_the_time_of_computed_units(empty: bigquery.Client) -> None:
+    load(
+        empty,
+        "rows",
+        [
+            computed("a", 2.0, tokens=100, cost_usd=1.0, list_price_usd=1.0, charged_share=1.0),
+            computed("b", 6.0, tokens=300, cost_usd=3.0),  # of an older release
+            row("c", cache="redis", tokens=50, cost_usd=0.1, list_price_usd=0.5, charged_share=0.2),
+            row("d", cache="joined", tokens=100, cost_usd=0.0),  # of an older release
+            row("e", cache="redis", tokens=999, status="failed", cost_usd=0.0),
+        ],
+    )
+    (line,) = asked(empty, "cache")
+    assert (line["items"], line["hits"], line["joined"], line["hit_percent"]) == (4, 1, 1, 50.0)
+    assert line["charged_usd"] == pytest.approx(0.1)
+    assert line["list_usd"] == pytest.approx(0.5 + 100 * 0.01)
+    assert line["caller_saved_usd"] == pytest.approx(1.4)
+    assert line["gpu_saved_s"] == pytest.approx(150 * 0.02)
+    assert line["gpu_saved_usd"] == pytest.approx(3.0 / 3600 * L4)
+
+
+def test_budgets_are_of_months_of_utc(loaded: bigquery.Client, made_rows: list[Fields]) -> None:
+    question = ask("2026-10-05", "2026-11-09", "Asia/Tokyo")
+    lines = {
+        (line["tenant"], line["month"].month): line for line in asked(loaded, "budgets", question)
+    }
+    rows = expected.once(made_rows, question)
+    for tenant, month in (("acme", 10), ("acme", 11), ("globex", 10)):
+        spent = expected.exact(
+            (r for r in rows if (r["tenant"], r["received_at"].month) == (tenant, month)),
+            "cost_usd",
+        )
+        line = lines[tenant, month]
+        assert line["spent_usd"] == pytest.approx(spent, rel=1e-9)
+        budget = BUDGETS_USD.get(tenant)
+        assert line["budget_usd"] == budget
+        assert line["left_usd"] == (None if budget is None else pytest.approx(budget - spent))
+    seconds = (dt.datetime(2026, 11, 1, tzinfo=dt.UTC) - question.since).total_seconds()
+    elapsed = seconds / (31 * 86_400)
+    assert lines["acme", 10]["month_end_usd"] == pytest.approx(
+        lines["acme", 10]["spent_usd"] / elapsed
+    )
+    assert [lines["nobody", month]["spent_usd"] for month in (10, 11)] == [0.0, 0.0]
+
+
+def delivery(event: str, number: int, outcome: str, at_s: float, **given: Any) -> Fields:
+    known: Fields = {
+        "row_id": f"{event}:{number}",
+        "delivery_id": event,
+        "tenant": "acme",
+        "event": "completed",
+        "attempt": number,
+        "outcome": outcome,
+        "duration_ms": 10.0,
+        "published_at": DAY,
+        "delivered_at": DAY + dt.timedelta(seconds=at_s),
+    }
+    return known | given
+
+
+def test_webhooks_count_events_and_attempts(empty: bigquery.Client) -> None:
+    deliveries = [
+        delivery("a", 1, "delivered", 1.0, status_code=200),
+        delivery("a", 1, "delivered", 1.0, status_code=200),  # written twice
+        delivery("b", 1, "failed", 2.0, status_code=503),
+        delivery("b", 2, "delivered", 32.0, status_code=200),
+        delivery("c", 1, "failed", 2.0, error="connection"),
+        delivery("d", 1, "gone", 2.0, status_code=410),
+        delivery("e", 1, "failed", 2.0, status_code=503, attempt=None, tenant=None),
+    ]
+    load(empty, "webhook_deliveries", deliveries)
+    lines = {line["tenant"]: line for line in asked(empty, "webhooks")}
+    acme = lines["acme"]
+    assert (acme["events"], acme["attempts"], acme["given_up"], acme["open"]) == (4, 5, 1, 1)
+    assert (acme["delivered_percent"], acme["first_try_percent"]) == (50.0, 25.0)
+    assert acme["top_failure"] in ("410", "503", "connection")
+    assert acme["delay_p95_s"] == 32.0
+    assert (lines[""]["open"], lines[""]["top_failure"]) == (1, "503")
+
+
+def test_quality_names_what_cannot_be_trusted(empty: bigquery.Client) -> None:
+    at = DAY + dt.timedelta(hours=1)
+    rows = [
+        row("ok", cost_usd=0.5, list_price_usd=1.0, charged_share=0.5),
+        row("twice"),
+        row("twice"),
+        row("gap", item=0),
+        row("gap", item=3),
+        row("late", replied_at=DAY + dt.timedelta(days=1, seconds=1)),
+        row("skew", published_at=at - dt.timedelta(milliseconds=6)),
+        row("near", published_at=at - dt.timedelta(milliseconds=4)),
+        row("wrong", cost_usd=0.6, list_price_usd=1.0, charged_share=0.5),
+        row("unfair", status="failed", cost_usd=0.1),
+        row("old", price_version=None),
+        row("nobody", tenant=None),
+    ]
+    load(empty, "rows", rows)
+    load(empty, "worker_hours", [worker_hour("w1"), worker_hour("w2", busy_s=990.0)])
+    found = {line["check_name"]: line for line in asked(empty, "data_quality")}
+    assert {name: (line["found"], line["example"]) for name, line in found.items()} == {
+        "double rows": (1, "twice:0"),
+        "missing items": (2, "gap"),
+        "late rows": (1, "late:0"),
+        "clock skew": (1, "skew:0"),
+        "received in the future": (0, None),
+        "charges that do not add up": (1, "wrong:0"),
+        "charged without delivery": (1, "unfair:0"),
+        "rows without a price version": (1, "old:0"),
+        "rows without a tenant": (1, "nobody:0"),
+        "times of workers that do not add up": (1, "w2:0"),
+    }
+
+
+def test_a_row_received_before_and_written_after_the_range_is_in_it(empty: bigquery.Client) -> None:
+    late = row("late", replied_at=QUESTION.until + dt.timedelta(days=2), cost_usd=0.25)
+    assert asked(empty, "usage") == []
+    load(empty, "rows", [late])
+    assert [line["cost_usd"] for line in asked(empty, "usage")] == [0.25]
+    before = row("before", received_at=QUESTION.since - dt.timedelta(microseconds=1))
+    load(empty, "rows", [before | {"replied_at": QUESTION.since + dt.timedelta(hours=1)}])
+    assert len(asked(empty, "usage")) == 1
+
+
+def test_questions_are_data_and_never_sql(loaded: bigquery.Client) -> None:
+    name = "' OR 1=1 --"
+    assert asked(loaded, "usage", ALL._replace(tenants=(name,))) == []
