@@ -58,7 +58,7 @@ class Journal:
         self._open: RowBatch | None = None
         self._sealed: deque[RowBatch] = deque()
         self._unsaved: deque[UnsavedRow] = deque()
-        self._in_flight: RowBatch | None = None
+        self._in_flight: list[RowBatch] = []
         self._is_disk_up = True
         self._retry_disk_at_s = 0.0
         self._disk_pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
@@ -197,29 +197,35 @@ class Journal:
         with self.changed:
             if self._unsaved:
                 rows = [self._unsaved.popleft() for _ in range(min(BATCH_ROWS, len(self._unsaved)))]
-                self._in_flight = RowBatch(
-                    None, [row.fields for row in rows], rows[0].since_s, rows
+                return self._fly(
+                    RowBatch(None, [row.fields for row in rows], rows[0].since_s, rows)
                 )
-                return self._in_flight
             if not self._sealed and takes_open:
                 self._seal()
             if self._sealed:
-                self._in_flight = self._sealed.popleft()
-                return self._in_flight
+                return self._fly(self._sealed.popleft())
         with _disk_errors_counted("segment not read"):
             adopted = self._spool.adopt()
             if adopted is not None:
                 with self.changed:
-                    self._in_flight = RowBatch(*adopted, adopted[0].since_s)
                     self._spool.unowned.pop(adopted[0].path, None)
-        return self._in_flight
+                    return self._fly(RowBatch(*adopted, adopted[0].since_s))
+        return None
+
+    def _fly(self, batch: RowBatch) -> RowBatch:
+        self._in_flight.append(batch)
+        return batch
+
+    def _land(self, batch: RowBatch) -> None:
+        if batch in self._in_flight:  # not after `close`
+            self._in_flight.remove(batch)
 
     def mark_sent(self, batch: RowBatch) -> None:
         """BigQuery has the rows of `batch`, or refused them for good."""
         if batch.segment is not None:
             self._spool.remove(batch.segment)
         with self.changed:
-            self._in_flight = None
+            self._land(batch)
             self._is_losing = False
             self.changed.notify_all()
         notify_safe(batch.unsaved)
@@ -227,7 +233,7 @@ class Journal:
     def requeue(self, batch: RowBatch) -> None:
         """`batch` was not sent."""
         with self.changed:
-            self._in_flight = None
+            self._land(batch)
             if batch.segment is None:
                 self._unsaved.extendleft(reversed(batch.unsaved))
             else:
@@ -237,8 +243,8 @@ class Journal:
     def close(self) -> None:
         """Leaves everything on disk, rows in flight too, as the thread may hang in a request."""
         with self.changed:
-            if self._in_flight is not None:
-                self.requeue(self._in_flight)
+            for batch in self._in_flight[::-1]:
+                self.requeue(batch)
         self.save(is_last=True)
         with self.changed:
             # The others' jobs were never acked: they come again, and so do their rows.
@@ -289,7 +295,8 @@ class Journal:
     def _held(self) -> Sequence[RowBatch]:
         return [
             *self._sealed,
-            *(batch for batch in (self._open, self._in_flight) if batch is not None),
+            *self._in_flight,
+            *([] if self._open is None else [self._open]),
         ]
 
 

@@ -29,12 +29,19 @@ from shared.settings import SPOOL_MAX_BYTES
 from shared.usage.bigquery import Sender
 from shared.usage.journal import BATCH_ROWS, FIRST_PAUSE_S, LONGEST_PAUSE_S, Journal
 from shared.usage.row import Row
+from shared.usage.row_batch import RowBatch
 from shared.usage.spool import Fields, Spool
 from shared.usage.worker_hour import WorkerHour
 
 log = logging.getLogger(__name__)
 
 TABLE = "rows"
+SENDERS = 4
+"""Batches that are sent at the same time while there is a backlog.
+
+One insertAll takes BigQuery tens of milliseconds or more, and one after the other would make an
+outage of minutes last for hours.
+"""
 LINGER_S = 1.0
 """How long rows wait for more rows.
 
@@ -69,6 +76,27 @@ def fields_by_name(row: msgspec.Struct) -> Fields:
     """Returns a row whose fields have the names of their columns. None is left out."""
     columns: Fields = msgspec.to_builtins(row)
     return {column: value for column, value in columns.items() if value is not None}
+
+
+class _Attempt(threading.Thread):
+    """Sends one batch. A daemon, because a process ends while a request hangs."""
+
+    def __init__(self, sender: Sender, batch: RowBatch) -> None:
+        super().__init__(name="rows-sending", daemon=True)
+        self.batch = batch
+        self.refused: list[tuple[Fields, str]] = []
+        self.error: Exception | None = None
+        self._sender = sender
+
+    def run(self) -> None:
+        """Sends, and keeps what became of it."""
+        rows = self.batch.rows
+        try:
+            for start in range(0, len(rows), BATCH_ROWS):
+                self.refused += self._sender.send(rows[start : start + BATCH_ROWS])
+        except Exception as error:
+            # Raised again by the thread that waits for this one.
+            self.error = error
 
 
 _open_writers: list[RowWriter] = []
@@ -204,19 +232,37 @@ class RowWriter:
         return closing_s is not None and (self.pending == 0 or time.monotonic() >= closing_s)
 
     def _send(self, takes_open: bool) -> bool:
-        """Sends one batch. Returns False if there is none."""
+        """Sends some batches. Returns False if there are none."""
         self._journal.save()
-        batch = self._journal.next_batch(takes_open)
-        if batch is None:
+        first = self._journal.next_batch(takes_open)
+        if first is None:
             return False
-        try:
-            for start in range(0, len(batch.rows), BATCH_ROWS):
-                self._spool.reject(self._sender.send(batch.rows[start : start + BATCH_ROWS]))
-        except BaseException:
-            self._journal.requeue(batch)
-            raise
-        self._journal.mark_sent(batch)
+        attempts = [_Attempt(self._sender, first)]
+        while len(attempts) < SENDERS and (more := self._journal.next_batch(takes_open=False)):
+            attempts.append(_Attempt(self._sender, more))
+        for attempt in attempts:
+            attempt.start()
+        for attempt in attempts:
+            self._wait_for(attempt)
+        for attempt in attempts:
+            self._spool.reject(attempt.refused)
+            if attempt.error is None:
+                self._journal.mark_sent(attempt.batch)
+        failed = [attempt for attempt in attempts if attempt.error is not None]
+        for attempt in reversed(failed):  # they keep their order
+            self._journal.requeue(attempt.batch)
+        for attempt in failed:
+            if attempt.error is not None:
+                raise attempt.error
         return True
+
+    def _wait_for(self, attempt: _Attempt) -> None:
+        """Waits for an attempt, and meanwhile looks after the rows that wait."""
+        attempt.join(FIRST_PAUSE_S)
+        while attempt.is_alive():  # BigQuery is slow, or hangs
+            self._journal.save()
+            self._journal.pack()
+            attempt.join(FIRST_PAUSE_S)
 
     def _wait_for_rows(self) -> None:
         journal, changed = self._journal, self._journal.changed

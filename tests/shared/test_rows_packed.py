@@ -15,8 +15,8 @@ from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import DATASET, Server, row, writer
 
 pytestmark = pytest.mark.anyio
-ROWS, BATCH = 6000, 100
-"""Twelve times what stays in memory here."""
+ROWS, BATCH = 10_000, 100
+"""Twenty times what stays in memory here. What is sent side by side stays there too."""
 
 
 def spool_with(folder: Path, *counts: int) -> Spool:
@@ -145,8 +145,8 @@ async def test_outage_under_load_costs_no_row_and_little_disk(
 
     async with writer(server, spool_dir) as sink:
         with server.running():
-            await write(ROWS // 4)
-        await write(ROWS // 2)
+            await write(ROWS // 5)
+        await write(4 * ROWS // 5)
         deadline_s = time.monotonic() + WAIT_LIMIT_S
         while not list(spool_dir.glob("*.gz")) or len(list(spool_dir.glob("*.segment"))) > 8:
             assert time.monotonic() < deadline_s

@@ -63,7 +63,7 @@ class Rows(RuleBasedStateMachine):
         self._place = tempfile.TemporaryDirectory()
         self._folder = Path(self._place.name) / "spool"
         self._numbers = itertools.count()
-        self._in_flight: RowBatch | None = None
+        self._in_flight: list[RowBatch] = []
         self.alive: set[int] = set()
         self.safe: set[int] = set()
         self.sent: set[int] = set()
@@ -92,16 +92,16 @@ class Rows(RuleBasedStateMachine):
         self._loop.run_until_complete(append())
         self._turn()
 
-    @precondition(lambda self: self._in_flight is None)
+    @precondition(lambda self: len(self._in_flight) < 3)
     @rule(takes_open=st.booleans())
     def take(self, takes_open: bool) -> None:
-        self._in_flight = self._journal.next_batch(takes_open)
+        if (batch := self._journal.next_batch(takes_open)) is not None:
+            self._in_flight.append(batch)
 
-    @precondition(lambda self: self._in_flight is not None)
-    @rule(is_sent=st.booleans())
-    def end(self, is_sent: bool) -> None:
-        batch, self._in_flight = self._in_flight, None
-        assert batch is not None
+    @precondition(lambda self: self._in_flight)
+    @rule(is_sent=st.booleans(), which=st.integers(0, 2))
+    def end(self, is_sent: bool, which: int = 0) -> None:
+        batch = self._in_flight.pop(which % len(self._in_flight))
         assert batch.rows
         if is_sent:
             self.sent |= {row["row_id"] for row in batch.rows}
@@ -148,7 +148,7 @@ class Rows(RuleBasedStateMachine):
     @rule()
     def is_killed(self) -> None:
         self._spool.die()
-        self._in_flight = None
+        self._in_flight = []
         self.alive &= self.sent
         self._start()
 
@@ -178,8 +178,8 @@ class Rows(RuleBasedStateMachine):
         """In the end everything that is alive, or that a writer was told is safe, can be sent."""
         if self._is_broken:
             self.disk_heals()
-        if self._in_flight is not None:
-            self.end(is_sent=False)
+        while self._in_flight:
+            self.end(is_sent=False, which=0)
         self._drain()
         assert self.alive - self.sent == set()
         self.is_killed()  # what this process could not remove is left to another
@@ -190,8 +190,8 @@ class Rows(RuleBasedStateMachine):
 
     def _drain(self) -> None:
         while (batch := self._journal.next_batch(takes_open=True)) is not None:
-            self._in_flight = batch
-            self.end(is_sent=True)
+            self._in_flight.append(batch)
+            self.end(is_sent=True, which=0)
 
 
 def test_no_row_is_lost_in_any_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
