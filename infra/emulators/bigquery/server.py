@@ -10,6 +10,7 @@ from anyio.abc import TaskGroup
 
 from infra.emulators.bigquery.app import create_app
 from infra.emulators.bigquery.engine.expiration import expire_forever
+from infra.emulators.bigquery.engine.information.views import InformationViews
 from infra.emulators.bigquery.engine.jobs import Jobs
 from infra.emulators.bigquery.engine.query import Queries, Result
 from infra.emulators.bigquery.engine.service import BigQueryService
@@ -71,5 +72,6 @@ def _service(store: Store, catalog: TableCatalog, tasks: TaskGroup) -> BigQueryS
     async def let_go(result: Result) -> None:
         await threads.read(queries.drop, result.physical)
 
-    translator = Translator(catalog.table, catalog.tables_of)
-    return BigQueryService(store, catalog, threads, queries, translator, Jobs(tasks, let_go))
+    jobs = Jobs(tasks, let_go)
+    translator = Translator(catalog.table, InformationViews(store, catalog, jobs).listing)
+    return BigQueryService(store, catalog, threads, queries, translator, jobs)

@@ -208,23 +208,3 @@ def test_pages_of_rows_come_in_order_from_anywhere(client: bigquery.Client) -> N
     ]
     (row,) = client.list_rows(found, selected_fields=[SCHEMA[2]], max_results=1)
     assert row.values() == (["x"],)
-
-
-@pytest.mark.usefixtures("dataset")
-def test_the_information_schema_lists_tables_and_columns(client: bigquery.Client) -> None:
-    made = table(client)
-    made.time_partitioning, made.clustering_fields = bigquery.TimePartitioning(field="at"), ["id"]
-    client.create_table(made)
-    tables = "SELECT table_name, table_type FROM d.INFORMATION_SCHEMA.TABLES"
-    assert rows_of(client, tables) == [("t", "BASE TABLE")]
-    columns = (
-        "SELECT column_name, data_type, is_nullable, is_partitioning_column,"
-        " clustering_ordinal_position"
-        f" FROM `{client.project}.d.INFORMATION_SCHEMA.COLUMNS` ORDER BY ordinal_position"
-    )
-    assert rows_of(client, columns) == [
-        ("id", "INT64", "NO", "NO", 1),
-        ("at", "TIMESTAMP", "YES", "YES", None),
-        ("tags", "ARRAY<STRING>", "YES", "NO", None),
-        ("part", "STRUCT<x FLOAT64, ys ARRAY<INT64>>", "YES", "NO", None),
-    ]

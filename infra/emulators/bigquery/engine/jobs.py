@@ -152,7 +152,9 @@ class Jobs:
 
     def of_project(self, project: str) -> list[BigQueryJob]:
         """Returns the jobs of a project, the latest first."""
-        return [job for (name, _), job in reversed(self._jobs.items()) if name == project]
+        # A query on INFORMATION_SCHEMA.JOBS asks from a thread.
+        found = list(self._jobs.items())
+        return [job for (name, _), job in reversed(found) if name == project]
 
     def result_of(self, key: TableKey) -> BigQueryJob | None:
         """Returns the job whose hidden result table has this name."""

@@ -4,14 +4,15 @@ A table becomes its DuckDB name, a view its query, INFORMATION_SCHEMA a list of 
 of `translate`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sqlglot import exp
 
 from infra.emulators.bigquery.errors import InvalidQueryError
 from infra.emulators.bigquery.googlesql.calls import cast, unsupported
-from infra.emulators.bigquery.googlesql.information import information_schema
+from infra.emulators.bigquery.googlesql.information import listed
+from infra.emulators.bigquery.tables.listing import Listing
 from infra.emulators.bigquery.tables.resources import (
     PARTITION_TIME,
     DatasetKey,
@@ -28,14 +29,14 @@ _WRITES = (exp.Insert, exp.Update, exp.Delete, exp.Merge)
 class Names:
     """Where names are looked up.
 
-    `find` returns a table or raises NotFoundError. `tables_of` lists the tables of a data set.
-    `parse` reads and checks a view's GoogleSQL.
+    `find` returns a table or raises NotFoundError. `listing` gives the rows of an
+    INFORMATION_SCHEMA view. `parse` reads and checks a view's GoogleSQL.
     """
 
     project: str
     default_dataset: DatasetKey | None
     find: Callable[[TableKey], TableResource]
-    tables_of: Callable[[DatasetKey], list[TableResource]]
+    listing: Callable[[str, Sequence[str], str], Listing]
     parse: Callable[[str], exp.Expr]
 
 
@@ -122,18 +123,20 @@ def _sees(with_: exp.With, name: str, around: set[int]) -> bool:
 
 def _replacement(node: exp.Table, names: Names, resolved: Resolved, depth: int) -> exp.Expr:
     alias = node.alias or node.name
-    if "INFORMATION_SCHEMA" in node.name.upper().split("."):
-        return _subquery(
-            information_schema(node, names.project, names.tables_of),
-            node.alias or node.name.split(".")[-1],
-        )
+    view = _information_view(node)
+    if view is not None:
+        before = [part for part in (node.catalog, node.db) if part]
+        if not before and names.default_dataset is not None:
+            before = [names.default_dataset.project, names.default_dataset.dataset_id]
+        rows = names.listing(view, before, names.project)
+        return _subquery(listed(rows), node.alias or node.name.split(".")[-1])
     table = names.find(table_key(node, names))
     if table.view_query is not None:
         if _is_target(node):
             raise InvalidQueryError(
                 f"{table.key} is not allowed for this operation because it is a view"
             )
-        inner = Names(table.key.project, None, names.find, names.tables_of, names.parse)
+        inner = Names(table.key.project, None, names.find, names.listing, names.parse)
         return _subquery(resolve(names.parse(table.view_query), inner, resolved, depth + 1), alias)
     resolved.tables[table.physical] = table
     physical = _physical(table)
@@ -149,6 +152,12 @@ def _replacement(node: exp.Table, names: Names, resolved: Resolved, depth: int) 
         return _subquery(_with_partition_time(node, physical), alias)
     physical.set("alias", exp.TableAlias(this=exp.to_identifier(alias, quoted=True)))
     return physical
+
+
+def _information_view(node: exp.Table) -> str | None:
+    *before, view = node.name.split(".")
+    is_view = "INFORMATION_SCHEMA" in (part.upper() for part in before)
+    return view if is_view or view.upper() == "__TABLES__" else None
 
 
 def _physical(table: TableResource) -> exp.Table:

@@ -18,6 +18,7 @@ from infra.emulators.bigquery.googlesql.partitions import check_partition_filter
 from infra.emulators.bigquery.googlesql.references import Names, Resolved, resolve
 from infra.emulators.bigquery.googlesql.rewrite import rewrite
 from infra.emulators.bigquery.googlesql.supported import check
+from infra.emulators.bigquery.tables.listing import Listing
 from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey, TableResource
 from infra.emulators.bigquery.tables.schema import Json
 
@@ -56,11 +57,12 @@ class Translator:
 
     Args:
         find: returns a table by its full name or raises NotFoundError.
-        tables_of: lists the tables of a data set.
+        listing: gives the rows of an INFORMATION_SCHEMA view: its name, the parts of the name
+            before it, the job's project.
     """
 
     find: Callable[[TableKey], TableResource]
-    tables_of: Callable[[DatasetKey], list[TableResource]]
+    listing: Callable[[str, Sequence[str], str], Listing]
 
     def translate(
         self,
@@ -104,7 +106,7 @@ class Translator:
 
     def names(self, project: str, default_dataset: DatasetKey | None) -> Names:
         """Returns where names of a statement are looked up."""
-        return Names(project, default_dataset, self.find, self.tables_of, parse_query)
+        return Names(project, default_dataset, self.find, self.listing, parse_query)
 
 
 def parse(sql: str) -> exp.Expr:
