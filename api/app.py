@@ -48,13 +48,16 @@ from api.routes import (
     objects,
     pages,
     prediction_events,
+    reports,
     status,
     usage,
 )
 from api.routes import predictions as prediction_routes
 from api.routes import replicate_models as prediction_models
+from api.usage.reports import ReportPlace, ReportService
 from api.usage.rows import UsageRows
 from api.usage.service import UsageService
+from api.usage.turns import Turns
 from shared.catalog import Catalog
 from shared.gc_tuning import settle_heap
 from shared.settings import ApiSettings
@@ -123,6 +126,7 @@ def create_app(
         batches,
         models,
         usage,
+        reports,
         status,
         objects,
         admin_routes,
@@ -230,6 +234,7 @@ def _dependencies(
     sources = Files(configuration.objects)
     batch_files = BatchFiles(configuration.objects, configuration.settings.files_max_bytes)
     result_fetcher = ResultFetcher(configuration.objects, predictions, image_codec)
+    turns = Turns()
     return Dependencies(
         settings=configuration.settings,
         catalog=configuration.catalog,
@@ -254,19 +259,18 @@ def _dependencies(
         source_pictures=SourcePictures(
             configuration.objects, sources, result_fetcher, configuration.url_signer, image_codec
         ),
-        usage=_usage(configuration.settings),
+        usage=UsageService(UsageRows(*_place(configuration.settings)), turns),
+        reports=ReportService(_place(configuration.settings), turns),
         started_at_s=time.time(),
     )
 
 
-def _usage(settings: ApiSettings) -> UsageService:
-    return UsageService(
-        UsageRows(
-            settings.project,
-            settings.dataset,
-            settings.bigquery_endpoint,
-            settings.usage_query_max_bytes,
-        )
+def _place(settings: ApiSettings) -> ReportPlace:
+    return ReportPlace(
+        settings.project,
+        settings.dataset,
+        settings.bigquery_endpoint,
+        settings.usage_query_max_bytes,
     )
 
 

@@ -23,6 +23,7 @@ from api.predictions.event_stream import EventStreams
 from api.predictions.follower import PredictionFollower
 from api.predictions.results import ResultFetcher
 from api.predictions.service import Predictions
+from api.usage.reports import ReportService
 from api.usage.service import UsageService
 from shared.catalog import Catalog
 from shared.settings import ApiSettings
@@ -56,6 +57,7 @@ class Dependencies:
     result_fetcher: ResultFetcher
     source_pictures: SourcePictures
     usage: UsageService
+    reports: ReportService
     started_at_s: float
 
 

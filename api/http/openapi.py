@@ -17,7 +17,7 @@ from pydantic.json_schema import models_json_schema
 
 from api.http import openapi_headers
 from api.problem_details import Problem
-from api.schemas import admin, status_replies, usage_replies
+from api.schemas import admin, report_replies, status_replies, usage_replies
 from api.schemas import openai as schemas
 from api.schemas import openai_batches as batch_schemas
 from api.schemas import openai_files as file_replies
@@ -90,6 +90,7 @@ _REPLIES: tuple[type[msgspec.Struct], ...] = (
     ),
     *(prediction_replies.AccountReply, prediction_replies.Hardware),
     *(usage_replies.UsagePage, usage_replies.UsageReply, status_replies.StatusReply),
+    *(report_replies.ReportsReply, report_replies.ReportReply),
     *(prediction_replies.HealthReply, prediction_replies.ReadinessReply, Problem),
     *(admin.NewKeyBody, admin.RotationBody, admin.TenantBody, admin.KeyObject),
     *(admin.IssuedKeyObject, admin.KeysPage, admin.KeyDeleted, admin.PlanObject, admin.PlansReply),

@@ -60,3 +60,11 @@ SUMMARY = [
     _parameter("from", "Unix seconds, or a day of UTC, inclusive.", _DAY_OR_SECONDS),
     _parameter("to", "Unix seconds, or a day of UTC, exclusive. Default: now.", _DAY_OR_SECONDS),
 ]
+_MOMENT_TEXT: Described = {"type": "string", "examples": ["2026-11-01", "2026-11-01T12:00:00Z"]}
+OF_REPORTS = [
+    _parameter("from", "A day of the time zone, or a moment.", _MOMENT_TEXT),
+    _parameter("to", "The first day or moment that is too late. Default: now.", _MOMENT_TEXT),
+    _parameter("tz", "The time zone of days.", {"type": "string", "default": "UTC"}),
+    _names("tenant", "Only these tenants. For keys with the scope `admin`."),
+    _names("model", "Only these models."),
+]

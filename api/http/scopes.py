@@ -17,6 +17,7 @@ SCOPE_OF_GROUP: dict[str, Scope | None] = {
     "batches": "batches",
     "usage": "usage",
     "organization": "usage",
+    "reports": "usage",
     "admin": "admin",
     # What is served here, which every key may see.
     "models": None,

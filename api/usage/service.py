@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from api.usage.rows import UsageLine, UsageQuery, UsageRows
-from shared.errors import Overloaded
+from api.usage.turns import Turns
 
 KEEP_S = 10.0
 MOST_KEPT = 256
-RUNNING = 2
-"""Queries at a time. Each holds a thread for a second or so."""
-WAITING = 16
-OF_ONE_TENANT = 4
-"""Queries of one tenant that run or wait."""
 
 
 class UsageRead(NamedTuple):
@@ -36,15 +30,17 @@ class UsageService:
 
     Args:
         rows: the usage table.
+        turns: those of all questions about usage.
         clock: unix time. Tests replace it.
     """
 
-    def __init__(self, rows: UsageRows, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, rows: UsageRows, turns: Turns, clock: Callable[[], float] = time.time
+    ) -> None:
         self._rows = rows
+        self._turns = turns
         self._clock = clock
         self._kept: dict[UsageQuery, asyncio.Task[UsageRead]] = {}
-        self._asked: Counter[str] = Counter()
-        self._slots = asyncio.Semaphore(RUNNING)
 
     async def read(self, query: UsageQuery, tenant: str) -> UsageRead:
         """What was used, at most KEEP_S old. `tenant` asks.
@@ -56,9 +52,7 @@ class UsageService:
         """
         kept = self._kept.get(query)
         if kept is None or not self._is_fresh(kept):
-            if self._asked[tenant] >= OF_ONE_TENANT or self._asked.total() >= RUNNING + WAITING:
-                raise Overloaded("too many questions about usage; try again", retry_after_s=1.0)
-            self._asked[tenant] += 1
+            self._turns.claim(tenant)
             kept = asyncio.create_task(self._read(query, tenant))
             self._kept.pop(query, None)
             self._kept[query] = kept
@@ -75,11 +69,6 @@ class UsageService:
         return self._clock() < kept.result().read_at_s + KEEP_S
 
     async def _read(self, query: UsageQuery, tenant: str) -> UsageRead:
-        try:
-            async with self._slots:
-                read_at_s = self._clock()
-                return UsageRead(await asyncio.to_thread(self._rows.read, query), read_at_s)
-        finally:
-            self._asked[tenant] -= 1
-            if not self._asked[tenant]:
-                del self._asked[tenant]
+        async with self._turns.taken(tenant):
+            read_at_s = self._clock()
+            return UsageRead(await asyncio.to_thread(self._rows.read, query), read_at_s)

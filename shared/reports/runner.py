@@ -23,7 +23,6 @@ QUERY_LIMIT_S = 60.0
 RETRY_LIMIT_S = 5.0
 """The default of the client is ten minutes, too long for somebody who waits."""
 MOST_ROWS = 200_000
-"""Of an answer. It is kept in memory."""
 
 
 class ReportColumn(NamedTuple):
@@ -62,6 +61,7 @@ class ReportRunner:
         dataset: the id of the data set.
         most_bytes: a query that would read more is refused.
         budgets_usd: what tenants may spend in a month, for reports that ask for it.
+        most_rows: an answer with more is refused. It is kept in memory.
     """
 
     def __init__(
@@ -70,11 +70,13 @@ class ReportRunner:
         dataset: str,
         most_bytes: int = MOST_BYTES,
         budgets_usd: Mapping[str, float] | None = None,
+        most_rows: int = MOST_ROWS,
     ) -> None:
         self._client = client
         self._dataset = dataset
         self._most_bytes = most_bytes
         self._budgets_usd = budgets_usd or {}
+        self._most_rows = most_rows
 
     def run(
         self,
@@ -105,13 +107,15 @@ class ReportRunner:
                 report.sql, job_config=config, retry=retry, job_retry=None, timeout=limit_s
             )
             result = job.result(
-                retry=retry, job_retry=None, timeout=limit_s, max_results=MOST_ROWS + 1
+                retry=retry, job_retry=None, timeout=limit_s, max_results=self._most_rows + 1
             )
             rows = [tuple(row.values()) for row in result]
             columns = [ReportColumn(field.name, field.field_type) for field in result.schema]
             read_bytes = int(job.total_bytes_processed or 0)
-        if len(rows) > MOST_ROWS:
-            raise BadInput(f"more than {MOST_ROWS} rows; ask for a shorter range", field="from")
+        if len(rows) > self._most_rows:
+            raise BadInput(
+                f"from: more than {self._most_rows} rows; ask for a shorter range", field="from"
+            )
         return ReportResult(report, question, columns, rows, read_bytes)
 
     def cost(

@@ -6,10 +6,11 @@ import * as batches from "./batches.js";
 import * as keys from "./keys.js";
 import * as live from "./live.js";
 import * as predictions from "./predictions.js";
+import * as reports from "./reports.js";
 import * as trial from "./trial.js";
 import * as usage from "./usage.js";
 
-const VIEWS = { try: trial, predictions, batches, usage, keys, live };
+const VIEWS = { try: trial, predictions, batches, usage, reports, keys, live };
 const main = document.getElementById("main");
 const tabs = document.getElementById("tabs");
 let leaving = new AbortController();

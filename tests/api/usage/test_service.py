@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from api.usage.rows import UsageLine, UsageQuery, UsageRows
-from api.usage.service import KEEP_S, OF_ONE_TENANT, RUNNING, UsageService
+from api.usage.service import KEEP_S, UsageService
+from api.usage.turns import OF_ONE_TENANT, RUNNING, Turns
 from shared.errors import Overloaded, Unavailable
 
 pytestmark = pytest.mark.anyio
@@ -40,7 +41,7 @@ def question(number: int) -> UsageQuery:
 
 async def test_same_question_is_asked_once_in_a_while() -> None:
     rows, now = Rows(), [0.0]
-    service = UsageService(rows, lambda: now[0])
+    service = UsageService(rows, Turns(), lambda: now[0])
     rows.go.set()
     await asyncio.gather(*(service.read(question(1), "acme") for _ in range(3)))
     now[0] = KEEP_S - 1
@@ -53,7 +54,7 @@ async def test_same_question_is_asked_once_in_a_while() -> None:
 
 async def test_one_tenant_takes_not_all_places() -> None:
     rows = Rows()
-    service = UsageService(rows)
+    service = UsageService(rows, Turns())
     waiting = [
         asyncio.create_task(service.read(question(number), "acme"))
         for number in range(OF_ONE_TENANT)
@@ -73,7 +74,7 @@ async def test_failure_is_not_kept() -> None:
     rows = Rows()
     rows.go.set()
     rows.is_broken = True
-    service = UsageService(rows)
+    service = UsageService(rows, Turns())
     with pytest.raises(Unavailable):
         await service.read(question(1), "acme")
     rows.is_broken = False

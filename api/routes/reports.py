@@ -1,0 +1,148 @@
+"""Reports for the console and for programs: those of docs/reports.md that the key may see.
+
+A key sees its own tenant's rows. A key with the scope `admin` sees all tenants and all reports.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.errors import NotFound
+from api.http.openapi import AUTHENTICATED, responses
+from api.http.openapi_usage import OF_REPORTS
+from api.http.request import ApiRequest, authenticate
+from api.schemas.report_replies import (
+    Cell,
+    ReportColumnReply,
+    ReportEntry,
+    ReportPlot,
+    ReportReply,
+    ReportSeries,
+    ReportsReply,
+)
+from shared.errors import BadInput
+from shared.reports.budgets import read_budgets
+from shared.reports.definitions import Report, reports
+from shared.reports.plots import drawings
+from shared.reports.question import ask
+from shared.reports.runner import ReportResult
+
+router = APIRouter(prefix="/v1/reports", tags=["usage"])
+NO_STORE = {"cache-control": "no-store"}
+
+
+@router.get(
+    "",
+    summary="List reports",
+    openapi_extra=AUTHENTICATED,
+    responses=responses(ReportsReply, 401, 403),
+)
+async def list_reports(request: Request) -> Response:
+    """The reports that your key may read."""
+    call = authenticate(request)
+    data = [_entry(report) for report in reports().values() if _may_read(call, report)]
+    return _json(ReportsReply(data=data))
+
+
+@router.get(
+    "/{name}",
+    summary="Get a report",
+    openapi_extra={"parameters": OF_REPORTS} | AUTHENTICATED,
+    responses=responses(ReportReply, 400, 401, 403, 404, 429, 503),
+)
+async def get_report(request: Request, name: str) -> Response:
+    """What a report says of a range of time. Its rows are those of your tenant."""
+    call = authenticate(request)
+    report = reports().get(name)
+    if report is None or not _may_read(call, report):
+        raise NotFound(f"no report {name[:80]!r}", field="name")
+    given = request.query_params
+    question = ask(
+        given.get("from", ""),
+        given.get("to", ""),
+        given.get("tz", "UTC"),
+        tenants=_tenants(call, report, given.getlist("tenant")),
+        models=tuple(given.getlist("model")) or None,
+        days=report.days,
+    )
+    budgets_usd = await _budgets(call, report)
+    service = call.dependencies.reports
+    return _json(_reply(await service.run(report, question, call.tenant, budgets_usd)))
+
+
+def _is_admin(call: ApiRequest) -> bool:
+    scopes = call.caller.scopes
+    return scopes is not None and "admin" in scopes
+
+
+def _may_read(call: ApiRequest, report: Report) -> bool:
+    return report.audience == "tenants" or _is_admin(call)
+
+
+def _tenants(call: ApiRequest, report: Report, asked: list[str]) -> tuple[str, ...] | None:
+    if _is_admin(call):
+        return tuple(asked) or None
+    if set(asked) - {call.tenant}:
+        raise BadInput("tenant: this API key sees its own tenant only", field="tenant")
+    return (call.tenant,)
+
+
+async def _budgets(call: ApiRequest, report: Report) -> dict[str, float]:
+    if not any(one.default is None for one in report.parameters):
+        return {}
+    if _is_admin(call):
+        return await read_budgets(call.dependencies.settings.keys_url)
+    own = call.caller.plan.budget_usd_per_month
+    return {} if own is None else {call.tenant: own}
+
+
+def _entry(report: Report) -> ReportEntry:
+    filters = {"tenant": "tenants", "model": "models"}
+    return ReportEntry(
+        name=report.name,
+        title=report.title,
+        owner=report.owner,
+        days=report.days,
+        filters=cast(Any, [one for one, name in filters.items() if name not in report.without]),
+    )
+
+
+def _reply(result: ReportResult) -> ReportReply:
+    report, question = result.report, result.question
+    return ReportReply(
+        name=report.name,
+        title=report.title,
+        owner=report.owner,
+        notes=report.notes,
+        since=question.since.isoformat(),
+        until=question.until.isoformat(),
+        tz=question.tz,
+        columns=[
+            ReportColumnReply(name=column.name, type=column.type, about=report.columns[column.name])
+            for column in result.columns
+        ],
+        rows=[[_cell(value) for value in row] for row in result.rows],
+        plots=[
+            ReportPlot(
+                kind=one.kind,
+                title=one.title,
+                unit=one.unit,
+                stacked=one.stacked,
+                series=[ReportSeries(name=of.name, x=of.x, y=of.y) for of in one.series],
+            )
+            for one in drawings(result)
+        ],
+    )
+
+
+def _cell(value: Any) -> Cell:
+    return value.isoformat() if hasattr(value, "isoformat") else cast(Cell, value)
+
+
+def _json(reply: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(reply), headers=NO_STORE, media_type="application/json")

@@ -1,0 +1,88 @@
+"""Runs reports for callers, in turns with other questions about usage."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from api.usage.turns import Turns
+from shared.reports.definitions import Report
+from shared.reports.question import ReportQuestion
+from shared.reports.runner import ReportResult, ReportRunner, translated_errors
+from shared.usage.bigquery import open_client
+
+QUERY_LIMIT_S = 20.0
+MOST_ROWS = 5_000
+"""Of an answer. A page has no use for more."""
+
+
+class ReportPlace(NamedTuple):
+    """Where the rows are, and what a query may read."""
+
+    project: str
+    dataset: str
+    endpoint: str
+    """URL of an embedded BigQuery. Empty for Google's."""
+    most_bytes: int
+
+
+class ReportService:
+    """Answers reports.
+
+    Args:
+        place: the data set.
+        turns: those of all questions about usage.
+    """
+
+    def __init__(self, place: ReportPlace, turns: Turns) -> None:
+        self._place = place
+        self._turns = turns
+        self._client: Any = None
+        self._running: set[asyncio.Task[ReportResult]] = set()
+
+    async def run(
+        self,
+        report: Report,
+        question: ReportQuestion,
+        tenant: str,
+        budgets_usd: Mapping[str, float],
+    ) -> ReportResult:
+        """Answers one question, which `tenant` asks.
+
+        Raises:
+            BadInput: the report has no such filter, or the answer is too long.
+            Overloaded: too many questions are being answered.
+            Unavailable: BigQuery is out of reach, or refused.
+        """
+        self._turns.claim(tenant)
+        task = asyncio.create_task(self._run(report, question, tenant, budgets_usd))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        # A thread can't be stopped: the turn lasts until its query is over, whoever hangs up.
+        return await asyncio.shield(task)
+
+    async def _run(
+        self,
+        report: Report,
+        question: ReportQuestion,
+        tenant: str,
+        budgets_usd: Mapping[str, float],
+    ) -> ReportResult:
+        async with self._turns.taken(tenant):
+            return await asyncio.to_thread(self._read, report, question, budgets_usd)
+
+    def _read(
+        self, report: Report, question: ReportQuestion, budgets_usd: Mapping[str, float]
+    ) -> ReportResult:
+        if self._client is None:
+            with translated_errors():
+                self._client = open_client(self._place.project, self._place.endpoint)
+        runner = ReportRunner(
+            self._client,
+            self._place.dataset,
+            self._place.most_bytes,
+            budgets_usd,
+            most_rows=MOST_ROWS,
+        )
+        return runner.run(report, question, limit_s=QUERY_LIMIT_S)
