@@ -96,7 +96,7 @@ class FailedPrecondition(PubsubError):
 
 
 class ResourceExhausted(PubsubError):
-    """The server holds as many bytes as it may."""
+    """There is as much of something as there may be."""
 
     status = "RESOURCE_EXHAUSTED"
 

@@ -19,7 +19,7 @@ _PROJECT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,254}")
 def check_name(path: str, kind: str) -> None:
     """Refuse a path that is not `projects/<project>/<kind>/<id>`.
 
-    `kind` is topics, subscriptions or snapshots.
+    `kind` is topics, subscriptions, snapshots or schemas.
 
     Raises:
         InvalidArgument: with the name as it came.

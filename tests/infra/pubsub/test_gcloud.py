@@ -121,3 +121,15 @@ def test_policies(gcloud: Gcloud, tmp_path: Path) -> None:
     assert binding == {"members": ["user:a@example.com"], "role": "roles/pubsub.viewer"}
     gcloud("topics remove-iam-policy-binding jobs", *member)
     assert "bindings" not in gcloud("topics get-iam-policy jobs")
+
+
+def test_schemas(gcloud: Gcloud) -> None:
+    definition = '{"type":"record","name":"User","fields":[{"name":"name","type":"string"}]}'
+    gcloud("schemas validate-schema --type=avro", f"--definition={definition}")
+    gcloud("schemas create user --type=avro", f"--definition={definition}")
+    assert gcloud("schemas describe user")["definition"] == definition
+    gcloud("schemas commit user --type=avro", f"--definition={definition}")
+    assert len(gcloud("schemas list-revisions user")) == 2
+    gcloud("topics create typed --schema=user --message-encoding=json")
+    gcloud("topics publish typed", '--message={"name":"a"}')
+    gcloud("schemas delete user")

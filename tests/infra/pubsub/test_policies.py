@@ -43,6 +43,13 @@ def test_each_kind_of_resource_has_a_policy(world: World, resource: str) -> None
         name=snapshot_path("monday"),
         subscription=subscription_path("workers"),
     )
+    world.call(
+        "CreateSchema",
+        "CreateSchemaRequest",
+        parent=PROJECT,
+        schema_id="user",
+        schema={"type_": "AVRO", "definition": '"string"'},
+    )
     put(world, resource, bindings=[READER])
     assert get(world, resource).bindings[0].role == READER["role"]
 

@@ -114,8 +114,8 @@ def test_features_without_an_implementation_are_refused_by_name() -> None:
     world.topic()
     with pytest.raises(Unimplemented, match="bigquery_config"):
         world.subscription(bigquery_config={"table": "p.d.t"})
-    with pytest.raises(Unimplemented, match="schema_settings"):
-        world.topic("typed", schema_settings={"schema": "projects/p/schemas/s"})
+    with pytest.raises(Unimplemented, match="message_transforms"):
+        world.topic("changed", message_transforms=[{"disabled": True}])
 
 
 def test_update_changes_the_masked_fields_only(world: World) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from infra.emulators.pubsub.calls.policies import PolicyCalls
+from infra.emulators.pubsub.calls.schemas import SchemaCalls
 from infra.emulators.pubsub.calls.snapshots import SnapshotCalls
 from infra.emulators.pubsub.calls.subscriptions import SubscriptionCalls
 from infra.emulators.pubsub.calls.topics import TopicCalls
@@ -21,7 +22,9 @@ DEFAULT_STORAGE_BYTES = 2 * 1024**3
 
 
 class Broker:
-    """Topics, subscriptions and snapshots.
+    """Topics, subscriptions, snapshots and schemas.
+
+    `topics` and `schemas` are for those who run the check of large messages in a thread.
 
     Args:
         now_s: the clock, in seconds since the epoch. It must never go back.
@@ -41,7 +44,8 @@ class Broker:
         self.registry = Registry(
             self.timers, Storage(storage_bytes, self.journal.drop), self.journal
         )
-        topics = TopicCalls(self.registry)
+        self.topics = topics = TopicCalls(self.registry)
+        self.schemas = schemas = SchemaCalls(self.registry)
         snapshots = SnapshotCalls(self.registry)
         policies = PolicyCalls(self.registry)
         self._subscriptions = SubscriptionCalls(self.registry)
@@ -69,6 +73,16 @@ class Broker:
             "ListSnapshots": snapshots.list_snapshots,
             "DeleteSnapshot": snapshots.delete_snapshot,
             "Seek": snapshots.seek,
+            "CreateSchema": schemas.create_schema,
+            "GetSchema": schemas.get_schema,
+            "ListSchemas": schemas.list_schemas,
+            "ListSchemaRevisions": schemas.list_schema_revisions,
+            "CommitSchema": schemas.commit_schema,
+            "RollbackSchema": schemas.rollback_schema,
+            "DeleteSchemaRevision": schemas.delete_schema_revision,
+            "DeleteSchema": schemas.delete_schema,
+            "ValidateSchema": schemas.validate_schema,
+            "ValidateMessage": schemas.validate_message,
             "SetIamPolicy": policies.set_iam_policy,
             "GetIamPolicy": policies.get_iam_policy,
             "TestIamPermissions": policies.test_iam_permissions,

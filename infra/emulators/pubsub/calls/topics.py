@@ -1,5 +1,6 @@
 """The Publisher service on the broker's state: one method per call, protobuf in and out."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from infra.emulators.pubsub.calls.paging import page_of
@@ -7,9 +8,12 @@ from infra.emulators.pubsub.errors import FailedPrecondition, resource_exists
 from infra.emulators.pubsub.names import check_project
 from infra.emulators.pubsub.protos import Topic as TopicProto
 from infra.emulators.pubsub.protos import empty, message_class
+from infra.emulators.pubsub.state.message import cost_of
 from infra.emulators.pubsub.state.publishing import check_publish
 from infra.emulators.pubsub.state.registry import Registry
 from infra.emulators.pubsub.state.resources import DELETED_TOPIC, checked_topic, merge_update
+from infra.emulators.pubsub.state.schema import MessageCheck
+from infra.emulators.pubsub.state.schema_settings import check_schema_settings, message_check
 from infra.emulators.pubsub.state.subscription import SubscriptionState
 from infra.emulators.pubsub.state.topic import Topic
 
@@ -29,6 +33,7 @@ class TopicCalls:
     def create_topic(self, request: TopicProto) -> Any:
         """Create a topic. Raises `AlreadyExists` if the name is taken."""
         proto = checked_topic(request)
+        check_schema_settings(proto, None, self._registry.schema)
         if proto.name in self._registry.topics:
             raise resource_exists(proto.name)
         topic = Topic(
@@ -45,9 +50,9 @@ class TopicCalls:
     def update_topic(self, request: Any) -> Any:
         """Change the masked fields of a topic."""
         topic = self._registry.topic(request.topic.name)
-        topic.configure(
-            checked_topic(merge_update(topic.proto, request.topic, request.update_mask))
-        )
+        proto = checked_topic(merge_update(topic.proto, request.topic, request.update_mask))
+        check_schema_settings(proto, topic.proto, self._registry.schema)
+        topic.configure(proto)
         for subscription in self._subscriptions_of(topic):
             subscription.follow_topic(topic)
         self._registry.journal.save(topic)
@@ -105,8 +110,31 @@ class TopicCalls:
 
     def publish(self, request: Any) -> Any:
         """Publish messages. Returns their ids in the order of the request."""
+        check = self.message_check(request)
+        if check is None:
+            return self._publish(request, check_publish(request))
+        revision_ids = check.run(message.data for message in request.messages)
+        return self.publish_checked(request, check, revision_ids)
+
+    def message_check(self, request: Any) -> MessageCheck | None:
+        """Return the check that the messages must pass. None: the topic has no schema."""
         topic = self._registry.topic(request.topic)
-        self._registry.storage.admit(check_publish(request))
+        if not topic.has_schema:
+            return None
+        check_publish(request)
+        return message_check(topic.proto, self._registry.schema)
+
+    def publish_checked(
+        self, request: Any, check: MessageCheck, revision_ids: Sequence[str]
+    ) -> Any:
+        """Publish messages that fit the revisions of their schema."""
+        for message, revision_id in zip(request.messages, revision_ids, strict=True):
+            check.stamp(message, revision_id)
+        return self._publish(request, sum(map(cost_of, request.messages)))
+
+    def _publish(self, request: Any, cost_bytes: int) -> Any:
+        topic = self._registry.topic(request.topic)
+        self._registry.storage.admit(cost_bytes)
         message_ids = self._registry.publish(topic, request.messages)
         self._registry.journal.offered(message_ids)
         return _PublishResponse(message_ids=message_ids)

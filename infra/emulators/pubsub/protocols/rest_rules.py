@@ -13,6 +13,7 @@ from urllib.parse import unquote
 _TOPIC = "projects/*/topics/*"
 _SUBSCRIPTION = "projects/*/subscriptions/*"
 _SNAPSHOT = "projects/*/snapshots/*"
+_SCHEMA = "projects/*/schemas/*"
 _VARIABLE = re.compile(r"\{(?P<name>[a-z_.]+)=(?P<pattern>[^}]+)\}")
 
 
@@ -100,9 +101,19 @@ RULES = (
     Rule("PUT", f"/v1/{{name={_SNAPSHOT}}}", "CreateSnapshot", "*"),
     Rule("PATCH", f"/v1/{{snapshot.name={_SNAPSHOT}}}", "UpdateSnapshot", "*"),
     Rule("DELETE", f"/v1/{{snapshot={_SNAPSHOT}}}", "DeleteSnapshot"),
+    Rule("POST", "/v1/{parent=projects/*}/schemas", "CreateSchema", "schema"),
+    Rule("GET", f"/v1/{{name={_SCHEMA}}}", "GetSchema"),
+    Rule("GET", "/v1/{parent=projects/*}/schemas", "ListSchemas"),
+    Rule("GET", f"/v1/{{name={_SCHEMA}}}:listRevisions", "ListSchemaRevisions"),
+    Rule("POST", f"/v1/{{name={_SCHEMA}}}:commit", "CommitSchema", "*"),
+    Rule("POST", f"/v1/{{name={_SCHEMA}}}:rollback", "RollbackSchema", "*"),
+    Rule("DELETE", f"/v1/{{name={_SCHEMA}}}:deleteRevision", "DeleteSchemaRevision"),
+    Rule("DELETE", f"/v1/{{name={_SCHEMA}}}", "DeleteSchema"),
+    Rule("POST", "/v1/{parent=projects/*}/schemas:validate", "ValidateSchema", "*"),
+    Rule("POST", "/v1/{parent=projects/*}/schemas:validateMessage", "ValidateMessage", "*"),
     *(
         rule
-        for kind in (_TOPIC, _SUBSCRIPTION, _SNAPSHOT)
+        for kind in (_TOPIC, _SUBSCRIPTION, _SNAPSHOT, _SCHEMA)
         for rule in (
             Rule("GET", f"/v1/{{resource={kind}}}:getIamPolicy", "GetIamPolicy"),
             Rule("POST", f"/v1/{{resource={kind}}}:setIamPolicy", "SetIamPolicy", "*"),

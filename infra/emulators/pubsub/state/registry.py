@@ -1,4 +1,4 @@
-"""All topics, subscriptions and snapshots of the broker, and the paths between them.
+"""All topics, subscriptions, snapshots and schemas of the broker, and the paths between them.
 
 The calls of the API are in the package `calls`, which shares this registry.
 """
@@ -15,6 +15,7 @@ from infra.emulators.pubsub.state.consumers import Delivery
 from infra.emulators.pubsub.state.journal import ChangeJournal
 from infra.emulators.pubsub.state.message import Storage, StoredMessage
 from infra.emulators.pubsub.state.policy import StoredPolicy
+from infra.emulators.pubsub.state.schema import StoredSchema
 from infra.emulators.pubsub.state.snapshot import Snapshot
 from infra.emulators.pubsub.state.subscription import SubscriptionState
 from infra.emulators.pubsub.state.timers import Timers
@@ -33,6 +34,7 @@ class Registry:
         self.topics: dict[str, Topic] = {}
         self.subscriptions: dict[str, SubscriptionState] = {}
         self.snapshots: dict[str, Snapshot] = {}
+        self.schemas: dict[str, StoredSchema] = {}
         self.policies: dict[str, StoredPolicy] = {}
         """By the path of the resource."""
         self.on_push_config: Callable[[SubscriptionState], None] = _nobody_pushes
@@ -61,6 +63,10 @@ class Registry:
         """Return a snapshot by its full name, or raise `InvalidArgument` or `NotFound`."""
         return _look_up(self.snapshots, path, "snapshots")
 
+    def schema(self, path: str) -> StoredSchema:
+        """Return a schema by its full name, or raise `InvalidArgument` or `NotFound`."""
+        return _look_up(self.schemas, path, "schemas")
+
     def resource(self, path: str) -> object:
         """Return a resource of any kind, or raise `InvalidArgument` or `NotFound`."""
         kind = path.split("/")[2] if path.count("/") == 3 else ""
@@ -68,6 +74,7 @@ class Registry:
             "topics": self.topic,
             "subscriptions": self.subscription,
             "snapshots": self.snapshot,
+            "schemas": self.schema,
         }.get(kind)
         if look_up is None:
             raise InvalidArgument(f"Invalid resource name given (name={path}).")

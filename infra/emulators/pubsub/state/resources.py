@@ -39,7 +39,6 @@ _LABEL_KEY = re.compile(r"[^\W\d_A-Z](?:[^\WA-Z]|-){0,62}")
 _LABEL_VALUE = re.compile(r"(?:[^\WA-Z]|-){0,63}")
 
 _TOPIC_FIELDS_WITHOUT_EFFECT_HERE = (
-    "schema_settings",
     "ingestion_data_source_settings",
     "message_transforms",
 )
@@ -50,7 +49,13 @@ _SUBSCRIPTION_FIELDS_WITHOUT_EFFECT_HERE = (
     "message_transforms",
 )
 _UPDATABLE_TOPIC_FIELDS = frozenset(
-    {"labels", "message_storage_policy", "kms_key_name", "message_retention_duration"}
+    {
+        "labels",
+        "message_storage_policy",
+        "kms_key_name",
+        "message_retention_duration",
+        "schema_settings",
+    }
 )
 _UPDATABLE_SUBSCRIPTION_FIELDS = frozenset(
     {

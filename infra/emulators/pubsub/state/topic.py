@@ -50,6 +50,7 @@ class Topic:
     def configure(self, proto: TopicProto) -> None:
         """Apply new settings. A log that is no longer kept is dropped."""
         self.proto = proto
+        self.has_schema: bool = proto.HasField("schema_settings")
         self.retention_s = seconds_of(proto.message_retention_duration)
         self._drop_old()
 

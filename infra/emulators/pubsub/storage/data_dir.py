@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from infra.emulators.pubsub.calls.broker import Broker
-from infra.emulators.pubsub.protos import PubsubMessage, SetIamPolicyRequest
+from infra.emulators.pubsub.protos import PubsubMessage, SchemaRevisions, SetIamPolicyRequest
 from infra.emulators.pubsub.protos import Snapshot as SnapshotProto
 from infra.emulators.pubsub.protos import Subscription as SubscriptionProto
 from infra.emulators.pubsub.protos import Topic as TopicProto
@@ -17,6 +17,7 @@ from infra.emulators.pubsub.state.delivery_settings import seconds_of
 from infra.emulators.pubsub.state.message import StoredMessage
 from infra.emulators.pubsub.state.policy import KIND, StoredPolicy
 from infra.emulators.pubsub.state.registry import Registry
+from infra.emulators.pubsub.state.schema import StoredSchema
 from infra.emulators.pubsub.state.snapshot import Snapshot
 from infra.emulators.pubsub.state.subscription import SubscriptionState
 from infra.emulators.pubsub.state.topic import Topic
@@ -136,6 +137,13 @@ def _restore_policy(registry: Registry, holder: int, moment_s: float, data: byte
     return _holds_no_messages
 
 
+def _restore_schema(registry: Registry, holder: int, moment_s: float, data: bytes) -> Restore:
+    revisions = SchemaRevisions.FromString(data)
+    schema = StoredSchema(revisions.schemas[0].name, revisions, holder)
+    registry.schemas[schema.path] = schema
+    return _holds_no_messages
+
+
 def _holds_no_messages(message: StoredMessage, number: int, attempts: int) -> None:
     """Nothing that holds messages is saved in such a row."""
 
@@ -144,6 +152,7 @@ _RESTORE: dict[str, Callable[[Registry, int, float, bytes], Restore]] = {
     "topics": _restore_topic,
     "subscriptions": _restore_subscription,
     "snapshots": _restore_snapshot,
+    "schemas": _restore_schema,
     KIND: _restore_policy,
 }
 
