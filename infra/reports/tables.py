@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from infra import bigquery as usage
+from shared.errors import Unavailable
 from shared.reports.runner import RETRY_LIMIT_S, translated_errors
 from shared.settings import Settings
 from shared.usage.bigquery import open_client
@@ -28,13 +29,21 @@ def create_tables(settings: Settings) -> None:
 
 
 def check_bigquery(settings: Settings, timeout_s: float) -> None:
-    """Checks that the usage table is there.
+    """Checks that the tables of usage are there, with all columns of this release.
 
     Raises:
-        Unavailable: BigQuery is out of reach, or has no such table.
+        Unavailable: BigQuery is out of reach, or has no such table or column.
     """
     with _connected(settings) as client:
-        client.get_table(f"{settings.dataset}.{usage.TABLE}", retry=None, timeout=timeout_s)
+        for name in usage.tables():
+            table = client.get_table(f"{settings.dataset}.{name}", retry=None, timeout=timeout_s)
+            known = {field.name for field in table.schema}
+            lacking = [field["name"] for field in usage.schema(name) if field["name"] not in known]
+            if lacking:
+                raise Unavailable(
+                    f"table {name} lacks {', '.join(lacking)}; apply Terraform, or run "
+                    "penstock provision"
+                )
 
 
 @contextmanager

@@ -7,12 +7,17 @@ import sys
 from pathlib import Path
 from uuid import uuid4
 
+import pytest
+from google.cloud.bigquery import Table
+
 from infra.local.process import free_port
 from infra.reports.tables import check_bigquery
 from shared.catalog import read_catalog
+from shared.errors import Unavailable
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.names import WEBHOOKS_SUBSCRIPTION_ID, workers_subscription_id
 from shared.settings import Settings, read_settings
+from tests.infra.bigquery.connecting import connected
 from tests.limits import WAIT_LIMIT_S
 
 ROOT = Path(__file__).parents[2]
@@ -47,15 +52,26 @@ def test_makes_everything_once_and_again(pubsub_endpoint: str, bigquery_endpoint
     models = read_catalog(Path("models.yaml")).models
     wanted = [WEBHOOKS_SUBSCRIPTION_ID, *(workers_subscription_id(model.name) for model in models)]
     assert all(asyncio.run(exist(name, pubsub_endpoint, wanted)))
-    check_bigquery(
-        read_settings(
-            Settings,
-            project=name,
-            dataset=settings["PENSTOCK_DATASET"],
-            bigquery_endpoint=bigquery_endpoint,
-        ),
-        WAIT_LIMIT_S,
+    given = read_settings(
+        Settings,
+        project=name,
+        dataset=settings["PENSTOCK_DATASET"],
+        bigquery_endpoint=bigquery_endpoint,
     )
+    check_bigquery(given, WAIT_LIMIT_S)
+    _check_of_an_older_dataset(given)
+
+
+def _check_of_an_older_dataset(settings: Settings) -> None:
+    table = f"{settings.dataset}.worker_hours"
+    with connected(settings.bigquery_endpoint, settings.project) as client:
+        schema = [field for field in client.get_table(table).schema if field.name != "batches"]
+        client.delete_table(table)
+        with pytest.raises(Unavailable, match="worker_hours"):
+            check_bigquery(settings, WAIT_LIMIT_S)
+        client.create_table(Table(f"{settings.project}.{table}", schema))
+    with pytest.raises(Unavailable, match=r"worker_hours lacks batches; apply Terraform"):
+        check_bigquery(settings, WAIT_LIMIT_S)
 
 
 def test_leaves_google_alone() -> None:

@@ -11,15 +11,39 @@ from pathlib import Path
 
 import pytest
 from google.cloud.bigquery import SchemaField, Table
+from prometheus_client import REGISTRY
 
 from infra.bigquery import create, schema
 from shared.usage.journal import BATCH_ROWS
 from shared.usage.row import Row
-from shared.usage.writer import fields_of
+from shared.usage.worker_hour import WorkerHour
+from shared.usage.writer import RowWriter, fields_of
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import DATASET, PROJECT, Server, row, segments, writer
 
 pytestmark = pytest.mark.anyio
+HOUR = WorkerHour(
+    row_id="w:1",
+    worker="w",
+    hour_s=1_790_000_000 // 3600 * 3600.0,
+    since_s=1_790_000_000.0,
+    reported_at_s=1_790_000_010.0,
+    started_at_s=1_790_000_000.0,
+    region="here",
+    deployment="mini",
+    models="mini",
+    gpu_type=None,
+    spot=None,
+    device="cpu",
+    device_share=1.0,
+    processes=1,
+    busy_s=4.0,
+    idle_s=5.0,
+    loading_s=1.0,
+    batches=2,
+    items=3,
+    cold_starts=1,
+)
 
 
 @pytest.fixture
@@ -185,6 +209,42 @@ async def test_table_of_an_older_release_takes_rows_without_its_missing_columns(
         for line in (tmp_path / "spool" / "rejected.jsonl").read_text().splitlines()
     ]
     assert [entry["row"]["row_id"] for entry in rejected] == ["req:00003"]
+
+
+async def test_table_that_is_missing_keeps_no_other_rows_waiting(
+    server: Server, tmp_path: Path
+) -> None:
+    """A worker of a new release starts before the table of hours is there."""
+    hours = RowWriter(
+        project=PROJECT,
+        dataset=DATASET,
+        endpoint=server.endpoint,
+        spool_dir=tmp_path / "hours",
+        table="worker_hours",
+    )
+    with server.running():
+        with server.client() as client:
+            client.delete_table(f"{DATASET}.worker_hours")
+        async with writer(server, tmp_path / "rows") as rows, hours:
+            hours.write_hour(HOUR)
+            rows.write(row(1))
+            assert await rows.flush(WAIT_LIMIT_S)
+            assert REGISTRY.get_sample_value("penstock_rows_pending") == hours.pending == 1
+        assert segments(tmp_path / "hours") == 1
+        with server.client() as client:
+            create(client, DATASET)
+        again = RowWriter(
+            project=PROJECT,
+            dataset=DATASET,
+            endpoint=server.endpoint,
+            spool_dir=tmp_path / "hours",
+            table="worker_hours",
+        )
+        async with again:
+            assert await again.flush(WAIT_LIMIT_S)
+        query = f"SELECT row_id FROM {DATASET}.worker_hours WHERE hour > TIMESTAMP '2020-01-01'"
+        with server.client() as client:
+            assert [one["row_id"] for one in client.query(query).result()] == ["w:1"]
 
 
 async def test_repeated_row_counts_once(server: Server, tmp_path: Path) -> None:
