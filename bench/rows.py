@@ -1,8 +1,9 @@
 """The writer of usage rows on one core: its rate, an outage of BigQuery, and the way out of it.
 
-The writer has a core of its own. The embedded BigQuery has another one, where there is one. An
-outage of ten minutes is compressed: its rows come as fast as they can be made. Then BigQuery is
-back while rows go on at the usual rate. `python -m bench.rows ROWS` has another backlog.
+The writer has a core of its own. What stands for BigQuery has another one, where there is one,
+and answers after as long as the service (bench/row_sink.py). An outage of ten minutes is
+compressed: its rows come as fast as they can be made. Then BigQuery is back, while rows go on at
+the usual rate. `python -m bench.rows ROWS` has another backlog.
 """
 
 from __future__ import annotations
@@ -12,25 +13,32 @@ import os
 import resource
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
+import httpx
+import msgspec
 from prometheus_client import REGISTRY
 
 from bench.report import Figure, Outcome
+from bench.row_sink import Counts
+from infra.local.process import Process, free_port, listens
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Price
 from shared.messages import Envelope, ItemOutcome, Receipt
 from shared.settings import SPOOL_MAX_BYTES
 from shared.usage.row import Row, row_of
 from shared.usage.writer import RowWriter
-from tests.shared.embedded_bigquery import DATASET, PROJECT, Server
+from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
 RATE_PER_S = 5000
 OUTAGE_S = 600
 BACKLOG = RATE_PER_S * OUTAGE_S
 STEADY_S = 20.0
+ANSWER_MS = 100
+"""How long the service takes for an insertAll."""
+MOST_BESIDE = 20_000_000
+"""Room for rows before and after the outage."""
 CHUNK = 100_000
 MOST_UNSAFE = 5000
 """Rows that are not on disk yet. A worker takes no more jobs then, and neither does this."""
@@ -52,18 +60,21 @@ def run(backlog: int = BACKLOG) -> Outcome:
     """Writes at the rate, through an outage, and until BigQuery has all of it."""
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-        folder = Path(name)
-        os.sched_setaffinity(0, cores[-1:])  # inherited by the server
+        folder, port = Path(name), free_port()
+        os.sched_setaffinity(0, cores[-1:])  # inherited by the sink
+        words = [str(port), str(ANSWER_MS), str(backlog + MOST_BESIDE)]
         try:
-            server = Server(folder)
-            return asyncio.run(_Run(server, folder / "spool", backlog, cores).measure())
+            with Process("sink", [sys.executable, "-m", "bench.row_sink", *words], folder) as sink:
+                sink.wait_ready(lambda: listens(port), START_LIMIT_S)
+                url = f"http://127.0.0.1:{port}"
+                return asyncio.run(_Run(url, folder / "spool", backlog, cores).measure())
         finally:
             os.sched_setaffinity(0, cores)
 
 
 class _Run:
-    def __init__(self, server: Server, spool_dir: Path, backlog: int, cores: list[int]) -> None:
-        self._server = server
+    def __init__(self, url: str, spool_dir: Path, backlog: int, cores: list[int]) -> None:
+        self._url = url
         self._spool_dir = spool_dir
         self._backlog = backlog
         self._cores = cores
@@ -72,49 +83,42 @@ class _Run:
         self._unsafe = 0
 
     async def measure(self) -> Outcome:
-        writer = RowWriter(
-            project=PROJECT,
-            dataset=DATASET,
-            endpoint=self._server.endpoint,
-            spool_dir=self._spool_dir,
-        )
+        writer = RowWriter(project="p", dataset="d", endpoint=self._url, spool_dir=self._spool_dir)
+        os.sched_setaffinity(0, self._cores[:1])  # inherited by the writer's threads
         async with writer:
-            with self._server.running():
-                self._take_first_core()
-                steady = await self._at_rate(writer, STEADY_S)
-                is_drained = await writer.flush(DRAIN_LIMIT_S)
-                before_mib = _resident_mib()
-            outage = await self._as_fast_as_possible(writer)
+            steady = await self._at_rate(writer, STEADY_S)
+            await writer.flush(DRAIN_LIMIT_S)
+            before_mib = _resident_mib()
+            await self._told("/away")
+            outage_s = await self._as_fast_as_possible(writer)
             disk_bytes, held_mib = self._disk_bytes(), _resident_mib()
-            os.sched_setaffinity(0, self._cores[-1:])
-            with self._server.running():
-                self._take_first_core()
-                drained_s, of_drain = await self._drain(writer)
-                is_drained &= writer.pending == 0
-                found = await asyncio.to_thread(self._counts)
-        lost = self._written - found[1]
+            await self._told("/back")
+            drained_s, of_drain = await self._drain(writer)
+            pending = writer.pending
+            found = await self._told("/counts")
+        lost = _metric("penstock_rows_lost_total")
         return Outcome(
             [
-                Figure("rows written, lost", lost + (not is_drained), "rows", "<=", 0),
-                Figure("rows counted twice in the view", found[0] - found[1], "rows", "<=", 0),
-                Figure("tokens that differ", abs(self._tokens - found[2]), "tokens", "<=", 0),
-                Figure("rows given up", _metric("penstock_rows_lost_total"), "rows", "<=", 0),
-                Figure(f"core at {RATE_PER_S} rows/s, sending", 100 * steady, "%", "<=", 100),
-                Figure("writing while BigQuery is away", self._backlog / outage, "rows/s"),
-                Figure("disk a row after it, compressed", disk_bytes / self._backlog, "bytes"),
+                Figure("rows that did not arrive", self._written - found.different, "", "<=", 0),
+                Figure("rows that wait at the end, or were given up", pending + lost, "", "<=", 0),
+                Figure("tokens that differ", abs(self._tokens - found.tokens), "", "<=", 0),
+                Figure("rows sent twice, for the view", found.rows - found.different, ""),
+                Figure(f"core at {RATE_PER_S} rows/s", 100 * steady, "%", "<=", 100),
+                Figure("writing and compressing in the outage", self._backlog / outage_s, "rows/s"),
+                Figure("a row on disk, compressed", disk_bytes / self._backlog, "bytes"),
                 Figure("disk", disk_bytes / MIB, "MiB", "<=", SPOOL_MAX_BYTES / MIB),
-                Figure("memory for it", held_mib - before_mib, "MiB", "<=", 256),
+                Figure("memory for the outage", held_mib - before_mib, "MiB", "<=", 256),
                 Figure("drained, with new rows beside", drained_s, "s"),
                 Figure("core while it drains", 100 * of_drain, "%"),
                 Figure("memory, most", _most_mib(), "MiB"),
             ],
-            {"backlog": self._backlog, "written": self._written, "outage_s": round(outage, 1)},
+            {"backlog": self._backlog, "written": self._written, "outage_s": round(outage_s, 1)},
         )
 
-    def _take_first_core(self) -> None:
-        """For every thread of this process: the writer's, the loop's and those of Google's."""
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), self._cores[:1])
+    async def _told(self, path: str) -> Counts:
+        async with httpx.AsyncClient(base_url=self._url, timeout=WAIT_LIMIT_S) as client:
+            answer = await client.get(path)
+        return msgspec.json.decode(answer.content, type=Counts)
 
     async def _at_rate(self, writer: RowWriter, seconds: float) -> float:
         """The part of the core that it takes, the making of the rows left out."""
@@ -170,16 +174,6 @@ class _Run:
     def _disk_bytes(self) -> int:
         return sum(path.stat().st_size for path in self._spool_dir.iterdir())
 
-    def _counts(self) -> tuple[int, int, int]:
-        query = (
-            "SELECT COUNT(*), COUNT(DISTINCT row_id), SUM(tokens) "
-            f"FROM {DATASET}.rows_deduplicated WHERE received_at > TIMESTAMP '2020-01-01'"
-        )
-        with self._server.client() as client:
-            (found,) = client.query(query).result()
-        rows, ids, tokens = found.values()
-        return rows, ids, tokens
-
     def _row(self) -> Row:
         """A row as a worker writes it, with all columns that it knows."""
         number, now_s = self._written, time.time()
@@ -220,6 +214,5 @@ def _most_mib() -> float:
 
 
 if __name__ == "__main__":
-    assert threading.active_count() == 1, "threads keep the cores that they began with"
     for figure in run(int(sys.argv[1]) if sys.argv[1:] else BACKLOG).figures:
         print(f"{figure.name}: {figure.value:,.1f} {figure.unit}{'' if figure.is_met else ' !'}")

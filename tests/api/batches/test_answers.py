@@ -79,8 +79,10 @@ async def test_rows_are_of_the_lane_and_cost_the_plans_share(
 ) -> None:
     api, _ = both
     client = api.openai()
-    await until(client, await created(client, jsonl(line(str(n)) for n in range(3))))
+    batch = await created(client, jsonl(line(str(n)) for n in range(3)))
+    await until(client, batch)
     envelopes = [job.envelope for job in api.worker.jobs]
+    assert {one.batch_id for one in envelopes} == {batch.id}
     assert {(one.lane, one.price_share) for one in envelopes} == {("batch", 0.5)}
     assert len({one.request_id for one in envelopes}) == 3
     assert {one.request_id.rpartition("-")[2] for one in envelopes} == {"1", "2", "3"}
