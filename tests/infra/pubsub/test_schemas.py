@@ -381,3 +381,19 @@ async def test_messages_are_checked_on_the_wire_too(server: PubsubServer) -> Non
     assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     trailing: Any = refusal.value.trailing_metadata()
     assert b"INVALID_JSON_AVRO_MESSAGE" in dict(trailing)["grpc-status-details-bin"]
+
+
+@pytest.mark.anyio
+async def test_long_definition_is_read_on_the_wire_too(server: PubsubServer) -> None:
+    fields: dict[str, Any] = {f"field_{number}": "int" for number in range(1000)}
+    async with connect(server.endpoint) as wire:
+        for definition, code in ((record(**fields), None), ("[" * 10_000, "INVALID_ARGUMENT")):
+            request = message_class("CreateSchemaRequest")(
+                parent="projects/p", schema_id="long", schema=schema(definition)
+            )
+            try:
+                await wire.call("SchemaService", "CreateSchema", request, "Schema")
+                outcome = None
+            except grpc.aio.AioRpcError as error:
+                outcome = error.code().name
+            assert outcome == code

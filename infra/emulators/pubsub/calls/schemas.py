@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from infra.emulators.pubsub.calls.paging import page_of
@@ -148,11 +149,12 @@ class SchemaCalls:
             raise InvalidArgument("Either name or schema must be set in a ValidateMessageRequest.")
         encoding = check_encoding("encoding", request.encoding)
         if spec == "schema":
-            return MessageCheck("", encoding, [("", Definition(request.schema))])
+            definition = Definition(request.schema)
+            return MessageCheck("", encoding, [("", lambda: definition)])
         name, _, revision_id = request.name.partition("@")
         schema = self._registry.schema(name)
         revision = schema.revision(revision_id)
-        definitions = [(revision.revision_id, schema.definition(revision))]
+        definitions = [(revision.revision_id, partial(schema.definition, revision))]
         return MessageCheck(name, encoding, definitions)
 
     def _add_revision(self, schema: StoredSchema, source: Schema) -> Schema:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from infra.emulators.pubsub.calls.broker import Broker
 from infra.emulators.pubsub.protos import message_class
+from infra.emulators.pubsub.schemas.definition import Definition
 from infra.emulators.pubsub.streaming import pull
 
 PUBLISHER = "google.pubsub.v1.Publisher"
@@ -91,6 +92,8 @@ _LASTING_CALLS = frozenset(
         "SetIamPolicy",
     }
 )
+_CALLS_WITH_DEFINITIONS = ("CreateSchema", "CommitSchema", "ValidateSchema")
+_QUICKLY_READ_LENGTH = 8 * 1024
 
 
 class Call(Protocol):
@@ -121,6 +124,7 @@ def unary_methods(broker: Broker) -> list[Method]:
         "Acknowledge": _acknowledge(broker),
         "Pull": _pull(broker),
         "ValidateMessage": _validate_message(broker),
+        **{name: _with_definition(broker, name) for name in _CALLS_WITH_DEFINITIONS},
     }
     return [
         Method(
@@ -157,8 +161,25 @@ def _publish(broker: Broker) -> Answer:
     return publish
 
 
+def _with_definition(broker: Broker, name: str) -> Answer:
+    answer = _call(broker, name)
+
+    async def answer_with_definition(request: Any, call: Call) -> bytes:
+        await _read_definition(request)
+        return await answer(request, call)
+
+    return answer_with_definition
+
+
+async def _read_definition(request: Any) -> None:
+    """Read a long definition in a thread, so that others are answered meanwhile."""
+    if len(request.schema.definition) > _QUICKLY_READ_LENGTH:
+        await asyncio.to_thread(Definition, request.schema)
+
+
 def _validate_message(broker: Broker) -> Answer:
     async def validate_message(request: Any, call: Call) -> bytes:
+        await _read_definition(request)
         await asyncio.to_thread(broker.schemas.validation(request).run, [request.message])
         return b""
 

@@ -1,8 +1,8 @@
 """A schema's definition, read and checked: what messages are validated against."""
 
 import json
-import warnings
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import avro.errors
@@ -21,6 +21,8 @@ MAX_NESTING = 64
 deeper ones took it seconds to write."""
 _LONGEST_REASON = 500
 """The library repeats what it could not read."""
+_KEPT = 32
+"""Definitions that were read last. So one that was read in a thread is not read again."""
 _CHECKS: dict[str, Callable[[avro.schema.Schema, bytes, Budget], None]] = {
     "JSON": check_json,
     "BINARY": check_binary,
@@ -71,13 +73,12 @@ class Definition:
         _CHECKS[encoding](self._schema, message, budget)
 
 
+@lru_cache(maxsize=_KEPT)
 def _parsed(definition: str) -> avro.schema.Schema:
     try:
-        with warnings.catch_warnings():
-            # A logical type that does not fit its type is ignored, as the specification says.
-            warnings.simplefilter("ignore", avro.errors.AvroWarning)
-            _check_nesting(json.loads(definition))
-            parsed = avro.schema.parse(definition)
+        decoded = json.loads(definition)
+        _check_nesting(decoded)
+        parsed = avro.schema.make_avsc_object(_without_logical_types(decoded))
     except RecursionError:
         reason = f"it is nested deeper than {MAX_NESTING} levels"
     # Beside its own errors the library lets through what it meets in values of a wrong type.
@@ -88,6 +89,19 @@ def _parsed(definition: str) -> avro.schema.Schema:
             return parsed
         reason = f"the type {parsed.type} is of protocols only"
     raise InvalidArgument(f"Invalid schema definition given: {reason[:_LONGEST_REASON]}.")
+
+
+def _without_logical_types(value: Any) -> Any:
+    """Return a definition without what changes no encoding, and makes the library warn."""
+    if isinstance(value, list):
+        return [_without_logical_types(inner) for inner in value]
+    if isinstance(value, dict):
+        return {
+            key: _without_logical_types(inner)
+            for key, inner in value.items()
+            if key != "logicalType"
+        }
+    return value
 
 
 def _check_nesting(value: Any) -> None:

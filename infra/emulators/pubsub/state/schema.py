@@ -1,6 +1,6 @@
 """One schema with its revisions, and the check of messages against a range of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from infra.emulators.pubsub.errors import MessageRefused, ResourceNotFound
@@ -84,12 +84,12 @@ class StoredSchema:
 class MessageCheck:
     """The check of messages against revisions of a schema, the newest first.
 
-    It changes nothing and may run in a thread.
+    It may run in a thread. Definitions are read when a message is checked against them.
     """
 
     schema_name: str
     encoding: str
-    definitions: Sequence[tuple[str, Definition]]
+    definitions: Sequence[tuple[str, Callable[[], Definition]]]
 
     def run(self, messages: Iterable[bytes]) -> list[str]:
         """Return the id of the newest revision that each message fits.
@@ -113,7 +113,7 @@ class MessageCheck:
         why = "there are no revisions from the first to the last that the topic names"
         for revision_id, definition in self.definitions:
             try:
-                definition.check(message, self.encoding, budget)
+                definition().check(message, self.encoding, budget)
             except Mismatch as mismatch:
                 why = f"last checked revision: revision_id={revision_id} failed with status: "
                 why += str(mismatch)

@@ -1,6 +1,7 @@
 """The schema that a topic's messages must fit: what its settings may be, and what they ask."""
 
 from collections.abc import Callable
+from functools import partial
 
 from infra.emulators.pubsub.errors import InvalidArgument, ResourceNotFound
 from infra.emulators.pubsub.names import check_name
@@ -66,5 +67,5 @@ def message_check(topic: Topic, find_schema: FindSchema) -> MessageCheck:
         )
     schema = find_schema(settings.schema)
     revisions = schema.range(settings.first_revision_id, settings.last_revision_id)
-    definitions = [(each.revision_id, schema.definition(each)) for each in revisions]
+    definitions = [(each.revision_id, partial(schema.definition, each)) for each in revisions]
     return MessageCheck(schema.path, _ENCODINGS[settings.encoding], definitions)
