@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from google.api_core.exceptions import ServiceUnavailable
 from google.api_core.retry import Retry, if_exception_type
-from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
+from google.cloud.pubsub_v1 import PublisherClient, SchemaServiceClient, SubscriberClient
 from google.cloud.pubsub_v1.subscriber.message import Message
 from google.cloud.pubsub_v1.types import PublisherOptions
+from google.pubsub_v1.types import Schema
 
 from tests.infra.pubsub.kept_server import KeptServer
 from tests.infra.pubsub.wire import connect
@@ -25,9 +26,7 @@ TOPIC, SUBSCRIPTION, SECOND = (
     "projects/p/subscriptions/two",
 )
 # As the client's own, which waits up to a minute between two tries.
-PUBLISH_AGAIN = Retry(
-    if_exception_type(ServiceUnavailable), initial=0.1, maximum=0.3, timeout=WAIT_LIMIT_S
-)
+AGAIN = Retry(if_exception_type(ServiceUnavailable), initial=0.1, maximum=0.3, timeout=WAIT_LIMIT_S)
 
 
 @pytest.fixture
@@ -89,13 +88,9 @@ def test_every_answered_publish_is_delivered_though_the_server_is_killed_in_traf
             # Not open while the server is away: the client takes up to ten seconds to come back to
             # a stream.
             with received_by(SUBSCRIPTION, first.take):
-                futures = [
-                    publisher.publish(TOPIC, b"x" * 200, retry=PUBLISH_AGAIN) for _ in range(500)
-                ]
+                futures = [publisher.publish(TOPIC, b"x" * 200, retry=AGAIN) for _ in range(500)]
                 futures[-100].result(timeout=WAIT_LIMIT_S)
-            futures += [
-                publisher.publish(TOPIC, b"x" * 200, retry=PUBLISH_AGAIN) for _ in range(1500)
-            ]
+            futures += [publisher.publish(TOPIC, b"x" * 200, retry=AGAIN) for _ in range(1500)]
             futures[-1200].result(timeout=WAIT_LIMIT_S)
             kept_server.kill()
             kept_server.start()
@@ -178,3 +173,27 @@ def test_ordered_publishes_come_in_order_after_a_kill(kept_server: KeptServer) -
     with received_by(SUBSCRIPTION, take):
         assert done.wait(WAIT_LIMIT_S)
     assert order == [str(number).encode() for number in range(30)]
+
+
+def test_schema_or_policy_that_was_answered_is_there_after_a_kill(
+    kept_server: KeptServer,
+) -> None:
+    text = Schema(type_=Schema.Type.AVRO, definition='"string"')
+    name = "projects/p/schemas/text"
+
+    def killed_after(call: Callable[..., Any], **request: Any) -> None:
+        call(request=request, retry=AGAIN)
+        kept_server.kill()
+        kept_server.start()
+
+    with PublisherClient() as publisher, SchemaServiceClient() as schemas:
+        killed_after(publisher.create_topic, name=TOPIC)
+        killed_after(schemas.create_schema, parent="projects/p", schema=text, schema_id="text")
+        killed_after(schemas.commit_schema, name=name, schema=text)
+        assert len(list(schemas.list_schema_revisions(name=name, retry=AGAIN))) == 2
+        policy = {"bindings": [{"role": "roles/pubsub.viewer", "members": ["user:a@b.c"]}]}
+        killed_after(publisher.set_iam_policy, resource=TOPIC, policy=policy)
+        shown = publisher.get_iam_policy(request={"resource": TOPIC}, retry=AGAIN)
+        assert shown.bindings[0].role == "roles/pubsub.viewer"
+        killed_after(schemas.delete_schema, name=name)
+        assert list(schemas.list_schemas(parent="projects/p", retry=AGAIN)) == []

@@ -19,6 +19,7 @@ from infra.emulators.pubsub.errors import (
 from infra.emulators.pubsub.protos import Schema, message_class
 from infra.emulators.pubsub.schemas.definition import MAX_DEFINITION_BYTES
 from infra.emulators.pubsub.server import PubsubServer
+from infra.emulators.pubsub.state.message import cost_of
 from infra.emulators.pubsub.state.schema import MAX_REVISIONS
 from tests.infra.pubsub.wire import connect
 from tests.infra.pubsub.world import (
@@ -324,16 +325,15 @@ def test_topic_of_a_deleted_schema_takes_no_messages_until_it_has_none() -> None
 
 
 def test_schema_attributes_count_for_the_storage_limit() -> None:
-    world = World()
+    data = user(name="a")
+    plain_bytes = cost_of(message(data))
+    world = World(storage_bytes=plain_bytes + 800)
     create(world)
     typed_topic(world)
-    world.subscription()
-    world.publish(user(name="a"))
-    with_schema = world.broker.registry.storage.held_bytes
+    with pytest.raises(ResourceExhausted):
+        world.publish(data)
     world.topic("plain")
-    world.subscription("plain", "plain")
-    world.publish(user(name="a"), topic_id="plain")
-    assert world.broker.registry.storage.held_bytes - with_schema < with_schema - 900
+    world.publish(data, topic_id="plain")
 
 
 def test_schemas_are_there_after_a_restart(kept: KeptWorld) -> None:
