@@ -5,6 +5,7 @@ so a large result never touches the file. Writers of `data` hold the server's wr
 is one at a time.
 """
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ class Store:
     def __init__(self, data_dir: Path | None) -> None:
         self._data_dir = data_dir
         self._root: Cursor = None
+        self._uploads: tempfile.TemporaryDirectory[str] | None = None
 
     def open(self) -> None:
         """Opens the database and loads the macros.
@@ -55,12 +57,24 @@ class Store:
             raise OSError(f"cannot open {place}: {error}") from error
         self._root.execute("CREATE SCHEMA bq")
         self._root.execute(_MACROS.read_text())
-        # Nothing that a query says may reach the machine's files or the network.
+        # Nothing that a query says may reach the machine's files or the network. Only Parquet
+        # files are read in place, from this folder.
+        self._uploads = tempfile.TemporaryDirectory(prefix="penstock-bigquery-")
+        self._root.execute(f"SET GLOBAL allowed_directories = [{_literal(self.uploads_dir)}]")
         self._root.execute("SET GLOBAL enable_external_access = false")
         self._root.execute("SET GLOBAL lock_configuration = true")
 
+    @property
+    def uploads_dir(self) -> str:
+        """The one folder whose files DuckDB may read: uploads, while they are loaded."""
+        assert self._uploads is not None, "the store is not open: this is a bug"
+        return self._uploads.name
+
     def close(self) -> None:
         """Writes the log into the file and lets it go."""
+        if self._uploads is not None:
+            self._uploads.cleanup()
+            self._uploads = None
         if self._root is not None:
             self._root.execute("CHECKPOINT data")
             self._root.close()

@@ -1,4 +1,4 @@
-"""Load jobs: newline-delimited JSON and CSV files into a table.
+"""Load jobs: newline-delimited JSON, CSV and Parquet files into a table.
 
 The uploaded file is read in a thread, checked row by row against the schema, and put into the
 destination whole. Source:
@@ -11,11 +11,11 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import IO, Any
 
 from infra.emulators.bigquery.engine.jobs import BigQueryJob
+from infra.emulators.bigquery.engine.parquet import parquet_file
 from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
 from infra.emulators.bigquery.tables.destinations import (
@@ -61,13 +61,13 @@ async def run_load(service: BigQueryService, file: IO[bytes], job: BigQueryJob) 
         raise UnsupportedError("Loading from Cloud Storage: not supported by the embedded BigQuery")
     destination = parse_destination(config, _DEFAULT_WRITE)
     table = service.catalog.tables.get(destination.key)
-    schema = await service.threads.read(
-        _schema, config, file, None if table is None else table.schema
-    )
-    physical = await service.threads.read(service.queries.stage, schema)
+    known = None if table is None else table.schema
+    if config.get("sourceFormat") == "PARQUET":
+        staged = await service.threads.read(_stage_parquet, service, config, file, known, job)
+    else:
+        staged = await service.threads.read(_stage_text, service, config, file, known, job)
+    schema, physical, loaded = staged
     try:
-        stage = partial(_stage, service, config, file, schema, physical, job)
-        loaded = await service.threads.read(stage)
         await service.threads.write(_put, service, destination, schema, physical)
     finally:
         await service.threads.read(service.queries.drop, physical)
@@ -85,6 +85,37 @@ def _put(
     service: BigQueryService, destination: TableDestination, schema: Schema, physical: str
 ) -> None:
     put_rows(service.store, service.catalog, destination, schema, physical)
+
+
+def _stage_parquet(
+    service: BigQueryService, config: Json, file: IO[bytes], known: Schema | None, job: BigQueryJob
+) -> tuple[Schema, str, _Loaded]:
+    if config.get("writeDisposition") == "WRITE_TRUNCATE" and "$" not in str(
+        config["destinationTable"]["tableId"]
+    ):
+        known = None
+    with parquet_file(service.store, file) as parquet:
+        schema = parquet.schema(config, known)
+        physical = service.queries.stage(schema)
+        try:
+            with service.store.cursor() as cursor:
+                job.watch(cursor)
+                return schema, physical, _Loaded(parquet.stage(cursor, config, schema, physical))
+        except BaseException:
+            service.queries.drop(physical)
+            raise
+
+
+def _stage_text(
+    service: BigQueryService, config: Json, file: IO[bytes], known: Schema | None, job: BigQueryJob
+) -> tuple[Schema, str, _Loaded]:
+    schema = _schema(config, file, known)
+    physical = service.queries.stage(schema)
+    try:
+        return schema, physical, _stage(service, config, file, schema, physical, job)
+    except BaseException:
+        service.queries.drop(physical)
+        raise
 
 
 def _schema(config: Json, file: IO[bytes], known: Schema | None) -> Schema:
