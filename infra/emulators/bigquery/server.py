@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
+from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from infra.emulators.bigquery.app import create_app
@@ -59,11 +60,17 @@ async def serve(host: str, port: int, data_dir: Path | None) -> AsyncIterator[Bi
             async with anyio.create_task_group() as tasks:
                 service = _service(store, catalog, tasks)
                 tasks.start_soon(expire_forever, service)
+                tasks.start_soon(_load_analyzer, service)
                 async with answering(create_app(service), listener):
                     yield BigQueryServer(host, listener.getsockname()[1])
                 tasks.cancel_scope.cancel()
         finally:
             store.close()
+
+
+async def _load_analyzer(service: BigQueryService) -> None:
+    """Loads GoogleSQL's analyzer beside everything else. The first queries wait for it."""
+    await to_thread.run_sync(service.translator.analyzer.load, abandon_on_cancel=True)
 
 
 def _service(store: Store, catalog: TableCatalog, tasks: TaskGroup) -> BigQueryService:

@@ -135,7 +135,7 @@ def test_jobs_of_a_project_are_listed(client: bigquery.Client) -> None:
         " ORDER BY creation_time",
     )
     assert found == [
-        ("SELECT missing FROM d.t", "SELECT", "DONE", "invalidQuery", True, 0),
+        ("SELECT missing FROM d.t", None, "DONE", "invalidQuery", True, 0),
         ("SELECT 1 AS a", "SELECT", "DONE", None, False, 1),
     ]
 

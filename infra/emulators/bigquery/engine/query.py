@@ -17,15 +17,18 @@ from infra.emulators.bigquery.errors import (
     StoppedError,
     UnsupportedError,
 )
+from infra.emulators.bigquery.googlesql.parameters import values_in
 from infra.emulators.bigquery.googlesql.translate import Statement
 from infra.emulators.bigquery.store import Cursor, Store
 from infra.emulators.bigquery.tables.physical import refusal
 from infra.emulators.bigquery.tables.resources import TableResource
 from infra.emulators.bigquery.tables.rows import size_sql
-from infra.emulators.bigquery.tables.schema import Schema, quoted, result_schema
+from infra.emulators.bigquery.tables.schema import Schema, quoted
 
 _MIB = 1024 * 1024
 _LEAST_BILLED_BYTES = 10 * _MIB
+_RAISED = re.compile(r"[\"']bq: (.*)[\"'](?: to INT32|, expected format)", re.DOTALL)
+"""An error of a macro, which is a cast that fails."""
 _UNKNOWN_COLUMN = re.compile(r'Referenced (?:column|table) "([^"]+)" not found')
 # Called with the session that is about to work, so that a cancel can interrupt it.
 OnCursor = Callable[[Cursor], None]
@@ -51,29 +54,6 @@ class Queries:
         self._store = store
         self._numbers = itertools.count(1)
 
-    def describe(self, statement: Statement) -> Schema:
-        """Returns the fields of a query's result, without running it.
-
-        Raises:
-            InvalidQueryError: for names or types that don't fit.
-            UnsupportedError: for a result that this server can't give.
-        """
-        with self._store.cursor() as cursor, _translated(statement):
-            columns = cursor.execute(f"DESCRIBE {statement.sql}", statement.values).fetchall()
-            schema = result_schema([(name, duckdb.sqltype(kind)) for name, kind, *_ in columns])
-        for field in schema:
-            if (
-                field.name in statement.expanded
-                and field.type == "RECORD"
-                and field.mode != "REPEATED"
-            ):
-                raise UnsupportedError(
-                    f"SELECT * over the records of UNNEST({field.name}): not supported by the"
-                    " embedded BigQuery; name the columns",
-                    "query",
-                )
-        return schema
-
     def select(self, statement: Statement, on_cursor: OnCursor) -> Result:
         """Runs a query and keeps its rows.
 
@@ -85,15 +65,16 @@ class Queries:
             InvalidQueryError: for a query that fails, at the start or on the way.
             StoppedError: where the session was interrupted.
         """
-        schema = self.describe(statement)
+        schema = statement.schema
         physical = f"memory.main.r{next(self._numbers)}"
         with self._store.cursor() as cursor, _translated(statement):
             on_cursor(cursor)
             columns = ", ".join(f"{quoted(field.name)} {field.duckdb_type}" for field in schema)
             cursor.execute(f"CREATE TABLE {physical} ({columns})")
             try:
+                values = values_in(statement.sql, statement.values)
                 (rows,) = cursor.execute(
-                    f"INSERT INTO {physical} {statement.sql}", statement.values
+                    f"INSERT INTO {physical} {statement.sql}", values
                 ).fetchone()
             except BaseException:
                 cursor.execute(f"DROP TABLE {physical}")
@@ -125,7 +106,10 @@ class Queries:
         """
         with self._store.cursor() as cursor, _translated(statement):
             on_cursor(cursor)
-            (rows,) = cursor.execute(statement.sql, statement.values).fetchone()
+            for check in statement.checks:
+                cursor.execute(check, values_in(check, statement.values)).fetchall()
+            values = values_in(statement.sql, statement.values)
+            (rows,) = cursor.execute(statement.sql, values).fetchone()
         return int(rows)
 
     def read_bytes(self, statement: Statement) -> int:
@@ -134,7 +118,10 @@ class Queries:
         BigQuery counts only the partitions that pass the filter. This is the most it would be.
         """
         with self._store.cursor() as cursor:
-            return sum(_table_bytes(cursor, table, statement.columns) for table in statement.tables)
+            return sum(
+                _table_bytes(cursor, table, statement.columns[table.number])
+                for table in statement.tables
+            )
 
 
 def check_billed(read_bytes: int, limit_bytes: int | None) -> int:
@@ -164,10 +151,10 @@ def table_size(cursor: Cursor, table: TableResource) -> tuple[int, int]:
     return int(rows), int(size_bytes)
 
 
-def _table_bytes(cursor: Cursor, table: TableResource, columns: frozenset[str] | None) -> int:
-    read = tuple(
-        field for field in table.schema if columns is None or field.name.lower() in columns
-    )
+def _table_bytes(cursor: Cursor, table: TableResource, columns: frozenset[str]) -> int:
+    read = tuple(field for field in table.schema if field.name.lower() in columns)
+    if not read:
+        return 0
     query = f"SELECT coalesce(sum({size_sql(read)}), 0) FROM {table.physical}"
     return int(cursor.execute(query).fetchone()[0])
 
@@ -189,6 +176,8 @@ def _translated(statement: Statement) -> Iterator[None]:
 
 def _cleaned(error: Exception, statement: Statement) -> str:
     text = str(error)
+    if match := _RAISED.search(text):
+        return match.group(1)
     if match := _UNKNOWN_COLUMN.search(text):
         return f"Unrecognized name: {match.group(1)}"
     if isinstance(error, duckdb.ConstraintException):

@@ -40,7 +40,9 @@ class BigQueryService:
     async def view_schema(self, sql: str, project: str) -> Schema:
         """Returns the fields of a view's query, and so checks it."""
         statement = await self.threads.read(self.translator.translate, sql, project, None, (), True)
-        return await self.threads.read(self.queries.describe, statement)
+        if statement.kind != "SELECT":
+            raise InvalidQueryError("A view's query must be a SELECT")
+        return statement.schema
 
     async def run_query(self, job: BigQueryJob) -> None:
         """Does the work of a query job.
@@ -71,8 +73,7 @@ class BigQueryService:
         statement = await self._statement(job.project, config, config["query"])
         job.statistics["query"] = details = {"statementType": statement.kind, "cacheHit": False}
         if statement.kind == "SELECT":
-            schema = await self.threads.read(self.queries.describe, statement)
-            details["schema"] = {"fields": [field.resource() for field in schema]}
+            details["schema"] = {"fields": [field.resource() for field in statement.schema]}
         await self._charge(job, statement)
         job.state = "DONE"
 

@@ -1,114 +1,97 @@
-"""Query parameters: puts typed, bound values where a statement says `@name` or `?`."""
+"""Query parameters: their types for the analyzer, and typed placeholders for DuckDB."""
+
+from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlglot import exp
-
 from infra.emulators.bigquery.errors import InvalidQueryError
-from infra.emulators.bigquery.googlesql.calls import cast, unsupported
+from infra.emulators.bigquery.googlesql.analysis.analyzer import ParameterTypes
+from infra.emulators.bigquery.googlesql.analysis.types import (
+    duckdb_type,
+    struct_field_names,
+    type_of_parameter,
+)
 from infra.emulators.bigquery.tables.schema import Json, parse_schema, quoted
 from infra.emulators.bigquery.tables.values import BadValueError, canonical_scalar
 
+_PLACEHOLDER = re.compile(r"\$(bq_\d+)\b")
+
 
 @dataclass
-class Bindings:
-    """The values that the DuckDB statement is run with, by placeholder."""
+class Parameters:
+    """The parameters of a statement.
 
+    `types` are for the analyzer. `sql` has DuckDB's SQL of each, by its name in lower case or its
+    position from 1. `values` are the values of the placeholders in it.
+    """
+
+    types: ParameterTypes
+    sql: dict[str | int, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
-    def bind(self, value: Any) -> exp.Expr:
-        """Keeps a value and returns its placeholder."""
-        name = f"p{len(self.values)}"
-        self.values[name] = value
-        return exp.Placeholder(this=name)
+    def form(self) -> tuple[object, ...]:
+        """What a translation depends on: names, types and the SQL of all, without the values."""
+        kinds = [*(kind for _, kind in self.types.named), *self.types.positional]
+        return (*self.sql.items(), *(kind.SerializeToString() for kind in kinds))
 
 
-def put_parameters(tree: exp.Expr, parameters: Sequence[Json], bindings: Bindings) -> exp.Expr:
-    """Replaces the parameters of a statement by typed placeholders.
+def values_in(sql: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the placeholders that a DuckDB statement has, as it takes no others."""
+    return {name: values[name] for name in _PLACEHOLDER.findall(sql) if name in values}
 
-    Args:
-        tree: a parsed statement. It is changed in place.
-        parameters: QueryParameter resources, all named or all positional.
-        bindings: filled with the values.
+
+def read_parameters(parameters: Sequence[Json]) -> Parameters:
+    """Reads QueryParameter resources, all named or all positional.
 
     Raises:
-        InvalidQueryError: for a parameter that is missing or whose value does not fit its type.
+        InvalidQueryError: for a value that does not fit its type, or a parameter without one.
+        UnsupportedError: for a type that this server does not keep.
     """
-    named = {str(item["name"]).lower(): item for item in parameters if item.get("name")}
-    positional = iter([item for item in parameters if not item.get("name")])
-    for node in list(tree.find_all(exp.Parameter, exp.SessionParameter)):
-        if isinstance(node.this, exp.Parameter) or isinstance(node, exp.SessionParameter):
-            raise unsupported("System variables")
-        item = named.get(node.name.lower())
-        if item is None:
-            raise InvalidQueryError(f"Query parameter '{node.name}' not found")
-        node.replace(_expression(item, bindings))
-    for placeholder in _in_order(tree):
-        item = next(positional, None)
-        if item is None:
+    kinds = [type_of_parameter(item.get("parameterType") or {}) for item in parameters]
+    names = [str(item.get("name") or "").lower() for item in parameters]
+    if any(names) and not all(names):
+        raise InvalidQueryError("Query parameters must be all named or all positional")
+    named = list(zip(names, kinds, strict=True)) if any(names) else []
+    found = Parameters(ParameterTypes(named, [] if named else kinds))
+    for position, (name, item) in enumerate(zip(names, parameters, strict=True), 1):
+        try:
+            sql = _typed(item["parameterType"], item.get("parameterValue") or {}, found.values)
+        except BadValueError as error:
             raise InvalidQueryError(
-                "Query parameter number is more than the number of positional parameters"
-            )
-        placeholder.replace(_expression(item, bindings))
-    return tree
+                f"Invalid value for query parameter: {error.message}"
+            ) from error
+        except KeyError as error:
+            raise InvalidQueryError(f"Query parameter without {error}") from error
+        found.sql[name or position] = sql
+    return found
 
 
-def _in_order(tree: exp.Expr) -> list[exp.Expr]:
-    return [node for node in tree.dfs() if isinstance(node, exp.Placeholder) and node.this is None]
-
-
-def _expression(item: Json, bindings: Bindings) -> exp.Expr:
-    try:
-        return _typed(item["parameterType"], item.get("parameterValue") or {}, bindings)
-    except BadValueError as error:
-        raise InvalidQueryError(f"Invalid value for query parameter: {error.message}") from error
-    except KeyError as error:
-        raise InvalidQueryError(f"Query parameter without {error}") from error
-
-
-def _typed(kind: Json, value: Json, bindings: Bindings) -> exp.Expr:
+def _typed(kind: Json, value: Json, values: dict[str, Any]) -> str:
     name = str(kind["type"]).upper()
     if name == "ARRAY":
-        items = [
-            _typed(kind["arrayType"], item, bindings) for item in value.get("arrayValues") or []
-        ]
-        return exp.Cast(this=exp.Array(expressions=items), to=_duckdb_type(kind))
+        items = [_typed(kind["arrayType"], one, values) for one in value.get("arrayValues") or []]
+        return f"CAST([{', '.join(items)}] AS {duckdb_type(type_of_parameter(kind))})"
     if name in ("STRUCT", "RECORD"):
         parts = value.get("structValues") or {}
+        names = struct_field_names(type_of_parameter(kind))
         fields = [
-            exp.PropertyEQ(
-                this=exp.to_identifier(part["name"], quoted=True),
-                expression=_typed(part["type"], parts.get(part["name"]) or {}, bindings),
-            )
-            for part in kind["structTypes"]
+            f"{quoted(own)} := {_typed(part['type'], parts.get(part.get('name')) or {}, values)}"
+            for own, part in zip(names, kind["structTypes"], strict=True)
         ]
-        return exp.Struct(expressions=fields)
-    return _scalar(name, value.get("value"), bindings)
+        return f"struct_pack({', '.join(fields)})"
+    return _scalar(name, value.get("value"), values)
 
 
-def _scalar(name: str, value: Any, bindings: Bindings) -> exp.Expr:
-    (field_,) = parse_schema([{"name": "value", "type": name}])
-    if value is not None and field_.type == "BYTES":
+def _scalar(name: str, value: Any, values: dict[str, Any]) -> str:
+    (kind,) = parse_schema([{"name": "value", "type": name}])
+    placeholder = f"bq_{len(values)}"
+    if value is not None and kind.type == "BYTES":
         canonical_scalar("BYTES", value)
-        return cast(bindings.bind(base64.b64decode(value)), "BLOB")
-    return cast(bindings.bind(canonical_scalar(field_.type, value)), field_.duckdb_type)
-
-
-def _duckdb_type(kind: Json) -> exp.Expr:
-    return exp.DataType.build(_type_text(kind), dialect="duckdb")
-
-
-def _type_text(kind: Json) -> str:
-    name = str(kind["type"]).upper()
-    if name == "ARRAY":
-        return f"{_type_text(kind['arrayType'])}[]"
-    if name in ("STRUCT", "RECORD"):
-        parts = [
-            f"{quoted(part['name'])} {_type_text(part['type'])}" for part in kind["structTypes"]
-        ]
-        return f"STRUCT({', '.join(parts)})"
-    (field_,) = parse_schema([{"name": "value", "type": name}])
-    return field_.duckdb_type
+        values[placeholder] = base64.b64decode(value)
+    else:
+        values[placeholder] = canonical_scalar(kind.type, value)
+    return f"CAST(${placeholder} AS {kind.duckdb_type})"

@@ -2,226 +2,227 @@
 
 A filter counts where BigQuery could skip partitions by it: a comparison of the partitioning column
 with something constant, in the WHERE or ON beside the table, or further out if nothing between
-needs the other rows: no LIMIT, no window and no grouping that the column isn't a key of. Checked
-after `references`, before anything is rewritten. Source:
+needs the other rows: no LIMIT, no window and no grouping that the column isn't a key of. Source:
 https://docs.cloud.google.com/bigquery/docs/querying-partitioned-tables
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from __future__ import annotations
 
-from sqlglot import exp
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from infra.emulators.bigquery.errors import InvalidQueryError
+from infra.emulators.bigquery.googlesql.analysis.tree import Node
 from infra.emulators.bigquery.tables.resources import TableResource
 
-# A column as a filter names it: the source's alias, or None, and the column's name, both in lower
-# case.
-_Column = tuple[str | None, str]
-_Ctes = Mapping[str, exp.Expr]
-_COMPARISONS = (exp.EQ, exp.GT, exp.GTE, exp.LT, exp.LTE)
+_COMPARISONS = frozenset(
+    {"$equal", "$less", "$less_or_equal", "$greater", "$greater_or_equal", "$between", "$in"}
+)
+_MONOTONE = frozenset(
+    {"date", "timestamp", "datetime", "date_trunc", "timestamp_trunc", "datetime_trunc"}
+)
+"""A filter on one of these of a column is one on the column, as with a view's DATE(at) AS day."""
+_NOTHING: frozenset[int] = frozenset()
 
 
-def check_partition_filters(tree: exp.Expr, tables: Mapping[str, TableResource]) -> None:
+@dataclass(frozen=True)
+class ReadTable:
+    """What a name in a statement is: a table, or a view with its tree."""
+
+    table: TableResource | None
+    view: View | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """A view's resolved tree, and what its own names are."""
+
+    tree: Node
+    reads: Mapping[str, ReadTable]
+
+
+def check_partition_filters(tree: Node, reads: Mapping[str, ReadTable]) -> None:
     """Refuses a statement that reads a whole table which demands a filter on its partitions.
 
     Args:
-        tree: a statement whose tables are DuckDB names already.
-        tables: the tables by DuckDB name.
+        tree: the resolved statement.
+        reads: what the analyzer's keys of tables stand for.
 
     Raises:
         InvalidQueryError: naming the table and its column.
     """
-    if not any(
-        table.partitioning and table.partitioning.is_filter_required for table in tables.values()
-    ):
-        return
-    if isinstance(tree, exp.Update | exp.Delete):
-        _check_source(tree.this, _pruned(_conjuncts(tree.args.get("where"))), {}, tables)
-    elif isinstance(tree, exp.Merge):
-        _check_source(tree.this, _pruned(_conjuncts(tree.args.get("on"))), {}, tables)
-        _check_source(tree.args["using"], _pruned(_conjuncts(tree.args.get("on"))), {}, tables)
-    for query in _nested_queries(
-        [tree] if isinstance(tree, exp.Query) else list(tree.args.values())
-    ):
-        _check_query(query, set(), {}, tables)
+    checks = _Checks(reads)
+    if tree.kind in ("UpdateStmt", "DeleteStmt"):
+        filtered = _pruned([tree.where_expr])
+        checks.check(tree.table_scan, filtered)
+        if tree.kind == "UpdateStmt" and tree.from_scan is not None:
+            checks.check(tree.from_scan, filtered)
+    elif tree.kind == "MergeStmt":
+        filtered = _pruned([tree.merge_expr])
+        checks.check(tree.table_scan, filtered)
+        checks.check(tree.from_scan, filtered)
+    elif tree.has("query") and tree.query is not None:
+        checks.check(tree.query, _NOTHING)
+    scans = {"table_scan", "from_scan", "query"}
+    for name in ("where_expr", "update_item_list", "merge_expr", "when_clause_list", "row_list"):
+        if name not in scans and tree.has(name):
+            found = getattr(tree, name)
+            checks.check_expressions(found if isinstance(found, list) else [found])
 
 
-def _check_query(
-    query: exp.Expr, wanted: set[str], ctes: _Ctes, tables: Mapping[str, TableResource]
-) -> None:
-    """Checks a query of whose output columns `wanted` are filtered by what stands around it."""
-    with_ = query.args.get("with_")
-    if with_ is not None:
-        ctes = {**ctes, **{cte.alias.lower(): cte.this for cte in with_.expressions}}
-    if isinstance(query, exp.Subquery):
-        _check_query(query.this, wanted, ctes, tables)
-    elif isinstance(query, exp.SetOperation):
-        _check_set_operation(query, wanted, ctes, tables)
-    elif isinstance(query, exp.Select):
-        _check_select(query, wanted, ctes, tables)
+class _Checks:
+    def __init__(self, reads: Mapping[str, ReadTable]) -> None:
+        self._reads = reads
+        self._named: dict[str, Node] = {}
 
+    def check(self, scan: Node, filtered: frozenset[int]) -> None:
+        """Checks a scan of whose columns `filtered` are filtered by what stands around it."""
+        if scan.kind == "TableScan":
+            self._check_table(scan, filtered)
+        elif scan.kind == "FilterScan":
+            self.check(scan.input_scan, filtered | _pruned([scan.filter_expr]))
+            self.check_expressions([scan.filter_expr])
+        elif scan.kind == "JoinScan":
+            inner = filtered | _pruned([scan.join_expr])
+            self.check(scan.left_scan, inner)
+            self.check(scan.right_scan, inner)
+            self.check_expressions([scan.join_expr])
+        elif scan.kind == "SetOperationScan":
+            self._check_set_operation(scan, filtered)
+        elif scan.kind == "WithScan":
+            self._named |= {one.with_query_name: one.with_subquery for one in scan.with_entry_list}
+            self.check(scan.query, filtered)
+        elif scan.kind == "WithRefScan":
+            body = self._named[scan.with_query_name]
+            self.check(body, _moved(filtered, scan.column_list, body.column_list))
+        else:
+            self._check_other(scan, filtered)
 
-def _check_set_operation(
-    query: exp.SetOperation, wanted: set[str], ctes: _Ctes, tables: Mapping[str, TableResource]
-) -> None:
-    # The first query names the columns; the others are filtered at the same places.
-    names = [name.lower() for name in query.named_selects]
-    for side in (query.this, query.expression):
-        own = [name.lower() for name in side.named_selects]
-        is_aligned = len(own) == len(names) and "*" not in own
-        inner = (
-            {own[names.index(name)] for name in wanted if name in names} if is_aligned else wanted
-        )
-        _check_query(side, inner if query.args.get("limit") is None else set(), ctes, tables)
+    def _check_other(self, scan: Node, filtered: frozenset[int]) -> None:
+        for child in scan.children():
+            if not child.kind.endswith("Scan"):
+                self.check_expressions([child])
+            elif scan.kind == "ProjectScan":
+                self.check(child, _behind(filtered, scan.expr_list))
+            elif scan.kind == "AggregateScan":
+                keys = {one.column.column_id for one in scan.group_by_list}
+                self.check(child, _behind(filtered & keys, scan.group_by_list))
+            elif scan.kind == "AnalyticScan":
+                self.check(child, filtered & _keys_of_windows(scan))
+            elif scan.kind in ("OrderByScan", "ArrayScan"):
+                self.check(child, filtered)
+            else:
+                self.check(child, _NOTHING)
 
+    def check_expressions(self, nodes: Iterable[Node | None]) -> None:
+        """Checks the queries inside expressions. Nothing around them filters their tables."""
+        for node in nodes:
+            if node is None:
+                continue
+            if node.kind.endswith("Scan"):
+                self.check(node, _NOTHING)
+            else:
+                self.check_expressions(node.children())
 
-def _check_select(
-    select: exp.Select, wanted: set[str], ctes: _Ctes, tables: Mapping[str, TableResource]
-) -> None:
-    joins = select.args.get("joins") or []
-    filters = [select.args.get("where"), *(join.args.get("on") for join in joins)]
-    columns = set(_pruned(part for condition in filters for part in _conjuncts(condition)))
-    columns |= {column for name in wanted for column in _inward(select, name)}
-    from_ = select.args.get("from_")
-    sources = [*([from_.this] if from_ is not None else []), *(join.this for join in joins)]
-    for source in sources:
-        _check_source(source, columns, ctes, tables)
-    others = [value for key, value in select.args.items() if key not in ("from_", "joins", "with_")]
-    for query in _nested_queries([*others, *(join.args.get("on") for join in joins)]):
-        _check_query(query, set(), ctes, tables)
+    def _check_set_operation(self, scan: Node, filtered: frozenset[int]) -> None:
+        for item in scan.input_item_list:
+            inner = _moved(filtered, scan.column_list, item.output_column_list)
+            self.check(item.scan, inner)
 
-
-def _check_source(
-    source: exp.Expr, columns: Iterable[_Column], ctes: _Ctes, tables: Mapping[str, TableResource]
-) -> None:
-    alias = source.alias_or_name.lower()
-    filtered = {name for owner, name in columns if owner in (None, alias)}
-    if isinstance(source, exp.Subquery):
-        _check_query(source, filtered, ctes, tables)
-    elif isinstance(source, exp.Table) and not source.db and source.name.lower() in ctes:
-        body = ctes[source.name.lower()]
-        # A recursive CTE reads itself: the body is checked once, without its own name.
-        inner = {name: query for name, query in ctes.items() if name != source.name.lower()}
-        _check_query(body, filtered, inner, tables)
-    elif isinstance(source, exp.Table):
-        table = tables.get(f"{source.catalog}.{source.db}.{source.name}")
-        if table is None or table.partitioning is None or not table.partitioning.is_filter_required:
+    def _check_table(self, scan: Node, filtered: frozenset[int]) -> None:
+        read = self._reads[scan.table.name]
+        names = {column.name.lower() for column in scan.column_list if column.column_id in filtered}
+        if read.view is not None:
+            outputs = read.view.tree.output_column_list
+            inner = {one.column.column_id for one in outputs if one.name.lower() in names}
+            _Checks(read.view.reads).check(read.view.tree.query, frozenset(inner))
+        if read.table is None or read.table.partitioning is None:
             return
-        column = table.partitioning.column
-        pseudo = {"_partitiontime", "_partitiondate"} if table.has_partition_time else set()
-        if not filtered & {column.lower(), *pseudo}:
+        column = read.table.partitioning.column
+        if not read.table.partitioning.is_filter_required:
+            return
+        wanted = {column.lower()}
+        if read.table.has_partition_time:
+            wanted |= {"_partitiontime", "_partitiondate"}
+        if not names & wanted:
             raise InvalidQueryError(
-                f"Cannot query over table '{str(table.key).replace(':', '.')}' without a filter"
-                f" over column(s) '{column}' that can be used for partition elimination"
+                f"Cannot query over table '{str(read.table.key).replace(':', '.')}' without a"
+                f" filter over column(s) '{column}' that can be used for partition elimination"
             )
 
 
-def _inward(select: exp.Select, name: str) -> Iterator[_Column]:
-    """Gives the source columns that an outer filter on the output column `name` filters as well."""
-    if select.args.get("limit") is not None or select.args.get("offset") is not None:
-        return
-    for projection in select.expressions:
-        inner = projection.unalias()
-        if isinstance(inner, exp.Star):
-            column: _Column = (None, name)
-        elif isinstance(inner, exp.Column) and isinstance(inner.this, exp.Star):
-            column = (inner.table.lower(), name)
-        elif isinstance(inner, exp.Column) and projection.alias_or_name.lower() == name:
-            column = (inner.table.lower() or None, inner.name.lower())
-        elif isinstance(inner, exp.Cast | exp.Date) and projection.alias_or_name.lower() == name:
-            # A view's DATE(received_at) AS day: a filter on the day is one on the column.
-            found = inner.find(exp.Column)
-            if found is None:
-                continue
-            column = (found.table.lower() or None, found.name.lower())
-        else:
-            continue
-        if _is_key(select, column[1]):
-            yield column
+def _moved(filtered: frozenset[int], outer: Iterable[Any], inner: Iterable[Any]) -> frozenset[int]:
+    """The same columns of an inner list that stands at the same places."""
+    pairs = zip(outer, inner, strict=True)
+    return frozenset(one.column_id for own, one in pairs if own.column_id in filtered)
 
 
-def _is_key(select: exp.Select, column: str) -> bool:
-    windows = [window for window in select.find_all(exp.Window) if window.parent_select is select]
-    for window in windows:
-        parts_by = window.args.get("partition_by") or []
-        if column not in {part.name.lower() for part in parts_by if isinstance(part, exp.Column)}:
-            return False
-    group = select.args.get("group")
-    if group is None:
-        return not any(node.parent_select is select for node in _plain_aggregates(select))
-    keys: set[str] = set()
-    for key in group.expressions:
-        named = _projection(select, key)
-        parts = [key] if named is None else [key, named]
-        keys.update(found.name.lower() for part in parts for found in part.find_all(exp.Column))
-    return column in keys
+def _behind(filtered: frozenset[int], computed: Iterable[Node]) -> frozenset[int]:
+    """The columns that filtered outputs are made of, where one is passed on or cut by a unit."""
+    found = set(filtered)
+    for one in computed:
+        if one.column.column_id in filtered:
+            found.discard(one.column.column_id)
+            column = _column_behind(one.expr)
+            if column is not None:
+                found.add(column)
+    return frozenset(found)
 
 
-def _projection(select: exp.Select, key: exp.Expr) -> exp.Expr | None:
-    """Returns the output column that a GROUP BY names by its place or its alias."""
-    projections: list[exp.Expr] = select.expressions
-    if isinstance(key, exp.Literal) and not key.is_string:
-        return projections[int(key.name) - 1]
-    named = [
-        projection
-        for projection in projections
-        if projection.alias.lower() == key.name.lower() != ""
-    ]
-    return named[0] if isinstance(key, exp.Column) and named else None
+def _column_behind(expr: Node) -> int | None:
+    if expr.kind == "ColumnRef":
+        return int(expr.column.column_id)
+    if expr.kind == "Cast":
+        return _column_behind(expr.expr)
+    if expr.kind == "FunctionCall" and _name(expr) in _MONOTONE:
+        return _column_behind(expr.argument_list[0])
+    return None
 
 
-def _plain_aggregates(select: exp.Select) -> Iterator[exp.Expr]:
-    for node in select.find_all(exp.AggFunc):
-        if node.find_ancestor(exp.Window) is None:
-            yield node
+def _keys_of_windows(scan: Node) -> frozenset[int]:
+    """The columns that all windows of a scan are partitioned by."""
+    keys: set[int] | None = None
+    for group in scan.function_group_list:
+        refs = [] if group.partition_by is None else group.partition_by.partition_by_list
+        own = {ref.column.column_id for ref in refs}
+        keys = own if keys is None else keys & own
+    return frozenset(keys or ())
 
 
-def _conjuncts(condition: exp.Expr | None) -> list[exp.Expr]:
-    if condition is None:
-        return []
-    inner = condition.this if isinstance(condition, exp.Where) else condition
-    return list(inner.flatten()) if isinstance(inner, exp.And) else [inner]
+def _pruned(conditions: Iterable[Node | None]) -> frozenset[int]:
+    """The columns by which conditions that all hold let partitions be skipped."""
+    return frozenset().union(*(_pruned_by(one) for one in conditions if one is not None))
 
 
-def _pruned(conditions: Iterable[exp.Expr]) -> set[_Column]:
-    """Returns the columns by which conditions that all hold let partitions be skipped."""
-    return {column for condition in conditions for column in _pruned_by(condition)}
+def _pruned_by(condition: Node) -> frozenset[int]:
+    if condition.kind != "FunctionCall":
+        return _NOTHING
+    name, arguments = _name(condition), condition.argument_list
+    if name == "$and":
+        return _pruned(arguments)
+    if name == "$or":
+        found = [_pruned_by(one) for one in arguments]
+        return found[0].intersection(*found[1:])
+    if name not in _COMPARISONS:
+        return _NOTHING
+    first, others = arguments[0], arguments[1:]
+    found_first = _compared(first, others)
+    if found_first or len(others) != 1:
+        return found_first
+    return _compared(others[0], [first])
 
 
-def _pruned_by(condition: exp.Expr) -> set[_Column]:
-    inner = condition.unnest()
-    if isinstance(inner, exp.And):
-        return _pruned(_conjuncts(inner))
-    if isinstance(inner, exp.Or):
-        return _pruned_by(inner.this) & _pruned_by(inner.expression)
-    if isinstance(inner, _COMPARISONS):
-        return _compared(inner.this, [inner.expression]) or _compared(
-            inner.expression, [inner.this]
-        )
-    if isinstance(inner, exp.Between):
-        return _compared(inner.this, [inner.args["low"], inner.args["high"]])
-    if isinstance(inner, exp.In) and inner.expressions:
-        return _compared(inner.this, inner.expressions)
-    return set()
+def _compared(side: Node, others: Iterable[Node]) -> frozenset[int]:
+    moving = {"ColumnRef", "SubqueryExpr"}
+    if any(node.kind in moving for other in others for node in other.walk()):
+        return _NOTHING
+    below = side.walk()
+    if any(node.kind == "SubqueryExpr" for node in below):
+        return _NOTHING
+    columns = {node.column.column_id for node in below if node.kind == "ColumnRef"}
+    return frozenset(columns) if len(columns) == 1 else _NOTHING
 
 
-def _compared(side: exp.Expr, others: list[exp.Expr]) -> set[_Column]:
-    if any(other.find(exp.Column, exp.Query) is not None for other in others):
-        return set()
-    if side.find(exp.Query) is not None:
-        return set()
-    columns = {
-        (column.table.lower() or None, column.name.lower()) for column in side.find_all(exp.Column)
-    }
-    return columns if len(columns) == 1 else set()
-
-
-def _nested_queries(values: Iterable[object]) -> Iterator[exp.Expr]:
-    """Gives the outermost queries inside the arguments of a node."""
-    for value in values:
-        if isinstance(value, list):
-            yield from _nested_queries(value)
-        elif isinstance(value, exp.Expr):
-            for node in value.walk(prune=lambda found: isinstance(found, exp.Query)):
-                if isinstance(node, exp.Query) and not isinstance(node, exp.Table):
-                    yield node
+def _name(call: Node) -> str:
+    return str(call.function.name).removeprefix("ZetaSQL:")

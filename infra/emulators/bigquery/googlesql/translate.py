@@ -1,54 +1,78 @@
-"""From GoogleSQL text to a DuckDB statement: parse, check, resolve names, bind, rewrite, write.
+"""From GoogleSQL text to a DuckDB statement: names, analysis, checks, translation.
 
 The entry of this package, called by query jobs and views. Data definition goes on to `definitions`.
 """
 
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sqlglot
 from sqlglot import exp
 
 from infra.emulators.bigquery.errors import InvalidQueryError
+from infra.emulators.bigquery.googlesql.analysis.analyzer import Analyzer, ParameterTypes
+from infra.emulators.bigquery.googlesql.analysis.tree import Node
 from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.parameters import Bindings, put_parameters
-from infra.emulators.bigquery.googlesql.partitions import check_partition_filters
-from infra.emulators.bigquery.googlesql.references import Names, Resolved, resolve
-from infra.emulators.bigquery.googlesql.rewrite import rewrite
-from infra.emulators.bigquery.googlesql.supported import check
+from infra.emulators.bigquery.googlesql.kept import KeptStatements, LookedUp
+from infra.emulators.bigquery.googlesql.names import (
+    NamedSource,
+    Names,
+    TranslatedView,
+    look_up,
+)
+from infra.emulators.bigquery.googlesql.parameters import Parameters, read_parameters
+from infra.emulators.bigquery.googlesql.partitions import ReadTable, View, check_partition_filters
+from infra.emulators.bigquery.googlesql.text import SplitNames, is_definition
+from infra.emulators.bigquery.googlesql.translation.scans import subquery
+from infra.emulators.bigquery.googlesql.translation.scope import Scope
+from infra.emulators.bigquery.googlesql.translation.statements import (
+    Written,
+    write_manipulation,
+    write_query,
+)
 from infra.emulators.bigquery.tables.listing import Listing
 from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey, TableResource
-from infra.emulators.bigquery.tables.schema import Json
+from infra.emulators.bigquery.tables.schema import Json, Schema
 
-_DEFINITIONS = (exp.Create, exp.Drop, exp.TruncateTable, exp.Alter)
-_MANIPULATIONS: dict[type[exp.Expr], str] = {
-    exp.Insert: "INSERT",
-    exp.Update: "UPDATE",
-    exp.Delete: "DELETE",
-    exp.Merge: "MERGE",
-}
+_DEEPEST_VIEW = 16
+_MANIPULATIONS = frozenset({"InsertStmt", "UpdateStmt", "DeleteStmt", "MergeStmt"})
 
 
 @dataclass(frozen=True)
 class Statement:
     """A statement ready for DuckDB.
 
-    `kind` is the API's statementType. `columns` are the names that it mentions, None where it takes
-    all of them. `expanded` are the aliases of UNNESTs beside a `*`, whose records BigQuery would
-    expand. `definition` is the parsed tree of a data definition, which has no `sql`. `target` is
-    the table that INSERT, UPDATE, DELETE or MERGE changes.
+    `kind` is the API's statementType. `checks` are queries that must run first: they fail where the
+    statement must. `columns` are the names of the columns that are read, in lower case, by the
+    number of their table. `schema` has the fields of a query's result. `definition` is the parsed
+    tree of a data definition, which has no `sql`. `target` is the table that INSERT, UPDATE, DELETE
+    or MERGE changes.
     """
 
     kind: str
     sql: str
     values: dict[str, Any]
     tables: tuple[TableResource, ...]
-    columns: frozenset[str] | None
-    expanded: frozenset[str] = frozenset()
+    columns: Mapping[int, frozenset[str]]
+    schema: Schema = ()
+    checks: tuple[str, ...] = ()
     definition: exp.Expr | None = None
     target: TableKey | None = None
+
+
+@dataclass
+class _Reads:
+    """The tables and columns that a statement reads, those of its views too."""
+
+    tables: dict[int, TableResource] = field(default_factory=dict)
+    columns: dict[int, frozenset[str]] = field(default_factory=dict)
+
+    def add(self, table: TableResource, columns: frozenset[str]) -> None:
+        self.tables[table.number] = table
+        self.columns[table.number] = self.columns.get(table.number, frozenset()) | columns
 
 
 @dataclass(frozen=True)
@@ -59,10 +83,13 @@ class Translator:
         find: returns a table by its full name or raises NotFoundError.
         listing: gives the rows of an INFORMATION_SCHEMA view: its name, the parts of the name
             before it, the job's project.
+        analyzer: reads statements.
     """
 
     find: Callable[[TableKey], TableResource]
     listing: Callable[[str, Sequence[str], str], Listing]
+    analyzer: Analyzer = field(default_factory=Analyzer)
+    _kept: KeptStatements[Statement] = field(default_factory=lambda: KeptStatements())
 
     def translate(
         self,
@@ -86,67 +113,120 @@ class Translator:
             NotFoundError: for a table that does not exist.
             UnsupportedError: for what this server can't answer.
         """
-        tree = parse(sql)
-        names = self.names(project, default_dataset)
-        if isinstance(tree, _DEFINITIONS) or _is_alter(tree):
-            return Statement(definition_kind(tree), "", {}, (), None, definition=tree)
-        kind = "SELECT" if isinstance(tree, exp.Query) else _MANIPULATIONS.get(type(tree))
-        if kind is None:
-            raise unsupported(f"{type(tree).__name__.upper()} statements")
-        bindings, resolved = Bindings(), Resolved()
-        tree = resolve(put_parameters(tree, parameters, bindings), names, resolved)
+        if is_definition(sql):
+            tree = parse_definition(sql)
+            return Statement(definition_kind(tree), "", {}, (), {}, definition=tree)
+        bound = read_parameters(parameters)
+        asked = (sql, project, default_dataset, is_view, bound.form())
+        found = self._kept.get(asked)
+        if found is None:
+            looked_up = LookedUp(self.find)
+            names = Names(project, default_dataset, looked_up, self.listing)
+            found = self._translate(sql, names, bound, is_view)
+            looked_up.is_lasting = not names.listed
+            self._kept.put(asked, looked_up, found)
+        return replace(found, values=bound.values)
+
+    def _translate(self, sql: str, names: Names, bound: Parameters, is_view: bool) -> Statement:
+        reads = _Reads()
+        tree, sources, scope = self._analyze(sql, names, bound, reads, 0)
         if not is_view:
-            check_partition_filters(tree, resolved.tables)
-        target = None if kind == "SELECT" else _target(tree, resolved)
-        _fit_manipulation(tree, resolved)
-        columns, expanded = _mentioned_columns(tree), _expanded_aliases(tree)
-        sql = _written(rewrite(tree))
-        tables = tuple(resolved.tables.values())
-        return Statement(kind, sql, bindings.values, tables, columns, expanded, target=target)
+            check_partition_filters(tree, {key: one.read for key, one in sources.items()})
+        written = _written(tree, scope, sources)
+        changed = None if written.kind == "SELECT" else _changed_table(tree, sources).key
+        return Statement(
+            written.kind,
+            written.sql,
+            {},
+            tuple(reads.tables.values()),
+            reads.columns,
+            written.schema,
+            written.checks,
+            target=changed,
+        )
 
     def names(self, project: str, default_dataset: DatasetKey | None) -> Names:
         """Returns where names of a statement are looked up."""
-        return Names(project, default_dataset, self.find, self.listing, parse_query)
+        return Names(project, default_dataset, self.find, self.listing)
+
+    def _analyze(
+        self, sql: str, names: Names, parameters: Parameters, reads: _Reads, depth: int
+    ) -> tuple[Node, dict[str, NamedSource], Scope]:
+        if depth > _DEEPEST_VIEW:
+            raise InvalidQueryError(
+                f"Resources exceeded: views are nested more than {_DEEPEST_VIEW} deep"
+            )
+
+        def translate_view(table: TableResource) -> TranslatedView:
+            return self._view(table, names, reads, depth + 1)
+
+        sources = {}
+        paths = self.analyzer.table_paths(sql)
+        for path in dict.fromkeys(tuple(names.parts(path)) for path in paths):
+            key = ".".join(path)
+            sources[key] = look_up(path, key, names, translate_view)
+        split = SplitNames(sql, (path[0] for path in paths if len(path) == 1))
+        tables = [one.named for one in sources.values()]
+        try:
+            tree = self.analyzer.analyze(split.sql, tables, parameters.types)
+        except InvalidQueryError as error:
+            raise InvalidQueryError(split.as_given(error.message)) from error
+        for scan in (node for node in tree.walk() if node.kind == "TableScan"):
+            table = sources[scan.table.name].read.table
+            if table is not None:
+                read = frozenset(column.name.lower() for column in scan.column_list)
+                reads.add(table, read)
+        scope = Scope(
+            "c" if depth == 0 else f"v{depth}c",
+            {key: one.source for key, one in sources.items()},
+            parameters.sql,
+            subquery,
+        )
+        return tree, sources, scope
+
+    def _view(
+        self, table: TableResource, around: Names, reads: _Reads, depth: int
+    ) -> TranslatedView:
+        names = replace(around, project=table.key.project, default_dataset=None)
+        nothing = Parameters(ParameterTypes())
+        tree, sources, scope = self._analyze(str(table.view_query), names, nothing, reads, depth)
+        written = _written(tree, scope, sources)
+        if written.kind != "SELECT":
+            raise InvalidQueryError("A view's query must be a SELECT")
+        inner: dict[str, ReadTable] = {key: one.read for key, one in sources.items()}
+        return TranslatedView(written.sql, written.schema, View(tree, inner))
 
 
-def parse(sql: str) -> exp.Expr:
-    """Parses one GoogleSQL statement and refuses unknown parts.
+def _written(tree: Node, scope: Scope, sources: Mapping[str, NamedSource]) -> Written:
+    if tree.kind == "QueryStmt":
+        return write_query(tree, scope)
+    if tree.kind in _MANIPULATIONS:
+        return write_manipulation(tree, scope, _changed_table(tree, sources).physical)
+    raise unsupported(f"{tree.kind.removesuffix('Stmt').upper()} statements")
+
+
+def _changed_table(tree: Node, sources: Mapping[str, NamedSource]) -> TableResource:
+    name = tree.table_scan.table.name
+    table = sources[name].read.table
+    if table is None:
+        raise InvalidQueryError(f"{name} is not allowed for this operation because it is a view")
+    return table
+
+
+def parse_definition(sql: str) -> exp.Expr:
+    """Parses one data definition.
 
     Raises:
-        InvalidQueryError: for a syntax error, with the line and column, or an unknown function.
-        UnsupportedError: for a script, or an expression that this server can't answer.
+        InvalidQueryError: for a syntax error, with the line and column.
+        UnsupportedError: for a statement that this server does not know.
     """
     try:
-        found = [tree for tree in sqlglot.parse(sql, dialect="bigquery") if tree is not None]
+        tree = sqlglot.parse_one(sql, dialect="bigquery")
     except sqlglot.errors.SqlglotError as error:
         raise InvalidQueryError(_syntax_message(error)) from error
-    if not found:
-        raise InvalidQueryError("Syntax error: Unexpected end of statement")
-    if len(found) > 1:
-        raise unsupported("Scripts of several statements")
-    (tree,) = found
-    if isinstance(tree, exp.Delete) and not tree.this:
-        # DELETE without FROM is read as MySQL's DELETE of several tables.
-        tree.set("this", tree.args["tables"][0])
-        tree.set("tables", None)
-    if isinstance(tree, _DEFINITIONS):
-        # A query inside is checked when its own text is translated.
-        return tree
-    check(tree)
-    for select in list(tree.find_all(exp.Select)):
-        _name_columns(select)
-    return tree
-
-
-def parse_query(sql: str) -> exp.Expr:
-    """Reads a view's query.
-
-    Raises:
-        InvalidQueryError: where it isn't a query.
-    """
-    tree = parse(sql)
-    if not isinstance(tree, exp.Query):
-        raise InvalidQueryError("A view's query must be a SELECT")
+    known = isinstance(tree, exp.Create | exp.Drop | exp.TruncateTable | exp.Alter)
+    if not known and not _is_alter(tree):
+        raise unsupported("This statement")
     return tree
 
 
@@ -156,22 +236,6 @@ def _syntax_message(error: sqlglot.errors.SqlglotError) -> str:
         return f"Syntax error: {error}"
     first = details[0]
     return f"Syntax error: {first['description']} at [{first['line']}:{first['col']}]"
-
-
-def _name_columns(select: exp.Select) -> None:
-    """Names what has no name as BigQuery does: f0_, f1_ and so on, and a path by its last part."""
-    unnamed = 0
-    for position, projection in enumerate(select.expressions):
-        if isinstance(projection, exp.Alias | exp.Star | exp.Column):
-            continue
-        if isinstance(projection, exp.Dot):
-            if isinstance(projection.expression, exp.Star):
-                continue
-            name = projection.expression.name
-        else:
-            name = f"f{unnamed}_"
-            unnamed += 1
-        select.expressions[position].replace(exp.alias_(projection.copy(), name, quoted=True))
 
 
 def definition_kind(tree: exp.Expr) -> str:
@@ -197,55 +261,3 @@ def _is_alter(tree: exp.Expr) -> bool:
 def _altered_kind(tree: exp.Expr) -> str:
     tokens = sqlglot.tokenize(str(tree.expression), dialect="bigquery")
     return tokens[0].text.upper() if tokens else ""
-
-
-def _target(tree: exp.Expr, resolved: Resolved) -> TableKey | None:
-    node = tree.this.this if isinstance(tree.this, exp.Schema) else tree.this
-    found = resolved.tables.get(f"{node.catalog}.{node.db}.{node.name}")
-    return None if found is None else found.key
-
-
-def _fit_manipulation(tree: exp.Expr, resolved: Resolved) -> None:
-    if isinstance(tree, exp.Update):
-        if tree.args.get("where") is None:
-            raise InvalidQueryError("UPDATE must have a WHERE clause")
-        for assignment in tree.expressions:
-            # DuckDB takes no alias on the left of an assignment.
-            if isinstance(assignment, exp.EQ) and isinstance(assignment.this, exp.Column):
-                assignment.this.set("table", None)
-    elif isinstance(tree, exp.Delete):
-        if tree.args.get("where") is None:
-            raise InvalidQueryError("DELETE must have a WHERE clause")
-    elif isinstance(tree, exp.Insert) and isinstance(tree.this, exp.Table):
-        # Without a list the columns are those of the schema; DuckDB would count the hidden one too.
-        table = resolved.tables[f"{tree.this.catalog}.{tree.this.db}.{tree.this.name}"]
-        columns = [exp.to_identifier(field.name, quoted=True) for field in table.schema]
-        tree.set("this", exp.Schema(this=tree.this, expressions=columns))
-
-
-def _mentioned_columns(tree: exp.Expr) -> frozenset[str] | None:
-    for star in tree.find_all(exp.Star):
-        if not isinstance(star.parent, exp.Count):
-            return None
-    return frozenset(node.name.lower() for node in tree.find_all(exp.Identifier))
-
-
-def _expanded_aliases(tree: exp.Expr) -> frozenset[str]:
-    found = set()
-    for unnest in tree.find_all(exp.Unnest):
-        select = unnest.parent_select
-        alias = unnest.args.get("alias")
-        if (
-            alias is not None
-            and select is not None
-            and any(isinstance(e, exp.Star) for e in select.expressions)
-        ):
-            found |= {column.name for column in alias.columns}
-    return frozenset(found)
-
-
-def _written(tree: exp.Expr) -> str:
-    try:
-        return tree.sql("duckdb", identify=True, unsupported_level=sqlglot.ErrorLevel.RAISE)
-    except sqlglot.errors.UnsupportedError as error:
-        raise unsupported(re.sub(r"\s+", " ", str(error)).strip()) from error

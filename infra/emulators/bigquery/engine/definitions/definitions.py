@@ -28,7 +28,7 @@ from infra.emulators.bigquery.engine.definitions.text import (
 from infra.emulators.bigquery.engine.query import Result
 from infra.emulators.bigquery.errors import DuplicateError, InvalidQueryError, NotFoundError
 from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.references import Names, table_key
+from infra.emulators.bigquery.googlesql.names import Names
 from infra.emulators.bigquery.googlesql.translate import definition_kind
 from infra.emulators.bigquery.store import Store
 from infra.emulators.bigquery.tables.catalog import TableCatalog
@@ -109,7 +109,7 @@ class Definitions:
     ) -> Defined:
         node = tree.this.this if isinstance(tree.this, exp.Schema) else tree.this
         settings = self._settings(tree, sql)
-        key = table_key(node, self._names)
+        key = _table_key(node, self._names)
         exists = key in self._catalog.tables
         if exists and tree.args.get("exists"):
             return Defined("SKIP", key)
@@ -157,7 +157,7 @@ class Definitions:
         node = clone.this if clone is not None else likes[0].this if likes else None
         if node is None:
             return None
-        model = self._catalog.table(table_key(node, self._names))
+        model = self._catalog.table(_table_key(node, self._names))
         if model.view_query is not None:
             raise InvalidQueryError(f"{model.key} is a view")
         return model
@@ -172,7 +172,7 @@ class Definitions:
 
     def _drop_table(self, tree: exp.Expr) -> Defined:
         (node,) = tree.args["tables"]
-        key = table_key(node, self._names)
+        key = _table_key(node, self._names)
         if key not in self._catalog.tables and tree.args.get("exists"):
             return Defined("SKIP", key)
         is_view = self._catalog.table(key).view_query is not None
@@ -183,7 +183,7 @@ class Definitions:
 
     def _truncate(self, tree: exp.Expr) -> Defined:
         (node,) = tree.expressions
-        table = self._catalog.table(table_key(node, self._names))
+        table = self._catalog.table(_table_key(node, self._names))
         if table.view_query is not None:
             raise InvalidQueryError(f"{table.key} is a view")
         with self._store.cursor() as cursor:
@@ -196,7 +196,7 @@ class Definitions:
         node = exp.to_table(cut.name, dialect="bigquery")
         if kind == "ALTER_SCHEMA":
             return self._alter_schema(node, cut)
-        key = table_key(node, self._names)
+        key = _table_key(node, self._names)
         if key not in self._catalog.tables and cut.is_optional:
             return Defined("SKIP", key)
         table = self._catalog.table(key)
@@ -241,6 +241,11 @@ class Definitions:
         if not isinstance(node, exp.Table) or not node.db:
             raise NotFoundError("Not found: a dataset's name")
         return DatasetKey(node.catalog or self._names.project, node.db)
+
+
+def _table_key(node: exp.Expr, names: Names) -> TableKey:
+    parts = (node.args.get("catalog"), node.args.get("db"), node.this)
+    return names.table_key(tuple(part.name for part in parts if part is not None))
 
 
 def _renamed(result: Result, schema: Schema) -> str:

@@ -4,7 +4,7 @@ from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
 
 from infra.emulators.bigquery.errors import InvalidQueryError, UnsupportedError
-from infra.emulators.bigquery.tables.schema import Field, Json, Schema
+from infra.emulators.bigquery.tables.schema import Field, Json, Schema, quoted
 
 _KINDS = {
     "STRING": types.TYPE_STRING,
@@ -19,6 +19,9 @@ _KINDS = {
     "NUMERIC": types.TYPE_NUMERIC,
     "JSON": types.TYPE_JSON,
 }
+TIMESTAMP = TypeProto(type_kind=types.TYPE_TIMESTAMP)
+DATE = TypeProto(type_kind=types.TYPE_DATE)
+
 _NAMES = {number: name for name, number in _KINDS.items()}
 _SQL_NAMES = {"INT64": "INTEGER", "FLOAT64": "FLOAT", "BOOL": "BOOLEAN", "DECIMAL": "NUMERIC"}
 
@@ -80,6 +83,28 @@ def field_of(name: str, kind: TypeProto) -> Field:
             "query",
         )
     return Field(name, _NAMES[kind.type_kind])
+
+
+def duckdb_type(kind: TypeProto) -> str:
+    """DuckDB's type for values of a type.
+
+    Raises:
+        UnsupportedError: for a type that has none here.
+    """
+    if kind.type_kind == types.TYPE_ARRAY:
+        return f"{duckdb_type(kind.array_type.element_type)}[]"
+    if kind.type_kind == types.TYPE_STRUCT:
+        parts = [
+            f"{quoted(name)} {duckdb_type(field.field_type)}"
+            for name, field in zip(struct_field_names(kind), kind.struct_type.field, strict=True)
+        ]
+        return f"STRUCT({', '.join(parts)})"
+    name = _NAMES.get(kind.type_kind)
+    if name is None:
+        raise UnsupportedError(
+            f"Values of type {type_name(kind)}: not supported by the embedded BigQuery", "query"
+        )
+    return Field("", name).duckdb_type
 
 
 def type_name(kind: TypeProto) -> str:

@@ -1,0 +1,78 @@
+"""Functions of arrays."""
+
+from __future__ import annotations
+
+from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
+
+from infra.emulators.bigquery.googlesql.analysis.types import duckdb_type
+from infra.emulators.bigquery.googlesql.translation.functions.registry import (
+    Call,
+    Functions,
+    Translate,
+)
+from infra.emulators.bigquery.googlesql.translation.literals import text
+
+
+def _made(call: Call) -> str:
+    if not call.sql:
+        return f"CAST([] AS {duckdb_type(call.type)})"
+    return f"[{', '.join(call.sql)}]"
+
+
+def _at(macro: str, first: int) -> Translate:
+    def write(call: Call) -> str:
+        position = call.sql[1] if first else f"{call.sql[1]} + 1"
+        return f"bq.{macro}({call.sql[0]}, {position})"
+
+    return write
+
+
+def _subscript(call: Call) -> str:
+    if call.kind() != types.TYPE_JSON:
+        return _at("at", 0)(call)
+    key, place = call.text(1), call.integer(1)
+    if key is not None and '"' not in key:
+        path = f'$."{key}"'
+        return f"json_extract({call.sql[0]}, {text(path)})"
+    if place is not None and place >= 0:
+        return f"json_extract({call.sql[0]}, '$[{place}]')"
+    raise call.refused()
+
+
+def _concat(call: Call) -> str:
+    found = call.sql[0]
+    for other in call.sql[1:]:
+        found = f"bq.array_concat({found}, {other})"
+    return found
+
+
+def _to_string(call: Call) -> str:
+    if call.nodes[0].type.array_type.element_type.type_kind != types.TYPE_STRING:
+        raise call.refused()
+    if len(call.sql) == 2:
+        return call.put("array_to_string({0}, {1})")
+    return call.put("array_to_string(list_transform({0}, lambda e: coalesce(e, {2})), {1})")
+
+
+def _generated(call: Call) -> str:
+    if call.kind() != types.TYPE_INT64:
+        raise call.refused()
+    step = call.sql[2] if len(call.sql) > 2 else "1"
+    return f"bq.generate_array({call.sql[0]}, {call.sql[1]}, {step})"
+
+
+ARRAYS: Functions = {
+    "$make_array": _made,
+    "$array_at_offset": _at("at", 0),
+    "$safe_array_at_offset": _at("safe_at", 0),
+    "$array_at_ordinal": _at("at", 1),
+    "$safe_array_at_ordinal": _at("safe_at", 1),
+    "$subscript": _subscript,
+    "array_length": "CAST(len({0}) AS BIGINT)",
+    "array_concat": _concat,
+    "array_reverse": "list_reverse({0})",
+    "array_to_string": _to_string,
+    "generate_array": _generated,
+    "array_first": "bq.at({0}, 1)",
+    "array_last": "bq.at({0}, greatest(len({0}), 1))",
+}

@@ -1,0 +1,87 @@
+"""Mathematical functions."""
+
+from __future__ import annotations
+
+from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
+
+from infra.emulators.bigquery.googlesql.translation.functions.registry import (
+    Call,
+    Functions,
+    Translate,
+)
+
+_INT, _DOUBLE, _NUMERIC = types.TYPE_INT64, types.TYPE_DOUBLE, types.TYPE_NUMERIC
+
+
+def _by_type(**forms: str) -> Translate:
+    """A form for each type of the first argument: `int`, `double`, `numeric`."""
+    kinds = {"int": _INT, "double": _DOUBLE, "numeric": _NUMERIC}
+    by_kind = {kinds[name]: form for name, form in forms.items()}
+
+    def write(call: Call) -> str:
+        form = by_kind.get(call.kind())
+        if form is None or f"{{{len(call.sql) - 1}}}" not in form:
+            raise call.refused()
+        return form.format(*call.sql)
+
+    return write
+
+
+def _rounded(name: str) -> Translate:
+    def write(call: Call) -> str:
+        value, *digits = call.sql
+        if len(digits) > 1:
+            raise call.refused()
+        places = ["0"] if not digits else [f"CAST({digits[0]} AS INTEGER)"]
+        if call.kind() == _NUMERIC and (not digits or call.integer(1) is not None):
+            given = [] if not digits else [str(call.integer(1))]
+            return f"CAST({name}({', '.join([value, *(given or ['0'])])}) AS DECIMAL(38,9))"
+        if call.kind() == _DOUBLE:
+            return f"{name}({', '.join([value, *(places if digits else [])])})"
+        raise call.refused()
+
+    return write
+
+
+def _log(call: Call) -> str:
+    if call.kind() != _DOUBLE:
+        raise call.refused()
+    return call.put("bq.ln({0})") if len(call.sql) == 1 else call.put("bq.log({0}, {1})")
+
+
+NUMBERS: Functions = {
+    "abs": _by_type(int="bq.int_abs({0})", double="abs({0})", numeric="abs({0})"),
+    "sign": _by_type(
+        int="CAST(sign({0}) AS BIGINT)",
+        double="bq.float_sign({0})",
+        numeric="CAST(sign({0}) AS DECIMAL(38,9))",
+    ),
+    "div": _by_type(int="bq.div({0}, {1})"),
+    "mod": _by_type(int="bq.mod({0}, {1})"),
+    "safe_divide": _by_type(
+        double="bq.safe_divide({0}, {1})", numeric="TRY(bq.numeric_divide({0}, {1}))"
+    ),
+    "safe_add": _by_type(int="TRY({0} + {1})"),
+    "safe_subtract": _by_type(int="TRY({0} - {1})"),
+    "safe_multiply": _by_type(int="TRY({0} * {1})"),
+    "safe_negate": _by_type(int="TRY(-({0}))", double="(-({0}))", numeric="(-({0}))"),
+    "round": _rounded("round"),
+    "trunc": _rounded("trunc"),
+    "ceil": _by_type(double="ceil({0})", numeric="CAST(ceil({0}) AS DECIMAL(38,9))"),
+    "floor": _by_type(double="floor({0})", numeric="CAST(floor({0}) AS DECIMAL(38,9))"),
+    "sqrt": _by_type(double="bq.sqrt({0})"),
+    "pow": _by_type(double="bq.pow({0}, {1})"),
+    "exp": _by_type(double="bq.finite_of(exp({0}), {0}, 'EXP')"),
+    "ln": _log,
+    "log": _log,
+    "log10": _by_type(double="bq.log({0}, 10e0)"),
+    "is_nan": "isnan({0})",
+    "is_inf": "isinf({0})",
+    "rand": lambda call: "random()",
+    "cos": _by_type(double="cos({0})"),
+    "sin": _by_type(double="sin({0})"),
+    "tan": _by_type(double="tan({0})"),
+    "atan": _by_type(double="atan({0})"),
+    "atan2": _by_type(double="atan2({0}, {1})"),
+    "ieee_divide": _by_type(double="bq.ieee_divide({0}, {1})"),
+}

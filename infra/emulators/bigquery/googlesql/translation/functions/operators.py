@@ -1,0 +1,245 @@
+"""Operators and conditional expressions.
+
+NaN equals nothing in GoogleSQL and is not greater than any number. DuckDB has it equal to itself
+and above all numbers, so a comparison of FLOAT64 asks.
+"""
+
+from __future__ import annotations
+
+import math
+
+from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
+
+from infra.emulators.bigquery.googlesql.analysis.types import duckdb_type
+from infra.emulators.bigquery.googlesql.translation.functions.registry import (
+    Call,
+    Functions,
+    Translate,
+)
+
+_NESTED = (types.TYPE_ARRAY, types.TYPE_STRUCT)
+_TEXTS = (types.TYPE_STRING, types.TYPE_BYTES)
+_WHOLE = (types.TYPE_INT64, types.TYPE_NUMERIC)
+
+
+def _compared(operator: str) -> Translate:
+    def write(call: Call) -> str:
+        _check_comparable(call)
+        found = f"({call.sql[0]} {operator} {call.sql[1]})"
+        if operator in ("=", "<>"):
+            if not (_may_be_nan(call, 0) and _may_be_nan(call, 1)):
+                return found
+            nan = f"isnan({call.sql[0]})"
+            return f"({found} AND NOT {nan})" if operator == "=" else f"({found} OR {nan})"
+        # The side that would be the greater one.
+        place = 1 if operator in ("<", "<=") else 0
+        if not _may_be_nan(call, place):
+            return found
+        return f"({found} AND NOT isnan({call.sql[place]}))"
+
+    return write
+
+
+def _may_be_nan(call: Call, place: int) -> bool:
+    if call.kind(place) != types.TYPE_DOUBLE:
+        return False
+    node = call.nodes[place]
+    if node.kind == "Cast" and node.expr.type.type_kind in _WHOLE:
+        return False
+    return node.kind != "Literal" or math.isnan(node.value.value.double_value)
+
+
+def _check_comparable(call: Call) -> None:
+    if any(call.kind(place) in _NESTED for place in range(len(call.nodes))):
+        raise call.refused()
+
+
+def _between(call: Call) -> str:
+    _check_comparable(call)
+    if call.kind() == types.TYPE_DOUBLE:
+        asked = [
+            f"NOT isnan({sql})" for place, sql in enumerate(call.sql) if _may_be_nan(call, place)
+        ]
+        return f"({' AND '.join([call.put('({0} BETWEEN {1} AND {2})'), *asked])})"
+    return call.put("({0} BETWEEN {1} AND {2})")
+
+
+def _in(call: Call) -> str:
+    _check_comparable(call)
+    value, *others = call.sql
+    found = f"({value} IN ({', '.join(others)}))"
+    return f"({found} AND NOT isnan({value}))" if _may_be_nan(call, 0) else found
+
+
+def _in_array(call: Call) -> str:
+    value, array = call.sql
+    element = call.nodes[1].type.array_type.element_type.type_kind
+    if element in _NESTED or element == types.TYPE_DOUBLE:
+        raise call.refused()
+    return f"({value} IN (SELECT unnest({array})))"
+
+
+def _distinct(word: str) -> Translate:
+    def write(call: Call) -> str:
+        _check_comparable(call)
+        return f"({call.sql[0]} IS {word}DISTINCT FROM {call.sql[1]})"
+
+    return write
+
+
+def _arithmetic(operator: str) -> Translate:
+    def write(call: Call) -> str:
+        left, right = call.sql
+        if call.type.type_kind == types.TYPE_DOUBLE:
+            return f"bq.finite({left} {operator} {right}, '{operator}')"
+        if call.type.type_kind == types.TYPE_NUMERIC:
+            return f"CAST(({left} {operator} {right}) AS DECIMAL(38,9))"
+        if call.type.type_kind == types.TYPE_INT64 and call.kind() == call.kind(1):
+            return f"({left} {operator} {right})"
+        if (
+            types.TYPE_DATE in (call.kind(), call.kind(1))
+            and call.type.type_kind == types.TYPE_DATE
+        ):
+            # DATE and a number of days.
+            day, days = (left, right) if call.kind() == types.TYPE_DATE else (right, left)
+            return f"bq.add_days({day}, {operator if operator == '-' else ''}({days}))"
+        raise call.refused()
+
+    return write
+
+
+def _divide(call: Call) -> str:
+    if call.type.type_kind == types.TYPE_DOUBLE:
+        return call.put("bq.divide({0}, {1})")
+    if call.type.type_kind == types.TYPE_NUMERIC:
+        return call.put("bq.numeric_divide({0}, {1})")
+    raise call.refused()
+
+
+def _bits(operator: str) -> Translate:
+    def write(call: Call) -> str:
+        if call.kind() != types.TYPE_INT64:
+            raise call.refused()
+        if operator == "xor":
+            return f"xor({call.sql[0]}, {call.sql[1]})"
+        return f"({call.sql[0]} {operator} {call.sql[1]})"
+
+    return write
+
+
+def _shift(macro: str) -> Translate:
+    def write(call: Call) -> str:
+        if call.kind() != types.TYPE_INT64:
+            raise call.refused()
+        return f"bq.{macro}({call.sql[0]}, {call.sql[1]})"
+
+    return write
+
+
+def _minus(call: Call) -> str:
+    return f"(-({call.sql[0]}))"
+
+
+def _logic(operator: str) -> Translate:
+    return lambda call: f"({f' {operator} '.join(call.sql)})"
+
+
+def _case_value(call: Call) -> str:
+    value, *rest = call.sql
+    if call.kind() in (*_NESTED, types.TYPE_DOUBLE):
+        raise call.refused()
+    last = len(rest) - 1
+    return _case(
+        [
+            f"({value} = {sql})" if place % 2 == 0 and place < last else sql
+            for place, sql in enumerate(rest)
+        ]
+    )
+
+
+def _case_condition(call: Call) -> str:
+    return _case(call.sql)
+
+
+def _case(parts: list[str]) -> str:
+    pairs = zip(parts[0::2], parts[1::2], strict=False)
+    whens = " ".join(f"WHEN {condition} THEN {value}" for condition, value in pairs)
+    otherwise = f" ELSE {parts[-1]}" if len(parts) % 2 else ""
+    return f"(CASE {whens}{otherwise} END)"
+
+
+def _many(name: str) -> Translate:
+    return lambda call: f"{name}({', '.join(call.sql)})"
+
+
+def _extreme(name: str) -> Translate:
+    """GREATEST and LEAST give NULL where one is NULL. DuckDB passes over it."""
+
+    def write(call: Call) -> str:
+        if call.type.type_kind == types.TYPE_DOUBLE and any(
+            _may_be_nan(call, place) for place in range(len(call.sql))
+        ):
+            found = " OR ".join(f"isnan({sql})" for sql in call.sql)
+            plain = f"{name}({', '.join(call.sql)})"
+            value = f"CASE WHEN {found} THEN CAST('NaN' AS DOUBLE) ELSE {plain} END"
+        else:
+            _check_comparable(call)
+            value = f"{name}({', '.join(call.sql)})"
+        empty = " OR ".join(f"{sql} IS NULL" for sql in call.sql)
+        return f"(CASE WHEN {empty} THEN CAST(NULL AS {duckdb_type(call.type)}) ELSE {value} END)"
+
+    return write
+
+
+def _like(call: Call) -> str:
+    if call.kind() != types.TYPE_STRING:
+        raise call.refused()
+    # GoogleSQL escapes with a backslash. DuckDB has no escape unless told.
+    return f"({call.sql[0]} LIKE {call.sql[1]} ESCAPE '\\')"
+
+
+def _error(call: Call) -> str:
+    return f"CAST(error({call.sql[0]}) AS {duckdb_type(call.type)})"
+
+
+OPERATORS: Functions = {
+    "$equal": _compared("="),
+    "$not_equal": _compared("<>"),
+    "$less": _compared("<"),
+    "$less_or_equal": _compared("<="),
+    "$greater": _compared(">"),
+    "$greater_or_equal": _compared(">="),
+    "$between": _between,
+    "$in": _in,
+    "$in_array": _in_array,
+    "$is_distinct_from": _distinct(""),
+    "$is_not_distinct_from": _distinct("NOT "),
+    "$is_null": "({0} IS NULL)",
+    "$is_true": "({0} IS TRUE)",
+    "$is_false": "({0} IS FALSE)",
+    "$and": _logic("AND"),
+    "$or": _logic("OR"),
+    "$not": "(NOT {0})",
+    "$add": _arithmetic("+"),
+    "$subtract": _arithmetic("-"),
+    "$multiply": _arithmetic("*"),
+    "$divide": _divide,
+    "$unary_minus": _minus,
+    "$bitwise_and": _bits("&"),
+    "$bitwise_or": _bits("|"),
+    "$bitwise_xor": _bits("xor"),
+    "$bitwise_not": "(~({0}))",
+    "$bitwise_left_shift": _shift("shift_left"),
+    "$bitwise_right_shift": _shift("shift_right"),
+    "$like": _like,
+    "$concat_op": "({0} || {1})",
+    "$case_with_value": _case_value,
+    "$case_no_value": _case_condition,
+    "if": "(CASE WHEN {0} THEN {1} ELSE {2} END)",
+    "coalesce": _many("coalesce"),
+    "ifnull": "coalesce({0}, {1})",
+    "nullif": "(CASE WHEN {0} = {1} THEN NULL ELSE {0} END)",
+    "greatest": _extreme("greatest"),
+    "least": _extreme("least"),
+    "error": _error,
+}

@@ -1,0 +1,77 @@
+"""A call of a function, and what a translation of one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
+
+from infra.emulators.bigquery.googlesql.analysis.tree import Node
+from infra.emulators.bigquery.googlesql.analysis.types import type_name
+from infra.emulators.bigquery.googlesql.calls import unsupported
+from infra.emulators.bigquery.googlesql.translation.literals import date_part
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function.
+
+    Attributes:
+        name: ZetaSQL's name, in lower case, such as `date_trunc` or `$add`.
+        nodes: the arguments.
+        sql: the arguments in DuckDB's SQL. A name, such as a date part, is empty.
+        type: of the result.
+    """
+
+    name: str
+    nodes: list[Node]
+    sql: list[str]
+    type: TypeProto
+
+    def kind(self, place: int = 0) -> int:
+        """The kind of type of an argument."""
+        return int(self.nodes[place].type.type_kind)
+
+    def part(self, place: int) -> str:
+        """The date part that an argument names."""
+        return date_part(self.nodes[place].value.value)
+
+    def text(self, place: int) -> str | None:
+        """The text of an argument that is a literal, else None."""
+        node = self.nodes[place]
+        if node.kind != "Literal" or not node.value.value.HasField("string_value"):
+            return None
+        return str(node.value.value.string_value)
+
+    def integer(self, place: int) -> int | None:
+        """The number of an argument that is an INT64 literal, else None."""
+        node = self.nodes[place]
+        if node.kind != "Literal" or not node.value.value.HasField("int64_value"):
+            return None
+        return int(node.value.value.int64_value)
+
+    def put(self, form: str) -> str:
+        """Puts the arguments where a form has {0}, {1} and so on."""
+        return form.format(*self.sql)
+
+    def refused(self) -> Exception:
+        """The error for these arguments."""
+        kinds = ", ".join(type_name(node.type) for node in self.nodes)
+        return unsupported(f"{self.name.strip('$').upper()}({kinds})")
+
+
+Translate = Callable[[Call], str]
+Functions = Mapping[str, Translate | str]
+"""By name: DuckDB's SQL with {0}, {1} ... for the arguments, all of which must be there, or a
+function that writes it.
+"""
+
+
+def fill(found: Translate | str, call: Call) -> str:
+    """Puts the arguments of a call into its translation."""
+    if not isinstance(found, str):
+        return found(call)
+    if found.count("{") and f"{{{len(call.sql) - 1}}}" not in found:
+        raise call.refused()
+    return call.put(found)
