@@ -17,6 +17,8 @@ COPY infra infra
 # Apart from the dependencies, so that a change of ours is a small layer; with its metadata, for the SBOM.
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     python -m pip --python /opt/venv/bin/python install --disable-pip-version-check --no-deps --target /app .
+# BigQuery's SQL analyzer, compiled for any CPU of this kind: that takes 10 s and 1.1 GB.
+RUN XDG_CACHE_HOME=/opt/cache PYTHONPATH=/app /opt/venv/bin/python -m infra.emulators.bigquery.googlesql.analysis.module
 
 FROM ${PYTHON_BASE}
 # A volume is mounted at the folder of data.
@@ -25,13 +27,15 @@ ENV HOME=/tmp \
     PENSTOCK_MODELS_FILE=/etc/penstock/models.yaml \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONPATH=/app \
-    PYTHONUNBUFFERED=1
+    PYTHONUNBUFFERED=1 \
+    XDG_CACHE_HOME=/opt/cache
 RUN groupadd --gid 10001 penstock \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin penstock \
     && install -d /etc/penstock \
     && install -d -o 10001 -g 10001 /var/lib/penstock
 COPY --from=build /opt/venv /opt/venv
 COPY --from=build /app /app
+COPY --from=build /opt/cache /opt/cache
 WORKDIR /app
 USER 10001:10001
 # Pub/Sub, BigQuery.
