@@ -95,7 +95,6 @@ $(STAMP): pyproject.toml constraints.txt infra/setup.sh
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "$(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	@infra/setup.sh $(PYTHON) $(EXTRAS)
-	@$(BIN)/python -m infra.emulators.bigquery.googlesql.analysis.module || true
 	@touch $(STAMP)
 
 # Runs $(2) under the title $(1) and says how long it took.

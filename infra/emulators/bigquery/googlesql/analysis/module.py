@@ -55,8 +55,8 @@ class AnalyzerModule:
     """The loaded module and one instance of it. Takes calls from any thread, one at a time.
 
     wasmtime keeps the machine code in the user's cache (22 MB): the first load on a machine takes
-    10 s, and 1.1 GB of memory meanwhile, each later one 0.2 s. Run this module as a program to have
-    that done.
+    10 s, and 1.1 GB of memory meanwhile, each later one 0.2 s. The package has a program
+    that does it.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,3 @@ class _Instance:
 
     def _read(self, at: int, size_bytes: int) -> bytes:
         return ctypes.string_at(self._base() + at, size_bytes)
-
-
-if __name__ == "__main__":
-    AnalyzerModule()
