@@ -10,11 +10,11 @@ from typing import Any
 
 from infra.emulators.bigquery.googlesql.analysis.tree import Node
 from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.translation.expressions import expression
-from infra.emulators.bigquery.googlesql.translation.functions.aggregates import (
+from infra.emulators.bigquery.googlesql.translation.aggregates import (
     aggregate,
     analytic,
 )
+from infra.emulators.bigquery.googlesql.translation.expressions import expression
 from infra.emulators.bigquery.googlesql.translation.ordering import order_by
 from infra.emulators.bigquery.googlesql.translation.scope import Scope
 from infra.emulators.bigquery.tables.schema import quoted
