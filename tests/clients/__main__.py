@@ -65,6 +65,7 @@ def _service(given: argparse.Namespace) -> Iterator[Service]:
             settings={"PENSTOCK_KEYS_URL": keys_url(Path(folder), clients="clients")},
         ) as stack,
     ):
+        models["bigquery"] = stack.settings.bigquery_endpoint or ""
         yield Service(stack.api_url, key_for("clients"), **models)
 
 

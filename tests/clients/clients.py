@@ -63,6 +63,8 @@ CLIENTS = (
     Client("langchain", "langchain-openai", "langchain_checks"),
     Client("llama-index", "llama-index-embeddings-openai-like", "llama_index_checks"),
     Client("litellm", "litellm", "litellm_checks"),
+    Client("dbt", "dbt-bigquery", "dbt_checks"),
+    Client("pandas-gbq", "pandas-gbq", "pandas_gbq_checks"),
     Client("openai-node-6", "openai", "openai_checks", "node"),
     Client("openai-node-7", "openai", "openai_checks", "node"),
     Client("replicate-node", "replicate", "replicate_checks", "node"),

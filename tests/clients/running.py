@@ -30,12 +30,14 @@ class Service:
         key: what they send as API key.
         embedder: an embedding model with 64 dimensions at least.
         painter: an image model.
+        bigquery: URL of its embedded BigQuery. Empty where it uses Google's.
     """
 
     url: str
     key: str
     embedder: str
     painter: str
+    bigquery: str = ""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -46,6 +48,7 @@ class Service:
             "PENSTOCK_CLIENTS_KEY": self.key,
             "PENSTOCK_CLIENTS_EMBEDDER": self.embedder,
             "PENSTOCK_CLIENTS_PAINTER": self.painter,
+            "PENSTOCK_CLIENTS_BIGQUERY": self.bigquery,
         }
 
 

@@ -26,7 +26,9 @@ def test_no_check_fails(stack: Stack, tried: Client) -> None:
         command = command_of(tried)
     else:
         pytest.skip(f"{tried.name} is not installed: `make clients` does it")
-    outcomes, _ = run_checks(command, Service(stack.api_url, KEY, EMBEDDER, PAINTER))
+    bigquery = stack.settings.bigquery_endpoint or ""
+    service = Service(stack.api_url, KEY, EMBEDDER, PAINTER, bigquery)
+    outcomes, _ = run_checks(command, service)
     assert [one for one in outcomes if one.outcome == "failed"] == []
     # With keys there is nothing to skip but what needs the network.
     skipped = {one.check for one in outcomes if one.outcome == "skipped"}

@@ -27,6 +27,7 @@ URL = os.environ["PENSTOCK_CLIENTS_URL"]
 KEY = os.environ["PENSTOCK_CLIENTS_KEY"]
 EMBEDDER = os.environ["PENSTOCK_CLIENTS_EMBEDDER"]
 PAINTER = os.environ["PENSTOCK_CLIENTS_PAINTER"]
+BIGQUERY = os.environ["PENSTOCK_CLIENTS_BIGQUERY"]
 WRONG_KEY = "wrong-" + "0" * 40
 LIMIT_S = 60.0
 """For one answer: usually well under a second, a few where images are drawn."""
@@ -110,6 +111,17 @@ def needs_keys() -> None:
     except urllib.error.HTTPError:
         return
     raise Skip("this service takes any key")
+
+
+def bigquery_url() -> str:
+    """Where BigQuery is, for the clients of a reporting team.
+
+    Raises:
+        Skip: the service runs elsewhere, with Google's BigQuery.
+    """
+    if not BIGQUERY:
+        raise Skip("there is no embedded BigQuery at this service")
+    return BIGQUERY
 
 
 def needs_same_machine() -> None:

@@ -1,0 +1,1 @@
+select * from {{ ref('rows') }} where price < 0
