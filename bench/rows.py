@@ -2,8 +2,8 @@
 
 The writer has a core of its own. What stands for BigQuery has another one, where there is one,
 and answers after as long as the service (bench/row_sink.py). An outage of ten minutes is
-compressed: its rows come as fast as they can be made. Then BigQuery is back, while rows go on at
-the usual rate. `python -m bench.rows ROWS` has another backlog.
+compressed: its rows come as fast as they can be made. Then BigQuery is back, while rows go on for a
+while at the usual rate. `python -m bench.rows ROWS` has another backlog.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Run:
                 Figure("a row on disk, compressed", disk_bytes / self._backlog, "bytes"),
                 Figure("disk", disk_bytes / MIB, "MiB", "<=", SPOOL_MAX_BYTES / MIB),
                 Figure("memory for the outage", held_mib - before_mib, "MiB", "<=", 256),
-                Figure("drained, with new rows beside", drained_s, "s"),
+                Figure("drained", drained_s, "s"),
                 Figure("core while it drains", 100 * of_drain, "%"),
                 Figure("memory, most", _most_mib(), "MiB"),
             ],
@@ -163,10 +163,9 @@ class _Run:
             time.sleep(0.05)
 
     async def _drain(self, writer: RowWriter) -> tuple[float, float]:
-        """Seconds until nothing waits, with new rows beside, and the part of the core."""
+        """Seconds until nothing waits, at first with new rows beside, and the part of the core."""
         began_s, began_cpu_s = time.monotonic(), time.process_time()
-        while writer.pending > 2 * RATE_PER_S and time.monotonic() - began_s < DRAIN_LIMIT_S:
-            await self._at_rate(writer, 1.0)
+        await self._at_rate(writer, STEADY_S)
         await writer.flush(DRAIN_LIMIT_S)
         took_s = time.monotonic() - began_s
         return took_s, (time.process_time() - began_cpu_s) / took_s

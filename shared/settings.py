@@ -17,8 +17,9 @@ from shared.errors import ConfigurationError
 from shared.retention import BUDGET_BYTES
 
 SPOOL_MAX_BYTES = 768 * 1024 * 1024
-"""About a million rows. In Kubernetes a worker's folder may hold 1 GiB. Above that its pod is
-evicted with all rows.
+"""About 700,000 rows as they come, or four million compressed, as in a long outage (decision 56).
+
+In Kubernetes a worker's folder may hold 1 GiB. Above that its pod is evicted with all rows.
 """
 
 

@@ -121,6 +121,8 @@ def row_bytes(model: Model) -> int:
         "device": "NVIDIA L4",
         "region": "europe-west4",
         "device_share": 1.0,
+        "gpu_type": "l4",
+        "spot": True,
     }
     row = msgspec.structs.asdict(
         row_of(_envelope(model), outcome, model, replied_at_s=NOW_S, **facts)
@@ -151,6 +153,9 @@ def _envelope(model: Model) -> Envelope:
         api_instance="api-" + "0" * 24,
         traceparent="00-" + "0" * 32 + "-" + "0" * 16 + "-01",
         cache_key="0" * 64,
+        key_id="0" * 12,
+        plan="standard",
+        user_agent_family="openai-python",
     )
 
 
