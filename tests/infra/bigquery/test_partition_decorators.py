@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from google.api_core.exceptions import BadRequest, Conflict
+from google.api_core.exceptions import BadRequest, Conflict, MethodNotImplemented
 from google.cloud import bigquery
 from google.cloud.bigquery import SchemaField, TimePartitioning
 
@@ -129,3 +129,14 @@ def test_a_table_without_partitions_takes_no_decorator(client: bigquery.Client) 
         client.delete_table(f"{client.project}.d.plain$20260101")
     with pytest.raises(BadRequest, match="only tables partitioned by the time of ingestion"):
         client.insert_rows_json(f"{client.project}.d.t$20260101", [{"n": 2}])
+
+
+def test_a_copy_does_not_move_rows_between_times_of_ingestion(client: bigquery.Client) -> None:
+    load(client, "log$20260131", [{"n": 1}], schema=[SchemaField("n", "INT64")])
+    place = f"{client.project}.d."
+    with pytest.raises(MethodNotImplemented, match="other than partition by partition"):
+        client.copy_table(f"{place}log", f"{place}copy").result(timeout=WAIT_LIMIT_S)
+    names = (f"{place}log$20260131", f"{place}copy$20260131")
+    client.copy_table(*names).result(timeout=WAIT_LIMIT_S)
+    days = "SELECT CAST(_PARTITIONDATE AS STRING), n FROM d.copy"
+    assert rows_of(client, days) == [("2026-01-31", 1)]

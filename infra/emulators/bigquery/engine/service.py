@@ -89,6 +89,12 @@ class BigQueryService:
             table = self.catalog.table(key)
             if table.view_query is not None:
                 raise InvalidError(f"{key} is a view and can't be copied")
+            if table.has_partition_time and destination.partition_id is None:
+                # The rows would move to the partition of now.
+                raise UnsupportedError(
+                    f"Copying {key}, which is partitioned by the time of ingestion, other than"
+                    " partition by partition: not supported by the embedded BigQuery"
+                )
             names = ("timePartitioning", "rangePartitioning", "clustering")
             kept = {name: table.settings[name] for name in names if name in table.settings}
             write = destination.write if position == 0 else "WRITE_APPEND"
