@@ -20,6 +20,7 @@ WITH once AS (
     started_at,
     batch_size,
     batch_capacity,
+    cache,
     tokens,
     padded_tokens,
     cold_start,
@@ -45,6 +46,7 @@ SELECT
   ROUND(APPROX_QUANTILES(batch_wait_ms, 100)[SAFE_OFFSET(95)], 1) AS batch_wait_p95_ms,
   ROUND(AVG(inference_ms / batch_size), 3) AS inference_ms_per_item
 FROM once
-WHERE started_at IS NOT NULL AND batch_size > 0
+-- A joined item has the batch of another one.
+WHERE started_at IS NOT NULL AND batch_size > 0 AND cache IS DISTINCT FROM 'joined'
 GROUP BY hour, model
 ORDER BY hour DESC, model

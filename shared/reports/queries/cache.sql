@@ -27,8 +27,8 @@ WITH once AS (
     COALESCE(list_price_usd, SAFE_DIVIDE(cost_usd, COALESCE(charged_share, 1.0))) AS list_usd,
     list_price_usd IS NULL AS is_old,
     cost_usd,
-    -- A batch's time belongs to its items in equal parts.
-    inference_ms / 1000 * device_share / batch_size AS device_s
+    -- A batch's time belongs to its items in equal parts. A joined item has the batch of another one.
+    IF(cache = 'joined', NULL, inference_ms / 1000 * device_share / batch_size) AS device_s
   FROM `rows`
   WHERE received_at >= @since
     AND received_at < @until

@@ -18,8 +18,8 @@ WITH once AS (
     received_at,
     status,
     queue_ms,
-    -- A batch's time belongs to its items in equal parts.
-    inference_ms / 1000 * device_share / batch_size AS device_s
+    -- A batch's time belongs to its items in equal parts. A joined item has the batch of another one.
+    IF(cache = 'joined', NULL, inference_ms / 1000 * device_share / batch_size) AS device_s
   FROM `rows`
   WHERE received_at >= @since
     AND received_at < @until

@@ -84,6 +84,11 @@ def device_s(row: Fields) -> Fraction:
     return seconds / int(row["batch_size"])
 
 
+def computed_s(row: Fields) -> Fraction:
+    """What a device did for the item: nothing for one that was joined to another."""
+    return Fraction(0) if row.get("cache") == "joined" else device_s(row)
+
+
 def exact(rows: Iterable[Fields], column: str) -> float:
     return float(sum((Fraction(r.get(column) or 0) for r in rows), Fraction(0)))
 
@@ -358,7 +363,9 @@ def slowest(rows: list[Fields], question: ReportQuestion) -> Lines:
 
 
 def batches(rows: list[Fields], question: ReportQuestion) -> Lines:
-    ran = [row for row in once(rows, question) if row.get("started_at")]
+    ran = [
+        row for row in once(rows, question) if row.get("started_at") and row["cache"] != "joined"
+    ]
     lines: Lines = {}
     for key, of in grouped(ran, lambda r: (hour_of(r["started_at"]), r["model"])).items():
         number = sum(1 / row["batch_size"] for row in of)
@@ -425,7 +432,7 @@ def capacity(rows: list[Fields], question: ReportQuestion) -> Lines:
         moment += HOUR
     lines: Lines = {}
     for key, of in hours.items():
-        gpus = [float(sum(map(device_s, one), Fraction(0))) / 3600 for one in of]
+        gpus = [float(sum(map(computed_s, one), Fraction(0))) / 3600 for one in of]
         refused = [sum(row["status"] == "refused" for row in one) for one in of]
         items = [len(one) - no for one, no in zip(of, refused, strict=True)]
         lines[key] = {
@@ -449,7 +456,7 @@ def forecast(rows: list[Fields], question: ReportQuestion) -> Lines:
         needed.append(
             [
                 (
-                    float(sum(map(device_s, of), Fraction(0))) / 3600,
+                    float(sum(map(computed_s, of), Fraction(0))) / 3600,
                     float(sum(row["status"] != "refused" for row in of)),
                 )
                 for of in hours

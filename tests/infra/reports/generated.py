@@ -112,8 +112,10 @@ def _item(drawn: random.Random, known: Fields, item: int) -> Fields:
         fields["error_code"] = "deadline_exceeded"
     if status == "canceled":
         fields["error_code"] = "canceled"
-    if not is_shared:
+    if not is_shared or cache == "joined":  # a joined item has the batch of another one
         fields |= _computed(drawn, model, received, units)
+    if cache == "joined":
+        fields["padded_tokens"] = None
     if is_old:
         return _without_newer_columns(drawn, fields)
     fields |= {
