@@ -71,7 +71,12 @@ days AS (
 ),
 so_far AS (
   SELECT
-    *,
+    day,
+    scope,
+    requests,
+    bad_requests,
+    items,
+    bad_items,
     SUM(requests) OVER up_to_day AS requests_so_far,
     SUM(bad_requests) OVER up_to_day AS bad_requests_so_far,
     SUM(items) OVER up_to_day AS items_so_far,

@@ -47,31 +47,53 @@ WITH once AS (
     AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
     AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
   QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+),
+sums AS (
+  SELECT
+    DATE(received_at, @tz) AS day,
+    tenant,
+    model,
+    COUNTIF(status != 'refused') AS items,
+    -- Each request has one item 0. Distinct request ids would be the same number, and cost a sort.
+    COUNTIF(item = 0) AS requests,
+    COUNTIF(status = 'refused') AS refused,
+    COUNTIF(status = 'succeeded') AS succeeded,
+    COUNTIF(cache IN ('memory', 'redis')) AS hits,
+    COUNTIF(cache = 'joined') AS joined,
+    APPROX_QUANTILES(queue_ms, 100) AS queue_ms,
+    APPROX_QUANTILES(inference_ms, 100) AS inference_ms,
+    APPROX_QUANTILES(IF(status = 'refused', NULL, total_ms), 100) AS total_ms,
+    SUM(tokens) AS tokens,
+    SUM(tokens * share) AS charged_tokens,
+    SUM(pixel_steps) AS pixel_steps,
+    SUM(pixel_steps * share) AS charged_pixel_steps,
+    SUM(device_s) AS device_s,
+    -- Doubles add a million rows to 10 digits and more.
+    SUM(cost_usd) AS cost_usd
+  FROM once
+  GROUP BY day, tenant, model
 )
 SELECT
-  DATE(received_at, @tz) AS day,
+  day,
   tenant,
   model,
-  COUNTIF(status != 'refused') AS items,
-  -- Each request has one item 0. Distinct request ids would be the same number, and cost a sort.
-  COUNTIF(item = 0) AS requests,
-  COUNTIF(status = 'refused') AS refused,
-  COUNTIF(status = 'succeeded') AS succeeded,
-  ROUND(100 * SAFE_DIVIDE(COUNTIF(cache IN ('memory', 'redis')), COUNTIF(status != 'refused')), 1) AS hit_percent,
-  COUNTIF(cache = 'joined') AS joined,
-  ROUND(APPROX_QUANTILES(queue_ms, 100)[SAFE_OFFSET(50)], 1) AS queue_p50_ms,
-  ROUND(APPROX_QUANTILES(queue_ms, 100)[SAFE_OFFSET(95)], 1) AS queue_p95_ms,
-  ROUND(APPROX_QUANTILES(inference_ms, 100)[SAFE_OFFSET(50)], 1) AS inference_p50_ms,
-  ROUND(APPROX_QUANTILES(inference_ms, 100)[SAFE_OFFSET(95)], 1) AS inference_p95_ms,
-  ROUND(APPROX_QUANTILES(IF(status = 'refused', NULL, total_ms), 100)[SAFE_OFFSET(50)], 1) AS total_p50_ms,
-  ROUND(APPROX_QUANTILES(IF(status = 'refused', NULL, total_ms), 100)[SAFE_OFFSET(95)], 1) AS total_p95_ms,
-  SUM(tokens) AS tokens,
-  SUM(tokens * share) AS charged_tokens,
-  SUM(pixel_steps) AS pixel_steps,
-  SUM(pixel_steps * share) AS charged_pixel_steps,
-  ROUND(SUM(device_s), 3) AS device_s,
-  -- Doubles add a million rows to 10 digits and more.
-  SUM(cost_usd) AS cost_usd
-FROM once
-GROUP BY day, tenant, model
+  items,
+  requests,
+  refused,
+  succeeded,
+  ROUND(100 * SAFE_DIVIDE(hits, items), 1) AS hit_percent,
+  joined,
+  ROUND(queue_ms[SAFE_OFFSET(50)], 1) AS queue_p50_ms,
+  ROUND(queue_ms[SAFE_OFFSET(95)], 1) AS queue_p95_ms,
+  ROUND(inference_ms[SAFE_OFFSET(50)], 1) AS inference_p50_ms,
+  ROUND(inference_ms[SAFE_OFFSET(95)], 1) AS inference_p95_ms,
+  ROUND(total_ms[SAFE_OFFSET(50)], 1) AS total_p50_ms,
+  ROUND(total_ms[SAFE_OFFSET(95)], 1) AS total_p95_ms,
+  tokens,
+  charged_tokens,
+  pixel_steps,
+  charged_pixel_steps,
+  ROUND(device_s, 3) AS device_s,
+  cost_usd
+FROM sums
 ORDER BY day DESC, cost_usd DESC, items DESC, tenant, model

@@ -35,7 +35,13 @@ WITH once AS (
 ),
 -- Attempts are numbered by time: their own numbers are missing where Redis was out of reach.
 attempts AS (
-  SELECT *, ROW_NUMBER() OVER (PARTITION BY delivery_id ORDER BY delivered_at, row_id) AS number
+  SELECT
+    tenant,
+    event,
+    delivery_id,
+    outcome,
+    delay_s,
+    ROW_NUMBER() OVER (PARTITION BY delivery_id ORDER BY delivered_at, row_id) AS number
   FROM once
 ),
 events AS (
