@@ -16,6 +16,8 @@ from shared.reports.runner import USD_PER_TIB, ReportResult
 
 MOST_LINES = 500
 """Of a table. CSV and Parquet have all."""
+LONG = 40
+"""Characters of a cell that is broken into lines."""
 PLOT_PX = 320
 # Okabe and Ito's colors, which color-blind people can tell apart: https://jfly.uni-koeln.de/color/
 COLORS = (
@@ -138,8 +140,11 @@ def _figure(drawing: Drawing) -> Any:
     if drawing.kind == "heat":
         figure.update_yaxes(autorange="reversed")
         figure.update_xaxes(type="category")
-    elif drawing.kind == "bars":
+    elif drawing.unit != "%":
+        # Shares near 100 % would all be one line.
         figure.update_yaxes(rangemode="tozero")
+    if drawing.kind == "bars":
+        figure.update_traces(marker_line_width=0)
     return figure
 
 
@@ -154,13 +159,7 @@ def _table(result: ReportResult) -> str:
     heads = "".join(f'<th scope="col">{_escaped(head)}</th>' for head in result.heads)
     lines = []
     for row in result.rows[:MOST_LINES]:
-        cells = "".join(
-            f'<td class="number">{_shown(value)}</td>'
-            if isinstance(value, int | float)
-            else f"<td>{_shown(value)}</td>"
-            for value in row
-        )
-        lines.append(f"<tr>{cells}</tr>")
+        lines.append(f"<tr>{''.join(map(_td, row))}</tr>")
     more = ""
     if len(result.rows) > MOST_LINES:
         more = f'<p class="meta">The first {MOST_LINES} of {len(result.rows):,} lines.</p>'
@@ -168,6 +167,15 @@ def _table(result: ReportResult) -> str:
         f'<div class="table" tabindex="0" role="region" aria-label="{_escaped(_name(result))}">'
         f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>{more}"
     )
+
+
+def _td(value: object) -> str:
+    kind = ""
+    if isinstance(value, int | float):
+        kind = ' class="number"'
+    elif isinstance(value, str) and len(value) > LONG:
+        kind = ' class="long"'
+    return f"<td{kind}>{_shown(value)}</td>"
 
 
 def _shown(value: object) -> str:

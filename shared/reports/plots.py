@@ -63,8 +63,8 @@ def _drawing(result: ReportResult, plot: Plot) -> Drawing:
     series = [
         Series(name, places, [cells.get((name, x)) for x in places]) for name in _names(cells, plot)
     ]
-    words = " and ".join(_words(value) for value in plot.values)
-    title = f"{words} by {_words(plot.by)}".capitalize()
+    words = ", ".join(_words(value) for value in plot.values)
+    title = f"{words[0].upper()}{words[1:]} by {_words(plot.by)}"
     return Drawing(plot.kind, title, _unit(plot.values[0]), is_added, series)
 
 
