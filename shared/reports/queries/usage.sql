@@ -23,7 +23,19 @@
 -- column charged_pixel_steps: pixel-steps times the share that is charged
 -- column device_s: seconds of a whole device; a batch's time belongs to its items in equal parts
 -- column cost_usd: what was charged; not rounded, so that sums of it are right
-WITH once AS (
+WITH
+-- Few rows are there twice. To find them first is quicker than to order the copies of all.
+doubles AS (
+  SELECT row_id
+  FROM `rows`
+  WHERE received_at >= @since
+    AND received_at < @until
+    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
+    AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
+  GROUP BY received_at, row_id
+  HAVING COUNT(*) > 1
+),
+once AS (
   SELECT
     tenant,
     model,
@@ -46,6 +58,29 @@ WITH once AS (
     AND received_at < @until
     AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
     AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
+    AND row_id NOT IN (SELECT row_id FROM doubles)
+  UNION ALL
+  SELECT
+    tenant,
+    model,
+    received_at,
+    item,
+    status,
+    cache,
+    queue_ms,
+    inference_ms,
+    total_ms,
+    tokens,
+    pixel_steps,
+    cost_usd,
+    inference_ms / 1000 * device_share / batch_size AS device_s,
+    COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)) AS share
+  FROM `rows`
+  WHERE received_at >= @since
+    AND received_at < @until
+    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
+    AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
+    AND row_id IN (SELECT row_id FROM doubles)
   QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
 ),
 sums AS (
