@@ -1,7 +1,7 @@
 """The entry point to the state machine: every call of the API by its name.
 
-It has no gRPC and no event loop. Only `call`, the timers and `SubscriptionState.take` change the
-state, and each change goes to the journal.
+It has no gRPC and no event loop. Only `call`, the steps of a publish, the timers and
+`SubscriptionState.take` change the state, and each change goes to the journal.
 """
 
 from collections.abc import Callable

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from infra.emulators.pubsub.calls.paging import page_of
+from infra.emulators.pubsub.calls.publishing import Publishing
 from infra.emulators.pubsub.errors import FailedPrecondition, resource_exists
 from infra.emulators.pubsub.names import check_project
 from infra.emulators.pubsub.protos import Topic as TopicProto
@@ -17,7 +18,6 @@ from infra.emulators.pubsub.state.schema_settings import check_schema_settings, 
 from infra.emulators.pubsub.state.subscription import SubscriptionState
 from infra.emulators.pubsub.state.topic import Topic
 
-_PublishResponse = message_class("PublishResponse")
 _ListTopicsResponse = message_class("ListTopicsResponse")
 _ListTopicSubscriptionsResponse = message_class("ListTopicSubscriptionsResponse")
 _ListTopicSnapshotsResponse = message_class("ListTopicSnapshotsResponse")
@@ -109,12 +109,17 @@ class TopicCalls:
         return empty()
 
     def publish(self, request: Any) -> Any:
-        """Publish messages. Returns their ids in the order of the request."""
+        """Publish messages, at once. Returns their ids in the order of the request."""
         check = self.message_check(request)
         if check is None:
-            return self._publish(request, check_publish(request))
-        revision_ids = check.run(message.data for message in request.messages)
-        return self.publish_checked(request, check, revision_ids)
+            publishing = self.begin_publish(request)
+        else:
+            revision_ids = check.run(message.data for message in request.messages)
+            publishing = self.begin_checked_publish(request, check, revision_ids)
+        for steps in (publishing.take_in(), publishing.let_out()):
+            for _ in steps:
+                pass
+        return publishing.response
 
     def message_check(self, request: Any) -> MessageCheck | None:
         """Return the check that the messages must pass. None: the topic has no schema."""
@@ -124,20 +129,17 @@ class TopicCalls:
         check_publish(request)
         return message_check(topic.proto, self._registry.schema)
 
-    def publish_checked(
+    def begin_publish(self, request: Any) -> Publishing:
+        """Begin a publish to a topic without a schema. It goes on by steps."""
+        return Publishing(self._registry, request, check_publish(request))
+
+    def begin_checked_publish(
         self, request: Any, check: MessageCheck, revision_ids: Sequence[str]
-    ) -> Any:
-        """Publish messages that fit the revisions of their schema."""
+    ) -> Publishing:
+        """Begin a publish of messages that fit the revisions of their schema."""
         for message, revision_id in zip(request.messages, revision_ids, strict=True):
             check.stamp(message, revision_id)
-        return self._publish(request, sum(map(cost_of, request.messages)))
-
-    def _publish(self, request: Any, cost_bytes: int) -> Any:
-        topic = self._registry.topic(request.topic)
-        self._registry.storage.admit(cost_bytes)
-        message_ids = self._registry.publish(topic, request.messages)
-        self._registry.journal.offered(message_ids)
-        return _PublishResponse(message_ids=message_ids)
+        return Publishing(self._registry, request, sum(map(cost_of, request.messages)))
 
     def detach_subscription(self, request: Any) -> Any:
         """Cut a subscription off its topic and drop its backlog, for good."""

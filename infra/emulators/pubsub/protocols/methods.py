@@ -6,11 +6,15 @@ The gRPC server and the REST server both answer from this table.
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from infra.emulators.pubsub.calls.broker import Broker
+from infra.emulators.pubsub.calls.publishing import Publishing
+from infra.emulators.pubsub.protocols.slices import run_on, run_slice
 from infra.emulators.pubsub.protos import message_class
 from infra.emulators.pubsub.schemas.definition import Definition
+from infra.emulators.pubsub.state.journal import ChangeJournal
 from infra.emulators.pubsub.streaming import pull
 
 PUBLISHER = "google.pubsub.v1.Publisher"
@@ -142,23 +146,39 @@ def unary_methods(broker: Broker) -> list[Method]:
 def _publish(broker: Broker) -> Answer:
     async def publish(request: Any, call: Call) -> bytes:
         broker.journal.admit()
-        check = broker.topics.message_check(request)
-        if check is None:
-            response = _serialize(broker.call("Publish", request))
-        else:
-            # Others are answered meanwhile: few bytes may take a second.
-            messages = [message.data for message in request.messages]
-            revision_ids = await asyncio.to_thread(check.run, messages)
-            response = _serialize(broker.topics.publish_checked(request, check, revision_ids))
+        publishing = await _begin_publish(broker, request)
+        await _take_in(publishing, broker.journal)
+        response = _serialize(publishing.response)
+        # After the answer. A subscriber may be the publisher, who can't know the message before.
+        broker.journal.after_commit(partial(run_on, publishing.let_out()))
         await broker.journal.committed()
-        if len(request.messages) == 1:
-            # Lets the woken stream write first: its reader is what somebody waits for. Costs
-            # nothing under load, where publishers send many at a time. Measured with one in flight:
-            # 0.2 ms of 1.8 ms a round trip.
-            await asyncio.sleep(0)
         return response
 
     return publish
+
+
+async def _begin_publish(broker: Broker, request: Any) -> Publishing:
+    check = broker.topics.message_check(request)
+    if check is None:
+        return broker.topics.begin_publish(request)
+    # Others are answered meanwhile: few bytes may take a second.
+    messages = [message.data for message in request.messages]
+    revision_ids = await asyncio.to_thread(check.run, messages)
+    return broker.topics.begin_checked_publish(request, check, revision_ids)
+
+
+async def _take_in(publishing: Publishing, journal: ChangeJournal) -> None:
+    steps = publishing.take_in()
+    try:
+        while not run_slice(steps):
+            # Many subscriptions get many messages. A slice is also as much as one commit may have,
+            # because every other publish waits for it.
+            await journal.committed()
+            await asyncio.sleep(0)
+    except BaseException:
+        # Also when the caller gives up: nothing else would let out or remove what is in.
+        publishing.withdraw()
+        raise
 
 
 def _with_definition(broker: Broker, name: str) -> Answer:

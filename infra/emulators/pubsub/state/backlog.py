@@ -4,18 +4,18 @@ Between a subscription, which adds messages and owns the policies, and the consu
 pulls, push workers).
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any, Protocol
 
 from infra.emulators.pubsub.errors import InvalidArgument
 from infra.emulators.pubsub.state.ack_ids import AckIds
+from infra.emulators.pubsub.state.arrivals import Arrivals
 from infra.emulators.pubsub.state.consumers import Consumer, Consumers, Delivery, State
 from infra.emulators.pubsub.state.delivery_settings import DeliverySettings
 from infra.emulators.pubsub.state.journal import ChangeJournal
 from infra.emulators.pubsub.state.message import StoredMessage
-from infra.emulators.pubsub.state.ordering import OrderingLine, OrderingLines
+from infra.emulators.pubsub.state.queue import DeliveryQueue
 from infra.emulators.pubsub.state.timers import Timers
 
 MAX_TAKE = 1000
@@ -49,9 +49,7 @@ class Backlog:
         self._timers = timers
         self._journal = journal
         self._holder = holder
-        self._deliveries: OrderedDict[int, Delivery] = OrderedDict()
-        self._ready: OrderedDict[int, Delivery] = OrderedDict()
-        self._lines = OrderingLines()
+        self._queue = DeliveryQueue(policy, self.consumers)
 
     @property
     def settings(self) -> DeliverySettings:
@@ -61,21 +59,27 @@ class Backlog:
     @property
     def messages(self) -> list[StoredMessage]:
         """The unacked messages, oldest first."""
-        return [delivery.message for delivery in self._deliveries.values()]
+        return [delivery.message for delivery in self._queue.deliveries.values()]
 
     @property
     def oldest(self) -> StoredMessage | None:
         """The unacked message that was published first."""
-        return next(iter(self._deliveries.values())).message if self._deliveries else None
+        oldest = self._queue.oldest
+        return None if oldest is None else oldest.message
 
     @property
     def attempts_of_oldest(self) -> int:
         """How often the oldest unacked message was delivered. 0 if there is none."""
-        return next(iter(self._deliveries.values())).attempts if self._deliveries else 0
+        oldest = self._queue.oldest
+        return 0 if oldest is None else oldest.attempts
 
-    def add(self, message: StoredMessage) -> None:
-        """Add a message and wake a consumer, unless an older one of its ordering key is present."""
-        self._enter(message, message.sequence)
+    def add(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
+        """Add a message and wake a consumer, unless an older one of its ordering key is present.
+
+        With `arrivals`, nobody gets it before they let it out.
+        """
+        self._journal.hold(message, self._holder, message.sequence)
+        self._queue.place(Delivery(message.sequence, message), arrivals)
 
     def restore(self, message: StoredMessage, number: int, attempts: int) -> None:
         """Take in a message that was here before a restart: whatever lease it had ended with that.
@@ -84,7 +88,7 @@ class Backlog:
         """
         delivery = Delivery(number, message)
         delivery.attempts = delivery.handouts = attempts
-        self._place(delivery)
+        self._queue.place(delivery)
         most = self.settings.max_delivery_attempts
         if not 0 < most <= attempts:
             return
@@ -92,10 +96,8 @@ class Backlog:
             # Behind an older one of its key, whose redelivery ended this attempt.
             delivery.attempts = most - 1
             return
-        del self._ready[number]
+        self._queue.took(delivery, None)
         self._lease(delivery, self._timers.now_s())
-        if self._is_ordered(message):
-            self._lines.of(delivery).took(None)
 
     def take(self, consumer: Consumer, max_messages: int = MAX_TAKE) -> list[Delivery]:
         """Lease ready messages to a consumer, as many as its room and its share allow.
@@ -106,12 +108,12 @@ class Backlog:
             At most `max_messages`, oldest first. Empty if nothing is available. Then the consumer
             is woken when that changes.
         """
-        share = self.consumers.share(consumer, len(self._ready))
+        share = self.consumers.share(consumer, len(self._queue.ready))
         taken: list[Delivery] = []
         size_bytes = 0
         due_s = self._timers.now_s() + consumer.ack_deadline_s
         while len(taken) < max_messages and consumer.has_room:
-            delivery = self._following(consumer) or self._first_ready(share)
+            delivery = self._queue.next_for(consumer, share)
             if delivery is None:
                 break
             size_bytes += delivery.message.size_bytes
@@ -121,42 +123,25 @@ class Backlog:
             taken.append(delivery)
         if not taken:
             self.consumers.wait(consumer)
-        self.consumers.offer(len(self._ready))
+        self.consumers.offer(len(self._queue.ready))
         return taken
-
-    def _following(self, consumer: Consumer) -> Delivery | None:
-        while consumer.keys:
-            key = next(iter(consumer.keys))
-            line = self._lines.get(key)
-            delivery = line.next if line is not None and line.owner is consumer else None
-            if delivery is not None and delivery.state is State.HELD:
-                return delivery
-            del consumer.keys[key]
-        return None
-
-    def _first_ready(self, share: int) -> Delivery | None:
-        return next(iter(self._ready.values())) if share > 0 and self._ready else None
 
     def _hand_out(self, delivery: Delivery, consumer: Consumer, due_s: float) -> bool:
         """Lease a delivery. Returns whether it was one that anybody might have taken."""
-        was_ready = self._ready.pop(delivery.number, None) is not None
         delivery.attempts += 1
         delivery.handouts += 1
         self._journal.hold(delivery.message, self._holder, delivery.number, delivery.attempts)
         self._lease(delivery, due_s)
         self.consumers.took(consumer, delivery)
-        if self._is_ordered(delivery.message):
-            self._lines.of(delivery).took(consumer)
-            consumer.keys[delivery.message.ordering_key] = None
-        return was_ready
+        return self._queue.took(delivery, consumer)
 
     def busy(self, consumer: Consumer) -> None:
         """Wake others instead of a consumer that took nothing and can't take more now."""
-        self.consumers.busy(consumer, len(self._ready))
+        self.consumers.busy(consumer, len(self._queue.ready))
 
     def leave(self, consumer: Consumer) -> None:
         """Disconnect a consumer. Its leases stay until they are acked, nacked or run out."""
-        self.consumers.leave(consumer, len(self._ready))
+        self.consumers.leave(consumer, len(self._queue.ready))
 
     def fill(self, received: Any, delivery: Delivery) -> None:
         """Write a leased delivery into a `ReceivedMessage`."""
@@ -177,7 +162,7 @@ class Backlog:
             if self.settings.exactly_once:
                 return None, False
             raise
-        delivery = self._deliveries.get(number)
+        delivery = self._queue.deliveries.get(number)
         if delivery is None or handout > delivery.handouts:
             return None, False
         return delivery, delivery.state is State.LEASED and delivery.handouts == handout
@@ -196,7 +181,7 @@ class Backlog:
 
     def keep_only(self, is_unacked: Callable[[StoredMessage], bool]) -> None:
         """Ack every message that the predicate denies, leased or not."""
-        for delivery in list(self._deliveries.values()):
+        for delivery in list(self._queue.deliveries.values()):
             if not is_unacked(delivery.message):
                 self.settle(delivery)
 
@@ -205,73 +190,37 @@ class Backlog:
 
         An ack id of the time before does not ack what it brings back.
         """
-        for delivery in self._deliveries.values():
+        for delivery in self._queue.deliveries.values():
             if delivery.state is State.LEASED:
                 # No nack and no lease that ran out, so no attempt. Its number is what ends the id.
                 delivery.attempts -= 1
                 delivery.number = self._policy.next_number()
             self._end_lease(delivery)
         brought = [Delivery(self._policy.next_number(), message) for message in messages]
-        deliveries = sorted((*self._deliveries.values(), *brought), key=_sequence)
-        self._deliveries.clear()
-        self._ready.clear()
-        self._lines = OrderingLines()
+        deliveries = sorted((*self._queue.deliveries.values(), *brought), key=_sequence)
         for delivery in deliveries:
             self._journal.hold(delivery.message, self._holder, delivery.number, delivery.attempts)
-            self._place(delivery)
+        self._queue.replace(deliveries)
 
     def drop_oldest(self) -> None:
         """Forget the message that was published first, unacked."""
-        self._remove(next(iter(self._deliveries.values())))
+        if self._queue.oldest is not None:
+            self._remove(self._queue.oldest)
 
     def withdraw(self, sequences: Collection[int]) -> None:
         """Forget messages, leased or not. Acks for them have no effect."""
         for delivery in [
-            each for each in self._deliveries.values() if each.message.sequence in sequences
+            each for each in self._queue.deliveries.values() if each.message.sequence in sequences
         ]:
             self._remove(delivery)
 
     def clear(self) -> None:
         """Forget every message. Acks for them have no effect."""
-        for delivery in self._deliveries.values():
+        for delivery in self._queue.deliveries.values():
             self._journal.release(delivery.message, self._holder)
             delivery.stop_timer()
             delivery.state = State.SETTLED
-        self._deliveries.clear()
-        self._ready.clear()
-        self._lines = OrderingLines()
-
-    def _enter(self, message: StoredMessage, number: int) -> None:
-        self._journal.hold(message, self._holder, number)
-        self._place(Delivery(number, message))
-
-    def _place(self, delivery: Delivery) -> None:
-        self._deliveries[delivery.number] = delivery
-        if self._is_ordered(delivery.message):
-            delivery.state = State.HELD
-            self._advance(self._lines.add(delivery))
-        else:
-            self._make_ready(delivery)
-
-    def _advance(self, line: OrderingLine) -> None:
-        """Let the next message of a key out: to anybody, or to who has those before it."""
-        delivery = line.next
-        if delivery is None or delivery.state is not State.HELD:
-            return
-        if not line.out:
-            self._make_ready(delivery)
-        elif line.owner is not None and not line.owner.has_left:
-            line.owner.keys[delivery.message.ordering_key] = None
-            self.consumers.follow(line.owner)
-
-    def _is_ordered(self, message: StoredMessage) -> bool:
-        return self.settings.is_ordered and bool(message.ordering_key)
-
-    def _make_ready(self, delivery: Delivery) -> None:
-        delivery.timer = None
-        delivery.state = State.READY
-        self._ready[delivery.number] = delivery
-        self.consumers.offer(len(self._ready))
+        self._queue.replace(())
 
     def _lease(self, delivery: Delivery, until_s: float) -> None:
         delivery.state = State.LEASED
@@ -282,9 +231,8 @@ class Backlog:
         if delivery.state is not State.LEASED:
             return
         self._end_lease(delivery)
-        if self._is_ordered(delivery.message):
-            for later in self._lines.of(delivery).give_back(delivery):
-                self._call_back(later)
+        for later in self._queue.give_back(delivery):
+            self._call_back(later)
         settings = self.settings
         is_last = 0 < settings.max_delivery_attempts <= delivery.attempts
         if is_last and self._policy.forward_dead_letter(delivery):
@@ -292,11 +240,11 @@ class Backlog:
             return
         backoff_s = settings.backoff_s(delivery.attempts)
         if backoff_s == 0:
-            self._offer_again(delivery)
+            self._queue.offer_again(delivery)
             return
         delivery.state = State.BACKOFF
         delivery.timer = self._timers.at(
-            self._timers.now_s() + backoff_s, partial(self._offer_again, delivery)
+            self._timers.now_s() + backoff_s, partial(self._queue.offer_again, delivery)
         )
 
     def _call_back(self, delivery: Delivery) -> None:
@@ -306,26 +254,16 @@ class Backlog:
         delivery.attempts -= 1
         self._journal.hold(delivery.message, self._holder, delivery.number, delivery.attempts)
 
-    def _offer_again(self, delivery: Delivery) -> None:
-        if not self._is_ordered(delivery.message):
-            self._make_ready(delivery)
-            return
-        delivery.timer = None
-        delivery.state = State.HELD
-        self._advance(self._lines.of(delivery))
-
     def _end_lease(self, delivery: Delivery) -> None:
         delivery.stop_timer()
-        self.consumers.gave_back(delivery, len(self._ready))
+        self.consumers.gave_back(delivery, len(self._queue.ready))
 
     def _remove(self, delivery: Delivery) -> None:
-        self._ready.pop(delivery.number, None)
+        # Out of what is ready before its lease ends: that tells consumers how much there is.
+        self._queue.ready.pop(delivery.number, None)
         self._end_lease(delivery)
-        delivery.state = State.SETTLED
-        del self._deliveries[delivery.number]
         self._journal.release(delivery.message, self._holder)
-        if self._is_ordered(delivery.message):
-            self._advance(self._lines.remove(delivery))
+        self._queue.remove(delivery)
 
 
 def _sequence(delivery: Delivery) -> int:

@@ -53,6 +53,8 @@ class Consumer:
 class State(Enum):
     """The state of a delivery. Every delivery is in exactly one."""
 
+    ARRIVING = auto()
+    """Waits until its publish is committed and answered."""
     READY = auto()
     """Can be handed to the next consumer."""
     HELD = auto()

@@ -5,7 +5,8 @@ The journal here keeps nothing, for a broker in memory.
 `durable.DurableJournal` is the one of a broker with a data directory.
 """
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from infra.emulators.pubsub.protos import Message
@@ -47,10 +48,10 @@ class ChangeJournal:
     def drop(self, sequence: int) -> None:
         """Note that no subscription or snapshot holds a message any more."""
 
-    def offered(self, message_ids: Iterable[str]) -> None:
-        """Note that a publisher waits for the answer to these messages.
+    def offered(self, message_id: str) -> None:
+        """Note that a publisher waits for the answer to a message.
 
-        Until then they may be withdrawn.
+        Until then it may be withdrawn.
         """
 
     def hold(
@@ -74,3 +75,10 @@ class ChangeJournal:
         Raises:
             Unavailable: it could not be kept. Uncommitted messages were withdrawn.
         """
+
+    def after_commit(self, act: Callable[[], None]) -> None:
+        """Act once all that was noted so far will outlive this process.
+
+        Whoever waits for that in `committed` goes on first.
+        """
+        asyncio.get_running_loop().call_soon(act)

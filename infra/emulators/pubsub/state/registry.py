@@ -3,7 +3,7 @@
 The calls of the API are in the package `calls`, which shares this registry.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
@@ -11,6 +11,7 @@ from typing import TypeVar
 from infra.emulators.pubsub.errors import InvalidArgument, resource_not_found
 from infra.emulators.pubsub.names import check_name
 from infra.emulators.pubsub.protos import PubsubMessage
+from infra.emulators.pubsub.state.arrivals import Arrivals
 from infra.emulators.pubsub.state.consumers import Delivery
 from infra.emulators.pubsub.state.journal import ChangeJournal
 from infra.emulators.pubsub.state.message import Storage, StoredMessage
@@ -80,12 +81,22 @@ class Registry:
             raise InvalidArgument(f"Invalid resource name given (name={path}).")
         return look_up(path)
 
-    def publish(self, topic: Topic, messages: Sequence[PubsubMessage]) -> list[str]:
-        """Give checked messages ids and a time, publish them, and return the ids in order."""
+    def publish(
+        self, topic: Topic, messages: Sequence[PubsubMessage], arrivals: Arrivals | None = None
+    ) -> Iterator[str]:
+        """Give checked messages ids and a time and publish them, one at each step.
+
+        Args:
+            topic: where to.
+            messages: what to publish.
+            arrivals: what lets them out later. None: subscribers may have them at once.
+
+        Yields:
+            The id of each.
+        """
         now_s = self.timers.now_s()
         seconds = int(now_s)
         nanos = int((now_s - seconds) * 1e6) * 1000
-        message_ids = []
         for received in messages:
             # A message keeps the whole request's memory alive, so one of many is copied out.
             message = received if len(messages) == 1 else _copy(received)
@@ -95,9 +106,8 @@ class Registry:
             message.publish_time.nanos = nanos
             stored = StoredMessage(message, sequence, now_s, self.storage)
             self.journal.keep(stored)
-            topic.deliver(stored)
-            message_ids.append(message.message_id)
-        return message_ids
+            topic.deliver(stored, arrivals)
+            yield message.message_id
 
     def forward_dead_letter(self, subscription: SubscriptionState, delivery: Delivery) -> bool:
         """Publish a message to the dead-letter topic, with the attributes that the service adds.
@@ -119,7 +129,8 @@ class Registry:
         letter.attributes["CloudPubSubDeadLetterSourceTopicPublishTime"] = published.isoformat(
             timespec="milliseconds"
         )
-        self.publish(topic, [letter])
+        for _ in self.publish(topic, [letter]):
+            pass
         return True
 
     def erase(self, path: str) -> None:

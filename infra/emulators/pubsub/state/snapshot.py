@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from infra.emulators.pubsub.errors import FailedPrecondition, InvalidArgument
 from infra.emulators.pubsub.protos import Snapshot as SnapshotProto
+from infra.emulators.pubsub.state.arrivals import Arrivals
 from infra.emulators.pubsub.state.filter import Filter
 from infra.emulators.pubsub.state.journal import ChangeJournal
 from infra.emulators.pubsub.state.message import StoredMessage
@@ -42,7 +43,7 @@ class Snapshot:
         self.filter: Filter | None = None
         self.messages: dict[int, StoredMessage] = {}
 
-    def add(self, message: StoredMessage) -> None:
+    def add(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
         """Keep a message: unacked when the snapshot was made, or published since."""
         self._journal.hold(message, self.holder)
         self.restore(message)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from infra.emulators.pubsub.errors import FailedPrecondition, PubsubError
 from infra.emulators.pubsub.protos import Subscription as SubscriptionProto
+from infra.emulators.pubsub.state.arrivals import Arrivals
 from infra.emulators.pubsub.state.backlog import Backlog
 from infra.emulators.pubsub.state.consumers import Consumer, Delivery
 from infra.emulators.pubsub.state.delivery_settings import DeliverySettings
@@ -100,9 +101,9 @@ class SubscriptionState:
         self.touch()
         self.backlog.leave(consumer)
 
-    def add(self, message: StoredMessage) -> None:
+    def add(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
         """Take in a published message that matches the filter."""
-        self.backlog.add(message)
+        self.backlog.add(message, arrivals)
         if self._retention_timer is None:
             self._arm_retention()
 

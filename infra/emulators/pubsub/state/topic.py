@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from infra.emulators.pubsub.protos import Topic as TopicProto
+from infra.emulators.pubsub.state.arrivals import Arrivals
 from infra.emulators.pubsub.state.delivery_settings import seconds_of
 from infra.emulators.pubsub.state.filter import Equals, Filter, needed_attributes
 from infra.emulators.pubsub.state.journal import ChangeJournal
@@ -18,8 +19,8 @@ class Sink(Protocol):
     path: str
     filter: Filter | None
 
-    def add(self, message: StoredMessage) -> None:
-        """Take in one message."""
+    def add(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
+        """Take in one message. With `arrivals`, consumers get it when these let it out."""
 
 
 class Topic:
@@ -54,6 +55,11 @@ class Topic:
         self.retention_s = seconds_of(proto.message_retention_duration)
         self._drop_old()
 
+    @property
+    def reach(self) -> int:
+        """How many get every message."""
+        return len(self._unfiltered)
+
     def attach(self, sink: Sink) -> None:
         """Send it every message from now on that its filter matches."""
         if sink.filter is None:
@@ -83,23 +89,23 @@ class Topic:
     def _with(self, needed: Equals) -> Mapping[str, Sink]:
         return self._by_value.get(needed.key, {}).get(needed.value, {})
 
-    def deliver(self, message: StoredMessage) -> None:
+    def deliver(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
         """Pass a new message to everyone it is for."""
         if self.retention_s:
             self._journal.hold(message, self.holder)
             self.restore(message)
         attributes = message.attributes
         for sink in self._unfiltered.values():
-            sink.add(message)
+            sink.add(message, arrivals)
         for key, values in self._by_value.items():
             value = attributes.get(key)
             if value is not None:
                 for sink in values.get(value, {}).values():
                     if isinstance(sink.filter, Equals) or _wants(sink, attributes):
-                        sink.add(message)
+                        sink.add(message, arrivals)
         for sink in self._filtered.values():
             if _wants(sink, attributes):
-                sink.add(message)
+                sink.add(message, arrivals)
 
     def restore(self, message: StoredMessage) -> None:
         """Take a message into the log."""

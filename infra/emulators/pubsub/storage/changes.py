@@ -1,6 +1,7 @@
 """One group commit: the changes since the last, each thing once, as its last change left it."""
 
 import asyncio
+from collections.abc import Callable
 
 MESSAGE_OVERHEAD_BYTES = 200
 """What a small message costs here beside its own bytes."""
@@ -22,6 +23,8 @@ class Changes:
         """By message sequence and holder."""
         self.offered: set[int] = set()
         """Sequences whose publishers wait for the outcome."""
+        self.afterwards: list[Callable[[], None]] = []
+        """What is to be done when this is written."""
         self.size_bytes = 0
         self.error = ""
         self._settled = asyncio.Event()
@@ -49,6 +52,7 @@ class Changes:
         both.held = self.held | later.held
         both.dropped = set(self.dropped)
         both.offered = self.offered | later.offered
+        both.afterwards = self.afterwards + later.afterwards
         for sequence, data in (*self.messages.items(), *later.messages.items()):
             both.keep(sequence, data)
         for sequence in later.dropped:

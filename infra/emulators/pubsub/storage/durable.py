@@ -1,13 +1,12 @@
 """Group commit: changes collect while a transaction is written, and form the next one.
 
-Between the broker, which notes each change, and the file. A message goes to its subscribers at once
-and only the answer to its publisher waits: a message that is delivered before its publish was
-answered is within at-least-once.
+Between the broker, which notes each change, and the file. What is published is answered,
+and goes to its subscribers, when it is committed.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -63,12 +62,12 @@ class DurableJournal(ChangeJournal):
         """Note that no subscription or snapshot holds a message any more."""
         self._pending.drop(sequence)
 
-    def offered(self, message_ids: Iterable[str]) -> None:
-        """Note that a publisher waits for the answer to these messages.
+    def offered(self, message_id: str) -> None:
+        """Note that a publisher waits for the answer to a message.
 
-        Until then they may be withdrawn.
+        Until then it may be withdrawn.
         """
-        self._pending.offered.update(map(int, message_ids))
+        self._pending.offered.add(int(message_id))
 
     def hold(self, message: StoredMessage, holder: int, number: int = 0, attempts: int = 0) -> None:
         """Note that a resource holds a message: delivery number and attempts, or `ACKED`."""
@@ -102,6 +101,11 @@ class DurableJournal(ChangeJournal):
         await changes.wait()
         if changes.error:
             raise _unavailable(changes.error)
+
+    def after_commit(self, act: Callable[[], None]) -> None:
+        """Act once all that was noted so far is in the file, after those who wait for it."""
+        self._pending.afterwards.append(act)
+        self._due.set()
 
     def flush(self) -> None:
         """Write what was noted, here and now: for a journal that is not running.
@@ -168,6 +172,9 @@ class DurableJournal(ChangeJournal):
             finally:
                 hung.cancel()
         self._writing.settle()
+        for act in self._writing.afterwards:
+            # Behind those who were woken just now.
+            asyncio.get_running_loop().call_soon(act)
         self._writing = Changes()
         if self._failure:
             # Acks leave unused pages. What is taken again should not have to be withdrawn again.

@@ -1,0 +1,20 @@
+"""Long work on the event loop, in slices between which other calls are answered."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+SLICE_S = 0.01
+"""What one slice may take."""
+
+
+def run_slice(steps: Iterator[None]) -> bool:
+    """Run steps for a slice of time. Returns whether they are through."""
+    until_s = time.monotonic() + SLICE_S
+    return all(time.monotonic() <= until_s for _ in steps)
+
+
+def run_on(steps: Iterator[None]) -> None:
+    """Run a slice now, and the rest in later turns of the loop."""
+    if not run_slice(steps):
+        asyncio.get_running_loop().call_soon(run_on, steps)

@@ -1,0 +1,42 @@
+"""The deliveries of one publish, which wait until it is committed and its publisher has the answer.
+
+A subscriber must not get a message whose publish then fails, nor before the publisher knows its id.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from infra.emulators.pubsub.state.consumers import Delivery
+
+
+class Queue(Protocol):
+    """Where deliveries wait: those of one subscription."""
+
+    def let_out(self, delivery: Delivery) -> None:
+        """Let consumers have a delivery, if it is still here."""
+
+
+class Arrivals:
+    """Collects what a publish brings to each subscription, and lets it out at last."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Queue, list[Delivery]] = {}
+
+    def note(self, queue: Queue, delivery: Delivery) -> None:
+        """Note a delivery that waits in a queue."""
+        waiting = self._waiting.get(queue)
+        if waiting is None:
+            waiting = self._waiting[queue] = []
+        waiting.append(delivery)
+
+    def forget(self) -> None:
+        """Let nothing out. An error whose traceback leads here may live on."""
+        self._waiting.clear()
+
+    def let_out(self) -> Iterator[None]:
+        """Let all out, one subscription at each step."""
+        while self._waiting:
+            queue, deliveries = self._waiting.popitem()
+            for delivery in deliveries:
+                queue.let_out(delivery)
+            yield

@@ -1,0 +1,135 @@
+"""The deliveries of one subscription by who may take them: anybody, the owner of a key, nobody yet.
+
+Between a backlog, which knows leases and policies, and the ordering lines.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Protocol
+
+from infra.emulators.pubsub.state.arrivals import Arrivals
+from infra.emulators.pubsub.state.consumers import Consumer, Consumers, Delivery, State
+from infra.emulators.pubsub.state.delivery_settings import DeliverySettings
+from infra.emulators.pubsub.state.message import StoredMessage
+from infra.emulators.pubsub.state.ordering import OrderingLine, OrderingLines
+
+
+class Policy(Protocol):
+    """What the queue asks of its subscription."""
+
+    settings: DeliverySettings
+
+
+class DeliveryQueue:
+    """All deliveries, oldest first, those that are ready, and the lines of the ordering keys."""
+
+    def __init__(self, policy: Policy, consumers: Consumers) -> None:
+        self.deliveries: OrderedDict[int, Delivery] = OrderedDict()
+        """By number."""
+        self.ready: OrderedDict[int, Delivery] = OrderedDict()
+        self._policy = policy
+        self._consumers = consumers
+        self._lines = OrderingLines()
+
+    @property
+    def oldest(self) -> Delivery | None:
+        """The one whose message was published first."""
+        return next(iter(self.deliveries.values())) if self.deliveries else None
+
+    def place(self, delivery: Delivery, arrivals: Arrivals | None = None) -> None:
+        """Take a delivery in. With `arrivals`, nobody gets it before they let it out."""
+        if arrivals is not None:
+            delivery.state = State.ARRIVING
+            arrivals.note(self, delivery)
+        self.deliveries[delivery.number] = delivery
+        line = self._lines.add(delivery) if self._is_ordered(delivery.message) else None
+        if delivery.state is State.ARRIVING:
+            # It is in its line: what comes later must wait for it.
+            return
+        if line is not None:
+            delivery.state = State.HELD
+            self._advance(line)
+        else:
+            self._make_ready(delivery)
+
+    def let_out(self, delivery: Delivery) -> None:
+        """Let consumers have a delivery that was arriving. Nothing if it has gone since."""
+        if delivery.state is State.ARRIVING:
+            self.offer_again(delivery)
+
+    def offer_again(self, delivery: Delivery) -> None:
+        """Make a delivery ready that is here, or let it wait behind the older ones of its key."""
+        if not self._is_ordered(delivery.message):
+            self._make_ready(delivery)
+            return
+        delivery.timer = None
+        delivery.state = State.HELD
+        self._advance(self._lines.of(delivery))
+
+    def next_for(self, consumer: Consumer, share: int) -> Delivery | None:
+        """The next for a consumer: of its keys first, then of its share of what is ready."""
+        following = self._following(consumer)
+        if following is not None or share <= 0 or not self.ready:
+            return following
+        return next(iter(self.ready.values()))
+
+    def took(self, delivery: Delivery, consumer: Consumer | None) -> bool:
+        """Note that a delivery was leased. Returns whether anybody might have taken it."""
+        was_ready = self.ready.pop(delivery.number, None) is not None
+        if self._is_ordered(delivery.message):
+            self._lines.of(delivery).took(consumer)
+            if consumer is not None:
+                consumer.keys[delivery.message.ordering_key] = None
+        return was_ready
+
+    def give_back(self, delivery: Delivery) -> list[Delivery]:
+        """Note that a lease ended. Returns the leased ones of its key that come after it."""
+        if not self._is_ordered(delivery.message):
+            return []
+        return self._lines.of(delivery).give_back(delivery)
+
+    def remove(self, delivery: Delivery) -> None:
+        """Take a delivery out, for good. The next of its key may go."""
+        self.ready.pop(delivery.number, None)
+        del self.deliveries[delivery.number]
+        delivery.state = State.SETTLED
+        if self._is_ordered(delivery.message):
+            self._advance(self._lines.remove(delivery))
+
+    def replace(self, deliveries: Iterable[Delivery]) -> None:
+        """Start again with these and nothing else."""
+        self.deliveries.clear()
+        self.ready.clear()
+        self._lines = OrderingLines()
+        for delivery in deliveries:
+            self.place(delivery)
+
+    def _following(self, consumer: Consumer) -> Delivery | None:
+        while consumer.keys:
+            key = next(iter(consumer.keys))
+            line = self._lines.get(key)
+            delivery = line.next if line is not None and line.owner is consumer else None
+            if delivery is not None and delivery.state is State.HELD:
+                return delivery
+            del consumer.keys[key]
+        return None
+
+    def _advance(self, line: OrderingLine) -> None:
+        """Let the next message of a key out: to anybody, or to who has those before it."""
+        delivery = line.next
+        if delivery is None or delivery.state is not State.HELD:
+            return
+        if not line.out:
+            self._make_ready(delivery)
+        elif line.owner is not None and not line.owner.has_left:
+            line.owner.keys[delivery.message.ordering_key] = None
+            self._consumers.follow(line.owner)
+
+    def _is_ordered(self, message: StoredMessage) -> bool:
+        return self._policy.settings.is_ordered and bool(message.ordering_key)
+
+    def _make_ready(self, delivery: Delivery) -> None:
+        delivery.timer = None
+        delivery.state = State.READY
+        self.ready[delivery.number] = delivery
+        self._consumers.offer(len(self.ready))

@@ -1,0 +1,166 @@
+"""What a publish brings: after its answer, after its commit, and a slice at a time."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from infra.emulators.pubsub.protocols import slices
+from infra.emulators.pubsub.protocols.methods import Answer, unary_methods
+from infra.emulators.pubsub.protos import message_class
+from infra.emulators.pubsub.server import PubsubServer, serve
+from infra.emulators.pubsub.state.consumers import Consumer
+from infra.emulators.pubsub.storage.database import Database
+from tests.infra.pubsub.wire import TOPIC, Wire, connect, until
+
+SUBSCRIPTION = "projects/p/subscriptions/one"
+pytestmark = pytest.mark.anyio
+
+
+class NeverCancelled:
+    def time_remaining(self) -> float | None:
+        return None
+
+
+def answer_of(server: PubsubServer, name: str) -> Answer:
+    return next(each.answer for each in unary_methods(server.broker) if each.name == name)
+
+
+def publish_request(*data: str, **fields: Any) -> Any:
+    messages = [message_class("PubsubMessage")(data=each.encode(), **fields) for each in data]
+    return message_class("PublishRequest")(topic=TOPIC, messages=messages)
+
+
+def unacked(server: PubsubServer, path: str = SUBSCRIPTION) -> int:
+    return len(server.broker.registry.subscriptions[path].backlog.messages)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+async def test_publish_is_answered_before_anybody_is_woken_for_it(
+    is_kept: bool, tmp_path: Path
+) -> None:
+    async with (
+        serve(data_dir=tmp_path if is_kept else None) as server,
+        connect(server.endpoint) as wire,
+    ):
+        await wire.topic(TOPIC)
+        await wire.subscription(SUBSCRIPTION, TOPIC)
+        backlog = server.broker.registry.subscriptions[SUBSCRIPTION].backlog
+        events: list[str] = []
+        consumer = Consumer(lambda: events.append("woken"), 10.0)
+        backlog.consumers.join(consumer)
+        assert backlog.take(consumer) == []
+        publish = answer_of(server, "Publish")
+
+        async def published() -> None:
+            await publish(publish_request("a"), NeverCancelled())
+            events.append("answered")
+
+        await published()
+        await until(lambda: "woken" in events)
+        assert events == ["answered", "woken"]
+        assert len(backlog.take(consumer)) == 1
+
+
+async def test_nobody_gets_what_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve(data_dir=tmp_path) as server, connect(server.endpoint) as wire:
+        await wire.topic(TOPIC)
+        await wire.subscription(SUBSCRIPTION, TOPIC)
+        backlog = server.broker.registry.subscriptions[SUBSCRIPTION].backlog
+        seen: list[int] = []
+        write = Database.write
+
+        def watched(database: Database, changes: Any) -> None:
+            if changes.messages:
+                seen.append(len(backlog.take(Consumer(lambda: None, 10.0))))
+            write(database, changes)
+
+        monkeypatch.setattr(Database, "write", watched)
+        await wire.publish(TOPIC, "a")
+        assert seen == [0]
+        (received,) = (await wire.pull(SUBSCRIPTION)).received_messages
+        assert received.message.data == b"a"
+
+
+async def test_what_a_caller_published_before_it_gave_up_comes_all_the_same(
+    tmp_path: Path,
+) -> None:
+    async with serve(data_dir=tmp_path) as server, connect(server.endpoint) as wire:
+        await wire.topic(TOPIC)
+        await wire.subscription(SUBSCRIPTION, TOPIC)
+        publish = answer_of(server, "Publish")
+        task = asyncio.ensure_future(publish(publish_request("a"), NeverCancelled()))
+        await until(lambda: unacked(server) == 1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        (received,) = (await wire.pull(SUBSCRIPTION)).received_messages
+        assert received.message.data == b"a"
+
+
+async def test_seek_back_does_not_bring_what_has_no_answer_yet(tmp_path: Path) -> None:
+    async with serve(data_dir=tmp_path) as server, connect(server.endpoint) as wire:
+        await wire.topic(TOPIC)
+        await wire.subscription(SUBSCRIPTION, TOPIC, enable_message_ordering=True)
+        for ordering_key in ("", "key"):
+            publishing = server.broker.topics.begin_publish(
+                publish_request("a", "b", ordering_key=ordering_key)
+            )
+            for _ in publishing.take_in():
+                pass
+            server.broker.call(
+                "Seek", message_class("SeekRequest")(subscription=SUBSCRIPTION, time={"seconds": 1})
+            )
+            backlog = server.broker.registry.subscriptions[SUBSCRIPTION].backlog
+            consumer = Consumer(lambda: None, 10.0)
+            assert backlog.take(consumer) == []
+            backlog.leave(consumer)
+            for _ in publishing.let_out():
+                pass
+            received = (await wire.pull(SUBSCRIPTION)).received_messages
+            assert [each.message.data for each in received] == [b"a", b"b"]
+            await wire.ack(SUBSCRIPTION, received)
+
+
+async def test_other_calls_are_answered_while_a_publish_reaches_many_subscriptions(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A message a slice, however fast this machine is.
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)
+    for number in range(300):
+        await wire.subscription(f"projects/p/subscriptions/sub{number}", TOPIC)
+    publishing = asyncio.create_task(wire.publish(TOPIC, *map(str, range(300))))
+    request = message_class("GetTopicRequest")(topic=TOPIC)
+    answered = 0
+    while not publishing.done():
+        await wire.call("Publisher", "GetTopic", request, "Topic")
+        answered += 1
+    assert len(await publishing) == 300
+    # Were it done at once, these would be the one before it and the one after it.
+    assert answered >= 5
+    for number in (0, 299):
+        pulled = await wire.pull(f"projects/p/subscriptions/sub{number}", max_messages=1000)
+        assert [each.message.data for each in pulled.received_messages] == [
+            b"%d" % each for each in range(len(pulled.received_messages))
+        ]
+        assert pulled.received_messages
+
+
+@pytest.mark.parametrize("filters", ["", 'attributes:"k"'])
+async def test_storage_limit_counts_what_each_subscription_adds(filters: str) -> None:
+    async with (
+        serve(storage_bytes=2 * 1024**2) as server,
+        connect(server.endpoint) as wire,
+    ):
+        await wire.topic(TOPIC)
+        paths = [f"projects/p/subscriptions/sub{number}" for number in range(50)]
+        for path in paths:
+            await wire.subscription(path, TOPIC, filter=filters)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await wire.publish(TOPIC, *map(str, range(500)), attributes={"k": "v"})
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert [unacked(server, path) for path in paths] == [0] * 50
+        assert server.broker.registry.storage.held_bytes < 100_000
