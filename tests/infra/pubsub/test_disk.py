@@ -77,14 +77,15 @@ async def test_full_disk_refuses_and_loses_nothing_and_goes_on_when_there_is_roo
         server.kill()
 
 
-def test_disk_that_is_full_starts_and_has_room_again_when_the_backlog_is_acked(
-    tmp_path: Path,
+@pytest.mark.parametrize("story", ["full_disk", "ten_kills"])
+def test_disk_that_gets_full_loses_nothing_and_starts_and_has_room_again(
+    story: str, tmp_path: Path
 ) -> None:
     unshare = ["unshare", "--map-root-user", "--mount"]
     probe = [*unshare, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
     if not shutil.which("unshare") or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("this machine lets no test mount a disk of its own")
-    command = [*unshare, sys.executable, "-m", "tests.infra.pubsub.full_disk", str(tmp_path)]
+    command = [*unshare, sys.executable, "-m", f"tests.infra.pubsub.{story}", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_LIMIT_S)
     assert done.returncode == 0, done.stderr
 

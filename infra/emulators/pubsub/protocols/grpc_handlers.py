@@ -5,12 +5,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from infra.emulators.pubsub.calls.broker import Broker
-from infra.emulators.pubsub.errors import PubsubError
+from infra.emulators.pubsub.errors import InvalidArgument, PubsubError
 from infra.emulators.pubsub.protocols.error_details import FAILED, error_info
-from infra.emulators.pubsub.protocols.methods import SUBSCRIBER, unary_methods
+from infra.emulators.pubsub.protocols.methods import SUBSCRIBER, Method, unary_methods
 from infra.emulators.pubsub.protos import message_class
 from infra.emulators.pubsub.streaming import streaming_pull
 
@@ -23,24 +24,43 @@ Handle = Callable[[Any, Any], Awaitable[Any]]
 
 def service_handlers(broker: Broker) -> "list[grpc.GenericRpcHandler[Any, Any]]":
     """Return the handlers of all services, for `Server.add_generic_rpc_handlers`."""
+    streaming_request = message_class("StreamingPullRequest")
 
-    async def handle_streaming_pull(requests: AsyncIterator[Any], context: Any) -> None:
-        await streaming_pull(broker, requests, context)
+    async def handle_streaming_pull(requests: AsyncIterator[bytes], context: Any) -> None:
+        parsed = (_parsed(streaming_request, data) async for data in requests)
+        await streaming_pull(broker, parsed, context)
 
     services: dict[str, dict[str, Any]] = {}
     for method in unary_methods(broker):
         services.setdefault(method.service, {})[method.name] = grpc.unary_unary_rpc_method_handler(
-            _refusing(method.answer), request_deserializer=method.request.FromString
+            _refusing(_answering(method))
         )
     services[SUBSCRIBER]["StreamingPull"] = grpc.stream_stream_rpc_method_handler(
         _refusing(handle_streaming_pull),
-        request_deserializer=message_class("StreamingPullRequest").FromString,
         response_serializer=lambda response: response.SerializeToString(),
     )
     return [
         grpc.method_handlers_generic_handler(service, handlers)
         for service, handlers in services.items()
     ]
+
+
+def _answering(method: Method) -> Handle:
+    async def answering(data: bytes, context: Any) -> bytes:
+        return await method.answer(_parsed(method.request, data), context)
+
+    return answering
+
+
+def _parsed(request: Any, data: bytes) -> Any:
+    # Not by gRPC: it answers what it can't parse with UNKNOWN and a name of Python.
+    try:
+        return request.FromString(data)
+    except DecodeError as error:
+        raise InvalidArgument(
+            f"The request is not a valid {request.DESCRIPTOR.full_name}: its bytes are cut, "
+            "damaged, or a text of it is not UTF-8."
+        ) from error
 
 
 def _refusing(handle: Handle) -> Handle:

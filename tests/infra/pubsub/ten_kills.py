@@ -1,0 +1,130 @@
+"""`python -m tests.infra.pubsub.ten_kills FOLDER`: ten SIGKILLs, on a disk full at times.
+
+It runs in a mount namespace (`unshare --map-root-user --mount`), where it may mount a small disk.
+"""
+
+import asyncio
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from tests.infra.pubsub.full_disk import DISK
+from tests.infra.pubsub.kept_server import KeptServer
+from tests.infra.pubsub.wire import Wire, connect
+from tests.limits import WAIT_LIMIT_S
+
+TOPIC = "projects/p/topics/jobs"
+PLAIN, ORDERED, ONCE = (f"projects/p/subscriptions/{name}" for name in ("plain", "ordered", "once"))
+KILLS = 10
+PUBLISHERS = 4
+
+
+@dataclass
+class Ledger:
+    """What the server answered, and what consumers got."""
+
+    answered: dict[str, int] = field(default_factory=dict)
+    """The number in each message, by its id."""
+    received: dict[str, set[str]] = field(default_factory=dict)
+    confirmed: set[str] = field(default_factory=set)
+    """Acked with exactly-once delivery, and the ack was answered."""
+    again: set[str] = field(default_factory=set)
+    """Came again though its ack was confirmed."""
+    refused: int = 0
+
+
+async def publish(wire: Wire, ledger: Ledger, key: str, start: int, size: int) -> None:
+    for number in range(start, start + 10_000):
+        data = f"{number}:" + "x" * size
+        try:
+            (message_id,) = await wire.publish(TOPIC, data, ordering_key=key)
+        except grpc.aio.AioRpcError as error:
+            if "data directory" not in str(error.details()):
+                return
+            ledger.refused += 1
+            await asyncio.sleep(0.02)
+        else:
+            ledger.answered[message_id] = number
+
+
+async def consume(wire: Wire, ledger: Ledger, path: str, is_done: Any) -> None:
+    received = ledger.received.setdefault(path, set())
+    with suppress(grpc.aio.AioRpcError):
+        while not is_done():
+            pulled = (await wire.pull(path, 50, return_immediately=True)).received_messages
+            received.update(each.message.message_id for each in pulled)
+            if path == ONCE:
+                ledger.again |= ledger.confirmed & {each.message.message_id for each in pulled}
+            if path == ORDERED:
+                check_order(pulled)
+            if not pulled:
+                await asyncio.sleep(0.01)
+                continue
+            await wire.ack(path, pulled)
+            if path == ONCE:
+                ledger.confirmed |= {each.message.message_id for each in pulled}
+
+
+def check_order(pulled: Any) -> None:
+    latest: dict[str, int] = {}
+    for each in pulled:
+        message_id = int(each.message.message_id)
+        assert message_id > latest.get(each.message.ordering_key, 0), "out of order"
+        latest[each.message.ordering_key] = message_id
+
+
+async def main(folder: Path) -> str:
+    server, ledger = KeptServer(folder), Ledger()
+    server.start()
+    async with connect(server.endpoint) as wire:
+        await wire.topic(TOPIC)
+        await wire.subscription(PLAIN, TOPIC)
+        await wire.subscription(ORDERED, TOPIC, enable_message_ordering=True)
+        await wire.subscription(ONCE, TOPIC, enable_exactly_once_delivery=True)
+    for kill in range(KILLS):
+        enough = len(ledger.answered) + 60
+        async with connect(server.endpoint) as wire, asyncio.TaskGroup() as traffic:
+            # Every third time the disk is full before the kill.
+            size, seen = (50_000, ledger.refused) if kill % 3 == 2 else (200, -1)
+            for number in range(PUBLISHERS):
+                start = (kill * PUBLISHERS + number) * 10_000
+                traffic.create_task(publish(wire, ledger, f"k{number}", start, size))
+            if seen < 0:
+                for path in (PLAIN, ORDERED, ONCE):
+                    traffic.create_task(consume(wire, ledger, path, lambda: False))
+            async with asyncio.timeout(WAIT_LIMIT_S):
+                # What it waits for is counted by four publishers.
+                while len(ledger.answered) < enough or ledger.refused == seen:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            server.kill()
+        # Whatever the disk has room for, this starts.
+        server.start()
+        async with connect(server.endpoint) as wire, asyncio.timeout(WAIT_LIMIT_S):
+            await asyncio.gather(
+                *(
+                    consume(wire, ledger, path, lambda path=path: all_of(ledger, path))
+                    for path in (PLAIN, ORDERED, ONCE)
+                )
+            )
+    server.kill()
+    for path in (PLAIN, ORDERED, ONCE):
+        lost = ledger.answered.keys() - ledger.received[path]
+        assert not lost, (path, sorted(lost)[:5], len(lost))
+    assert not ledger.again, ledger.again
+    assert ledger.refused, "the disk was never full"
+    return f"{KILLS} kills, {len(ledger.answered)} answered, {ledger.refused} refused, none lost"
+
+
+def all_of(ledger: Ledger, path: str) -> bool:
+    return ledger.answered.keys() <= ledger.received[path]
+
+
+if __name__ == "__main__":
+    disk = Path(sys.argv[1])
+    subprocess.run(["mount", "-t", "tmpfs", "-o", DISK, "tmpfs", str(disk)], check=True)
+    sys.stdout.write(asyncio.run(main(disk)) + "\n")
