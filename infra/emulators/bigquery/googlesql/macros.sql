@@ -14,7 +14,7 @@ CREATE OR REPLACE MACRO bq.fail_blob(message) AS encode(CAST(bq.fail(message) AS
 -- Numbers.
 
 CREATE OR REPLACE MACRO bq.finite(v, operator) AS
-    CASE WHEN isinf(v) THEN bq.fail('double overflow: ' || operator) ELSE v END;
+    CASE WHEN isinf(v) THEN bq.fail('double overflow: ' || operator || ' (an infinite operand is not supported by the embedded BigQuery)') ELSE v END;
 
 CREATE OR REPLACE MACRO bq.finite_of(v, a, name) AS
     CASE WHEN isinf(v) AND NOT isinf(a) THEN bq.fail('Floating point overflow in function: ' || name) ELSE v END;
@@ -142,6 +142,12 @@ CREATE OR REPLACE MACRO bq.timestamp_text_at(v, zone) AS
     bq.datetime_text(timezone(bq.zone(zone), v))
       || bq.offset_text((epoch_us(timezone(bq.zone(zone), v)) - epoch_us(v)) // 60000000);
 
+-- Of two moments with the same local time, where clocks go back, GoogleSQL takes the first and DuckDB the second.
+CREATE OR REPLACE MACRO bq.at_zone(zone, v) AS CASE
+    WHEN timezone(zone, timezone(zone, v) - to_minutes(60)) = v THEN timezone(zone, v) - to_minutes(60)
+    WHEN timezone(zone, timezone(zone, v) - to_minutes(30)) = v THEN timezone(zone, v) - to_minutes(30)
+    ELSE timezone(zone, v) END;
+
 CREATE OR REPLACE MACRO bq.text_date(v) AS CASE
     WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}') THEN CAST(v AS DATE)
     WHEN v IS NOT NULL THEN bq.fail_date('Invalid date: ''' || v || '''') END;
@@ -159,21 +165,23 @@ CREATE OR REPLACE MACRO bq.text_timestamp(v) AS CASE
     WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([ Tt][0-9]{1,2}:[0-9]{1,2}(:[0-9]{1,2}(\.[0-9]{1,6})?)?)?(Z|z|[-+][0-9]{1,2}(:[0-9]{2})?)?')
       THEN CAST(replace(replace(v, 't', 'T'), 'z', 'Z') AS TIMESTAMPTZ)
     WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([ Tt][0-9]{1,2}:[0-9]{1,2}(:[0-9]{1,2}(\.[0-9]{1,6})?)?)? [A-Za-z]+(/[A-Za-z_+-]+)*')
-      THEN timezone(regexp_extract(v, ' ([A-Za-z]+(?:/[A-Za-z_+-]+)*)$', 1), CAST(regexp_replace(v, ' [A-Za-z]+(/[A-Za-z_+-]+)*$', '') AS TIMESTAMP))
+      THEN bq.at_zone(coalesce(nullif(regexp_extract(v, ' ([A-Za-z]+(?:/[A-Za-z_+-]+)*)$', 1), ''), 'UTC'), CAST(regexp_replace(v, ' [A-Za-z]+(/[A-Za-z_+-]+)*$', '') AS TIMESTAMP))
     WHEN v IS NOT NULL THEN CAST(bq.fail_timestamp('Invalid timestamp: ''' || v || '''') AS TIMESTAMPTZ) END;
 
 CREATE OR REPLACE MACRO bq.text_timestamp_at(v, zone) AS CASE
     WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([ Tt][0-9]{1,2}:[0-9]{1,2}(:[0-9]{1,2}(\.[0-9]{1,6})?)?)?')
-      THEN timezone(zone, CAST(replace(v, 't', 'T') AS TIMESTAMP))
+      THEN bq.at_zone(zone, CAST(replace(v, 't', 'T') AS TIMESTAMP))
     ELSE bq.text_timestamp(v) END;
 
 -- Text.
 
 CREATE OR REPLACE MACRO bq.substr(v, position) AS
-    CASE WHEN position < 0 THEN substring(v, greatest(len(v) + position + 1, 1))
+    CASE WHEN position IS NULL THEN NULL
+      WHEN position < 0 THEN substring(v, greatest(len(v) + position + 1, 1))
       ELSE substring(v, greatest(position, 1)) END,
   (v, position, size) AS CASE
     WHEN size < 0 THEN CAST(bq.fail('Third argument in SUBSTR() cannot be negative') AS VARCHAR)
+    WHEN position IS NULL THEN NULL
     WHEN position < 0 THEN substring(v, greatest(len(v) + position + 1, 1), size)
     ELSE substring(v, greatest(position, 1), size) END;
 
@@ -200,7 +208,20 @@ CREATE OR REPLACE MACRO bq.left(v, size) AS
 CREATE OR REPLACE MACRO bq.right(v, size) AS
     CASE WHEN size < 0 THEN CAST(bq.fail('Second argument in RIGHT() cannot be negative') AS VARCHAR) WHEN size = 0 THEN left(v, 0) ELSE right(v, size) END;
 
-CREATE OR REPLACE MACRO bq.ascii(v) AS CASE WHEN v = '' THEN 0 ELSE CAST(ascii(v) AS BIGINT) END;
+CREATE OR REPLACE MACRO bq.ascii(v) AS CASE WHEN v = '' THEN 0
+    WHEN ascii(v) > 127 THEN bq.fail('Argument to ASCII is not a structurally valid ASCII string: ' || v)
+    ELSE CAST(ascii(v) AS BIGINT) END;
+
+-- DuckDB turns a letter into one letter; GoogleSQL has SS for ß.
+CREATE OR REPLACE MACRO bq.upper(v) AS CASE
+    WHEN strlen(v) = length(v) THEN upper(v)
+    WHEN regexp_matches(v, '[\x{149}\x{1F0}\x{390}\x{3B0}\x{587}\x{1E96}-\x{1E9A}\x{1F50}-\x{1FFC}\x{FB00}-\x{FB17}]')
+      THEN CAST(bq.fail('UPPER of a letter that becomes several is not supported by the embedded BigQuery') AS VARCHAR)
+    ELSE upper(replace(v, 'ß', 'SS')) END;
+
+CREATE OR REPLACE MACRO bq.format_digits(pattern, v) AS
+    CASE WHEN v = -9223372036854775808 THEN CAST(bq.fail('FORMAT of this number is not supported by the embedded BigQuery') AS VARCHAR)
+      WHEN v < 0 THEN '-' || printf(pattern, -v) ELSE printf(pattern, v) END;
 
 CREATE OR REPLACE MACRO bq.regexp_extract(v, pattern, part) AS
     CASE WHEN v IS NOT NULL AND regexp_matches(v, pattern) THEN regexp_extract(v, pattern, part) END;
@@ -261,7 +282,7 @@ CREATE OR REPLACE MACRO bq.trunc_time(unit, v, shift) AS
 CREATE OR REPLACE MACRO bq.trunc_at(unit, v, shift, zone) AS CASE
     WHEN unit IN ('hour', 'minute', 'second', 'millisecond', 'microsecond')
       THEN bq.from_micros(epoch_us(v) - (epoch_us(timezone(zone, v)) - epoch_us(date_trunc(unit, timezone(zone, v)))))
-    ELSE timezone(zone, date_trunc(unit, timezone(zone, v) + to_days(shift)) - to_days(shift)) END;
+    ELSE bq.at_zone(zone, date_trunc(unit, timezone(zone, v) + to_days(shift)) - to_days(shift)) END;
 
 -- DATE_DIFF and DATETIME_DIFF count the boundaries between two moments, TIMESTAMP_DIFF the whole units.
 -- Cut to the unit first, as DuckDB counts whole weeks.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import Message
 from zetasql.wasi._pb2.zetasql.local_service import local_service_pb2 as service
 from zetasql.wasi._pb2.zetasql.proto.options_pb2 import AnalyzerOptionsProto
@@ -30,6 +32,7 @@ MOST_CHARACTERS = 1024 * 1024
 _POSITION = re.compile(r"\s*\[at (\d+:\d+)\]$")
 _STATUS = re.compile(r"^Code: (\d+), Message: ", re.DOTALL)
 _NOT_IMPLEMENTED = "12"
+_MOST_CATALOGS = 64
 
 Path = tuple[str, ...]
 """A name as a statement writes it, in parts: `dataset.table` has two, "`dataset.table`" one."""
@@ -61,7 +64,11 @@ class Analyzer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._calls = threading.Lock()
+        """Held from registering a catalog to its use: another call might break the instance."""
         self._module: AnalyzerModule | None = None
+        self._catalogs: OrderedDict[bytes, int] = OrderedDict()
+        self._generation = 0
         self._language = language()
 
     def load(self) -> AnalyzerModule:
@@ -85,7 +92,8 @@ class Analyzer:
         request = service.ExtractTableNamesFromStatementRequest(
             sql_statement=sql, options=self._language
         )
-        found = self._call("ExtractTableNamesFromStatement", request)
+        with self._calls:
+            found = self._call("ExtractTableNamesFromStatement", request)
         return [tuple(name.table_name_segment) for name in found.table_name]
 
     def analyze(self, sql: str, tables: Sequence[NamedTable], parameters: ParameterTypes) -> Node:
@@ -112,10 +120,30 @@ class Analyzer:
             wanted.positional_query_parameters.extend(parameters.positional)
         for name, kind in parameters.named:
             wanted.query_parameters.add(name=name).type.CopyFrom(kind)
-        request = service.AnalyzeRequest(
-            options=wanted, simple_catalog=self._catalog(tables), sql_statement=sql
-        )
-        return Node(self._call("Analyze", request).resolved_statement)
+        with self._calls:
+            request = service.AnalyzeRequest(
+                options=wanted,
+                registered_catalog_id=self._registered(self._catalog(tables)),
+                sql_statement=sql,
+            )
+            return Node(self._call("Analyze", request).resolved_statement)
+
+    def _registered(self, catalog: SimpleCatalogProto) -> int:
+        """The id of a catalog in the module, which costs as much to make as three to read."""
+        generation = self.load().generation
+        if generation != self._generation:
+            self._catalogs.clear()
+            self._generation = generation
+        key = catalog.SerializeToString(deterministic=True)
+        if key not in self._catalogs:
+            request = service.RegisterCatalogRequest(simple_catalog=catalog)
+            self._catalogs[key] = self._call("RegisterCatalog", request, "Register").registered_id
+            self._generation = self.load().generation
+        self._catalogs.move_to_end(key)
+        if len(self._catalogs) > _MOST_CATALOGS:
+            _, oldest = self._catalogs.popitem(last=False)
+            self._call("UnregisterCatalog", service.UnregisterRequest(registered_id=oldest), "")
+        return self._catalogs[key]
 
     def _catalog(self, tables: Sequence[NamedTable]) -> SimpleCatalogProto:
         root = SimpleCatalogProto(name="root")
@@ -128,8 +156,9 @@ class Analyzer:
             _fill(place.table.add(), table, number)
         return root
 
-    def _call(self, method: str, request: Message) -> Any:
-        answer = getattr(service, f"{method}Response")
+    def _call(self, method: str, request: Message, answers: str | None = None) -> Any:
+        name = method if answers is None else answers
+        answer = getattr(service, f"{name}Response") if name else Empty
         try:
             return self.load().call(method, request, answer)
         except AnalyzerRefusedError as error:

@@ -117,7 +117,7 @@ def _sum(one: Aggregate) -> str:
         return f"CAST({one.of('sum')} AS BIGINT)"
     if kind == types.TYPE_NUMERIC:
         return f"CAST({one.of('sum')} AS DECIMAL(38,9))"
-    return one.of("sum")
+    return f"bq.finite({one.of('sum')}, 'SUM')"
 
 
 def _avg(one: Aggregate) -> str:
@@ -126,7 +126,7 @@ def _avg(one: Aggregate) -> str:
             raise one.call.refused()
         total, count = one.of("sum"), one.of("count")
         return f"bq.numeric_divide(CAST({total} AS DECIMAL(38,9)), {count})"
-    return one.of("avg")
+    return f"bq.finite({one.of('avg')}, 'AVG')"
 
 
 def _extreme(name: str) -> Callable[[Aggregate], str]:

@@ -32,9 +32,9 @@ _DAYS = {"DAY": 1, "WEEK": 7}
 _MONTHS = {"MONTH": 1, "QUARTER": 3, "YEAR": 12}
 _UNITS = frozenset({*_UNIT_US, "MONTH", "QUARTER", "YEAR", "ISOYEAR"})
 _WEEKDAYS = ("MONDAY", "SUNDAY", "SATURDAY", "FRIDAY", "THURSDAY", "WEDNESDAY", "TUESDAY")
-_FORMAT_ELEMENTS = frozenset("aAbBdeFhHIjmMpRSTyY%")
+_FORMAT_ELEMENTS = frozenset("aAbBdFhHIjmMpRSTyY%")
 """Those that mean the same in GoogleSQL and in DuckDB's strftime, once some are written out."""
-_WRITTEN_OUT = {"%F": "%Y-%m-%d", "%T": "%H:%M:%S", "%R": "%H:%M", "%h": "%b", "%e": "%-d"}
+_WRITTEN_OUT = {"%F": "%Y-%m-%d", "%T": "%H:%M:%S", "%R": "%H:%M", "%h": "%b"}
 
 
 def _unit(part: str) -> tuple[str, int]:
@@ -122,6 +122,8 @@ def _extracted_type(target: str) -> Translate:
         value = call.sql[0]
         if len(call.sql) > 1:
             value = f"timezone(bq.zone({call.sql[1]}), {value})"
+        if target == "TIME":
+            value = f"CAST({value} AS TIMESTAMP)"
         return f"CAST({value} AS {target})"
 
     return write
@@ -157,7 +159,7 @@ def _timestamp(call: Call) -> str:
     if kinds[0] == types.TYPE_STRING:
         return call.put("bq.text_timestamp_at({0}, bq.zone({1}))")
     if kinds[0] in (_DATE, _DATETIME):
-        return call.put("timezone(bq.zone({1}), CAST({0} AS TIMESTAMP))")
+        return call.put("bq.at_zone(bq.zone({1}), CAST({0} AS TIMESTAMP))")
     raise call.refused()
 
 
@@ -197,7 +199,7 @@ def _parsed(kind: str) -> Translate:
             raise unsupported("PARSE_* with a format that has no year")
         moment = f"strptime({call.sql[1]}, '{pattern}')"
         if len(call.sql) > 2:
-            return f"timezone(bq.zone({call.sql[2]}), {moment})"
+            return f"bq.at_zone(bq.zone({call.sql[2]}), {moment})"
         return f"CAST({moment} AS {kind})"
 
     return write
@@ -207,9 +209,7 @@ def _pattern(call: Call, place: int) -> str:
     pattern = call.text(place)
     if pattern is None:
         raise unsupported("A date format that is not a literal")
-    wrong = [
-        one for one in re.findall(r"%(.?)", pattern) if one not in _FORMAT_ELEMENTS | set("he")
-    ]
+    wrong = [one for one in re.findall(r"%(.?)", pattern) if one not in _FORMAT_ELEMENTS]
     if wrong:
         raise unsupported(f"Date format element in {pattern!r}")
     for short, written in _WRITTEN_OUT.items():

@@ -64,7 +64,9 @@ NUMBERS: Functions = {
     "safe_add": _by_type(int="TRY({0} + {1})"),
     "safe_subtract": _by_type(int="TRY({0} - {1})"),
     "safe_multiply": _by_type(int="TRY({0} * {1})"),
-    "safe_negate": _by_type(int="TRY(-({0}))", double="(-({0}))", numeric="(-({0}))"),
+    "safe_negate": _by_type(
+        int="TRY(CAST(0 AS BIGINT) - {0})", double="(-({0}))", numeric="(-({0}))"
+    ),
     "round": _rounded("round"),
     "trunc": _rounded("trunc"),
     "ceil": _by_type(double="ceil({0})", numeric="CAST(ceil({0}) AS DECIMAL(38,9))"),

@@ -137,6 +137,9 @@ def _shift(macro: str) -> Translate:
 
 
 def _minus(call: Call) -> str:
+    if call.kind() == types.TYPE_INT64:
+        # A minus before the smallest number would widen it.
+        return f"(CAST(0 AS BIGINT) - {call.sql[0]})"
     return f"(-({call.sql[0]}))"
 
 

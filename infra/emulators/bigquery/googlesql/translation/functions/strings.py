@@ -147,8 +147,8 @@ def _formatted(call: Call, place: int, found: re.Match[str]) -> str:
         raise unsupported("FORMAT with grouping of digits")
     if letter in "di" and kind == types.TYPE_INT64 and digits is None:
         return f"printf({text(spec + 'd')}, {value})"
-    if letter in "xXo" and kind == types.TYPE_INT64 and digits is None and not flags.strip("0-"):
-        return f"printf({text(spec + letter)}, {value})"
+    if found.group() in ("%x", "%X", "%o") and kind == types.TYPE_INT64:
+        return f"bq.format_digits({text(spec + letter)}, {value})"
     if letter in "fF" and kind == types.TYPE_DOUBLE:
         return f"bq.format_float({text(spec + 'f')}, {value})"
     if letter in "eEgG" and kind == types.TYPE_DOUBLE:
@@ -186,7 +186,7 @@ def _strpos(call: Call) -> str:
 
 
 STRINGS: Functions = {
-    "upper": _of_text("upper({0})"),
+    "upper": _of_text("bq.upper({0})"),
     "lower": _of_text("lower({0})"),
     "length": _length,
     "char_length": _of_text("CAST(length({0}) AS BIGINT)"),

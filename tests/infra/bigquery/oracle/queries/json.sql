@@ -1,0 +1,36 @@
+-- JSON values and paths.
+SELECT JSON_VALUE(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.c')
+SELECT JSON_VALUE(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.a')
+SELECT JSON_VALUE(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.a.b[0]')
+SELECT JSON_VALUE(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.a.b[1]')
+SELECT JSON_VALUE(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.a.b[2]')
+SELECT JSON_VALUE(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.a.b[9]')
+SELECT JSON_VALUE(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.missing')
+SELECT JSON_VALUE(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.d')
+SELECT JSON_VALUE(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.e')
+SELECT JSON_VALUE(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$')
+SELECT JSON_QUERY(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.c')
+SELECT JSON_QUERY(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.a')
+SELECT JSON_QUERY(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.a.b[0]')
+SELECT JSON_QUERY(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.a.b[1]')
+SELECT JSON_QUERY(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.a.b[2]')
+SELECT JSON_QUERY(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.a.b[9]')
+SELECT JSON_QUERY(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.missing')
+SELECT JSON_QUERY(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.d')
+SELECT JSON_QUERY(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.e')
+SELECT JSON_QUERY(JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$')
+SELECT JSON_VALUE('{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.c')
+SELECT JSON_QUERY('{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}', '$.a')
+SELECT JSON_EXTRACT_SCALAR('{"a": "b"}', '$.a')
+SELECT PARSE_JSON('{"a": 1}')
+SELECT PARSE_JSON('nonsense')
+SELECT PARSE_JSON('[1, 2]')
+SELECT JSON '1'
+SELECT JSON 'null'
+SELECT (JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}').a.b[0]
+SELECT (JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}')['c']
+SELECT (JSON '{"a": {"b": [1, "x", null]}, "c": "t", "d": 1.5, "e": true}').missing
+SELECT JSON_VALUE(JSON '"x"')
+SELECT INT64(JSON '5')
+SELECT TO_JSON_STRING(1)
+SELECT JSON_VALUE(CAST(NULL AS STRING), '$')
