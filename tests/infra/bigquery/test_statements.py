@@ -190,3 +190,38 @@ def test_a_table_that_cannot_be_replaced_stays(client: bigquery.Client) -> None:
     with pytest.raises(BadRequest, match="Required field id cannot be null"):
         rows_of(client, "CREATE OR REPLACE TABLE d.t (id INT64 NOT NULL) AS SELECT NULL AS id")
     assert rows_of(client, "SELECT id FROM d.t ORDER BY id") == [(1,), (2,)]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "UPDATE d.t SET name = s.name"
+        " FROM (SELECT 1 AS id, 'x' AS name UNION ALL SELECT 1, 'y') AS s WHERE t.id = s.id",
+        "MERGE d.t USING (SELECT 1 AS id UNION ALL SELECT 1) AS s ON t.id = s.id"
+        " WHEN MATCHED THEN UPDATE SET name = 'x'",
+        "MERGE d.t USING (SELECT 1 AS id UNION ALL SELECT 1) AS s ON t.id = s.id"
+        " WHEN MATCHED THEN DELETE",
+    ],
+)
+def test_a_row_that_two_rows_would_change_is_an_error(client: bigquery.Client, sql: str) -> None:
+    before = rows_of(client, "SELECT * FROM d.t ORDER BY id")
+    with pytest.raises(BadRequest, match="must match at most one source row for each target row"):
+        client.query(sql).result(timeout=WAIT_LIMIT_S)
+    assert rows_of(client, "SELECT * FROM d.t ORDER BY id") == before
+
+
+def test_two_rows_may_match_where_only_one_changes(client: bigquery.Client) -> None:
+    sql = (
+        "MERGE d.t USING (SELECT 1 AS id, 'x' AS name UNION ALL SELECT 1, 'y') AS s"
+        " ON t.id = s.id WHEN MATCHED AND s.name = 'y' THEN UPDATE SET name = s.name"
+    )
+    client.query(sql).result(timeout=WAIT_LIMIT_S)
+    assert rows_of(client, "SELECT name FROM d.t WHERE id = 1") == [("y",)]
+
+
+def test_the_fields_of_a_record_go_by_position(client: bigquery.Client) -> None:
+    client.query("CREATE TABLE d.r (s STRUCT<a INT64, b INT64>)").result(timeout=WAIT_LIMIT_S)
+    sql = "INSERT INTO d.r (s) SELECT STRUCT(1 AS b, 2 AS a)"
+    client.query(sql).result(timeout=WAIT_LIMIT_S)
+    client.query("UPDATE d.r SET s = (3, 4) WHERE FALSE").result(timeout=WAIT_LIMIT_S)
+    assert rows_of(client, "SELECT s.a, s.b FROM d.r") == [(1, 2)]
