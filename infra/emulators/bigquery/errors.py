@@ -16,6 +16,8 @@ Source: https://docs.cloud.google.com/bigquery/docs/error-messages
 
 from typing import Any
 
+import duckdb
+
 
 class ServiceError(Exception):
     """An error with its HTTP status, the service's reason and the place it points at."""
@@ -25,8 +27,9 @@ class ServiceError(Exception):
     grpc_status = "INTERNAL"
 
     def __init__(self, message: str, location: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+        # A name in it may have half of a surrogate pair, which no response can carry.
+        self.message = message.encode("utf-8", "replace").decode()
+        super().__init__(self.message)
         self.location = location
 
     def proto(self) -> dict[str, Any]:
@@ -124,7 +127,39 @@ class UnsupportedError(ServiceError):
     status, reason, grpc_status = 501, "notImplemented", "UNIMPLEMENTED"
 
 
+class ResourcesError(ServiceError):
+    """The query or load needs more memory than this server gives."""
+
+    status, reason, grpc_status = 400, "resourcesExceeded", "INVALID_ARGUMENT"
+
+
+class UnavailableError(ServiceError):
+    """The server can't write now, as on a full disk. It is worth a retry."""
+
+    status, reason, grpc_status = 503, "backendError", "UNAVAILABLE"
+
+
 class BugError(ServiceError):
     """The embedded server has failed where it should not."""
 
     status, reason, grpc_status = 500, "bug", "INTERNAL"
+
+
+def as_service_error(error: Exception) -> ServiceError:
+    """Returns the service's error for whatever was raised.
+
+    Args:
+        error: a ServiceError, one of DuckDB's, or any other, which is a bug.
+    """
+    if isinstance(error, ServiceError):
+        return error
+    text = str(error).split("\n")[0]
+    if isinstance(error, RecursionError):
+        return InvalidError("The request is nested too deep")
+    if isinstance(error, duckdb.OutOfMemoryException):
+        return ResourcesError(f"Resources exceeded: {text}")
+    if isinstance(error, duckdb.IOException):
+        return UnavailableError(f"The data can't be written or read: {text}")
+    if isinstance(error, duckdb.DataError | duckdb.IntegrityError):
+        return InvalidError(f"A value does not fit: {text}")
+    return BugError(f"This is a bug in the embedded BigQuery: {error!r}")

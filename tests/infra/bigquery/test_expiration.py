@@ -89,7 +89,7 @@ def test_an_expiration_of_zero_is_none(store: Store, catalog: TableCatalog) -> N
         ({"expirationTime": 10**30}, "expirationTime"),
         ({"timePartitioning": "DAY"}, "timePartitioning"),
         ({"timePartitioning": {"expirationMs": "soon"}}, "timePartitioning.expirationMs"),
-        ({"rangePartitioning": {"range": {}}}, "rangePartitioning"),
+        ({"rangePartitioning": {"field": []}}, "rangePartitioning.field"),
         ({"clustering": ["day"]}, "clustering"),
         ({"clustering": {"fields": [1.5]}}, r"clustering.fields\[0\]"),
         ({"labels": {"a": {}}}, r"labels\[...\]"),

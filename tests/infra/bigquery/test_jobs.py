@@ -10,7 +10,7 @@ import pytest
 
 from infra.emulators.bigquery.engine.jobs import BigQueryJob, Jobs
 from infra.emulators.bigquery.engine.query import Result
-from infra.emulators.bigquery.errors import BusyError, InvalidError, NotFoundError
+from infra.emulators.bigquery.errors import BusyError, NotFoundError
 
 pytestmark = pytest.mark.anyio
 
@@ -86,18 +86,3 @@ async def test_a_job_that_breaks_says_so_and_harms_no_other() -> None:
                 await (await jobs.start(job(number), what)).done.wait()
         assert jobs.get("p", "job0").status()["errorResult"]["reason"] == "bug"
         assert jobs.get("p", "job1").status() == {"state": "DONE"}
-
-
-@pytest.mark.parametrize("limit", ["abc", "-1", "1.5"])
-async def test_a_time_limit_that_is_none_fails_its_job_and_nothing_else(limit: str) -> None:
-    async def work(job: BigQueryJob) -> None:
-        job.result = None
-
-    async with running([]) as jobs:
-        wrong = BigQueryJob("p", "wrong", "QUERY", {"query": {}, "jobTimeoutMs": limit})
-        for each in (wrong, job(1)):
-            await jobs.start(each, work)
-            await each.done.wait()
-        assert isinstance(wrong.error, InvalidError)
-        assert "Invalid value for jobTimeoutMs" in wrong.error.message
-        assert jobs.get("p", "job1").error is None

@@ -95,7 +95,7 @@ def test_a_length_counts_characters_and_may_grow(client: bigquery.Client) -> Non
     [
         ({"type": "INT64", "maxLength": "3"}, "maxLength is only for STRING and BYTES"),
         ({"type": "STRING", "precision": "3"}, "only for NUMERIC"),
-        ({"type": "STRING", "maxLength": "x"}, "invalid type parameter"),
+        ({"type": "STRING", "maxLength": "x"}, "maxLength: Expected `int`"),
         ({"type": "STRING", "maxLength": "-1"}, "invalid type parameter"),
         ({"type": "NUMERIC", "precision": "40"}, "precision must be from 1 to 29"),
         ({"type": "NUMERIC", "precision": "5", "scale": "10"}, "scale must be"),

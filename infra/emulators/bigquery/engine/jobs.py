@@ -21,10 +21,10 @@ from infra.emulators.bigquery.errors import (
     BugError,
     BusyError,
     DuplicateError,
-    InvalidError,
     NotFoundError,
     ServiceError,
     StoppedError,
+    as_service_error,
 )
 from infra.emulators.bigquery.store import Cursor
 from infra.emulators.bigquery.tables.resources import TableKey
@@ -220,8 +220,9 @@ class Jobs:
             )
         except Exception as error:
             # The boundary of a job: whatever it runs into, the server and the other jobs go on.
-            log.exception("job failed", extra={"job_id": job.job_id})
-            job.error = BugError(f"This is a bug in the embedded BigQuery: {error!r}")
+            job.error = as_service_error(error)
+            if isinstance(job.error, BugError):
+                log.exception("job failed", extra={"job_id": job.job_id})
         finally:
             job.state, job.ended_ms = "DONE", time.time_ns() // 1_000_000
             job.done.set()
@@ -272,6 +273,4 @@ def _limit_s(configuration: Json) -> float:
     limit_ms = configuration.get("jobTimeoutMs")
     if not limit_ms:
         return _LONGEST_JOB_S
-    if not str(limit_ms).isdecimal():
-        raise InvalidError(f"Invalid value for jobTimeoutMs: {limit_ms}")
     return min(int(limit_ms) / 1_000, _LONGEST_JOB_S)

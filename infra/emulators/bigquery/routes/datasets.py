@@ -9,17 +9,17 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from infra.emulators.bigquery.errors import InvalidError
-from infra.emulators.bigquery.routes.messages import dataset_key, flag, json_body, page, service_of
+from infra.emulators.bigquery.routes.messages import dataset_key, json_body, page, service_of
+from infra.emulators.bigquery.routes.options import DeleteOptions, query_options
+from infra.emulators.bigquery.tables.fields import read_fields
+from infra.emulators.bigquery.tables.resource_fields import NewDataset
 from infra.emulators.bigquery.tables.resources import DatasetKey
 
 
 async def insert(request: Request) -> Response:
     """Makes a data set."""
     service, body = service_of(request), await json_body(request)
-    reference = body.get("datasetReference") or {}
-    if "datasetId" not in reference:
-        raise InvalidError("Required parameter is missing: datasetReference.datasetId")
+    reference = read_fields(body, NewDataset)["datasetReference"]
     key = DatasetKey(request.path_params["project"], reference["datasetId"])
     dataset = await service.threads.write(service.catalog.create_dataset, key, body)
     return JSONResponse(dataset.resource())
@@ -71,7 +71,7 @@ async def update(request: Request) -> Response:
 async def delete(request: Request) -> Response:
     """Removes a data set, with its tables if asked."""
     service = service_of(request)
-    with_contents = flag(request, "deleteContents")
+    with_contents = query_options(request, DeleteOptions).get("deleteContents", False)
     await service.threads.write(service.catalog.delete_dataset, dataset_key(request), with_contents)
     return Response(status_code=204)
 

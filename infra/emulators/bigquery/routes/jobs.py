@@ -13,15 +13,11 @@ from starlette.responses import JSONResponse, Response
 from infra.emulators.bigquery.engine.jobs import BigQueryJob, new_job_id
 from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.routes.messages import (
-    flag,
-    json_body,
-    natural,
-    number,
-    page,
-    service_of,
-)
+from infra.emulators.bigquery.routes.messages import json_body, page, service_of
+from infra.emulators.bigquery.routes.options import RowOptions, query_options
 from infra.emulators.bigquery.routes.tabledata import read_page
+from infra.emulators.bigquery.tables.fields import read_fields
+from infra.emulators.bigquery.tables.job_fields import JobFields, QueryRequest
 from infra.emulators.bigquery.tables.schema import Json
 
 _DEFAULT_WAIT_MS = 10_000
@@ -89,9 +85,10 @@ def new_job(project: str, body: Json) -> BigQueryJob:
     """Returns the job that a request describes, not started yet.
 
     Raises:
-        InvalidError: where it names no kind of job, or several.
+        InvalidError: where it names no kind of job, or several, or a field is not of its type.
         UnsupportedError: for an extract job.
     """
+    body = read_fields(body, JobFields)
     configuration = body.get("configuration") or {}
     kinds = [kind for kind in ("query", "load", "copy", "extract") if kind in configuration]
     if len(kinds) != 1:
@@ -100,8 +97,11 @@ def new_job(project: str, body: Json) -> BigQueryJob:
         )
     if kinds == ["extract"]:
         raise UnsupportedError("Extract jobs: not supported by the embedded BigQuery")
-    if kinds == ["query"] and "query" not in configuration["query"]:
-        raise InvalidError("Required parameter is missing: query")
+    if configuration.get("dryRun") and kinds != ["query"]:
+        raise InvalidError("Invalid value for configuration.dryRun: only a query has a dry run")
+    copy = configuration.get("copy")
+    if copy is not None and not copy.get("sourceTables") and "sourceTable" not in copy:
+        raise InvalidError("Required parameter is missing: configuration.copy.sourceTable")
     reference = body.get("jobReference") or {}
     job_id = reference.get("jobId") or new_job_id()
     location = reference.get("location") or "US"
@@ -145,8 +145,8 @@ async def delete(request: Request) -> Response:
 
 async def query(request: Request) -> Response:
     """Runs a query. Answers with the first page, or with the job after `timeoutMs`."""
-    service, body = service_of(request), await json_body(request)
-    is_micros = bool((body.get("formatOptions") or {}).get("useInt64Timestamp"))
+    service, body = service_of(request), read_fields(await json_body(request), QueryRequest)
+    is_micros = body.get("formatOptions", {}).get("useInt64Timestamp", False)
     request_ids: RequestIds = request.app.state.request_ids
     job = request_ids.job_of(body.get("requestId"))
     if job is None:
@@ -160,8 +160,8 @@ async def query(request: Request) -> Response:
             return JSONResponse(_dry_response(job))
         await service.jobs.start(job, service.run_query)
         request_ids.remember(body.get("requestId"), job)
-    wait_ms = natural(body.get("timeoutMs", _DEFAULT_WAIT_MS), "timeoutMs")
-    count = natural(body.get("maxResults", _DEFAULT_PAGE_ROWS), "maxResults")
+    wait_ms = int(body.get("timeoutMs", _DEFAULT_WAIT_MS))
+    count = int(body.get("maxResults", _DEFAULT_PAGE_ROWS))
     found = await _results(service, job, wait_ms, 0, count, is_micros)
     return JSONResponse({**found, "kind": "bigquery#queryResponse"})
 
@@ -171,16 +171,14 @@ async def query_results(request: Request) -> Response:
     service, job = service_of(request), _job(request)
     if job.kind != "QUERY":
         raise InvalidError(f"Job {job.job_id} is not a query job")
-    token = request.query_params.get("pageToken")
-    start = natural(token, "pageToken") if token else number(request, "startIndex") or 0
-    asked, wait = number(request, "maxResults"), number(request, "timeoutMs")
+    options = query_options(request, RowOptions)
     found = await _results(
         service,
         job,
-        _DEFAULT_WAIT_MS if wait is None else wait,
-        start,
-        _DEFAULT_PAGE_ROWS if asked is None else asked,
-        flag(request, "formatOptions.useInt64Timestamp"),
+        int(options.get("timeoutMs", _DEFAULT_WAIT_MS)),
+        int(options.get("pageToken") or options.get("startIndex") or 0),
+        int(options.get("maxResults", _DEFAULT_PAGE_ROWS)),
+        options.get("formatOptions.useInt64Timestamp", False),
     )
     return JSONResponse({**found, "kind": "bigquery#getQueryResultsResponse"})
 

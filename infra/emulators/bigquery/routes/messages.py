@@ -3,18 +3,19 @@
 import json
 import zlib
 from collections.abc import AsyncIterator
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from infra.emulators.bigquery.engine.service import BigQueryService
-from infra.emulators.bigquery.errors import BugError, InvalidError, ServiceError, TooLargeError
+from infra.emulators.bigquery.errors import InvalidError, TooLargeError, as_service_error
+from infra.emulators.bigquery.routes.options import PageOptions, query_options
 from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
 from infra.emulators.bigquery.tables.schema import Json
 
 MOST_BODY_BYTES = 32 * 1024 * 1024
 _GZIP_WINDOW_BITS = 31
+_UNPACKED_BYTES = 1024 * 1024
 
 
 def service_of(request: Request) -> BigQueryService:
@@ -31,10 +32,21 @@ async def json_body(request: Request, most_bytes: int = MOST_BODY_BYTES) -> Json
         TooLargeError: over `most_bytes`.
     """
     raw = await whole_body(request, most_bytes)
+    return json_object(raw) if raw.strip() else {}
+
+
+def json_object(raw: bytes) -> Json:
+    """Returns the JSON object in a body, or in a part of one.
+
+    Raises:
+        InvalidError: it isn't one, or nested too deep.
+    """
     try:
-        found = json.loads(raw) if raw.strip() else {}
+        found = json.loads(raw)
     except ValueError as error:
         raise InvalidError(f"Parse Error: {error}") from error
+    except RecursionError as error:
+        raise InvalidError("Parse Error: nested too deep") from error
     if not isinstance(found, dict):
         raise InvalidError("Invalid JSON payload received: the root must be an object.")
     return found
@@ -62,16 +74,24 @@ async def body_parts(request: Request) -> AsyncIterator[bytes]:
     Raises:
         InvalidError: for a broken gzip body.
     """
-    if request.headers.get("content-encoding", "").lower() != "gzip":
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("gzip", "identity", ""):
+        raise InvalidError(f"Invalid value for Content-Encoding: {encoding}")
+    if encoding != "gzip":
         async for part in request.stream():
             yield part
         return
     unpacking = zlib.decompressobj(_GZIP_WINDOW_BITS)
     try:
         async for part in request.stream():
-            yield unpacking.decompress(part)
+            # In pieces: a kilobyte may unpack to a megabyte.
+            while part:
+                yield unpacking.decompress(part, _UNPACKED_BYTES)
+                part = unpacking.unconsumed_tail
     except zlib.error as error:
         raise InvalidError(f"Invalid gzip body: {error}") from error
+    if not unpacking.eof:
+        raise InvalidError("Invalid gzip body: it ends too early")
 
 
 def dataset_key(request: Request) -> DatasetKey:
@@ -85,40 +105,11 @@ def table_key(request: Request) -> TableKey:
     return TableKey(path["project"], path["dataset"], path["table"])
 
 
-def flag(request: Request, name: str) -> bool:
-    """Returns a query parameter that is true or false."""
-    return request.query_params.get(name, "false").lower() == "true"
-
-
-def number(request: Request, name: str) -> int | None:
-    """Returns a query parameter that is a whole number not under 0.
-
-    Raises:
-        InvalidError: where it isn't.
-    """
-    text = request.query_params.get(name)
-    return None if text is None else natural(text, name)
-
-
-def natural(value: Any, name: str) -> int:
-    """Returns a whole number not under 0, from JSON or text.
-
-    Raises:
-        InvalidError: where it isn't.
-    """
-    try:
-        found = int(value)
-    except (TypeError, ValueError):
-        found = -1
-    if found < 0:
-        raise InvalidError(f"Invalid value for {name}: {value}")
-    return found
-
-
 def page(request: Request, items: list[Json]) -> tuple[list[Json], Json]:
     """Returns the asked page of a list, and the `nextPageToken` of the rest."""
-    start = natural(request.query_params.get("pageToken") or 0, "pageToken")
-    count = number(request, "maxResults") or 1_000
+    options = query_options(request, PageOptions)
+    start = int(options.get("pageToken", 0))
+    count = int(options.get("maxResults", 0)) or 1_000
     rest = {"nextPageToken": str(start + count)} if len(items) > start + count else {}
     return items[start : start + count], rest
 
@@ -128,9 +119,5 @@ def answer_error(request: Request, error: Exception) -> Response:
 
     Any other exception is a bug, which the server logs.
     """
-    known = (
-        error
-        if isinstance(error, ServiceError)
-        else BugError(f"This is a bug in the embedded BigQuery: {error!r}")
-    )
+    known = as_service_error(error)
     return JSONResponse(known.body(), status_code=known.status)

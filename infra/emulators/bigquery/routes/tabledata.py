@@ -13,7 +13,10 @@ from starlette.responses import JSONResponse, Response
 
 from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.routes.messages import flag, json_body, number, service_of, table_key
+from infra.emulators.bigquery.routes.messages import json_body, service_of, table_key
+from infra.emulators.bigquery.routes.options import RowOptions, query_options
+from infra.emulators.bigquery.tables.fields import read_fields
+from infra.emulators.bigquery.tables.job_fields import InsertAllRequest
 from infra.emulators.bigquery.tables.partition_ids import partition_start, undecorated
 from infra.emulators.bigquery.tables.records import RowReader
 from infra.emulators.bigquery.tables.resources import TableKey, TableResource
@@ -63,35 +66,39 @@ async def insert_all(request: Request) -> Response:
     """Streams rows into a table. Rows that don't fit are answered one by one."""
     service = service_of(request)
     body = await json_body(request, _MOST_REQUEST_BYTES)
-    if body.get("templateSuffix"):
+    # The rows have a schema of their own, and each its own error.
+    rows = body.pop("rows", None)
+    options = read_fields(body, InsertAllRequest)
+    if options.get("templateSuffix"):
         raise UnsupportedError("templateSuffix: not supported by the embedded BigQuery")
-    rows = body.get("rows")
     if not isinstance(rows, list) or not rows:
         raise InvalidError("No rows present in the request.")
     if len(rows) > _MOST_ROWS:
         raise InvalidError(
             f"Too many rows present in the request, limit: {_MOST_ROWS} row count: {len(rows)}."
         )
-    insert = partial(_insert, service, request.app.state.insert_ids, table_key(request), body, rows)
+    insert_ids = request.app.state.insert_ids
+    insert = partial(_insert, service, insert_ids, table_key(request), options, rows)
     errors = await service.threads.write(insert)
     found: Json = {"kind": "bigquery#tableDataInsertAllResponse"}
     return JSONResponse(found | ({"insertErrors": errors} if errors else {}))
 
 
 def _insert(
-    service: BigQueryService, insert_ids: InsertIds, key: TableKey, body: Json, rows: list[Any]
+    service: BigQueryService, insert_ids: InsertIds, key: TableKey, options: Json, rows: list[Any]
 ) -> list[Json]:
     key, partition_id = undecorated(key)
     table = service.catalog.table(key)
     if table.view_query is not None:
         raise InvalidError(f"Cannot add rows to a view: {key}")
     moment = None if partition_id is None else _ingested(table, partition_id)
-    reader = RowReader(table.schema, bool(body.get("ignoreUnknownValues")))
+    if not table.schema:
+        raise InvalidError(f"Table {key} has no schema.")
+    reader = RowReader(table.schema, options.get("ignoreUnknownValues", False))
     good, new_ids, errors = [], {}, {}
     for index, row in enumerate(rows):
-        insert_id = row.get("insertId") if isinstance(row, dict) else None
         try:
-            found = _canonical(reader, row)
+            found, insert_id = _canonical(reader, row), _insert_id(row)
         except BadValueError as error:
             errors[index] = error
             continue
@@ -100,7 +107,7 @@ def _insert(
                 continue
             new_ids[insert_id] = index
         good.append(found)
-    if errors and not body.get("skipInvalidRows"):
+    if errors and not options.get("skipInvalidRows"):
         return [_row_error(index, errors.get(index)) for index in range(len(rows))]
     if good:
         with service.store.cursor() as cursor:
@@ -124,9 +131,16 @@ def _canonical(reader: RowReader, row: Any) -> Json:
     values = row.get("json") if isinstance(row, dict) else None
     if not isinstance(values, dict):
         raise BadValueError("", "Row has no JSON object.")
-    if len(str(row.get("insertId") or "")) > _LONGEST_INSERT_ID:
-        raise BadValueError("", f"insertId is longer than {_LONGEST_INSERT_ID} characters.")
     return reader.canonical(values)
+
+
+def _insert_id(row: Json) -> str | None:
+    found = row.get("insertId")
+    if found is not None and not isinstance(found, str | int | float):
+        raise BadValueError("", "insertId must be text.")
+    if len(str(found or "")) > _LONGEST_INSERT_ID:
+        raise BadValueError("", f"insertId is longer than {_LONGEST_INSERT_ID} characters.")
+    return None if found is None else str(found)
 
 
 def _row_error(index: int, error: BadValueError | None) -> Json:
@@ -148,12 +162,11 @@ async def list_rows(request: Request) -> Response:
         if table.view_query is not None:
             raise InvalidError(f"Cannot list a table of type VIEW: {key}")
         physical, schema = table.physical, table.schema
-    token = request.query_params.get("pageToken")
-    start = _start(token) if token else number(request, "startIndex") or 0
-    asked = number(request, "maxResults")
-    count = _DEFAULT_PAGE_ROWS if asked is None else min(asked, _DEFAULT_PAGE_ROWS)
-    wanted = _selected(schema, request.query_params.get("selectedFields"))
-    is_micros = flag(request, "formatOptions.useInt64Timestamp")
+    options = query_options(request, RowOptions)
+    start = int(options.get("pageToken") or options.get("startIndex") or 0)
+    count = min(int(options.get("maxResults", _DEFAULT_PAGE_ROWS)), _DEFAULT_PAGE_ROWS)
+    wanted = _selected(schema, options.get("selectedFields"))
+    is_micros = options.get("formatOptions.useInt64Timestamp", False)
     total, rows = await service.threads.read(
         partial(read_page, service, physical, wanted, start, count, is_micros=is_micros)
     )
@@ -175,12 +188,6 @@ def read_page(
     with service.store.cursor() as cursor:
         (total,) = cursor.execute(f"SELECT count(*) FROM {physical}").fetchone()
         return int(total), read_rows(cursor, physical, schema, start, count, is_micros)
-
-
-def _start(token: str) -> int:
-    if not token.isdigit():
-        raise InvalidError(f"Invalid page token: {token}")
-    return int(token)
 
 
 def _selected(schema: Schema, names: str | None) -> Schema:

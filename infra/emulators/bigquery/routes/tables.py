@@ -10,7 +10,6 @@ from starlette.responses import JSONResponse, Response
 
 from infra.emulators.bigquery.engine.query import table_size
 from infra.emulators.bigquery.engine.service import BigQueryService
-from infra.emulators.bigquery.errors import InvalidError
 from infra.emulators.bigquery.routes.messages import (
     dataset_key,
     json_body,
@@ -18,25 +17,22 @@ from infra.emulators.bigquery.routes.messages import (
     service_of,
     table_key,
 )
+from infra.emulators.bigquery.tables.fields import read_fields
 from infra.emulators.bigquery.tables.partition_ids import partition_condition, undecorated
+from infra.emulators.bigquery.tables.resource_fields import NewTable
 from infra.emulators.bigquery.tables.resources import TableKey, TableResource
-from infra.emulators.bigquery.tables.schema import Json, Schema, parse_schema
+from infra.emulators.bigquery.tables.schema import Json, Schema
+from infra.emulators.bigquery.tables.settings import given_schema, given_view_query
 
 
 async def insert(request: Request) -> Response:
     """Makes a table or a view."""
     service, body = service_of(request), await json_body(request)
-    reference = body.get("tableReference") or {}
-    if "tableId" not in reference:
-        raise InvalidError("Required parameter is missing: tableReference.tableId")
+    reference = read_fields(body, NewTable)["tableReference"]
     dataset = dataset_key(request)
     key = TableKey(dataset.project, dataset.dataset_id, reference["tableId"])
     view_schema = await _view_schema(service, key, body)
-    schema = (
-        view_schema
-        if view_schema is not None
-        else parse_schema(body.get("schema", {}).get("fields") or ())
-    )
+    schema = view_schema if view_schema is not None else given_schema(body) or ()
     table = await service.threads.write(service.catalog.create_table, key, schema, body)
     return JSONResponse(await _shown(service, table))
 
@@ -100,10 +96,8 @@ def _empty_partition(service: BigQueryService, key: TableKey, partition_id: str)
 
 
 async def _view_schema(service: BigQueryService, key: TableKey, body: Json) -> Schema | None:
-    view = body.get("view")
-    if not view or not view.get("query"):
-        return None
-    return await service.view_schema(str(view["query"]), key.project)
+    query = given_view_query(body)
+    return None if query is None else await service.view_schema(query, key.project)
 
 
 async def _shown(service: BigQueryService, table: TableResource) -> Json:

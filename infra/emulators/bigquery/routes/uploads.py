@@ -3,11 +3,12 @@
 Source: https://docs.cloud.google.com/bigquery/docs/reference/api-uploads
 """
 
-import json
 import re
 import secrets
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO
@@ -18,9 +19,22 @@ from starlette.responses import JSONResponse, Response
 from infra.emulators.bigquery.engine.jobs import BigQueryJob
 from infra.emulators.bigquery.engine.loads import run_load
 from infra.emulators.bigquery.engine.service import BigQueryService
-from infra.emulators.bigquery.errors import BusyError, InvalidError, NotFoundError, TooLargeError
+from infra.emulators.bigquery.errors import (
+    BusyError,
+    InvalidError,
+    NotFoundError,
+    ServiceError,
+    TooLargeError,
+)
 from infra.emulators.bigquery.routes.jobs import new_job
-from infra.emulators.bigquery.routes.messages import body_parts, json_body, service_of, whole_body
+from infra.emulators.bigquery.routes.messages import (
+    body_parts,
+    json_body,
+    json_object,
+    service_of,
+    whole_body,
+)
+from infra.emulators.bigquery.routes.options import SessionOptions, UploadOptions, query_options
 from infra.emulators.bigquery.tables.schema import Json
 
 _MOST_MULTIPART_BYTES = 64 * 1024 * 1024
@@ -28,7 +42,7 @@ _MOST_FILE_BYTES = 5 * 1024 * 1024 * 1024
 _SPOOL_BYTES = 16 * 1024 * 1024
 _MOST_SESSIONS = 100
 _SESSION_S = 3_600.0
-_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)")
+_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18}|\*)", re.ASCII)
 
 
 def _spool() -> IO[bytes]:
@@ -44,6 +58,7 @@ class Session:
     file: IO[bytes] = field(default_factory=_spool)
     size_bytes: int = 0
     touched_s: float = field(default_factory=time.monotonic)
+    is_held: bool = False
 
 
 class Sessions:
@@ -60,7 +75,7 @@ class Sessions:
         """
         oldest_s = time.monotonic() - _SESSION_S
         for name, other in list(self._sessions.items()):
-            if other.touched_s < oldest_s:
+            if other.touched_s < oldest_s and not other.is_held:
                 self.close(name)
         if len(self._sessions) >= _MOST_SESSIONS:
             raise BusyError(
@@ -70,21 +85,28 @@ class Sessions:
         self._sessions[name] = session
         return name
 
-    def get(self, name: str) -> Session:
-        """Returns an upload.
+    @contextmanager
+    def held(self, name: str) -> Iterator[Session]:
+        """Gives an upload to one request at a time.
 
         Raises:
+            InvalidError: where another request is at it.
             NotFoundError: where there is none.
         """
         found = self._sessions.get(name)
         if found is None:
             raise NotFoundError("Not found: upload session")
-        found.touched_s = time.monotonic()
-        return found
+        if found.is_held:
+            raise InvalidError("Another request sends a part of this upload")
+        found.is_held, found.touched_s = True, time.monotonic()
+        try:
+            yield found
+        finally:
+            found.is_held = False
 
-    def take(self, name: str) -> Session:
-        """Returns an upload that is whole, and no longer keeps it."""
-        return self._sessions.pop(name)
+    def drop(self, name: str) -> None:
+        """No longer keeps an upload, whose file belongs to its job now."""
+        del self._sessions[name]
 
     def close(self, name: str) -> None:
         """Drops an upload and its bytes."""
@@ -93,34 +115,37 @@ class Sessions:
 
 async def upload(request: Request) -> Response:
     """Starts a load with its file, or a session that sends the file in parts."""
-    kind = request.query_params.get("uploadType")
-    if kind == "multipart":
+    if query_options(request, UploadOptions)["uploadType"] == "multipart":
         return await _multipart(request)
-    if kind == "resumable":
-        return await _open_session(request)
-    raise InvalidError(f"Invalid value for uploadType: {kind}")
+    return await _open_session(request)
 
 
 async def resume(request: Request) -> Response:
     """Takes the next part of a resumable upload. The last one starts the job."""
     sessions: Sessions = request.app.state.sessions
-    name = request.query_params.get("upload_id", "")
-    session = sessions.get(name)
+    name = query_options(request, SessionOptions).get("upload_id", "")
+    with sessions.held(name) as session:
+        if not await _takes_part(session, request):
+            return _incomplete(session)
+        sessions.drop(name)
+    return await _start(request, session)
+
+
+async def _takes_part(session: Session, request: Request) -> bool:
+    """Adds the part that a request brings. Returns whether the file is whole now."""
     match = _RANGE.fullmatch(request.headers.get("content-range", "bytes 0-0/*"))
     if match is None:
-        raise InvalidError("Invalid Content-Range")
+        raise InvalidError("Invalid value for Content-Range: not bytes FIRST-LAST/TOTAL")
     first, total = match.group(1), match.group(3)
     if "content-range" not in request.headers:
         # The whole file in one request carries no range.
         await _append(session, request)
-        return await _start(request, sessions.take(name))
+        return True
     if first is not None:
         if int(first) != session.size_bytes:
-            return _incomplete(session)
+            return False
         await _append(session, request)
-    if total != "*" and session.size_bytes >= int(total):
-        return await _start(request, sessions.take(name))
-    return _incomplete(session)
+    return total != "*" and session.size_bytes >= int(total)
 
 
 async def _append(session: Session, request: Request) -> None:
@@ -167,18 +192,18 @@ def _parts(body: bytes, content_type: str) -> tuple[Json, bytes]:
     if len(parts) != 2:
         raise InvalidError("A load needs two parts: its description and its file")
     contents = [part.partition(newline * 2)[2] for part in parts]
-    try:
-        description = json.loads(contents[0])
-    except ValueError as error:
-        raise InvalidError(f"Parse Error: {error}") from error
-    return description, contents[1]
+    return json_object(contents[0]), contents[1]
 
 
 async def _start(request: Request, session: Session) -> Response:
     service = service_of(request)
-    job = new_job(session.project, session.body)
-    if job.kind != "LOAD":
-        raise InvalidError("Only a load job takes a file")
+    try:
+        job = new_job(session.project, session.body)
+        if job.kind != "LOAD":
+            raise InvalidError("Only a load job takes a file")
+    except ServiceError:
+        session.file.close()
+        raise
     await service.jobs.start(job, partial(_load_and_close, service, session.file))
     return JSONResponse(job.resource())
 

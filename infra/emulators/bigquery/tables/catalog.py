@@ -27,10 +27,14 @@ from infra.emulators.bigquery.tables.resources import (
 from infra.emulators.bigquery.tables.schema import (
     Json,
     Schema,
-    parse_schema,
     widened,
 )
-from infra.emulators.bigquery.tables.settings import dataset_settings, merged, table_settings
+from infra.emulators.bigquery.tables.settings import (
+    dataset_settings,
+    given_schema,
+    merged,
+    table_settings,
+)
 
 
 class TableCatalog:
@@ -94,6 +98,8 @@ class TableCatalog:
             DuplicateError: where it exists.
             InvalidError: for a name that BigQuery refuses.
         """
+        if not re.fullmatch(r"[a-z][a-z0-9.:-]{0,99}", key.project):
+            raise InvalidError(f'Invalid project ID "{key.project}".')
         if not re.fullmatch(r"\w{1,1024}", key.dataset_id, re.ASCII):
             raise InvalidError(f'Invalid dataset ID "{key.dataset_id}".')
         if key in self.datasets:
@@ -201,9 +207,7 @@ class TableCatalog:
         """
         old = self.table(key)
         _expect(old.etag, etag)
-        wanted = view_schema or (
-            parse_schema(body["schema"]["fields"]) if body.get("schema") else old.schema
-        )
+        wanted = view_schema or given_schema(body) or old.schema
         changed = widened(old.schema, wanted) if old.view_query is None else []
         settings = merged(old.settings, body) if is_patch else body
         settings = table_settings(wanted, settings, self.dataset(key.dataset), old.created_ms)

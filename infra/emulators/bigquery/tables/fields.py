@@ -1,11 +1,13 @@
-"""The types of the fields of Dataset and Table resources, and the reader that checks them.
+"""The reader of requests: every field of a JSON body or a query string, checked by its type.
 
-Source: https://cloud.google.com/bigquery/docs/reference/rest/v2/tables#Table. Numbers may come as
-text, as JSON has no 64-bit integers.
+Fields that a struct does not name are ignored, as most resources of the service do. Null stands
+for a field that is not set. Source: https://cloud.google.com/bigquery/docs/reference/rest/v2.
+Numbers may come as text, as JSON has no 64-bit integers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -13,82 +15,59 @@ import msgspec
 from infra.emulators.bigquery.errors import InvalidError
 from infra.emulators.bigquery.tables.schema import Json
 
-Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_NOT_SET = msgspec.UNSET
+NOT_SET = msgspec.UNSET
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Milliseconds = Natural
 
 
-class _Resource(msgspec.Struct, rename="camel", omit_defaults=True):
-    friendly_name: str | msgspec.UnsetType = _NOT_SET
-    description: str | msgspec.UnsetType = _NOT_SET
-    labels: dict[str, str] | msgspec.UnsetType = _NOT_SET
+class Fields(msgspec.Struct, rename="camel", omit_defaults=True):
+    """The fields of a resource. What is not set is left out of what was read."""
 
 
-class DatasetFields(_Resource):
-    """What is kept of a Dataset resource."""
-
-    location: str | msgspec.UnsetType = _NOT_SET
-    access: list[dict[str, Any]] | msgspec.UnsetType = _NOT_SET
-    default_table_expiration_ms: Milliseconds | msgspec.UnsetType = _NOT_SET
-    default_partition_expiration_ms: Milliseconds | msgspec.UnsetType = _NOT_SET
-    max_time_travel_hours: Milliseconds | msgspec.UnsetType = _NOT_SET
-    storage_billing_model: str | msgspec.UnsetType = _NOT_SET
-    is_case_insensitive: bool | msgspec.UnsetType = _NOT_SET
-
-
-class _TimePartitioning(msgspec.Struct, rename="camel", omit_defaults=True):
-    type: str | msgspec.UnsetType | None = _NOT_SET
-    field: str | msgspec.UnsetType | None = _NOT_SET
-    expiration_ms: Milliseconds | msgspec.UnsetType | None = _NOT_SET
-    require_partition_filter: bool | msgspec.UnsetType | None = _NOT_SET
-
-
-class _Range(msgspec.Struct, omit_defaults=True):
-    start: int | msgspec.UnsetType = _NOT_SET
-    end: int | msgspec.UnsetType = _NOT_SET
-    interval: int | msgspec.UnsetType = _NOT_SET
-
-
-class _RangePartitioning(msgspec.Struct, omit_defaults=True):
-    field: str
-    range: _Range | msgspec.UnsetType = _NOT_SET
-
-
-class _Clustering(msgspec.Struct, omit_defaults=True):
-    fields: list[str] = []
-
-
-class _View(msgspec.Struct, rename="camel", omit_defaults=True):
-    query: str = ""
-    use_legacy_sql: bool = True
-
-
-class TableFields(_Resource):
-    """What is kept of a Table resource."""
-
-    expiration_time: Milliseconds | msgspec.UnsetType = _NOT_SET
-    time_partitioning: _TimePartitioning | msgspec.UnsetType = _NOT_SET
-    range_partitioning: _RangePartitioning | msgspec.UnsetType = _NOT_SET
-    clustering: _Clustering | msgspec.UnsetType = _NOT_SET
-    require_partition_filter: bool | msgspec.UnsetType = _NOT_SET
-    view: _View | msgspec.UnsetType = _NOT_SET
-
-
-def read_fields(body: Json, fields: type[_Resource]) -> Json:
-    """The fields of a resource that are kept, each of its type. Integers become text.
-
-    Null stands for a field that is not set.
+def read_fields(body: Mapping[str, Any], fields: type[msgspec.Struct]) -> Json:
+    """The fields of a resource that are known, each of its type. Integers become text.
 
     Raises:
         InvalidError: a value is not of its field's type. The message names the field.
     """
-    given = {name: value for name, value in body.items() if value is not None}
+    given = _without_nulls(body, "")
     try:
         read = msgspec.convert(given, fields, strict=False)
     except msgspec.ValidationError as error:
-        reason, _, where = str(error).partition(" - at `$.")
-        raise InvalidError(f"Invalid value for {where.rstrip('`')}: {reason}") from None
+        raise InvalidError(_refusal(str(error))) from None
     found: Json = _with_text(msgspec.to_builtins(read))
     return found
+
+
+def _refusal(text: str) -> str:
+    reason, _, where = text.partition(" - at `$")
+    where = where.rstrip("`").removeprefix(".")
+    if reason.startswith("Object missing required field"):
+        name = reason.rpartition("field ")[2].strip("`")
+        return f"Required parameter is missing: {where}.{name}".replace(": .", ": ")
+    return f"Invalid value for {where or 'the request'}: {reason}"
+
+
+def _without_nulls(value: Any, where: str) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            _encodable(name, where): _without_nulls(each, f"{where}.{name}")
+            for name, each in value.items()
+            if each is not None
+        }
+    if isinstance(value, list):
+        return [_without_nulls(each, f"{where}[{at}]") for at, each in enumerate(value)]
+    return _encodable(value, where) if isinstance(value, str) else value
+
+
+def _encodable(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        name = where.removeprefix(".") or "a name"
+        raise InvalidError(f"Invalid value for {name}: half of a surrogate pair") from None
+    return text
 
 
 def _with_text(value: Any) -> Any:

@@ -3,9 +3,15 @@
 from typing import Any
 
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.tables.fields import DatasetFields, TableFields, read_fields
+from infra.emulators.bigquery.tables.fields import read_fields
+from infra.emulators.bigquery.tables.resource_fields import (
+    DatasetFields,
+    SchemaFields,
+    TableFields,
+    ViewFields,
+)
 from infra.emulators.bigquery.tables.resources import DatasetResource
-from infra.emulators.bigquery.tables.schema import Json, Schema
+from infra.emulators.bigquery.tables.schema import Json, Schema, parse_schema
 
 _OTHER_TABLES = (
     "externalDataConfiguration",
@@ -31,6 +37,29 @@ def merged(old: Json, patch: Json) -> Json:
         else:
             found[name] = value
     return found
+
+
+def given_schema(body: Json) -> Schema | None:
+    """Returns the schema that a Table resource gives, None where it gives none.
+
+    Raises:
+        InvalidError: a field of it is not of its type, or can't be.
+        UnsupportedError: for a type or an option that this server does not keep.
+    """
+    if body.get("schema") is None:
+        return None
+    found = read_fields({"schema": body["schema"]}, SchemaFields)
+    return parse_schema(found["schema"].get("fields", ()))
+
+
+def given_view_query(body: Json) -> str | None:
+    """Returns the query of the view that a Table resource gives, None where it gives none.
+
+    Raises:
+        InvalidError: a field of it is not of its type.
+    """
+    found = read_fields({"view": body.get("view")}, ViewFields)
+    return found.get("view", {}).get("query") or None
 
 
 def dataset_settings(body: Json) -> Json:
