@@ -26,7 +26,7 @@ CREATE OR REPLACE MACRO bq.float_text(v) AS CASE
     ELSE printf('%.17g', v) END;
 
 CREATE OR REPLACE MACRO bq.divide(a, b) AS
-    CASE WHEN b = 0 THEN bq.fail('division by zero: ' || bq.float_text(a) || ' / ' || bq.float_text(b))
+    CASE WHEN b = 0 AND a IS NOT NULL THEN bq.fail('division by zero: ' || bq.float_text(a) || ' / ' || bq.float_text(b))
       WHEN isinf(a / b) AND NOT isinf(a) THEN bq.fail('double overflow: /') ELSE a / b END;
 
 CREATE OR REPLACE MACRO bq.safe_divide(a, b) AS CASE WHEN b = 0 OR isinf(a / b) AND NOT isinf(a) THEN NULL ELSE a / b END;
@@ -41,13 +41,13 @@ CREATE OR REPLACE MACRO bq.numeric_quotient(a, b) AS
 
 -- By HUGEINTs: 9 more digits than asked for, rounded half away from zero. A quotient of 20 digits and more is refused.
 CREATE OR REPLACE MACRO bq.numeric_divide(a, b) AS
-    CASE WHEN b = 0 THEN bq.fail('division by zero')
+    CASE WHEN b = 0 AND a IS NOT NULL THEN bq.fail('division by zero')
       WHEN abs(a) >= 10000000000 THEN bq.fail('NUMERIC division of 10,000,000,000 and more is not supported by the embedded BigQuery')
       ELSE bq.numeric_quotient(CAST(CAST(a AS DECIMAL(38,9)) * 1000000000 AS HUGEINT), CAST(CAST(b AS DECIMAL(38,9)) * 1000000000 AS HUGEINT)) END;
 
-CREATE OR REPLACE MACRO bq.div(a, b) AS CASE WHEN b = 0 THEN bq.fail('division by zero') ELSE a // b END;
+CREATE OR REPLACE MACRO bq.div(a, b) AS CASE WHEN b = 0 AND a IS NOT NULL THEN bq.fail('division by zero') ELSE a // b END;
 
-CREATE OR REPLACE MACRO bq.mod(a, b) AS CASE WHEN b = 0 THEN bq.fail('division by zero') ELSE a % b END;
+CREATE OR REPLACE MACRO bq.mod(a, b) AS CASE WHEN b = 0 AND a IS NOT NULL THEN bq.fail('division by zero') ELSE a % b END;
 
 CREATE OR REPLACE MACRO bq.int_abs(v) AS CASE WHEN v < 0 THEN -v ELSE v END;
 
@@ -238,7 +238,16 @@ CREATE OR REPLACE MACRO bq.at(list, position) AS CASE
     ELSE list_extract(list, position) END;
 
 CREATE OR REPLACE MACRO bq.safe_at(list, position) AS
-    CASE WHEN position >= 1 THEN list_extract(list, position) END;
+    list_extract(list, CASE WHEN position >= 1 AND position <= len(list) THEN position END);
+
+-- An offset may be the greatest number, to which nothing can be added.
+CREATE OR REPLACE MACRO bq.at_offset(list, position) AS CASE
+    WHEN position < 0 OR position >= len(list)
+      THEN list_extract(list, CAST(bq.fail('Array index ' || position || ' is out of bounds') AS BIGINT))
+    ELSE list_extract(list, position + 1) END;
+
+CREATE OR REPLACE MACRO bq.safe_at_offset(list, position) AS
+    list_extract(list, CASE WHEN position >= 0 AND position < len(list) THEN position + 1 END);
 
 CREATE OR REPLACE MACRO bq.array_concat(a, b) AS CASE WHEN a IS NOT NULL AND b IS NOT NULL THEN list_concat(a, b) END;
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.infra.bigquery.oracle.expressions import random_query
 from tests.infra.bigquery.oracle.world import Found, World
 
 _QUERIES = Path(__file__).parent / "queries"
@@ -50,6 +51,28 @@ def test_queries_answer_as_google_s_evaluator_does(world: World, path: Path) -> 
                 f"\n  given:    {given.rows} {given.error}"
             )
     assert not wrong, "\n".join([f"{len(wrong)} of {len(queries_of(path))}:", *wrong])
+
+
+@pytest.mark.parametrize("first", range(0, 400, 100))
+def test_random_expressions_answer_as_google_s_evaluator_does(world: World, first: int) -> None:
+    wrong, refused = [], 0
+    for seed in range(first, first + 100):
+        sql = random_query(seed)
+        given = world.given(sql)
+        if given.is_unsupported:
+            refused += 1
+            continue
+        expected = world.expected(sql)
+        if not _agree(expected, given) and not _is_only_null(expected, given):
+            wrong.append(f"{seed}: {sql}\n  expected: {expected}\n  given:    {given}")
+    assert not wrong, "\n".join(wrong)
+    assert refused < 10
+
+
+def _is_only_null(expected: Found, given: Found) -> bool:
+    """Whether one has NULL for the error of the other. What is beside a NULL may be left out."""
+    answers = [found.rows for found in (expected, given) if not found.error]
+    return answers == [[(None,)]] or answers == [[([],)]]
 
 
 def _agree(expected: Found, given: Found) -> bool:

@@ -8,7 +8,6 @@ from infra.emulators.bigquery.googlesql.analysis.types import duckdb_type
 from infra.emulators.bigquery.googlesql.translation.functions.registry import (
     Call,
     Functions,
-    Translate,
 )
 from infra.emulators.bigquery.googlesql.translation.literals import text
 
@@ -19,17 +18,9 @@ def _made(call: Call) -> str:
     return f"[{', '.join(call.sql)}]"
 
 
-def _at(macro: str, first: int) -> Translate:
-    def write(call: Call) -> str:
-        position = call.sql[1] if first else f"{call.sql[1]} + 1"
-        return f"bq.{macro}({call.sql[0]}, {position})"
-
-    return write
-
-
 def _subscript(call: Call) -> str:
     if call.kind() != types.TYPE_JSON:
-        return _at("at", 0)(call)
+        return call.put("bq.at_offset({0}, {1})")
     key, place = call.text(1), call.integer(1)
     if key is not None and '"' not in key:
         path = f'$."{key}"'
@@ -63,10 +54,10 @@ def _generated(call: Call) -> str:
 
 ARRAYS: Functions = {
     "$make_array": _made,
-    "$array_at_offset": _at("at", 0),
-    "$safe_array_at_offset": _at("safe_at", 0),
-    "$array_at_ordinal": _at("at", 1),
-    "$safe_array_at_ordinal": _at("safe_at", 1),
+    "$array_at_offset": "bq.at_offset({0}, {1})",
+    "$safe_array_at_offset": "bq.safe_at_offset({0}, {1})",
+    "$array_at_ordinal": "bq.at({0}, {1})",
+    "$safe_array_at_ordinal": "bq.safe_at({0}, {1})",
     "$subscript": _subscript,
     "array_length": "CAST(len({0}) AS BIGINT)",
     "array_concat": _concat,

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
+from infra.emulators.bigquery.googlesql.calls import unsupported
 from infra.emulators.bigquery.googlesql.translation.functions.registry import Call, Functions
+
+_PATH = re.compile(r"""\$(\.[A-Za-z_]\w*|\."[^"\\]+"|\[\d+\])*""", re.ASCII)
+"""Paths that DuckDB reads as BigQuery does."""
 
 
 def _path(call: Call) -> str:
-    return call.sql[1] if len(call.sql) > 1 else "'$'"
+    if len(call.sql) == 1:
+        return "'$'"
+    path = call.text(1)
+    if path is None or not _PATH.fullmatch(path):
+        raise unsupported("A JSON path that is not a literal of names and places")
+    return call.sql[1]
 
 
 def _query(call: Call) -> str:
@@ -21,7 +32,10 @@ def _query(call: Call) -> str:
 def _value(call: Call) -> str:
     if call.kind() not in (types.TYPE_JSON, types.TYPE_STRING):
         raise call.refused()
-    return f"bq.json_value({call.sql[0]}, {_path(call)})"
+    value = call.sql[0]
+    if call.kind() == types.TYPE_STRING:
+        value = f"TRY_CAST({value} AS JSON)"  # a STRING that is no JSON gives NULL
+    return f"bq.json_value({value}, {_path(call)})"
 
 
 def _parse(call: Call) -> str:

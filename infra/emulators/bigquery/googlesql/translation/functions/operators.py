@@ -25,19 +25,25 @@ _WHOLE = (types.TYPE_INT64, types.TYPE_NUMERIC)
 def _compared(operator: str) -> Translate:
     def write(call: Call) -> str:
         _check_comparable(call)
-        found = f"({call.sql[0]} {operator} {call.sql[1]})"
-        if operator in ("=", "<>"):
-            if not (_may_be_nan(call, 0) and _may_be_nan(call, 1)):
-                return found
-            nan = f"isnan({call.sql[0]})"
-            return f"({found} AND NOT {nan})" if operator == "=" else f"({found} OR {nan})"
-        # The side that would be the greater one.
-        place = 1 if operator in ("<", "<=") else 0
-        if not _may_be_nan(call, place):
-            return found
-        return f"({found} AND NOT isnan({call.sql[place]}))"
+        nan = [_may_be_nan(call, 0), _may_be_nan(call, 1)]
+        return comparison(operator, call.sql[0], call.sql[1], nan)
 
     return write
+
+
+def comparison(operator: str, left: str, right: str, may_be_nan: list[bool]) -> str:
+    """A comparison of two numbers, each of which may be NaN or not."""
+    plain = f"({left} {operator} {right})"
+    if operator in ("=", "<>"):
+        if not all(may_be_nan):
+            return plain
+        both = f"isnan({left}) AND isnan({right})"
+        return f"(CASE WHEN {both} THEN {'false' if operator == '=' else 'true'} ELSE {plain} END)"
+    # The side that would be the greater one.
+    greater, other = (right, left) if operator in ("<", "<=") else (left, right)
+    if not may_be_nan[0 if greater is left else 1]:
+        return plain
+    return f"(CASE WHEN isnan({greater}) AND {other} IS NOT NULL THEN false ELSE {plain} END)"
 
 
 def _may_be_nan(call: Call, place: int) -> bool:
@@ -56,19 +62,23 @@ def _check_comparable(call: Call) -> None:
 
 def _between(call: Call) -> str:
     _check_comparable(call)
-    if call.kind() == types.TYPE_DOUBLE:
-        asked = [
-            f"NOT isnan({sql})" for place, sql in enumerate(call.sql) if _may_be_nan(call, place)
-        ]
-        return f"({' AND '.join([call.put('({0} BETWEEN {1} AND {2})'), *asked])})"
-    return call.put("({0} BETWEEN {1} AND {2})")
+    if call.kind() != types.TYPE_DOUBLE:
+        return call.put("({0} BETWEEN {1} AND {2})")
+    nan = [_may_be_nan(call, place) for place in range(3)]
+    value, low, high = call.sql
+    above = comparison(">=", value, low, [nan[0], nan[1]])
+    return f"({above} AND {comparison('<=', value, high, [nan[0], nan[2]])})"
 
 
 def _in(call: Call) -> str:
     _check_comparable(call)
     value, *others = call.sql
     found = f"({value} IN ({', '.join(others)}))"
-    return f"({found} AND NOT isnan({value}))" if _may_be_nan(call, 0) else found
+    if not _may_be_nan(call, 0):
+        return found
+    has_null = " OR ".join(f"{other} IS NULL" for other in others)
+    unknown = f"CASE WHEN {has_null} THEN CAST(NULL AS BOOLEAN) ELSE false END"
+    return f"(CASE WHEN isnan({value}) THEN {unknown} ELSE {found} END)"
 
 
 def _in_array(call: Call) -> str:

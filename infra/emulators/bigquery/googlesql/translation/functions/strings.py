@@ -103,6 +103,21 @@ def _groups(pattern: str) -> int:
         raise unsupported(f"The pattern {pattern!r}") from error
 
 
+def _regexp_extract_all(call: Call) -> str:
+    pattern = call.text(1)
+    if pattern is not None and _groups(pattern) <= 1 and _can_be_empty(pattern):
+        # DuckDB finds one empty match more, at the end.
+        raise unsupported("REGEXP_EXTRACT_ALL with a pattern that matches an empty text")
+    return _regexp("regexp_extract_all({0}, {1}, 0)", "regexp_extract_all({0}, {1}, 1)")(call)
+
+
+def _can_be_empty(pattern: str) -> bool:
+    try:
+        return re.search(re.sub(r"\\[bB]", "", pattern), "") is not None
+    except re.error:
+        return True
+
+
 def _regexp_replace(call: Call) -> str:
     replacement = call.text(2)
     if call.kind() != _STRING or call.text(1) is None or replacement is None:
@@ -167,6 +182,9 @@ def _shown(call: Call, place: int) -> str:
     else:
         wanted = type(kind)(type_kind=_STRING)
         shown = cast(call.sql[place], kind, wanted, is_safe=False)
+    if kind.type_kind == types.TYPE_DOUBLE:
+        # A whole FLOAT64 is 1.0 here, and 1 as a STRING.
+        shown = f"regexp_replace({shown}, '^(-?[0-9]+)$', '\\1.0')"
     return f"coalesce({shown}, 'NULL')"
 
 
@@ -210,9 +228,7 @@ STRINGS: Functions = {
     "split": _split,
     "regexp_contains": _regexp("regexp_matches({0}, {1})"),
     "regexp_extract": _regexp("bq.regexp_extract({0}, {1}, 0)", "bq.regexp_extract({0}, {1}, 1)"),
-    "regexp_extract_all": _regexp(
-        "regexp_extract_all({0}, {1}, 0)", "regexp_extract_all({0}, {1}, 1)"
-    ),
+    "regexp_extract_all": _regexp_extract_all,
     "regexp_replace": _regexp_replace,
     "string": _string,
     "format": _format,
