@@ -192,15 +192,17 @@ CREATE OR REPLACE MACRO bq.ltrim_spaces(v) AS regexp_replace(v, '^[\s\p{Z}\x{85}
 CREATE OR REPLACE MACRO bq.rtrim_spaces(v) AS regexp_replace(v, '[\s\p{Z}\x{85}\x{b}]+$', '');
 
 CREATE OR REPLACE MACRO bq.lpad(v, size, pad) AS
-    CASE WHEN size < 0 OR pad = '' THEN CAST(bq.fail('LPAD: bad length or pattern') AS VARCHAR) ELSE lpad(v, CAST(size AS INTEGER), pad) END;
+    CASE WHEN size < 0 OR pad = '' OR size > 1048576 THEN CAST(bq.fail('LPAD: bad length or pattern') AS VARCHAR) ELSE lpad(v, CAST(size AS INTEGER), pad) END;
 
 CREATE OR REPLACE MACRO bq.rpad(v, size, pad) AS
-    CASE WHEN size < 0 OR pad = '' THEN CAST(bq.fail('RPAD: bad length or pattern') AS VARCHAR) ELSE rpad(v, CAST(size AS INTEGER), pad) END;
+    CASE WHEN size < 0 OR pad = '' OR size > 1048576 THEN CAST(bq.fail('RPAD: bad length or pattern') AS VARCHAR) ELSE rpad(v, CAST(size AS INTEGER), pad) END;
 
 CREATE OR REPLACE MACRO bq.replace(v, old, new) AS CASE WHEN old = '' AND new IS NOT NULL THEN v ELSE replace(v, old, new) END;
 
 CREATE OR REPLACE MACRO bq.repeat(v, times) AS
-    CASE WHEN times < 0 THEN CAST(bq.fail('Second argument in REPEAT() cannot be negative') AS VARCHAR) ELSE repeat(v, times) END;
+    CASE WHEN times > 1048576 OR times * strlen(v) > 1048576
+        THEN CAST(bq.fail('Output of REPEAT exceeds max allowed output size of 1MB') AS VARCHAR)
+      WHEN times < 0 THEN CAST(bq.fail('Second argument in REPEAT() cannot be negative') AS VARCHAR) ELSE repeat(v, times) END;
 
 CREATE OR REPLACE MACRO bq.left(v, size) AS
     CASE WHEN size < 0 THEN CAST(bq.fail('Second argument in LEFT() cannot be negative') AS VARCHAR) ELSE left(v, size) END;
@@ -269,6 +271,11 @@ CREATE OR REPLACE MACRO bq.checked_timestamp(v) AS CASE
     WHEN v < TIMESTAMPTZ '0001-01-01 00:00:00+00' OR v >= TIMESTAMPTZ '10000-01-01 00:00:00+00'
       THEN CAST(bq.fail_timestamp('TIMESTAMP overflow') AS TIMESTAMPTZ) ELSE v END;
 
+CREATE OR REPLACE MACRO bq.checked_micros(us) AS CASE
+    WHEN us < -62135596800000000 OR us >= 253402300800000000
+      THEN CAST(bq.fail_timestamp('Timestamp value is out of allowed range') AS TIMESTAMPTZ)
+    ELSE bq.from_micros(us) END;
+
 CREATE OR REPLACE MACRO bq.add_days(v, days) AS bq.checked_date(CAST(v + to_days(CAST(days AS INTEGER)) AS DATE));
 
 CREATE OR REPLACE MACRO bq.date_add_months(v, months) AS bq.checked_date(CAST(v + to_months(CAST(months AS INTEGER)) AS DATE));
@@ -277,7 +284,7 @@ CREATE OR REPLACE MACRO bq.datetime_add_months(v, months) AS bq.checked_datetime
 
 CREATE OR REPLACE MACRO bq.datetime_add_us(v, us) AS bq.checked_datetime(make_timestamp(epoch_us(v) + us));
 
-CREATE OR REPLACE MACRO bq.timestamp_add_us(v, us) AS bq.checked_timestamp(bq.from_micros(epoch_us(v) + us));
+CREATE OR REPLACE MACRO bq.timestamp_add_us(v, us) AS bq.checked_micros(epoch_us(v) + us);
 
 CREATE OR REPLACE MACRO bq.trunc_date(unit, v, shift) AS
     bq.checked_date(CAST(date_trunc(unit, v + to_days(shift)) - to_days(shift) AS DATE));

@@ -218,7 +218,7 @@ def _pattern(call: Call, place: int) -> str:
 
 
 def _from_unix(unit_us: int) -> Translate:
-    return lambda call: f"bq.from_micros({call.sql[0]} * {unit_us})"
+    return lambda call: f"bq.checked_micros({call.sql[0]} * {unit_us})"
 
 
 def _to_unix(unit_us: int) -> Translate:
