@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
+import duckdb
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
@@ -54,7 +55,11 @@ async def serve(host: str, port: int, data_dir: Path | None) -> AsyncIterator[Bi
         store.open()
         try:
             catalog = TableCatalog(store)
-            catalog.load()
+            try:
+                catalog.load()
+            except (duckdb.Error, ValueError, TypeError) as error:
+                reason = str(error).split("\n")[0]
+                raise OSError(f"cannot read the catalog in {data_dir}: {reason}") from error
             # Only now: a port that listens says that the data is there.
             listener.listen(_BACKLOG)
             async with anyio.create_task_group() as tasks:
@@ -77,7 +82,7 @@ def _service(store: Store, catalog: TableCatalog, tasks: TaskGroup) -> BigQueryS
     threads, queries = Threads(), Queries(store)
 
     async def let_go(result: Result) -> None:
-        await threads.read(queries.drop, result.physical)
+        await threads.tidy(queries.drop, result.physical)
 
     jobs = Jobs(tasks, let_go)
     translator = Translator(catalog.table, InformationViews(store, catalog, jobs).listing)

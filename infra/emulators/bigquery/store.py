@@ -5,6 +5,7 @@ so a large result never touches the file. Writers of `data` hold the server's wr
 is one at a time.
 """
 
+import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+
+log = logging.getLogger(__name__)
 
 Cursor = Any
 FILE_NAME = "bigquery.duckdb"
@@ -36,7 +39,8 @@ class Store:
         """Opens the database and loads the macros.
 
         Raises:
-            OSError: where the file is in use by another process or isn't a database.
+            OSError: where the file is in use by another process, damaged, of a newer version or
+                isn't a database, or the disk is full.
         """
         self._root = duckdb.connect(":memory:")
         self._root.execute("SET GLOBAL TimeZone = 'UTC'")
@@ -52,9 +56,11 @@ class Store:
         self._root.execute(f"SET GLOBAL temp_directory = {_literal(spill_dir)}")
         try:
             self._root.execute(f"ATTACH {_literal(place)} AS data")
-        except duckdb.IOException as error:
+        except (duckdb.Error, RuntimeError, ValueError) as error:
             self._root.close()
-            raise OSError(f"cannot open {place}: {error}") from error
+            self._root = None
+            reason = str(error).split("\n")[0]
+            raise OSError(f"cannot open {place}: {reason}") from error
         self._root.execute("CREATE SCHEMA bq")
         self._root.execute(_MACROS.read_text())
         # Nothing that a query says may reach the machine's files or the network. Only Parquet
@@ -76,7 +82,11 @@ class Store:
             self._uploads.cleanup()
             self._uploads = None
         if self._root is not None:
-            self._root.execute("CHECKPOINT data")
+            try:
+                self._root.execute("CHECKPOINT data")
+            except duckdb.Error as error:
+                # As on a full disk. The log has everything and is read at the next start.
+                log.warning("the log stays beside the data: %s", str(error).split("\n")[0])
             self._root.close()
             self._root = None
 

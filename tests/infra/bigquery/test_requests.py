@@ -64,6 +64,11 @@ DEEP_TYPE = b'{"type": "ARRAY", "arrayType": ' * 400 + b'{"type": "INT64"' + b"}
         (TABLES, {"tableReference": {"tableId": "t"}, "view": {"query": []}}, "view.query"),
         (f"{TABLES}/t/insertAll", {"rows": [{}], "skipInvalidRows": "perhaps"}, "skipInvalidRows"),
         (f"{UPLOADS}odd", {}, "uploadType"),
+        (
+            DATASETS,
+            {"datasetReference": {"datasetId": "n"}, "access": [{"role": float("nan")}]},
+            "access[0].role",
+        ),
     ],
 )
 def test_a_field_of_the_wrong_type_is_refused_by_its_name(
@@ -120,7 +125,7 @@ def test_numbers_may_be_text_null_is_not_set_and_the_unknown_is_ignored(
         (
             b'{"query": "SELECT ?", "queryParameters": [{"parameterType": ' + DEEP_TYPE + b"}]}",
             "identity",
-            400,
+            501,
         ),
         (b'{"query": "\xff"}', "identity", 400),
         (b'{"timeoutMs": ' + b"9" * 5_000 + b"}", "identity", 400),
@@ -146,3 +151,17 @@ def test_an_upload_goes_on_after_a_part_that_makes_no_sense(bigquery_endpoint: s
         assert request(bigquery_endpoint, "PUT", path, b"ab", **headers)[0] == 400
     done = request(bigquery_endpoint, "PUT", path, b"a\n1\n", **{"Content-Range": "bytes 0-3/4"})
     assert (done[0], done[2]["configuration"]["jobType"]) == (200, "LOAD")
+
+
+def test_an_answer_can_carry_what_it_quotes(bigquery_endpoint: str) -> None:
+    _made(bigquery_endpoint)
+    rows = {"rows": [{"json": {"a": "\ud800"}}, {"json": {"\ud800": 1}}]}
+    status, _, found = request(
+        bigquery_endpoint, "POST", f"{TABLES}/t/insertAll", json.dumps(rows).encode()
+    )
+    assert (status, [each["index"] for each in found["insertErrors"]]) == (200, [0, 1])
+    load = job("load")(destinationTable=PLACE)
+    path = f"{UPLOADS}resumable".replace("/p/", "/%F0%9F%98%80/")
+    status, headers, _ = request(bigquery_endpoint, "POST", path, json.dumps(load).encode())
+    assert status == 200
+    assert "/%F0%9F%98%80/" in headers["location"]

@@ -208,3 +208,31 @@ def test_pages_of_rows_come_in_order_from_anywhere(client: bigquery.Client) -> N
     ]
     (row,) = client.list_rows(found, selected_fields=[SCHEMA[2]], max_results=1)
     assert row.values() == (["x"],)
+
+
+@pytest.mark.usefixtures("dataset")
+def test_a_table_without_fields_takes_its_first_ones_later(client: bigquery.Client) -> None:
+    name = f"{client.project}.d.bare"
+    client.create_table(bigquery.Table(name))
+    table = client.get_table(name)
+    assert (table.schema, table.num_rows, list(client.list_rows(table))) == ([], 0, [])
+    with pytest.raises(BadRequest, match="does not have a schema"):
+        client.query("SELECT * FROM d.bare").result()
+    table.schema = [SchemaField("a", "INT64", "REQUIRED")]
+    client.update_table(table, ["schema"])
+    assert client.insert_rows_json(name, [{"a": 1}]) == []
+    assert [row["a"] for row in client.list_rows(name)] == [1]
+    client.create_table(bigquery.Table(f"{name}2"))
+    config = bigquery.QueryJobConfig(destination=f"{name}2", write_disposition="WRITE_APPEND")
+    client.query("SELECT 1 AS b", job_config=config).result()
+    assert [row["b"] for row in client.list_rows(f"{name}2")] == [1]
+
+
+@pytest.mark.usefixtures("dataset")
+def test_a_table_stays_a_table(client: bigquery.Client) -> None:
+    table = bigquery.Table(f"{client.project}.d.t", [SchemaField("a", "INT64")])
+    table = client.create_table(table)
+    table.view_query = "SELECT 1 AS a"
+    with pytest.raises(BadRequest, match="Invalid value for view"):
+        client.update_table(table, ["view_query"])
+    assert [item.table_type for item in client.list_tables("d")] == ["TABLE"]

@@ -7,6 +7,7 @@ import anyio
 import duckdb
 
 from infra.emulators.bigquery.engine.service import BigQueryService
+from infra.emulators.bigquery.errors import ServiceError
 from infra.emulators.bigquery.store import Store
 from infra.emulators.bigquery.tables.catalog import TableCatalog
 from infra.emulators.bigquery.tables.resources import TableResource
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 async def expire_forever(service: BigQueryService) -> None:
     """Runs until canceled, as a task of the server."""
     while True:
-        await service.threads.write(
+        await service.threads.write_in_job(
             expire, service.store, service.catalog, time.time_ns() // 1_000_000
         )
         await anyio.sleep(_EVERY_S)
@@ -33,7 +34,7 @@ def expire(store: Store, catalog: TableCatalog, now_ms: int) -> None:
     for table in list(catalog.tables.values()):
         try:
             _expire_table(store, catalog, table, now_ms)
-        except (ValueError, duckdb.Error):
+        except (ServiceError, ValueError, TypeError, KeyError, ArithmeticError, duckdb.Error):
             # Of a table that cannot be read the others are not to suffer, nor the server.
             log.exception("the expiration of %s can't be applied", table.key)
 

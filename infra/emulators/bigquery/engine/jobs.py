@@ -40,6 +40,7 @@ _MOST_RUNNING = 100
 # BigQuery's own limit for a query.
 _LONGEST_JOB_S = 6 * 3600.0
 _INTERRUPT_EVERY_S = 0.05
+_CANCELED = "Job execution was cancelled: User requested cancellation"
 
 
 @dataclass
@@ -75,7 +76,7 @@ class BigQueryJob:
             StoppedError: if so.
         """
         if self.stopping.is_set():
-            raise StoppedError("Job execution was cancelled: User requested cancellation")
+            raise StoppedError(_CANCELED)
         self.cursor = cursor
 
     def cancel(self) -> None:
@@ -233,9 +234,13 @@ async def _interruptible(job: BigQueryJob, work: Work) -> None:
     # there.
     finished = anyio.Event()
     async with anyio.create_task_group() as group:
-        group.start_soon(_interrupt_when_stopped, job, finished)
+        # Canceled while it waits for a thread. One that has a thread is interrupted there.
+        working = anyio.CancelScope()
+        group.start_soon(_interrupt_when_stopped, job, finished, working)
+        error: ServiceError | None = StoppedError(_CANCELED)
         try:
-            error = await _outcome(job, work)
+            with working:
+                error = await _outcome(job, work)
         finally:
             finished.set()
         group.cancel_scope.cancel()
@@ -252,9 +257,12 @@ async def _outcome(job: BigQueryJob, work: Work) -> ServiceError | None:
     return None
 
 
-async def _interrupt_when_stopped(job: BigQueryJob, finished: anyio.Event) -> None:
+async def _interrupt_when_stopped(
+    job: BigQueryJob, finished: anyio.Event, working: anyio.CancelScope
+) -> None:
     try:
         await job.stopping.wait()
+        working.cancel()
     finally:
         with anyio.CancelScope(shield=True):
             # Again and again: an interrupt between two statements of the session is lost.

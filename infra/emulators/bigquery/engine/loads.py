@@ -63,14 +63,14 @@ async def run_load(service: BigQueryService, file: IO[bytes], job: BigQueryJob) 
     table = service.catalog.tables.get(destination.key)
     known = None if table is None else table.schema
     if config.get("sourceFormat") == "PARQUET":
-        staged = await service.threads.read(_stage_parquet, service, config, file, known, job)
+        staged = await service.threads.query(_stage_parquet, service, config, file, known, job)
     else:
-        staged = await service.threads.read(_stage_text, service, config, file, known, job)
+        staged = await service.threads.query(_stage_text, service, config, file, known, job)
     schema, physical, loaded = staged
     try:
-        await service.threads.write(_put, service, destination, schema, physical)
+        await service.threads.write_in_job(_put, service, destination, schema, physical)
     finally:
-        await service.threads.read(service.queries.drop, physical)
+        await service.threads.tidy(service.queries.drop, physical)
     size_bytes = file.seek(0, io.SEEK_END)
     job.statistics["load"] = {
         "inputFiles": "1",

@@ -59,7 +59,9 @@ class BigQueryService:
             await self._define(job, config, statement)
         else:
             await self._charge(job, statement)
-            affected = await self.threads.write(self.queries.manipulate, statement, job.watch)
+            affected = await self.threads.write_in_job(
+                self.queries.manipulate, statement, job.watch
+            )
             details["numDmlAffectedRows"] = str(affected)
             if statement.target is not None:
                 # Where the service says which table it was, and dbt looks for it.
@@ -89,6 +91,8 @@ class BigQueryService:
             table = self.catalog.table(key)
             if table.view_query is not None:
                 raise InvalidError(f"{key} is a view and can't be copied")
+            if not table.schema:
+                raise InvalidError(f"Table {key} does not have a schema.")
             if table.has_partition_time and destination.partition_id is None:
                 # The rows would move to the partition of now.
                 raise UnsupportedError(
@@ -104,7 +108,7 @@ class BigQueryService:
                 within = partition_condition(table, partition_id)
                 rows = f"(SELECT * FROM {table.physical} WHERE {within})"
             put = partial(put_rows, self.store, self.catalog, into, table.schema, rows)
-            await self.threads.write(put)
+            await self.threads.write_in_job(put)
 
     async def _statement(self, project: str, config: Json, sql: str) -> Statement:
         if config.get("useLegacySql", True):
@@ -118,7 +122,7 @@ class BigQueryService:
 
     async def _select(self, job: BigQueryJob, config: Json, statement: Statement) -> None:
         await self._charge(job, statement)
-        result = await self.threads.read(self.queries.select, statement, job.watch)
+        result = await self.threads.query(self.queries.select, statement, job.watch)
         job.result = result
         if not config.get("destinationTable"):
             config["destinationTable"] = job.anonymous_table.resource()
@@ -127,7 +131,7 @@ class BigQueryService:
         put = partial(
             put_rows, self.store, self.catalog, destination, result.schema, result.physical
         )
-        await self.threads.write(put)
+        await self.threads.write_in_job(put)
 
     async def _define(self, job: BigQueryJob, config: Json, statement: Statement) -> None:
         tree, sql = statement.definition, config["query"]
@@ -138,15 +142,17 @@ class BigQueryService:
         elif statement.kind == "CREATE_TABLE_AS_SELECT":
             inner = await self._statement(job.project, config, query_text(sql))
             await self._charge(job, inner)
-            result = await self.threads.read(self.queries.select, inner, job.watch)
+            result = await self.threads.query(self.queries.select, inner, job.watch)
         names = self.translator.names(job.project, _default_dataset(job.project, config))
         evaluate = partial(self._evaluated, job)
         definitions = Definitions(self.store, self.catalog, names, evaluate)
         try:
-            defined = await self.threads.write(definitions.run, tree, sql, result, view_schema)
+            defined = await self.threads.write_in_job(
+                definitions.run, tree, sql, result, view_schema
+            )
         finally:
             if result is not None:
-                await self.threads.read(self.queries.drop, result.physical)
+                await self.threads.tidy(self.queries.drop, result.physical)
         details = job.statistics["query"]
         details["ddlOperationPerformed"] = defined.operation
         if defined.dataset is not None:
@@ -170,7 +176,7 @@ class BigQueryService:
         return row["f"][0]["v"]
 
     async def _charge(self, job: BigQueryJob, statement: Statement) -> None:
-        read_bytes = await self.threads.read(self.queries.read_bytes, statement)
+        read_bytes = await self.threads.query(self.queries.read_bytes, statement)
         limit = job.configuration["query"].get("maximumBytesBilled")
         billed = check_billed(read_bytes, None if limit is None else int(limit))
         job.statistics["totalBytesProcessed"] = str(read_bytes)

@@ -108,6 +108,8 @@ def look_up(
         return _listed(path, key, listed, names)
     table = names.find(names.table_key(path))
     if table.view_query is None:
+        if not table.schema:
+            raise InvalidQueryError(f"Table {table.key} does not have a schema.")
         return _source(path, key, table.schema, table.physical, ReadTable(table))
     view = translate_view(table)
     return _source(path, key, view.schema, f"({view.sql})", ReadTable(None, view.view))

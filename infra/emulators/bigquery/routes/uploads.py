@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -167,7 +168,9 @@ async def _open_session(request: Request) -> Response:
     body = await json_body(request)
     new_job(project, body)
     name = sessions.open(Session(project, body))
-    place = request.url.include_query_params(uploadType="resumable", upload_id=name)
+    # A header takes no letter outside latin-1, and a project's name may have any.
+    path = quote(request.url.path)
+    place = request.url.replace(path=path, query=f"uploadType=resumable&upload_id={name}")
     return Response(headers={"Location": str(place), "X-GUploader-UploadID": name})
 
 

@@ -30,6 +30,7 @@ from infra.emulators.bigquery.tables.schema import (
     widened,
 )
 from infra.emulators.bigquery.tables.settings import (
+    check_same_kind,
     dataset_settings,
     given_schema,
     merged,
@@ -208,9 +209,11 @@ class TableCatalog:
         old = self.table(key)
         _expect(old.etag, etag)
         wanted = view_schema or given_schema(body) or old.schema
-        changed = widened(old.schema, wanted) if old.view_query is None else []
+        is_widened = old.view_query is None and bool(old.schema)
+        changed = widened(old.schema, wanted) if is_widened else []
         settings = merged(old.settings, body) if is_patch else body
         settings = table_settings(wanted, settings, self.dataset(key.dataset), old.created_ms)
+        check_same_kind(old, settings)
         table = replace(
             old, schema=wanted, settings=settings, modified_ms=self._later(old.modified_ms)
         )

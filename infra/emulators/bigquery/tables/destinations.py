@@ -100,7 +100,7 @@ def put_rows(
         )
     if destination.partition_id is not None:
         return _put_partition(store, catalog, table, destination, schema, source)
-    if destination.write == "WRITE_TRUNCATE":
+    if destination.write == "WRITE_TRUNCATE" or not table.schema:
         return _replaced(catalog, table, destination, schema, source)
     if destination.write == "WRITE_EMPTY" and _count(store, table.physical):
         raise DuplicateError(f"Already Exists: Table {table.key}")

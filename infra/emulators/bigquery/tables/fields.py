@@ -7,6 +7,7 @@ Numbers may come as text, as JSON has no 64-bit integers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -31,7 +32,7 @@ def read_fields(body: Mapping[str, Any], fields: type[msgspec.Struct]) -> Json:
     Raises:
         InvalidError: a value is not of its field's type. The message names the field.
     """
-    given = _without_nulls(body, "")
+    given = _checked(body, "")
     try:
         read = msgspec.convert(given, fields, strict=False)
     except msgspec.ValidationError as error:
@@ -49,15 +50,18 @@ def _refusal(text: str) -> str:
     return f"Invalid value for {where or 'the request'}: {reason}"
 
 
-def _without_nulls(value: Any, where: str) -> Any:
+def _checked(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         return {
-            _encodable(name, where): _without_nulls(each, f"{where}.{name}")
+            _encodable(name, where): _checked(each, f"{where}.{name}")
             for name, each in value.items()
             if each is not None
         }
     if isinstance(value, list):
-        return [_without_nulls(each, f"{where}[{at}]") for at, each in enumerate(value)]
+        return [_checked(each, f"{where}[{at}]") for at, each in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        # Python's reader takes them, and JSON has none of them.
+        raise InvalidError(f"Invalid value for {where.removeprefix('.')}: {value} is not JSON")
     return _encodable(value, where) if isinstance(value, str) else value
 
 

@@ -72,6 +72,10 @@ def alter(cursor: Cursor, old: TableResource, new: TableResource, changed: Schem
     Raises:
         InvalidError: a row does not fit.
     """
+    if old.view_query is None and not old.schema and new.schema:
+        # Its first fields, which may be REQUIRED, as there are no rows.
+        rebuild(cursor, old, new, {})
+        return
     if any(field.checks() for field in (*old.schema, *changed)):
         # DuckDB neither adds a column with a CHECK nor changes one that has it.
         kept = {field.name.lower() for field in old.schema}

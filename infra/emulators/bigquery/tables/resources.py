@@ -12,6 +12,8 @@ from typing import Any
 from infra.emulators.bigquery.tables.schema import Json, Schema, quoted
 
 PARTITION_TIME = "_PARTITIONTIME"
+# No field can have this name. DuckDB has no table without columns, BigQuery has.
+_NO_COLUMNS = "no columns"
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class TableResource:
             unit = self.partitioning.unit.lower()
             now = f"DEFAULT date_trunc('{unit}', current_timestamp)"
             columns.append(f"{quoted(PARTITION_TIME)} TIMESTAMP WITH TIME ZONE {now}")
-        return ", ".join(columns)
+        return ", ".join(columns or [f"{quoted(_NO_COLUMNS)} BOOLEAN"])
 
     def short_resource(self) -> Json:
         """Returns the entry of tables.list."""

@@ -12,6 +12,7 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any
 
+from infra.emulators.bigquery.errors import InvalidQueryError
 from infra.emulators.bigquery.store import Cursor
 from infra.emulators.bigquery.tables.resources import PARTITION_TIME
 from infra.emulators.bigquery.tables.schema import Field, Json, Schema, quoted
@@ -71,6 +72,8 @@ def read_rows(
         count: the most rows.
         is_micros: whether a TIMESTAMP is whole microseconds, or seconds as a float.
     """
+    if not schema:
+        return []
     columns = ", ".join(f"CAST({quoted(field.name)} AS {_readable(field)})" for field in schema)
     found = cursor.execute(
         f"SELECT {columns} FROM {physical} ORDER BY rowid LIMIT {int(count)} OFFSET {int(start)}"
@@ -108,6 +111,9 @@ def wire_value(field: Field, value: Any, is_micros: bool) -> Any:
 def _single(field: Field, value: Any, is_micros: bool) -> Any:
     if value is None:
         return None
+    if isinstance(value, str) and field.type in ("TIMESTAMP", "DATETIME", "DATE"):
+        # DuckDB has times that neither Python nor BigQuery has, and gives them as text.
+        raise InvalidQueryError(f"Field {field.name}: {value} is out of the range of {field.type}")
     if field.type == "RECORD":
         parts = value.values() if isinstance(value, dict) else value
         return {

@@ -10,7 +10,7 @@ from infra.emulators.bigquery.tables.resource_fields import (
     TableFields,
     ViewFields,
 )
-from infra.emulators.bigquery.tables.resources import DatasetResource
+from infra.emulators.bigquery.tables.resources import DatasetResource, TableResource
 from infra.emulators.bigquery.tables.schema import Json, Schema, parse_schema
 
 _OTHER_TABLES = (
@@ -113,8 +113,27 @@ def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created
     return found
 
 
+def check_same_kind(old: TableResource, settings: Json) -> None:
+    """Refuses settings that would make a view of a table, or change when rows were ingested.
+
+    Raises:
+        InvalidError: they do.
+    """
+    if (old.view_query is not None) != ("view" in settings):
+        raise InvalidError(f"Invalid value for view: {old.key} can't change between table and view")
+    partitioning = settings.get("timePartitioning")
+    has_time = partitioning is not None and not partitioning.get("field")
+    if has_time != old.has_partition_time:
+        raise InvalidError(
+            "Invalid value for timePartitioning: a table can't change between partitioning by the"
+            " time of ingestion and another"
+        )
+
+
 def _view_settings(found: Json) -> Json:
     view = found["view"]
+    if not view.get("query"):
+        raise InvalidError("Required parameter is missing: view.query")
     if view.get("useLegacySql", True):
         raise UnsupportedError(
             "Legacy SQL: not supported by the embedded BigQuery; set useLegacySql to false"

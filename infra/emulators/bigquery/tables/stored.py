@@ -4,15 +4,26 @@ The catalog calls it, in its own transactions.
 """
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import duckdb
+
+from infra.emulators.bigquery.errors import ServiceError
 from infra.emulators.bigquery.store import Cursor
+from infra.emulators.bigquery.tables.fields import read_fields
+from infra.emulators.bigquery.tables.resource_fields import DatasetFields, SchemaFields, TableFields
 from infra.emulators.bigquery.tables.resources import (
     DatasetKey,
     DatasetResource,
     TableKey,
     TableResource,
 )
-from infra.emulators.bigquery.tables.schema import parse_schema
+from infra.emulators.bigquery.tables.schema import Schema, parse_schema
+
+log = logging.getLogger(__name__)
 
 _SETUP = """
 CREATE TABLE IF NOT EXISTS data.main.datasets (
@@ -37,15 +48,43 @@ def load(
         "SELECT * FROM data.main.datasets"
     ).fetchall():
         key = DatasetKey(project, name)
-        datasets[key] = DatasetResource(key, json.loads(settings), created_ms, modified_ms)
+        with _left_out(key):
+            read = read_fields(json.loads(settings), DatasetFields)
+            datasets[key] = DatasetResource(key, read, created_ms, modified_ms)
     for number, *name, fields, settings, created_ms, modified_ms in cursor.execute(
         "SELECT * FROM data.main.tables"
     ).fetchall():
-        table_key, schema = TableKey(*name), parse_schema(json.loads(fields))
-        tables[table_key] = TableResource(
-            table_key, number, schema, json.loads(settings), created_ms, modified_ms
-        )
+        table_key = TableKey(*name)
+        with _left_out(table_key):
+            if table_key.dataset not in datasets:
+                raise ValueError("its data set is missing")
+            table = TableResource(
+                table_key,
+                number,
+                _schema(json.loads(fields)),
+                read_fields(json.loads(settings), TableFields),
+                created_ms,
+                modified_ms,
+            )
+            if table.view_query is None:
+                cursor.execute(f"SELECT 1 FROM {table.physical} LIMIT 0")
+            tables[table_key] = table
     return datasets, tables
+
+
+def _schema(fields: Any) -> Schema:
+    read = read_fields({"schema": {"fields": fields}}, SchemaFields)
+    return parse_schema(read["schema"].get("fields", ()))
+
+
+@contextmanager
+def _left_out(key: DatasetKey | TableKey) -> Iterator[None]:
+    """Says which record can't be read, and goes on. It stays in the file."""
+    try:
+        yield
+    except (ServiceError, ValueError, TypeError, KeyError, AttributeError, duckdb.Error) as error:
+        reason = str(error).split("\n")[0]
+        log.warning("%s can't be read and is left out: %s", key, reason)
 
 
 def keep_dataset(cursor: Cursor, dataset: DatasetResource) -> None:

@@ -35,9 +35,11 @@ class BadValueError(Exception):
     """A value does not fit its field. The message is the service's."""
 
     def __init__(self, location: str, message: str) -> None:
-        super().__init__(message)
-        self.location = location
-        self.message = message
+        # It may quote half of a surrogate pair, which no response can carry.
+        self.location, self.message = (
+            text.encode("utf-8", "replace").decode() for text in (location, message)
+        )
+        super().__init__(self.message)
 
 
 def canonical_scalar(kind: str, value: Any, path: str = "") -> Any:
