@@ -23,6 +23,9 @@ def test_long_queries_keep_nobody_from_tables_and_rows(client: bigquery.Client) 
     # One more than there are threads: the last waits for one.
     running = [client.query(LONG) for _ in range(9)]
     try:
+        # A job whose bytes are known is at its rows, or waits for a thread to get at them.
+        while sum(_is_at_its_rows(client, job) for job in running) < 8:
+            assert not any(job.done() for job in running)
         assert client.insert_rows_json("d.t", [{"a": 1}], timeout=WAIT_LIMIT_S) == []
         assert client.get_table("d.t", timeout=WAIT_LIMIT_S).num_rows == 1
         assert [row["a"] for row in client.list_rows("d.t", timeout=WAIT_LIMIT_S)] == [1]
@@ -36,6 +39,10 @@ def test_long_queries_keep_nobody_from_tables_and_rows(client: bigquery.Client) 
         with pytest.raises(GoogleAPICallError, match="cancelled"):
             job.result(timeout=WAIT_LIMIT_S)
     assert rows_of(client, "SELECT 1") == [(1,)]
+
+
+def _is_at_its_rows(client: bigquery.Client, job: bigquery.QueryJob) -> bool:
+    return client.get_job(job.job_id).total_bytes_processed is not None
 
 
 def test_a_query_that_waits_for_a_thread_runs_out_of_time(client: bigquery.Client) -> None:
