@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.datastructures import FormData, UploadFile
 
+from api.http.closed_form import closed_form
 from api.http.request import ApiRequest
 from api.inputs.image_codec import data_of_uri
 from api.schemas.openai import EditBody, EditForm
@@ -40,7 +41,7 @@ async def read_edit(call: ApiRequest) -> tuple[EditForm, bytes]:
 async def _read_form(call: ApiRequest) -> tuple[EditForm, bytes]:
     call.check_charset()
     form_limits = {"max_files": 4, "max_fields": MOST_FIELDS, "max_part_size": _LARGEST_FIELD_BYTES}
-    async with call.http.form(**form_limits) as form:
+    async with closed_form(call.http, **form_limits) as form:
         data = await _only_image(form)
         fields = {name: value for name, value in form.items() if name not in IMAGE_FIELDS}
         if misplaced := [name for name, value in fields.items() if isinstance(value, UploadFile)]:
