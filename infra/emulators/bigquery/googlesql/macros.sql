@@ -9,8 +9,6 @@ CREATE OR REPLACE MACRO bq.fail_date(message) AS CAST('bq: ' || message AS DATE)
 
 CREATE OR REPLACE MACRO bq.fail_timestamp(message) AS CAST('bq: ' || message AS TIMESTAMP);
 
-CREATE OR REPLACE MACRO bq.fail_blob(message) AS encode(CAST(bq.fail(message) AS VARCHAR));
-
 -- Numbers.
 
 CREATE OR REPLACE MACRO bq.finite(v, operator) AS
@@ -266,10 +264,6 @@ CREATE OR REPLACE MACRO bq.checked_date(v) AS CASE
 
 CREATE OR REPLACE MACRO bq.checked_datetime(v) AS CASE
     WHEN v < TIMESTAMP '0001-01-01' OR v >= TIMESTAMP '10000-01-01' THEN bq.fail_timestamp('DATETIME overflow') ELSE v END;
-
-CREATE OR REPLACE MACRO bq.checked_timestamp(v) AS CASE
-    WHEN v < TIMESTAMPTZ '0001-01-01 00:00:00+00' OR v >= TIMESTAMPTZ '10000-01-01 00:00:00+00'
-      THEN CAST(bq.fail_timestamp('TIMESTAMP overflow') AS TIMESTAMPTZ) ELSE v END;
 
 CREATE OR REPLACE MACRO bq.checked_micros(us) AS CASE
     WHEN us < -62135596800000000 OR us >= 253402300800000000

@@ -10,13 +10,11 @@ from typing import Any
 
 from infra.emulators.bigquery.googlesql.analysis.tree import Node
 from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.translation.aggregates import (
-    aggregate,
-    analytic,
-)
+from infra.emulators.bigquery.googlesql.translation.aggregates import aggregate
 from infra.emulators.bigquery.googlesql.translation.expressions import expression
 from infra.emulators.bigquery.googlesql.translation.ordering import order_by
 from infra.emulators.bigquery.googlesql.translation.scope import Scope
+from infra.emulators.bigquery.googlesql.translation.windows import window_functions
 from infra.emulators.bigquery.tables.schema import quoted
 
 _JOINS = {"INNER": "JOIN", "LEFT": "LEFT JOIN", "RIGHT": "RIGHT JOIN", "FULL": "FULL JOIN"}
@@ -25,13 +23,6 @@ _SET_OPERATIONS = {
     "UNION_DISTINCT": "UNION",
     "INTERSECT_DISTINCT": "INTERSECT",
     "EXCEPT_DISTINCT": "EXCEPT",
-}
-_FRAME_ENDS = {
-    "UNBOUNDED_PRECEDING": "UNBOUNDED PRECEDING",
-    "OFFSET_PRECEDING": "PRECEDING",
-    "CURRENT_ROW": "CURRENT ROW",
-    "OFFSET_FOLLOWING": "FOLLOWING",
-    "UNBOUNDED_FOLLOWING": "UNBOUNDED FOLLOWING",
 }
 
 
@@ -204,41 +195,9 @@ def _grouping_sets(scan: Node, scope: Scope) -> str:
 
 
 def _analytic(scan: Node, scope: Scope) -> str:
-    computed: dict[int, str] = {}
-    for group in scan.function_group_list:
-        parts = []
-        if group.partition_by is not None:
-            keys = [expression(ref, scope) for ref in group.partition_by.partition_by_list]
-            parts.append(f"PARTITION BY {', '.join(keys)}")
-        items = [] if group.order_by is None else group.order_by.order_by_item_list
-        for one in group.analytic_function_list:
-            frame = one.expr.window_frame
-            by_value = frame is not None and _is_by_value(frame)
-            window = [*parts]
-            if items:
-                window.append(f"ORDER BY {order_by(items, scope, is_one_key=by_value)}")
-            if frame is not None:
-                window.append(_frame(frame, scope))
-            computed[one.column.column_id] = analytic(one.expr, scope, " ".join(window))
+    computed = window_functions(scan, scope)
     inner = query(scan.input_scan, scope)
     return f"SELECT {_columns(scan, scope, computed)} FROM ({inner})"
-
-
-def _is_by_value(frame: Node) -> bool:
-    """Whether a frame's ends are found by adding to the value of the key."""
-    ends = (frame.start_expr, frame.end_expr)
-    is_offset = any(end.enum("boundary_type").startswith("OFFSET") for end in ends)
-    return frame.enum("frame_unit") == "RANGE" and is_offset
-
-
-def _frame(frame: Node, scope: Scope) -> str:
-    ends = []
-    for end in (frame.start_expr, frame.end_expr):
-        words = _FRAME_ENDS[end.enum("boundary_type")]
-        if end.expression is not None:
-            words = f"{expression(end.expression, scope)} {words}"
-        ends.append(words)
-    return f"{frame.enum('frame_unit')} BETWEEN {ends[0]} AND {ends[1]}"
 
 
 def _order_by(scan: Node, scope: Scope) -> str:
