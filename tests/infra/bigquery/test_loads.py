@@ -223,3 +223,14 @@ def test_a_broken_upload_goes_on_where_it_stopped(
     client.get_job("resumed").result(timeout=WAIT_LIMIT_S)
     assert rows_of(client, f"SELECT * FROM {PLACE} ORDER BY id") == [(1, "a"), (2, "b")]
     assert put(b"", "*/8") == (404, None)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("field_delimiter", "ab"), ("quote_character", "''")]
+)
+def test_a_delimiter_of_several_characters_is_refused(
+    client: bigquery.Client, option: str, value: str
+) -> None:
+    name = {"field_delimiter": "fieldDelimiter", "quote_character": "quote"}[option]
+    with pytest.raises(BadRequest, match=name):
+        load(client, "1,a\n", schema=SCHEMA, source_format="CSV", **{option: value})

@@ -94,6 +94,10 @@ class _ParquetOptions(Fields):
     enum_as_string: bool | msgspec.UnsetType = NOT_SET
 
 
+_Delimiter = Annotated[str, msgspec.Meta(pattern=r"^([^\r\n]|tab|\\t)?$")]
+"""One character, or a tab by its name. Nothing is the default, a comma."""
+
+
 class _Load(_Writing, kw_only=True):
     destination_table: TableReference
     source_uris: list[str] | msgspec.UnsetType = NOT_SET
@@ -101,8 +105,8 @@ class _Load(_Writing, kw_only=True):
     schema: TableSchema | msgspec.UnsetType = NOT_SET
     autodetect: bool | msgspec.UnsetType = NOT_SET
     encoding: str | msgspec.UnsetType = NOT_SET
-    field_delimiter: str | msgspec.UnsetType = NOT_SET
-    quote: str | msgspec.UnsetType = NOT_SET
+    field_delimiter: _Delimiter | msgspec.UnsetType = NOT_SET
+    quote: Annotated[str, msgspec.Meta(max_length=1)] | msgspec.UnsetType = NOT_SET
     null_marker: str | msgspec.UnsetType = NOT_SET
     skip_leading_rows: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | msgspec.UnsetType = (
         NOT_SET

@@ -24,7 +24,7 @@ MAX_TAKE = 1000
 MAX_TAKE_BYTES = 2 * 1024 * 1024
 
 
-class Policy(Protocol):
+class BacklogOwner(Protocol):
     """What the backlog asks of its subscription."""
 
     settings: DeliverySettings
@@ -42,19 +42,21 @@ class Policy(Protocol):
 class Backlog:
     """All unacked messages of one subscription, oldest first, each in one `State`."""
 
-    def __init__(self, policy: Policy, timers: Timers, journal: ChangeJournal, holder: int) -> None:
+    def __init__(
+        self, owner: BacklogOwner, timers: Timers, journal: ChangeJournal, holder: int
+    ) -> None:
         self.ack_ids = AckIds(holder)
         self.consumers = Consumers()
-        self._policy = policy
+        self._owner = owner
         self._timers = timers
         self._journal = journal
         self._holder = holder
-        self._queue = DeliveryQueue(policy, self.consumers)
+        self._queue = DeliveryQueue(owner, self.consumers)
 
     @property
     def settings(self) -> DeliverySettings:
         """Those of the subscription."""
-        return self._policy.settings
+        return self._owner.settings
 
     @property
     def messages(self) -> list[StoredMessage]:
@@ -171,7 +173,7 @@ class Backlog:
         """Ack a message that is here, leased or not."""
         if delivery.state is not State.SETTLED:
             self._remove(delivery)
-            self._policy.acked(delivery.message)
+            self._owner.acked(delivery.message)
 
     def extend(self, delivery: Delivery, deadline_s: float) -> None:
         """Let a lease, if there still is one, end so many seconds from now."""
@@ -194,9 +196,9 @@ class Backlog:
             if delivery.state is State.LEASED:
                 # No nack and no lease that ran out, so no attempt. Its number is what ends the id.
                 delivery.attempts -= 1
-                delivery.number = self._policy.next_number()
+                delivery.number = self._owner.next_number()
             self._end_lease(delivery)
-        brought = [Delivery(self._policy.next_number(), message) for message in messages]
+        brought = [Delivery(self._owner.next_number(), message) for message in messages]
         deliveries = sorted((*self._queue.deliveries.values(), *brought), key=_sequence)
         for delivery in deliveries:
             self._journal.hold(delivery.message, self._holder, delivery.number, delivery.attempts)
@@ -235,7 +237,7 @@ class Backlog:
             self._call_back(later)
         settings = self.settings
         is_last = 0 < settings.max_delivery_attempts <= delivery.attempts
-        if is_last and self._policy.forward_dead_letter(delivery):
+        if is_last and self._owner.forward_dead_letter(delivery):
             self._remove(delivery)
             return
         backoff_s = settings.backoff_s(delivery.attempts)

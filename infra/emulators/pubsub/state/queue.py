@@ -14,7 +14,7 @@ from infra.emulators.pubsub.state.message import StoredMessage
 from infra.emulators.pubsub.state.ordering import OrderingLine, OrderingLines
 
 
-class Policy(Protocol):
+class QueueOwner(Protocol):
     """What the queue asks of its subscription."""
 
     settings: DeliverySettings
@@ -23,11 +23,11 @@ class Policy(Protocol):
 class DeliveryQueue:
     """All deliveries, oldest first, those that are ready, and the lines of the ordering keys."""
 
-    def __init__(self, policy: Policy, consumers: Consumers) -> None:
+    def __init__(self, owner: QueueOwner, consumers: Consumers) -> None:
         self.deliveries: OrderedDict[int, Delivery] = OrderedDict()
         """By number."""
         self.ready: OrderedDict[int, Delivery] = OrderedDict()
-        self._policy = policy
+        self._owner = owner
         self._consumers = consumers
         self._lines = OrderingLines()
 
@@ -126,7 +126,7 @@ class DeliveryQueue:
             self._consumers.follow(line.owner)
 
     def _is_ordered(self, message: StoredMessage) -> bool:
-        return self._policy.settings.is_ordered and bool(message.ordering_key)
+        return self._owner.settings.is_ordered and bool(message.ordering_key)
 
     def _make_ready(self, delivery: Delivery) -> None:
         delivery.timer = None
