@@ -310,6 +310,9 @@ async def test_busy_worker_is_seen_while_its_batch_runs(
     async with running_worker(redis_url, tmp_path) as harness:
         harness.process.gate.clear()
         await harness.send("cat", lane=lane, prediction=prediction)
-        await harness.until(lambda: (busy(counted) or 0.0) > 0)
-        assert sum(busy(name) or 0.0 for name in ("interactive", "batch")) == busy(counted)
-        harness.process.gate.set()
+        try:
+            await harness.until(lambda: (busy(counted) or 0.0) > 0)
+            # The ratio grows while the batch runs, so only the lane that stays idle is compared.
+            assert not busy("batch" if counted == "interactive" else "interactive")
+        finally:
+            harness.process.gate.set()
