@@ -14,12 +14,13 @@ from typing import Any
 
 import msgspec
 
-from bench.load.connection import LOST
 from bench.load.generator import LoadOrder, LoadReport, drive, percentiles
 from bench.pipeline import MODEL, Pipeline, running
 from bench.report import Figure, Outcome, table
+from infra.load.connection import LOST, UNCONNECTED
 
 SECONDS = 60.0
+BROKEN = (LOST, UNCONNECTED)
 CAPACITY_SECONDS = 15.0
 IN_FLIGHT = 32
 CONNECTIONS = 4000
@@ -97,7 +98,7 @@ def _rate(report: LoadReport, seconds: float) -> float:
 
 
 def _figures(report: LoadReport, seconds: float, capacity: float, goodput: float) -> list[Figure]:
-    admitted = [one for one in report.exchanges if one.status not in (REFUSED, LOST)]
+    admitted = [one for one in report.exchanges if one.status not in (REFUSED, *BROKEN)]
     refused = [one for one in report.exchanges if one.status == REFUSED]
     of_admitted = percentiles([one.round_trip_ms for one in admitted])
     of_refused = percentiles([one.round_trip_ms for one in refused])
@@ -116,7 +117,7 @@ def _figures(report: LoadReport, seconds: float, capacity: float, goodput: float
             "ms",
         ),
         Figure(
-            "connections lost", sum(one.status == LOST for one in report.exchanges), "", "<=", 0
+            "connections lost", sum(one.status in BROKEN for one in report.exchanges), "", "<=", 0
         ),
         Figure("sent late by the generator, p99", percentiles(report.lag_ms)["p99"], "ms"),
     ]

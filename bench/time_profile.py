@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from bench.load.connection import Exchange
 from bench.pipeline import Pipeline, running
 from bench.report import Figure, Outcome
+from infra.load.connection import Exchange
 
 REQUESTS = {1: 300, 32: 640, 128: 768}
 MIDDLE = (0.4, 0.6)

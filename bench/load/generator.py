@@ -12,17 +12,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter
 
 import msgspec
 import numpy as np
 import uvloop
 
-from bench.load.connection import LOST, UNANSWERED, Connection, Exchange
+from infra.load.connection import LOST, UNANSWERED, UNCONNECTED, Exchange, encode_request
+from infra.load.pool import ConnectionPool, Server
 
 START_LIMIT_S = 60.0
 TOO_MANY = 429
-REASONS = {LOST: "connection lost", UNANSWERED: "unanswered"}
+REASONS = {LOST: "connection lost", UNANSWERED: "unanswered", UNCONNECTED: "no connection"}
 
 
 class LoadOrder(msgspec.Struct):
@@ -137,43 +138,39 @@ async def send(order: LoadOrder) -> LoadReport:
         OSError: nothing listens on the port.
     """
     generator = _Generator(order)
-    for _ in range(1 if order.rate_per_s else order.in_flight):
-        await generator.connect()
+    await generator.connect()
     began_cpu_s = time.process_time()
     await generator.run()
     cpu_s = time.process_time() - began_cpu_s
     generator.close()
     exchanges = generator.exchanges
     wall_s = max((one.ended_s for one in exchanges), default=0.0) or 1e-9
-    sent, lag_ms, samples = generator.sent, generator.lag_ms, generator.samples
-    return LoadReport(sent, exchanges, lag_ms, samples, wall_s, cpu_s)
+    lag_ms = [one.lag_ms for one in exchanges] if order.rate_per_s else []
+    return LoadReport(generator.sent, exchanges, lag_ms, generator.samples, wall_s, cpu_s)
 
 
 class _Generator:
-    """The state of one order: requests to come, connections, exchanges."""
+    """The state of one order: what was sent, and what came of it."""
 
     def __init__(self, order: LoadOrder) -> None:
         self._order = order
-        self._requests = [_request(order, body) for body in order.bodies]
-        self._idle: deque[Connection] = deque()
-        self._waiting: deque[tuple[int, float]] = deque()
-        self._connections: set[Connection] = set()
-        self._opening: set[asyncio.Task[None]] = set()
+        host = f"127.0.0.1:{order.port}"
+        self._requests = [
+            encode_request(host, order.path, order.headers, body.encode()) for body in order.bodies
+        ]
+        self._pool = ConnectionPool(Server("127.0.0.1", order.port), order.in_flight, self._ended)
+        self._callers = 0 if order.rate_per_s else order.in_flight
+        """Of a closed loop, those that still send."""
         self._is_sending = False
         self._settled = asyncio.Event()
         self._until_s = 0.0
         self.sent = 0
         self.exchanges: list[Exchange] = []
-        self.lag_ms: list[float] = []
         self.samples: list[tuple[int, str]] = []
 
     async def connect(self) -> None:
-        """Opens one more connection and gives it its first request."""
-        loop = asyncio.get_running_loop()
-        port = self._order.port
-        _, connection = await loop.create_connection(lambda: Connection(self), "127.0.0.1", port)
-        self._connections.add(connection)
-        self._use(connection)
+        """Opens the connections that are needed from the start."""
+        await self._pool.open(1 if self._order.rate_per_s else self._order.in_flight)
 
     async def run(self) -> None:
         """Sends for as long as the order says, then waits for the answers."""
@@ -184,15 +181,17 @@ class _Generator:
             await self._arrive()
             self._is_sending, self._until_s = False, time.perf_counter()
         else:
-            for _ in range(len(self._idle)):
-                self._use(self._idle.popleft())
+            for _ in range(self._callers):
+                self._send_next()
         self._settle()
         try:
             async with asyncio.timeout(self._until_s - time.perf_counter() + order.limit_s):
                 await self._settled.wait()
         except TimeoutError:
-            for _ in range(self.sent - len(self.exchanges)):
-                self._end(Exchange(UNANSWERED))
+            self._is_sending = False
+            self._pool.abandon()
+            async with asyncio.timeout(order.limit_s):
+                await self._settled.wait()
 
     async def _arrive(self) -> None:
         """The open loop: each request is timed from when it was due."""
@@ -202,101 +201,50 @@ class _Generator:
             if due_s > self._until_s:
                 return
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-            self._waiting.append((self.sent, due_s))
-            self.sent += 1
-            if self._idle:
-                self._use(self._idle.popleft())
-            elif len(self._connections) + len(self._opening) < self._order.in_flight:
-                self._connect_again()
+            self._send(due_s)
 
     def _is_over(self) -> bool:
         is_used_up = not self._order.is_cycled and self.sent >= len(self._requests)
         return is_used_up or time.perf_counter() > self._until_s
 
-    def _use(self, connection: Connection) -> None:
-        """Gives a free connection its next request, or keeps it for later."""
-        now_s = time.perf_counter()
-        if self._waiting:
-            number, due_s = self._waiting.popleft()
-            self.lag_ms.append(1000 * (now_s - due_s))
-        elif self._is_sending and not self._order.rate_per_s and not self._is_over():
-            number, due_s, self.sent = self.sent, now_s, self.sent + 1
-        else:
-            self._idle.append(connection)
-            return
-        connection.begin(number, self._requests[number % len(self._requests)], due_s)
+    def _send(self, due_s: float) -> None:
+        number, self.sent = self.sent, self.sent + 1
+        self._pool.send(number, self._requests[number % len(self._requests)], due_s)
 
-    def answered(self, connection: Connection, exchange: Exchange) -> None:
-        """Keeps an answer and goes on with its connection."""
-        self._end(exchange)
-        every = self._order.sample_every
-        if every and exchange.status == 200 and exchange.number % every == 0:
-            self.samples.append((exchange.number, b"".join(connection.body).decode()))
-        if exchange.status == TOO_MANY and self._order.waits_after_429:
-            loop = asyncio.get_running_loop()
-            loop.call_later(connection.retry_after_s, self._resume, connection)
-        elif connection.is_open:
-            self._use(connection)
+    def _send_next(self) -> None:
+        """The closed loop: a caller sends its next request."""
+        if self._is_sending and not self._is_over():
+            self._send(time.perf_counter())
         self._settle()
 
-    def _resume(self, connection: Connection) -> None:
-        if connection.is_open:
-            self._use(connection)
-        self._settle()
-
-    def lost(self, connection: Connection, exchange: Exchange | None) -> None:
-        """Counts what was open on a connection, and opens another in its place."""
-        self._connections.discard(connection)
-        if connection in self._idle:
-            self._idle.remove(connection)
-        if self._settled.is_set():
-            return
-        if exchange is not None:
-            self._end(exchange)
-        self._connect_again()
-        self._settle()
-
-    def _end(self, exchange: Exchange) -> None:
+    def _ended(self, exchange: Exchange, body: list[bytes]) -> None:
+        """Keeps what came of a request. In a closed loop its caller goes on."""
         exchange.ended_s = time.perf_counter() - self._began_s
         self.exchanges.append(exchange)
-
-    def _connect_again(self) -> None:
-        task = asyncio.get_running_loop().create_task(self.connect())
-        self._opening.add(task)
-        task.add_done_callback(self._opened)
-
-    def _opened(self, task: asyncio.Task[None]) -> None:
-        self._opening.discard(task)
-        if not task.cancelled() and isinstance(task.exception(), OSError):
-            for _ in range(len(self._waiting)):  # the server is gone
-                self._end(Exchange(LOST))
-            self._waiting.clear()
+        every = self._order.sample_every
+        if every and exchange.status == 200 and exchange.number % every == 0:
+            self.samples.append((exchange.number, b"".join(body).decode()))
+        if exchange.status == UNCONNECTED:
+            self._callers -= 1
+        elif not self._order.rate_per_s:
+            is_told_to_wait = exchange.status == TOO_MANY and self._order.waits_after_429
+            if is_told_to_wait:
+                loop = asyncio.get_running_loop()
+                loop.call_later(exchange.retry_after_s, self._send_next)
+            else:
+                self._send_next()
         self._settle()
 
     def _settle(self) -> None:
         is_closed_loop = not self._order.rate_per_s
-        if is_closed_loop and (self._is_over() or not (self._connections or self._opening)):
+        if is_closed_loop and (self._is_over() or self._callers <= 0):
             self._is_sending = False
         if self._until_s and not self._is_sending and self.sent == len(self.exchanges):
             self._settled.set()
 
     def close(self) -> None:
         """Closes all connections."""
-        self._settled.set()
-        for connection in list(self._connections):
-            connection.close()
-
-
-def _request(order: LoadOrder, body: str) -> bytes:
-    content = body.encode()
-    headers = {
-        "host": f"127.0.0.1:{order.port}",
-        "content-type": "application/json",
-        "content-length": str(len(content)),
-        **order.headers,
-    }
-    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return f"POST {order.path} HTTP/1.1\r\n{head}\r\n".encode() + content
+        self._pool.close()
 
 
 def main() -> int:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench.load.connection import Exchange
 from bench.time_profile import MOMENTS, Row, model_busy_s, phases_ms
+from infra.load.connection import Exchange
 
 
 def row(received_at: float, *steps_s: float) -> Row:

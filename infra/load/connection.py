@@ -1,4 +1,4 @@
-"""One kept HTTP/1.1 connection of the load generator, with at most one request on it at a time.
+"""One kept HTTP/1.1 connection of a load generator, with at most one request on it at a time.
 
 It uses asyncio protocols, because a client library costs more than the answer of a cache hit.
 """
@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Protocol, cast
 
 import httptools
 import msgspec
 
-LOST, UNANSWERED = 0, -1
-"""Statuses of requests without an answer: the connection broke, or the time was up."""
+LOST, UNANSWERED, UNCONNECTED, CANCELED = 0, -1, -2, -3
+"""Statuses of requests without an answer: the connection broke, the time was up, no connection
+could be opened, or the caller hung up. Only an unconnected request surely never reached the server.
+"""
 
 
-class Exchange(msgspec.Struct):
+class Exchange(msgspec.Struct, omit_defaults=True):
     """One request and its answer, timed from when it was due. The API's headers fill the rest."""
 
     status: int
@@ -31,6 +34,12 @@ class Exchange(msgspec.Struct):
     """Since the start of the order."""
     number: int = -1
     """Of the request in its order."""
+    lag_ms: float = 0.0
+    """How long it waited for a connection."""
+    retry_after_s: float = 0.0
+    """What a refusal says."""
+    cost_usd: float | None = None
+    """What the request is charged. None: the answer does not say."""
 
     @property
     def overhead_ms(self) -> float:
@@ -39,7 +48,7 @@ class Exchange(msgspec.Struct):
 
 
 class Owner(Protocol):
-    """The generator, which gives connections their requests."""
+    """Whoever gives connections their requests."""
 
     def answered(self, connection: Connection, exchange: Exchange) -> None:
         """Takes a complete answer."""
@@ -57,8 +66,6 @@ class Connection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._due_s = 0.0
         self.body: list[bytes] = []
-        self.retry_after_s = 0.0
-        """Of the last answer that said so."""
         self.is_open = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -69,7 +76,8 @@ class Connection(asyncio.Protocol):
     def begin(self, number: int, request: bytes, due_s: float) -> None:
         """Sends request `number`, timed from `due_s`."""
         self._due_s, self.body = due_s, []
-        self._exchange = Exchange(LOST, number=number)
+        lag_ms = (time.perf_counter() - due_s) * 1000
+        self._exchange = Exchange(LOST, number=number, lag_ms=lag_ms)
         self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
@@ -79,11 +87,13 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Reads the API's own headers."""
         exchange = self._exchange
-        if name == b"retry-after-ms":
-            self.retry_after_s = float(value) / 1000
-        if exchange is None or not name.startswith(b"x-"):
+        if exchange is None or not name.startswith((b"x-", b"retry-")):
             return
         match name:
+            case b"retry-after-ms":
+                exchange.retry_after_s = float(value) / 1000
+            case b"x-penstock-cost-usd":
+                exchange.cost_usd = float(value)
             case b"x-request-id":
                 exchange.request_id = value.decode()
             case b"x-penstock-cache":
@@ -120,8 +130,34 @@ class Connection(asyncio.Protocol):
         self.is_open = False
         self._transport.close()
 
+    def abort(self, status: int) -> None:
+        """Hangs up. The open request ends with `status` as soon as the connection is lost."""
+        if self._exchange is not None:
+            self._exchange.status = status
+        self.is_open = False
+        self._transport.abort()
+
     def _ended(self) -> Exchange | None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.round_trip_ms = (time.perf_counter() - self._due_s) * 1000
         return exchange
+
+
+def encode_request(host: str, path: str, headers: Mapping[str, str], content: bytes) -> bytes:
+    """The bytes of a POST with a JSON body.
+
+    Args:
+        host: with the port, where it is not the usual one.
+        path: with a slash at its start.
+        headers: beside those that every request has.
+        content: the body.
+    """
+    all_headers = {
+        "host": host,
+        "content-type": "application/json",
+        "content-length": str(len(content)),
+        **headers,
+    }
+    head = "".join(f"{name}: {value}\r\n" for name, value in all_headers.items())
+    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + content
