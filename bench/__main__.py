@@ -31,6 +31,7 @@ MODULES = {
     "shared_limits": "shared_limits",
     "simulation": "simulation",
     "reports": "reports",
+    "day": "day",
     "profile": "time_profile",
 }
 """By the name of a benchmark: the module here whose `run()` returns an Outcome."""

@@ -1,4 +1,4 @@
-"""The `penstock` command: the local stack, its servers, the processes of the product, reports.
+"""The `penstock` command: the local stack, its servers, the product's processes, reports and load.
 
 Each command imports what it needs when it runs, so that `penstock --help` is quick.
 """
@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from infra import keys
 from infra.canaries.commands import canary
+from infra.load.commands import load
 from infra.local.ports import Ports
 from infra.monitoring.alerts import RUNBOOK
 from infra.monitoring.objectives import (
@@ -65,6 +66,7 @@ app.add_typer(keys.plans, name="plans")
 app.add_typer(canary, name="canary")
 app.command()(report)
 app.command()(invoice)
+app.command()(load)
 
 
 def main() -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from infra.load.trace import read_times
 from infra.simulation.streams import Arrivals, Burst, Constant, StepArrivals, Trace, Wave
-from shared.errors import ConfigurationError
 
 CHUNK_S = 10.0
 """Within so long the rate of a wave counts as constant. Steps and bursts are cut exactly."""
@@ -35,7 +32,7 @@ def arrival_times(
     """
     until_s = duration_s if stream.until_s is None else min(duration_s, stream.until_s)
     if isinstance(stream, Trace):
-        times = read_trace(stream.file) + stream.from_s
+        times = np.asarray(read_times(stream.file), dtype=np.float64) + stream.from_s
         yield times[(times >= stream.from_s) & (times < until_s)]
         return
     rate, edges_s = _rate_of(stream)
@@ -85,24 +82,3 @@ def _chunks(
         end_s = min([end_s, *(edge_s for edge_s in edges_s if edge_s > start_s)])
         yield start_s, end_s
         start_s = end_s
-
-
-def read_trace(path: Path) -> Times:
-    """The times of a trace, in seconds from its start, in order.
-
-    Raises:
-        ConfigurationError: it can't be read, or a line has no number `at_s`.
-    """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            if path.suffix == ".csv":
-                found = [float(row["at_s"]) for row in csv.DictReader(file)]
-            else:
-                found = [float(json.loads(line)["at_s"]) for line in file if line.strip()]
-    except OSError as error:
-        raise ConfigurationError(f"{path}: {error.strerror}", field="file") from error
-    except (KeyError, TypeError, ValueError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"{path}: every line needs a number at_s ({error})", field="file"
-        ) from error
-    return np.sort(np.asarray(found, dtype=np.float64))

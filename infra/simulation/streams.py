@@ -61,7 +61,7 @@ class Burst(_Arrivals):
 
 
 class Trace(_Arrivals):
-    """Requests at recorded times: CSV with the column `at_s`, or JSONL with that field."""
+    """Requests at recorded times: a trace of `penstock load`, of which only `at_s` counts."""
 
     kind: Literal["trace"]
     file: Path

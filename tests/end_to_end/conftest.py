@@ -28,6 +28,8 @@ KEY = key_for("default")
 REPORTING_KEY = key_for("reporting")
 """A tenant of its own lets a report be checked to the last item, whatever other tests do."""
 BUSY_KEY = key_for("busy")
+LOAD_KEYS = {"load-1": key_for("load_1"), "load-2": key_for("load_2")}
+"""By their tenants, whose rows a test spoils."""
 
 Embed = Callable[[str], NDArray[np.float32]]
 
@@ -42,7 +44,14 @@ def collector() -> Iterator[Collector]:
 def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Stack]:
     """All of it is traced, though few traces are kept unless a test asks for it."""
     folder = tmp_path_factory.mktemp("stack")
-    keys = keys_url(folder, default="default", reporting="reporting", busy="busy")
+    keys = keys_url(
+        folder,
+        default="default",
+        reporting="reporting",
+        busy="busy",
+        load_1="load-1",
+        load_2="load-2",
+    )
     settings = {"PENSTOCK_KEYS_URL": keys}
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)

@@ -39,6 +39,7 @@ def test_help_names_every_command() -> None:
         "worker",
         "optimize",
         "report",
+        "load",
     ):
         assert f"\n  {command} " in told.stdout
 

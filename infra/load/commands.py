@@ -1,0 +1,191 @@
+"""`penstock load`: replays a day or a trace, or checks the ledger of one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shared.errors import BadInput
+
+if TYPE_CHECKING:
+    from infra.load.comparison import Comparison
+
+REQUESTS_OF_A_DAY = 1_400_000
+TENANTS_WITHOUT_KEYS = 20
+SHOWN = 50
+GIB = 1024**3
+
+
+def load(
+    url: Annotated[str, typer.Option(metavar="URL", help="of the API")] = "http://127.0.0.1:8080",
+    key: Annotated[
+        str, typer.Option(metavar="KEY", help="of every request", envvar="LOAD_KEY")
+    ] = "",
+    keys: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="CSV with the columns tenant and key")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="CSV or JSONL, instead of a day")
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=0, help="of the day (1,400,000), or the first of a trace")
+    ] = 0,
+    speed: Annotated[
+        float, typer.Option(min=0.001, help="seconds of the day or trace in one second")
+    ] = 1.0,
+    duration: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="stop sending after so long")
+    ] = 0.0,
+    tenants: Annotated[int, typer.Option(min=0, help="of the day: 20, or all of --keys")] = 0,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[=SHARE]", help="a model of the day (all that are served)"),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="the same seed sends the same")] = 0,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=NUMBER", help="of the day: repeat_share=0.2"),
+    ] = None,
+    max_in_flight: Annotated[
+        int, typer.Option(min=1, max=50_000, help="what is due beyond it is not sent")
+    ] = 1000,
+    ledger: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="a new file (load-….jsonl)")
+    ] = None,
+    write_trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the arrivals, and send nothing")
+    ] = None,
+    check: Annotated[
+        Path | None, typer.Option(metavar="LEDGER", help="compare a ledger with BigQuery")
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="how long --check waits for rows")
+    ] = 60.0,
+    max_gib: Annotated[float, typer.Option(min=0.001, help="GiB that a query may read")] = 20.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for a program")] = False,
+) -> None:
+    """Send a day of requests, or a trace, and check what was charged for it."""
+    if check is not None:
+        raise typer.Exit(_check(check, wait, int(max_gib * GIB), as_json=as_json))
+    from infra.load.plan import DayOptions, plan_day, plan_trace, run_id
+    from infra.load.replay import Pace
+    from infra.load.target import Target, read_keys
+
+    if key and keys:
+        raise BadInput("key: give --key or --keys, not both", field="key")
+    target = Target(url, key, read_keys(keys) if keys else None)
+    if trace is not None and (tenants or model or changes):
+        raise BadInput("trace: has tenants and models of its own", field="trace")
+    if trace is None:
+        options = DayOptions(
+            requests or REQUESTS_OF_A_DAY,
+            tenants or len(target.keys) or TENANTS_WITHOUT_KEYS,
+            tuple(model or ()),
+            seed,
+            _numbers(changes or ()),
+        )
+        plan = plan_day(target, options)
+    else:
+        plan = plan_trace(target, trace, requests)
+    if write_trace is not None:
+        from infra.load.trace import write_trace as write
+
+        write(write_trace, plan.arrivals)
+        typer.echo(f"wrote {len(plan.arrivals):,} requests to {write_trace}")
+        return
+    from infra.load.session import replay
+
+    run = run_id()
+    path = ledger or Path(f"{run}.jsonl")
+    pace = Pace(speed=speed, most_in_flight=max_in_flight, duration_s=duration)
+    summary = replay(target, plan, pace, run=run, seed=seed, path=path)
+    _show_summary(summary, as_json=as_json)
+    if summary["was_stopped"]:
+        raise typer.Exit(130)
+
+
+def _numbers(changes: Sequence[str]) -> dict[str, float]:
+    found = {}
+    for change in changes:
+        name, _, text = change.partition("=")
+        try:
+            found[name] = float(text)
+        except ValueError:
+            raise BadInput(f"set: {change!r} is not NAME=NUMBER", field="set") from None
+    return found
+
+
+def _show_summary(summary: dict[str, Any], *, as_json: bool) -> None:
+    import json
+
+    if as_json:
+        print(json.dumps(summary, indent=2))
+        return
+    outcomes = ", ".join(f"{name}: {count:,}" for name, count in summary["outcomes"].items())
+    _print_facts(
+        {
+            "requests": f"{summary['due']:,} due, {summary['not_sent']:,} of them not sent",
+            "endings": outcomes or "none",
+            "rate": f"{summary['rate_per_s']:,} a second, over {summary['took_s']:,} s",
+            "answered in": f"{summary['p50_ms']:,} ms at the median, {summary['p95_ms']:,} ms at "
+            f"p95, {summary['p99_ms']:,} ms at p99",
+            "charged": f"${summary['cost_usd']:.6f} for {summary['tokens']:,} tokens and images",
+            "ledger": summary["ledger"],
+        }
+    )
+    print(f"\nCompare it with BigQuery: penstock load --check {summary['ledger']}")
+
+
+def _check(path: Path, wait_s: float, most_bytes: int, *, as_json: bool) -> int:
+    """Returns 1 if something differs."""
+    import json
+
+    from rich.console import Console
+
+    from infra.load.check import check
+    from infra.load.ledger import read_ledger
+    from infra.load.rows import opened_rows
+    from shared.settings import Settings, read_settings
+
+    ledger = read_ledger(path)
+    if ledger.cut_lines:
+        typer.echo(f"{path}: the last line breaks off and is left out", err=True)
+    waiting = Console(stderr=True).status("waiting for the rows")
+    with waiting, opened_rows(read_settings(Settings), most_bytes) as rows:
+        found = check(ledger, rows, wait_s)
+    if as_json:
+        differences = [one._asdict() for one in found.differences]
+        shown = vars(found) | {"differences": differences}
+        print(json.dumps(shown, indent=2, default=str))
+    else:
+        _show_comparison(found)
+    return 1 if found.differences else 0
+
+
+def _show_comparison(found: Comparison) -> None:
+    told = ", ".join(f"{name}: {count:,}" for name, count in sorted(found.told_by_rows.items()))
+    _print_facts(
+        {
+            "ledger": f"{found.lines:,} requests, {found.tokens:,} tokens, ${found.cost_usd:.9f}",
+            "rows": f"{found.rows:,}, and {found.copies:,} copies, which count once",
+            "told by rows": told or "nothing: all requests were answered",
+            "others": f"{found.others:,} requests of others as the same tenants, counted apart",
+            "report": f"{found.groups:,} groups of hour, tenant and model",
+            "differences": f"{len(found.differences):,}",
+        }
+    )
+    for one in found.differences[:SHOWN]:
+        print(f"  {one.kind}: {one.what} ({one.tenant or '-'}, {one.model}): {one.facts}")
+    if len(found.differences) > SHOWN:
+        print(f"  and {len(found.differences) - SHOWN:,} more: --json has all")
+
+
+def _print_facts(facts: dict[str, str]) -> None:
+    from infra.text_table import transposed
+
+    print(transposed(list(facts), [list(facts.values())]))
+    sys.stdout.flush()

@@ -1,0 +1,237 @@
+"""Compares the ledger of a replay with its rows and with the report: to the row, token and cent.
+
+- A request that was answered has the rows, tokens and cost that its answer said.
+- A request that was refused as a whole has one row, `refused`, and costs nothing.
+- A request whose answer was lost or is a proxy's, or whose caller hung up, has what its rows say.
+  Only they know.
+- A request for which no connection could be opened has no row.
+- The report has, for each hour, tenant and model, what the ledger adds up to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from infra.load.ledger import Ledger, LedgerLine
+from infra.load.rows import RowOfLoad, UsageGroup
+
+CLOCK_SKEW_S = 60.0
+"""How far the clocks of this machine and of the API may be apart."""
+RELATIVE, ABSOLUTE_USD = 1e-9, 1e-9
+"""Sums of doubles differ in their last digits with the order of adding. Single rows may not."""
+REFUSED = "refused"
+NO_TENANT = frozenset({401, 431})
+"""Answers to requests of nobody known, which leave no row (decision 18)."""
+
+Place = tuple[datetime, str, str]
+"""Hour, tenant and model."""
+
+
+class Difference(NamedTuple):
+    """One thing that is not as the ledger says."""
+
+    kind: str
+    """Such as `row missing`."""
+    what: str
+    """The id of the request, or the hour, tenant and model of a group."""
+    tenant: str
+    model: str
+    facts: str
+
+
+@dataclass
+class Comparison:
+    """What was compared, and what differs."""
+
+    differences: list[Difference] = field(default_factory=list)
+    lines: int = 0
+    rows: int = 0
+    copies: int = 0
+    """Rows that were written again. They count once."""
+    told_by_rows: Counter[str] = field(default_factory=Counter)
+    """Requests without an answer, by ending and by what their rows say."""
+    others: int = 0
+    """Requests of other callers of the same tenants, in the same hours."""
+    groups: int = 0
+    tokens: int = 0
+    cost_usd: float = 0.0
+
+
+@dataclass
+class Sums:
+    """What a group adds up to. Its fields have the names of UsageGroup."""
+
+    requests: int = 0
+    refused: int = 0
+    items: int = 0
+    succeeded: int = 0
+    tokens: int = 0
+    pixel_steps: int = 0
+    costs_usd: list[float] = field(default_factory=list)
+
+    @property
+    def cost_usd(self) -> float:
+        """The sum, without errors of adding."""
+        return math.fsum(self.costs_usd)
+
+
+def compare_rows(ledger: Ledger, rows: Sequence[RowOfLoad]) -> tuple[Comparison, dict[Place, Sums]]:
+    """Compares each line with its rows. Returns also what the groups must add up to."""
+    found = Comparison(lines=len(ledger.lines), rows=len(rows))
+    found.copies = sum(row.copies - 1 for row in rows)
+    of_request: defaultdict[str, list[RowOfLoad]] = defaultdict(list)
+    for row in rows:
+        of_request[row.client_request_id].append(row)
+    expected: defaultdict[Place, Sums] = defaultdict(Sums)
+    for line in ledger.lines:
+        own = sorted(of_request.pop(line.id, ()), key=lambda row: row.item)
+        found.differences += [
+            Difference(kind, line.id, line.tenant, line.model, facts)
+            for kind, facts in _line_differences(line, own)
+        ]
+        if line.ending not in ("answered", "unconnected"):
+            said = ", ".join(sorted({row.status for row in own})) or "no row"
+            found.told_by_rows[f"{line.ending}: {said}"] += 1
+        _add(expected, line, own)
+    for strange, own in of_request.items():
+        facts = f"{len(own)} rows of a request that is not in the ledger"
+        found.differences.append(
+            Difference("line missing", strange, own[0].tenant or "", own[0].model, facts)
+        )
+    found.tokens = sum(sums.tokens for sums in expected.values())
+    found.cost_usd = math.fsum(cost for sums in expected.values() for cost in sums.costs_usd)
+    return found, dict(expected)
+
+
+def compare_report(
+    expected: Mapping[Place, Sums], others: Iterable[UsageGroup], report: Iterable[UsageGroup]
+) -> list[Difference]:
+    """Compares the report with the sums of the ledger, and of what others used beside it."""
+    due = {place: _group(place, sums) for place, sums in expected.items()}
+    for other in others:
+        place = _place(other)
+        due[place] = _plus(due[place], other) if place in due else other
+    found = []
+    reported = {_place(group): group for group in report}
+    for place in sorted(due.keys() | reported.keys()):
+        hour, tenant, model = place
+        empty = _group(place, Sums())
+        want, have = due.get(place, empty), reported.get(place, empty)
+        facts = [
+            f"{name} {getattr(have, name)}, not {getattr(want, name)}"
+            for name in UsageGroup._fields[3:]
+            if not _same(getattr(want, name), getattr(have, name))
+        ]
+        if facts:
+            what = f"{hour:%Y-%m-%d %H:00} {tenant} {model}"
+            found.append(Difference("report differs", what, tenant, model, "; ".join(facts)))
+    return found
+
+
+def _line_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
+    """What differs between a request and its rows: kind and facts."""
+    row_ids = Counter(row.row_id for row in rows)
+    for row_id, count in row_ids.items():
+        if count > 1:
+            yield "row double", f"{row_id} is there {count} times"
+    request_ids = sorted({row.request_id for row in rows})
+    if len(request_ids) > 1:
+        yield "row double", f"rows of {len(request_ids)} requests: {', '.join(request_ids)}"
+    yield from _caller_differences(line, rows)
+    if line.ending == "unconnected" and rows:
+        yield "row too many", f"{len(rows)} rows of a request that was never sent"
+    if line.ending == "answered":
+        yield from _answer_differences(line, rows)
+
+
+def _caller_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
+    for row in rows:
+        if line.tenant and row.tenant != line.tenant:
+            yield "wrong tenant", f"{row.row_id} has {row.tenant}, not {line.tenant}"
+        if line.key_id and row.key_id is not None and row.key_id != line.key_id:
+            yield "wrong key", f"{row.row_id} has {row.key_id}, not {line.key_id}"
+        # A request may be refused before it named a model.
+        if row.model != line.model and (row.model or row.status != REFUSED):
+            yield "wrong model", f"{row.row_id} has {row.model}, not {line.model}"
+        received_s = row.received_at.timestamp()
+        first_s, last_s = line.sent_at_s - CLOCK_SKEW_S, line.ended_at_s + CLOCK_SKEW_S
+        if not first_s <= received_s <= last_s:
+            yield "wrong time", f"{row.row_id} was received at {row.received_at.isoformat()}"
+
+
+def _answer_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
+    """What differs between an answer and the rows of its request."""
+    statuses, told = [row.status for row in rows], f"the answer was {line.status} {line.code}"
+    if line.status == 200 or line.cost_usd is not None:
+        items = {row.item for row in rows if row.status != REFUSED}
+        for missing in sorted(set(range(line.items)) - items):
+            yield "row missing", f"of item {missing}; {told.rstrip()}"
+        if set(statuses) - {"succeeded"} and line.status == 200:
+            yield "wrong status", f"rows say {', '.join(statuses)}; {told.rstrip()}"
+    elif 400 <= line.status < 500 and line.status not in NO_TENANT:
+        if not rows:
+            yield "row missing", f"of a refused request; {told}"
+        elif statuses != [REFUSED]:
+            yield "wrong status", f"rows say {', '.join(statuses)}; {told}"
+    if len({row.row_id for row in rows}) > line.items:
+        yield "row too many", f"{len(rows)} rows for {line.items} items; {told.rstrip()}"
+    tokens = sum(row.tokens or 0 for row in rows)
+    if line.tokens is not None and tokens != line.tokens:
+        yield "wrong tokens", f"rows say {tokens}, the answer {line.tokens}"
+    # The order of adding is that of the API, so that the sums are the same double.
+    cost_usd = sum(row.cost_usd or 0.0 for row in rows)
+    if cost_usd != (line.cost_usd or 0.0):
+        yield "wrong cost", f"rows say {cost_usd!r} dollars, the answer {line.cost_usd!r}; {told}"
+
+
+def _add(expected: defaultdict[Place, Sums], line: LedgerLine, rows: Sequence[RowOfLoad]) -> None:
+    """Adds a request to its group: as its answer says, or, without an answer, as its rows do."""
+    if line.ending != "answered" or line.status != 200:
+        for row in rows:
+            sums = expected[(_hour(row.received_at), row.tenant or "", row.model)]
+            sums.requests += row.item == 0
+            sums.refused += row.status == REFUSED
+            sums.items += row.status != REFUSED
+            sums.succeeded += row.status == "succeeded"
+            sums.tokens += row.tokens or 0
+            sums.pixel_steps += row.pixel_steps or 0
+            sums.costs_usd.append(row.cost_usd or 0.0)
+        return
+    moment = rows[0].received_at if rows else datetime.fromtimestamp(line.sent_at_s, UTC)
+    tenant = line.tenant or (rows[0].tenant if rows else None) or ""
+    sums = expected[(_hour(moment), tenant, line.model)]
+    sums.requests += 1
+    sums.items += line.items
+    sums.succeeded += line.items
+    sums.tokens += line.tokens if line.tokens is not None else sum(row.tokens or 0 for row in rows)
+    # Answers do not say how many pixel-steps an image took, but what it costs.
+    sums.pixel_steps += sum(row.pixel_steps or 0 for row in rows)
+    sums.costs_usd.append(line.cost_usd or 0.0)
+
+
+def _hour(moment: datetime) -> datetime:
+    return moment.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+
+
+def _place(group: UsageGroup) -> Place:
+    return _hour(group.hour), group.tenant or "", group.model
+
+
+def _group(place: Place, sums: Sums) -> UsageGroup:
+    return UsageGroup(*place, *(getattr(sums, name) for name in UsageGroup._fields[3:]))
+
+
+def _plus(one: UsageGroup, other: UsageGroup) -> UsageGroup:
+    added: Iterator[Any] = (a + b for a, b in zip(one[3:], other[3:], strict=True))
+    return UsageGroup(*one[:3], *added)
+
+
+def _same(want: float, have: float) -> bool:
+    if isinstance(want, float) or isinstance(have, float):
+        return math.isclose(want, have, rel_tol=RELATIVE, abs_tol=ABSOLUTE_USD)
+    return want == have

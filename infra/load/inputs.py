@@ -1,0 +1,110 @@
+"""What is sent for an arrival: the route of its model's task, and a body."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from infra.load.day import Mix
+from infra.load.trace import Arrival
+from shared.errors import BadInput
+from shared.tasks.embedding import EMBEDDING
+from shared.tasks.image import IMAGE
+
+_WORDS = """
+river engine violin glacier market comet harbor orchard lantern meadow copper thunder window garden
+signal bridge winter summer forest island planet circle square number letter paper stone metal water
+fire cloud storm light shadow morning evening table chair house street city village road train ship
+plane horse tiger eagle salmon apple lemon bread sugar coffee tea milk green yellow purple silver
+golden quiet loud quick slow early late warm cold bright dark new old small large open closed first
+last north south east west spring autumn doctor teacher farmer writer painter singer runner driver
+sailor child friend family history science music
+"""
+WORDS = tuple(_WORDS.split())
+COLORS, SHAPES = ("red", "green", "blue", "yellow", "white"), ("circle", "square", "triangle")
+USUAL_WORDS = 12
+SEEDS = 2**31
+
+
+class Endpoint(NamedTuple):
+    """How one task is asked for."""
+
+    path: str
+    body: Callable[[Arrival, str], dict[str, Any]]
+    """Makes the body for an arrival, from a text that identifies its group."""
+    share: float
+    """Of the requests of a day, beside other models, if nothing else is said."""
+    sizes: Mix
+    """Of the inputs of a day."""
+    items: Mix
+    """Of the requests of a day."""
+
+
+def _texts(arrival: Arrival, group: str) -> dict[str, Any]:
+    """Short queries, paragraphs or pages. The first word tells groups and items apart."""
+    texts = [
+        arrival.input or _text(f"{group}.{item}", arrival.size or USUAL_WORDS)
+        for item in range(arrival.items)
+    ]
+    shown = texts if arrival.items > 1 else texts[0]
+    return {"model": arrival.model, "input": shown, "encoding_format": "base64"}
+
+
+def _text(name: str, size: int) -> str:
+    drawn = random.Random(name)
+    return " ".join([name, *drawn.choices(WORDS, k=size - 1)])
+
+
+def _picture(arrival: Arrival, group: str) -> dict[str, Any]:
+    digest = hashlib.blake2b(group.encode(), digest_size=8).digest()
+    drawn = random.Random(digest)
+    color, ground = drawn.sample(COLORS, 2)
+    made = f"a large {color} {drawn.choice(SHAPES)} on a {ground} background"
+    body = {
+        "model": arrival.model,
+        "prompt": arrival.input or made,
+        "n": arrival.items,
+        "seed": int.from_bytes(digest[:4]) % SEEDS,
+        "response_format": "b64_json",
+    }
+    return body | ({"num_inference_steps": arrival.size} if arrival.size else {})
+
+
+ENDPOINTS: Mapping[str, Endpoint] = {
+    EMBEDDING.name: Endpoint(
+        "/v1/embeddings",
+        _texts,
+        100.0,
+        ((0.6, 5, 15), (0.3, 36, 88), (0.1, 150, 180)),
+        ((0.95, 1, 1), (0.04, 2, 4), (0.01, 5, 16)),
+    ),
+    IMAGE.name: Endpoint(
+        "/v1/images/generations", _picture, 1.0, ((1.0, 0, 0),), ((0.9, 1, 1), (0.1, 2, 4))
+    ),
+}
+"""By the name of a task."""
+
+
+def endpoint_of(model: str, tasks: Mapping[str, str]) -> Endpoint:
+    """How a model is asked.
+
+    Args:
+        model: its name.
+        tasks: the task of each model that is served.
+
+    Raises:
+        BadInput: it is not served, or its task can't be replayed.
+    """
+    task = tasks.get(model)
+    if task is None:
+        known = ", ".join(tasks) or "none"
+        raise BadInput(f"model: {model[:80]!r} is not served there; served: {known}", field="model")
+    if task not in ENDPOINTS:
+        known = ", ".join(ENDPOINTS)
+        raise BadInput(
+            f"model: {model} has the task {task}, which can't be replayed; known: {known}",
+            field="model",
+        )
+    return ENDPOINTS[task]

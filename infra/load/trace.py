@@ -1,0 +1,116 @@
+"""Traces: recorded arrivals in CSV or JSONL. `penstock simulate` reads the times of the same files.
+
+at_s,tenant,model,size,group,items,deadline_s,cancel_after_s,lane
+0.013,acme,all-MiniLM-L6-v2,12,a,1,,,
+0.020,zenith,stable-diffusion-tiny,20,,1,60,2.5,batch
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from shared.errors import ConfigurationError
+
+MOST_ITEMS = 256
+LARGEST_SIZE = 10_000
+FIELD = "file"
+
+
+class Arrival(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One request of a trace or a day. Only `at_s` is needed."""
+
+    at_s: Annotated[float, msgspec.Meta(ge=0)]
+    """Seconds from the start."""
+    tenant: str = ""
+    """Whose key it has. Empty: the only key, or none."""
+    model: str = ""
+    """Empty: the first model that is replayed."""
+    input: str = ""
+    """A text or a prompt. Empty: one is made from `group` and `size`."""
+    size: Annotated[int, msgspec.Meta(ge=0, le=LARGEST_SIZE)] = 0
+    """Words of a text, or steps of an image. 0: a usual one."""
+    group: str = ""
+    """Requests of one group have the same input, and an image the same seed. Empty: of its own."""
+    items: Annotated[int, msgspec.Meta(ge=1, le=MOST_ITEMS)] = 1
+    """Texts or images."""
+    deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """What the caller asks for. None: the default of the model."""
+    cancel_after_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """When the caller hangs up. None: never."""
+    lane: Literal["", "interactive", "batch"] = ""
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """The arrivals of a trace, in order of time. Columns that it does not know are left out.
+
+    Raises:
+        ConfigurationError: it can't be read, or a line is wrong.
+    """
+    found = []
+    for number, line in _numbered(path):
+        try:
+            arrival = msgspec.convert(line, Arrival, strict=False)
+        except msgspec.ValidationError as error:
+            raise _wrong(path, number, str(error).replace(" - at `$.", " in `")) from error
+        if not math.isfinite(arrival.at_s):
+            raise _wrong(path, number, "at_s is not a number of seconds")
+        found.append(arrival)
+    return sorted(found, key=lambda arrival: arrival.at_s)
+
+
+def read_times(path: Path) -> list[float]:
+    """The times of a trace, in seconds from its start, in order.
+
+    Raises:
+        ConfigurationError: it can't be read, or a line has no number `at_s`.
+    """
+    try:
+        return sorted(float(line["at_s"]) for _, line in _numbered(path))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path}: every line needs a number at_s ({error})", field=FIELD
+        ) from error
+
+
+def write_trace(path: Path, arrivals: Sequence[Arrival]) -> None:
+    """Writes arrivals as JSONL.
+
+    Raises:
+        ConfigurationError: the file can't be written.
+    """
+    encoder = msgspec.json.Encoder()
+    try:
+        with path.open("wb") as file:
+            for arrival in arrivals:
+                file.write(encoder.encode(arrival) + b"\n")
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}", field=FIELD) from error
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, Any]]:
+    """The lines of a trace with their numbers. An empty cell of CSV counts as not given."""
+    number = 1
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            if path.suffix == ".csv":
+                for number, row in enumerate(csv.DictReader(file), 2):
+                    yield number, {name: cell for name, cell in row.items() if name and cell}
+                return
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, json.loads(line)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}", field=FIELD) from error
+    except (ValueError, csv.Error) as error:
+        raise _wrong(path, number, str(error)) from error
+
+
+def _wrong(path: Path, number: int, reason: str) -> ConfigurationError:
+    return ConfigurationError(f"{path}: line {number}: {reason}", field=FIELD)

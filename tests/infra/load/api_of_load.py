@@ -1,0 +1,72 @@
+"""An API that `penstock load` can ask: it lists two models, and answers as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+FOREIGN = "x-of-a-proxy"
+"""A header of answers that are not Penstock's."""
+Answer = Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]
+MODELS = {
+    "data": [
+        {"id": "mini", "task": "embedding", "aliases": ["text-embedding-ada-002"]},
+        {"id": "tiny", "task": "image"},
+        {"id": "pairs", "task": "similarity"},
+    ]
+}
+
+
+async def answer_texts(body: dict[str, Any]) -> web.StreamResponse:
+    """As the API does: tokens in the body, the cost in a header."""
+    reply = {"data": [], "usage": {"total_tokens": 7}}
+    headers = {"x-penstock-cost-usd": "0.00000007", "x-penstock-cache": "miss"}
+    return web.json_response(reply, headers=headers)
+
+
+@dataclass
+class FakeApi:
+    """What it was asked."""
+
+    url: str = ""
+    requests: list[tuple[str, dict[str, str], dict[str, Any]]] = field(default_factory=list)
+    """Path, headers and body of each."""
+    seen: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set with each request."""
+
+
+@asynccontextmanager
+async def serving(answer: Answer = answer_texts) -> AsyncIterator[FakeApi]:
+    """The API until the end of the context."""
+    api = FakeApi()
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        api.requests.append((request.path, headers, body))
+        api.seen.set()
+        response = await answer(body)
+        if FOREIGN not in response.headers:
+            response.headers["x-request-id"] = headers["x-request-id"]
+        return response
+
+    async def models(request: web.Request) -> web.StreamResponse:
+        return web.json_response(MODELS)
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    app.router.add_post("/v1/embeddings", handle)
+    app.router.add_post("/v1/images/generations", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        api.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield api
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,197 @@
+"""A replay sends what is due, whatever becomes of it, and its ledger has each request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from infra.load.inputs import ENDPOINTS
+from infra.load.ledger import Ledger, LedgerHead, opened_ledger, read_ledger
+from infra.load.replay import Pace, Replay
+from infra.load.tally import Look, Tally
+from infra.load.target import Target
+from infra.load.trace import Arrival
+from tests.infra.load.api_of_load import FOREIGN, answer_texts, serving
+from tests.keys import key_for
+from tests.limits import WAIT_LIMIT_S
+
+ROOT = Path(__file__).parents[3]
+RUN = "load-1"
+
+
+def no_show(look: Look, tally: Tally) -> None:
+    pass
+
+
+async def replayed(
+    path: Path, target: Target, arrivals: Sequence[Arrival], **pace: Any
+) -> tuple[Ledger, Tally]:
+    endpoints = {"mini": ENDPOINTS["embedding"], "tiny": ENDPOINTS["image"]}
+    with opened_ledger(path, LedgerHead(RUN, target.url, 0.0)) as ledger:
+        one = Replay(
+            target,
+            RUN,
+            arrivals,
+            endpoints,
+            Pace(**pace),
+            seed=3,
+            ledger=ledger,
+            show=no_show,
+        )
+        await one.run()
+    return read_ledger(path), one.tally
+
+
+def text(at_s: float, **fields: Any) -> Arrival:
+    return Arrival(at_s, model="mini", **fields)
+
+
+@pytest.mark.anyio
+async def test_ledger_has_what_each_answer_said(tmp_path: Path) -> None:
+    async with serving() as api:
+        keys = {"acme": key_for("a"), "zenith": key_for("z")}
+        arrivals = [text(0, tenant="acme"), text(0, tenant="zenith", items=2)]
+        ledger, tally = await replayed(
+            tmp_path / "ledger", Target(api.url, keys=keys), arrivals, speed=1.0
+        )
+    first, second = sorted(ledger.lines, key=lambda line: line.id)
+    assert (first.id, first.tenant, first.status) == ("load-1-0000000", "acme", 200)
+    assert (first.tokens, first.cost_usd, first.cache) == (7, 0.00000007, "miss")
+    assert first.key_id
+    assert first.key_id in key_for("a")
+    assert first.sent_at_s <= first.ended_at_s
+    assert (second.tenant, second.items) == ("zenith", 2)
+    sent = {headers["x-request-id"]: (headers, body) for _, headers, body in api.requests}
+    headers, body = sent["load-1-0000001"]
+    assert headers["authorization"] == f"Bearer {key_for('z')}"
+    assert len(set(body["input"])) == 2
+    assert (tally.ended, tally.by_outcome["200"], tally.tokens) == (2, 2, 14)
+
+
+@pytest.mark.anyio
+async def test_groups_send_the_same_and_others_do_not(tmp_path: Path) -> None:
+    arrivals = [
+        text(0, group="a", size=20),
+        text(0, group="a", size=20),
+        text(0, group="b", size=20),
+        text(0),
+        text(0),
+        text(0, input="as given"),
+        Arrival(0, model="tiny", group="a", size=5),
+        Arrival(0, model="tiny", group="a", size=5),
+        Arrival(0, model="tiny", group="b", items=2),
+    ]
+    async with serving() as api:
+        await replayed(tmp_path / "ledger", Target(api.url), arrivals)
+    bodies = {headers["x-request-id"]: body for _, headers, body in api.requests}
+    sent = [bodies[f"load-1-{number:07}"] for number in range(len(arrivals))]
+    assert sent[0] == sent[1]
+    assert len(sent[0]["input"].split()) == 20
+    assert len({body["input"] for body in sent[:6]}) == 5
+    assert sent[5]["input"] == "as given"
+    assert sent[6] == sent[7]
+    assert sent[6]["seed"] != sent[8]["seed"]
+    assert (sent[6]["num_inference_steps"], sent[8]["n"]) == (5, 2)
+    assert {path for path, _, _ in api.requests} == {"/v1/embeddings", "/v1/images/generations"}
+
+
+@pytest.mark.anyio
+async def test_options_of_an_arrival_become_headers(tmp_path: Path) -> None:
+    async with serving() as api:
+        await replayed(
+            tmp_path / "ledger", Target(api.url), [text(0, deadline_s=2.5, lane="batch"), text(0)]
+        )
+    (_, special, _), (_, usual, _) = sorted(api.requests, key=lambda one: one[1]["x-request-id"])
+    assert special["x-penstock-deadline-ms"] == "2500"
+    assert special["x-penstock-lane"] == "batch"
+    assert not {"x-penstock-deadline-ms", "x-penstock-lane", "authorization"} & usual.keys()
+
+
+@pytest.mark.anyio
+async def test_what_is_due_beyond_the_bound_is_counted_and_not_sent(tmp_path: Path) -> None:
+    all_due = asyncio.Event()
+
+    async def answer_late(body: dict[str, Any]) -> web.StreamResponse:
+        await all_due.wait()
+        return await answer_texts(body)
+
+    async with serving(answer_late) as api:
+        arrivals = [text(0) for _ in range(10)]
+        loop = asyncio.get_running_loop()
+        running = loop.create_task(
+            replayed(tmp_path / "ledger", Target(api.url), arrivals, most_in_flight=3)
+        )
+        while len(api.requests) < 3:
+            await api.seen.wait()
+            api.seen.clear()
+        all_due.set()
+        ledger, tally = await running
+    assert (tally.due, tally.not_sent, tally.ended) == (10, 7, 3)
+    assert [line.status for line in ledger.lines] == [200] * 3
+
+
+@pytest.mark.anyio
+async def test_endings_without_an_answer_are_told_apart(tmp_path: Path) -> None:
+    async def misbehave(body: dict[str, Any]) -> web.StreamResponse:
+        if body["input"] == "refuse":
+            return web.json_response({"error": {"code": "overloaded"}}, status=429)
+        if body["input"] == "gateway":
+            return web.Response(text="<html>", status=502, headers={FOREIGN: "1"})
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    arrivals = [
+        text(0, input="refuse"),
+        text(0, input="gateway"),
+        text(0, input="hang up", cancel_after_s=0.01),
+    ]
+    async with serving(misbehave) as api:
+        ledger, tally = await replayed(tmp_path / "ledger", Target(api.url), arrivals)
+    found = {line.id[-1]: (line.ending, line.status, line.code) for line in ledger.lines}
+    assert found == {
+        "0": ("answered", 429, "overloaded"),
+        "1": ("foreign", 502, ""),
+        "2": ("canceled", 0, ""),
+    }
+    assert set(tally.by_outcome) == {"429 overloaded", "502 of a proxy", "canceled"}
+    assert all(line.cost_usd is None for line in ledger.lines)
+
+
+@pytest.mark.anyio
+async def test_speed_and_duration_bound_what_is_sent(tmp_path: Path) -> None:
+    # An hour of a trace in 0.1 s, and the hour after that is never waited for.
+    arrivals = [text(100 + 36 * number) for number in range(101)] + [text(1e9)]
+    async with serving() as api:
+        ledger, tally = await replayed(
+            tmp_path / "ledger", Target(api.url), arrivals, speed=36_000.0, duration_s=30.0
+        )
+    assert tally.due == len(ledger.lines) == 101
+
+
+@pytest.mark.anyio
+async def test_interrupted_command_keeps_a_whole_ledger(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("at_s,model\n" + "".join(f"{number},mini\n" for number in range(5)) + "1e6,\n")
+    words = ["--trace", str(trace), "--speed", "1000", "--ledger", str(tmp_path / "ledger")]
+    async with serving() as api:
+        command = [sys.executable, "-m", "infra.cli", "load", "--url", api.url, "--json", *words]
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        )
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while len(api.requests) < 5:
+                await api.seen.wait()
+                api.seen.clear()
+            process.send_signal(signal.SIGINT)
+            assert await process.wait() == 130
+    ledger = read_ledger(tmp_path / "ledger")
+    assert [line.status for line in ledger.lines] == [200] * 5
+    assert ledger.head.url == api.url
