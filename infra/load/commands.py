@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 REQUESTS_OF_A_DAY = 1_400_000
 TENANTS_WITHOUT_KEYS = 20
 SHOWN = 50
+FACT_WIDTH = 14
 GIB = 1024**3
 
 
@@ -133,7 +133,7 @@ def _show_summary(summary: dict[str, Any], *, as_json: bool) -> None:
             "rate": f"{summary['rate_per_s']:,} a second, over {summary['took_s']:,} s",
             "answered in": f"{summary['p50_ms']:,} ms at the median, {summary['p95_ms']:,} ms at "
             f"p95, {summary['p99_ms']:,} ms at p99",
-            "charged": f"${summary['cost_usd']:.6f} for {summary['tokens']:,} tokens and images",
+            "charged": f"${summary['cost_usd']:.6f}, with {summary['tokens']:,} tokens",
             "ledger": summary["ledger"],
         }
     )
@@ -185,7 +185,5 @@ def _show_comparison(found: Comparison) -> None:
 
 
 def _print_facts(facts: dict[str, str]) -> None:
-    from infra.text_table import transposed
-
-    print(transposed(list(facts), [list(facts.values())]))
-    sys.stdout.flush()
+    for name, value in facts.items():
+        print(f"  {name:<{FACT_WIDTH}}{value}")

@@ -114,7 +114,10 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """Reports the answer."""
         exchange = self._ended()
-        assert exchange is not None, "an answer without a request; the server broke HTTP"
+        if exchange is None:
+            # Proxies say 408 on connections that were idle for long, before they close them.
+            self.close()
+            return
         exchange.status = self._parser.get_status_code()
         if not self._parser.should_keep_alive():
             self.close()

@@ -80,24 +80,51 @@ class LedgerWriter:
     """Appends lines to a new file. `opened_ledger` makes one."""
 
     def __init__(self, path: Path, head: LedgerHead) -> None:
+        self._path = path
         self._encoder = msgspec.json.Encoder()
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("xb", buffering=BUFFER_BYTES)
-        self._write(head)
+        self._file.write(self._encoder.encode(head) + b"\n")
 
     def write(self, line: LedgerLine) -> None:
-        """Adds a line. It is in the file after the next flush."""
-        self._write(line)
+        """Adds a line. It is in the file after the next flush.
+
+        Raises:
+            ConfigurationError: the file can't be written.
+        """
+        with translated(self._path):
+            self._file.write(self._encoder.encode(line) + b"\n")
 
     def flush(self) -> None:
-        """Hands the file what was written."""
-        self._file.flush()
+        """Hands the file what was written.
+
+        Raises:
+            ConfigurationError: the file can't be written.
+        """
+        with translated(self._path):
+            self._file.flush()
 
     def close(self) -> None:
-        """Flushes and closes the file."""
-        self._file.close()
+        """Flushes and closes the file.
 
-    def _write(self, line: LedgerHead | LedgerLine) -> None:
-        self._file.write(self._encoder.encode(line) + b"\n")
+        Raises:
+            ConfigurationError: the file can't be written.
+        """
+        with translated(self._path):
+            self._file.close()
+
+
+@contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Turns errors of the disk into ours.
+
+    Raises:
+        ConfigurationError: the file can't be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(f"ledger: {path}: {error.strerror}", field="ledger") from error
 
 
 @contextmanager
@@ -107,11 +134,8 @@ def opened_ledger(path: Path, head: LedgerHead) -> Iterator[LedgerWriter]:
     Raises:
         ConfigurationError: the file exists, or can't be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with translated(path):
         writer = LedgerWriter(path, head)
-    except OSError as error:
-        raise ConfigurationError(f"ledger: {path}: {error.strerror}", field="ledger") from error
     try:
         yield writer
     finally:

@@ -20,6 +20,7 @@ from infra.load.pool import ConnectionPool
 from infra.load.tally import Look, Tally
 from infra.load.target import Target
 from infra.load.trace import Arrival
+from shared.errors import ConfigurationError
 
 ANSWER_LIMIT_S = 330.0
 """After the last request: more than the longest deadline of a model."""
@@ -111,6 +112,7 @@ class Replay:
         self._trace_s = 0.0
         self.tally = Tally()
         self.took_s = 0.0
+        self._failure: ConfigurationError | None = None
 
     def stop(self) -> None:
         """Sends nothing more. What is open gets STOP_LIMIT_S to end."""
@@ -122,6 +124,7 @@ class Replay:
 
         Raises:
             OSError: nothing listens at the target, before anything was sent.
+            ConfigurationError: the ledger can't be written any more. Without it nothing is sent.
         """
         await self._pool.open(1)
         self._began_s, self._began_at_s = time.perf_counter(), time.time()
@@ -135,6 +138,13 @@ class Replay:
             self._pool.close()
         self.took_s = time.perf_counter() - self._began_s
         self._tell()
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, error: ConfigurationError) -> None:
+        if self._failure is None:
+            self._failure = error
+            self.stop()
 
     async def _send_all(self) -> None:
         first_s = self._arrivals[0].at_s if self._arrivals else 0.0
@@ -196,8 +206,11 @@ class Replay:
         if hang_up := self._hang_ups.pop(number, None):
             hang_up.cancel()
         line = self._line(exchange, opened, body)
-        self._ledger.write(line)
         self.tally.add(line, exchange.round_trip_ms)
+        try:
+            self._ledger.write(line)
+        except ConfigurationError as error:
+            self._fail(error)
         if not self._open:
             self._drained.set()
 
@@ -247,5 +260,8 @@ class Replay:
 
     def _tell(self) -> None:
         at_s = time.perf_counter() - self._began_s
-        self._ledger.flush()
+        try:
+            self._ledger.flush()
+        except ConfigurationError as error:
+            self._fail(error)
         self._show(self.tally.look(at_s, self._trace_s, self._pool.in_flight), self.tally)

@@ -177,6 +177,27 @@ async def test_speed_and_duration_bound_what_is_sent(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
+async def test_ledger_that_can_not_grow_ends_the_replay(tmp_path: Path) -> None:
+    words = ["--requests", "5000", "--speed", "86400", "--model", "mini"]
+    words += ["--ledger", str(tmp_path / "ledger")]
+    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));"
+    limited += "from infra.cli import main; main()"
+    async with serving() as api:
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-c", limited, "load", "--url", api.url, *words],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stderr=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            _, said = await process.communicate()
+    assert process.returncode == 1
+    assert said.decode().splitlines()[-1].endswith("/ledger: File too large")
+    assert "Traceback" not in said.decode()
+    assert len(api.requests) < 5000
+
+
+@pytest.mark.anyio
 async def test_interrupted_command_keeps_a_whole_ledger(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("at_s,model\n" + "".join(f"{number},mini\n" for number in range(5)) + "1e6,\n")
