@@ -27,6 +27,7 @@ from infra.monitoring.objectives import (
     DEFAULT_WORKER_HOUR_USD,
 )
 from infra.reports.commands import invoice, report
+from infra.reports.scheduled import run_daily
 from shared.errors import ConfigurationError, PenstockError
 
 STATE_DIR = Path("var")
@@ -67,6 +68,7 @@ app.add_typer(canary, name="canary")
 app.command()(report)
 app.command()(invoice)
 app.command()(load)
+app.command()(run_daily)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Literal, TypeVar
+from zoneinfo import ZoneInfo
 
 from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -234,6 +235,23 @@ class WorkerSettings(Settings):
     def model_names(self) -> list[str]:
         """The names in `model`, each once."""
         return list(dict.fromkeys(name.strip() for name in self.model.split(",")))
+
+
+class ReportSettings(Settings):
+    """Whoever makes the scheduled reports."""
+
+    billing_tz: str = "UTC"
+    """The time zone of days and months in scheduled reports and their invoices, by its IANA name.
+    After a change, sum up the days before it again.
+    """
+
+    @field_validator("billing_tz")
+    @classmethod
+    def _is_zone(cls, name: str) -> str:
+        try:
+            return ZoneInfo(name).key
+        except (KeyError, OSError, ValueError):
+            raise ValueError(f"{name[:40]!r} is not a time zone such as Europe/Berlin") from None
 
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@,\s]+")

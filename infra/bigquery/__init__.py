@@ -3,8 +3,9 @@
 This is the only definition of each.
 
 `rows` is the usage table. `worker_hours` says what workers did with their time, and
-`webhook_deliveries` what became of events. The files beside this one are read by `create` for the
-local stack, and by Terraform for the cloud. Views name a table as `${project}.${dataset}.rows`.
+`webhook_deliveries` what became of events. `daily_usage` and `anomalies` are made from rows, a day
+at a time. The files beside this one are read by `create` for the local stack, and by Terraform for
+the cloud. Views name a table as `${project}.${dataset}.rows`.
 Reports on these tables are in `shared/reports`.
 """
 

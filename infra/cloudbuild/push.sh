@@ -9,6 +9,6 @@ done
 # Both names that the roots of infra/terraform/examples know.
 api=$(cat release/api.image) functions=$(cat release/functions.image)
 cat > release/images.auto.tfvars.json <<JSON
-{"api_image": "$api", "images": {"api": "$api", "dead_letters": "$functions", "webhooks": "$functions"}}
+{"api_image": "$api", "images": {"api": "$api", "dead_letters": "$functions", "reports": "$functions", "webhooks": "$functions"}}
 JSON
 cat release/images.auto.tfvars.json

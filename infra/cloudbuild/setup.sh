@@ -37,7 +37,7 @@ grant "$build" artifactregistry.writer containeranalysis.notes.editor containera
 gcloud pubsub topics add-iam-policy-binding "$topic" --project "$project" --member "serviceAccount:$build" \
   --role roles/pubsub.publisher > /dev/null
 # One role for each kind of thing that the platform is made of; none of owner and editor.
-grant "$deploy" artifactregistry.admin bigquery.admin compute.admin container.admin iam.roleAdmin \
+grant "$deploy" artifactregistry.admin bigquery.admin cloudscheduler.admin compute.admin container.admin iam.roleAdmin \
   iam.serviceAccountAdmin iam.serviceAccountUser iam.workloadIdentityPoolAdmin logging.logWriter memorystore.admin \
   monitoring.admin networkconnectivity.consumerNetworkAdmin pubsub.admin resourcemanager.projectIamAdmin run.admin \
   secretmanager.admin serviceusage.serviceUsageAdmin storage.admin

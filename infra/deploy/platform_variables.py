@@ -66,6 +66,7 @@ class FunctionsVariable(_Variable):
     """Terraform's `functions`: a function is there as soon as its image is."""
 
     dead_letters: dict[str, Any] | None = None
+    reports: dict[str, Any] | None = None
     webhooks: dict[str, Any] | None = None
 
 

@@ -1,4 +1,4 @@
-# The functions behind Pub/Sub push, each a service of this image: FUNCTION_TARGET says which it is.
+# The functions behind Pub/Sub push and Cloud Scheduler, each a service of this image: FUNCTION_TARGET says which it is.
 ARG PYTHON_BASE
 
 FROM ${PYTHON_BASE} AS build
@@ -47,7 +47,7 @@ ARG PYTHON_BASE
 ARG REVISION=unknown
 ARG VERSION=unknown
 LABEL org.opencontainers.image.title="penstock-functions" \
-      org.opencontainers.image.description="Penstock's functions: dead letters and webhooks" \
+      org.opencontainers.image.description="Penstock's functions: dead letters, webhooks and reports" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.base.name="${PYTHON_BASE}" \
       org.opencontainers.image.revision="${REVISION}" \

@@ -105,7 +105,7 @@ class StackProcesses:
         )
 
     def functions(self, settings: Mapping[str, str]) -> Process:
-        """Both functions in one process, which the framework's own server runs."""
+        """All functions in one process, which the framework's own server runs."""
         target = ["--target", "functions", "--source", FUNCTIONS_SOURCE]
         where = ["--host", "127.0.0.1", "--port", str(self._ports.functions)]
         return self.module("functions", ["functions_framework", *target, *where], settings)

@@ -28,6 +28,10 @@ class Alert:
     """How long the query must return a series first."""
     every_s: int = 60
     """How often it is asked."""
+    log_filter: str = ""
+    """For what Google does not scrape: a filter of Cloud Logging, in which ${service} is the name
+    of the function's service.
+    """
 
     @property
     def anchor(self) -> str:
@@ -156,3 +160,24 @@ OFF_GOOGLE = (
     ),
 )
 """In place of the alerts on Google's own metrics."""
+
+OF_FUNCTIONS = (
+    Alert(
+        "reports-anomalies",
+        "Reports: an hour outside its usual band",
+        "WARNING",
+        "sum by (measure) (increase(penstock_reports_anomalies_total[1h])) > 0",
+        log_filter='resource.type="cloud_run_revision"'
+        ' AND resource.labels.service_name="${service}" AND jsonPayload.message="anomaly"',
+    ),
+    Alert(
+        "reports-failed",
+        "Reports: a scheduled run fails",
+        "WARNING",
+        'sum by (run) (increase(penstock_reports_runs_total{outcome!="done"}[1h])) > 0',
+        # Cloud Scheduler's own log also tells of runs that did not reach the function.
+        log_filter='resource.type="cloud_scheduler_job"'
+        ' AND resource.labels.job_id=~"^${service}-" AND severity>=ERROR',
+    ),
+)
+"""Nothing scrapes functions on Google, so there their alerts read logs."""

@@ -35,6 +35,7 @@ def rendered() -> dict[str, str]:
         "alerts.json.tftpl": google.alerts_template(),
         "dashboard.json.tftpl": google.dashboard_template(),
         "grafana-dashboard.json": _json(grafana.dashboard(DEFAULT_WORKER_HOUR_USD)),
+        "log-alerts.json.tftpl": google.log_alerts_template(),
         "prometheus-rules.yaml": _yaml(rules(bounds, "file")),
     }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from infra.monitoring.alerts import RUNBOOK, alerts
+from infra.monitoring.alerts import OF_FUNCTIONS, RUNBOOK, alerts
 from infra.monitoring.objectives import DEFAULT_TARGETS, Bounds
 from infra.monitoring.panels import Panel, PanelQuery, Terms, Unit, sections
 
@@ -50,6 +50,21 @@ def alerts_template() -> str:
                 "title": alert.title,
             }
             for alert in alerts(BOUNDS)
+        }
+    )
+
+
+def log_alerts_template() -> str:
+    """The alerts on logs by key, as JSON."""
+    return _json(
+        {
+            alert.key: {
+                "anchor": f"{RUNBOOK}#{alert.anchor}",
+                "filter": alert.log_filter,
+                "severity": alert.severity,
+                "title": alert.title,
+            }
+            for alert in OF_FUNCTIONS
         }
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from infra.monitoring.alerts import OFF_GOOGLE, RUNBOOK, Alert, alerts
+from infra.monitoring.alerts import OF_FUNCTIONS, OFF_GOOGLE, RUNBOOK, Alert, alerts
 from infra.monitoring.objectives import (
     FAST,
     OBJECTIVES,
@@ -76,7 +76,7 @@ def _groups(bounds: Bounds, runbook_url: str) -> list[dict[str, Any]]:
         },
         {
             "name": f"{NAME}-alerts",
-            "rules": [_rule(alert, runbook_url) for alert in (*others, *OFF_GOOGLE)],
+            "rules": [_rule(alert, runbook_url) for alert in (*others, *OFF_GOOGLE, *OF_FUNCTIONS)],
         },
     ]
 

@@ -78,7 +78,7 @@ async def handle_push(
         return probe_response(request)
     try:
         await authenticator.check(request.headers.get("authorization", ""))
-        message = read_push(request.headers, await _body(request))
+        message = read_push(request.headers, await read_body(request))
         async with asyncio.timeout(HANDLE_LIMIT_S):
             await _handle(message, function, handle)
     except PushRefused as error:
@@ -112,12 +112,17 @@ async def _handle(message: Message, function: str, handle: Handler) -> None:
         raise
 
 
-async def _body(request: Request) -> bytes:
+async def read_body(request: Request, longest_bytes: int = LONGEST_BODY_BYTES) -> bytes:
+    """The body of a call.
+
+    Raises:
+        UndecodableMessage: it is larger than `longest_bytes`.
+    """
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > LONGEST_BODY_BYTES:
-            raise UndecodableMessage(f"the push is larger than {LONGEST_BODY_BYTES} bytes")
+        if len(body) > longest_bytes:
+            raise UndecodableMessage(f"the push is larger than {longest_bytes} bytes")
     return bytes(body)
 
 

@@ -1,10 +1,10 @@
-"""The targets of functions-framework: `dead_letter`, `webhook`, and `functions` for both.
+"""The targets of functions-framework: `dead_letter`, `webhook`, `reports`, and `functions` for all.
 
     functions-framework --source workers/functions/main.py --target dead_letter
 
-In the cloud each is a separate service. On one machine one process has both, since the framework
-takes one target. They are HTTP targets that read both CloudEvents and raw pushes (push_message.py
-says why).
+In the cloud each is a separate service. On one machine one process has all, since the framework
+takes one target. The first two are HTTP targets that read both CloudEvents and raw pushes
+(push_message.py says why).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from shared.tracing.setup import traced
 from workers.functions.dependencies import FunctionDependencies
 from workers.functions.handler import FunctionResponse, Request, handle_push, probe_response
 from workers.functions.push_auth import PushAuthenticator
+from workers.functions.scheduled import handle_scheduled
 from workers.functions.settings import FunctionSettings
 
 settings = read_settings(FunctionSettings)
@@ -53,11 +54,19 @@ async def webhook(request: Request) -> FunctionResponse:
 
 
 @aio.http
+async def reports(request: Request) -> FunctionResponse:
+    """Sums up days, makes invoices and summaries, and looks for anomalies."""
+    return await handle_scheduled(request, authenticator, settings)
+
+
+@aio.http
 async def functions(request: Request) -> FunctionResponse:
-    """Both of them, at `/dead_letter` and `/webhook`."""
+    """All of them, at `/dead_letter`, `/webhook` and `/reports`."""
     if request.method != "POST":
         return probe_response(request)
     name = request.url.path.strip("/")
+    if name == "reports":
+        return await handle_scheduled(request, authenticator, settings)
     if name not in handlers:
         return "there is no such function", 404
     return await handle_push(request, name, authenticator, handlers[name])

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from shared.settings import Settings
+from shared.settings import ReportSettings
 from workers.functions.push_auth import GOOGLE_CERTS_URL
 
 
-class FunctionSettings(Settings):
+class FunctionSettings(ReportSettings):
     """A process that runs functions."""
 
     push_audience: str = ""

@@ -5,8 +5,10 @@ locals {
   _bigquery     = "${path.module}/../../bigquery"
   table_options = jsondecode(file("${local._bigquery}/rows.table.json"))
 
-  # Who writes each table besides the rows.
+  # Who adds rows to each table besides the rows. Days are replaced, see reports.tf.
   writers_of = {
+    anomalies   = {}
+    daily_usage = {}
     webhook_deliveries = {
       for name, account in google_service_account.functions : name => account.member if name == "webhooks"
     }
@@ -66,7 +68,7 @@ resource "google_bigquery_table" "others" {
   time_partitioning {
     type          = each.value.timePartitioning.type
     field         = each.value.timePartitioning.field
-    expiration_ms = tonumber(each.value.timePartitioning.expirationMs)
+    expiration_ms = try(tonumber(each.value.timePartitioning.expirationMs), null)
   }
   # checkov:skip=CKV_GCP_80: no inputs and no results, so Google's own keys are enough
   # checkov:skip=CKV_GCP_121: variable, on by default

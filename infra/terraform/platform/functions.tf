@@ -1,15 +1,18 @@
-# Functions behind Pub/Sub push, each as soon as its image is given: one
-# answers the callers of dead letters, one delivers webhooks. They stand in
-# one region: nobody waits for them, and what comes meanwhile is kept (dead
-# letters for a week, events for a day).
+# Functions, each as soon as its image is given: behind Pub/Sub push one that
+# answers the callers of dead letters and one that delivers webhooks, behind
+# Cloud Scheduler one that makes reports. They stand in one region: nobody waits
+# for them, and what comes meanwhile is kept (dead letters for a week, events
+# for a day).
 
 locals {
   _functions = { for name, function in {
     dead-letters = module.options.functions.dead_letters
+    reports      = module.options.functions.reports
     webhooks     = module.options.functions.webhooks
   } : name => function if function != null }
   _function_facts = {
     dead-letters = { target = "dead_letter", models = local.secrets.models, secrets = {} }
+    reports      = { target = "reports", models = null, secrets = {} }
     webhooks = {
       target = "webhook"
       models = null
@@ -20,7 +23,7 @@ locals {
     }
   }
   _function_secrets = merge([for name, function in local._functions : {
-    for key in name == "webhooks" ? ["links", "webhooks"] : ["models"] : "${name} ${key}" => { name = name, key = key }
+    for key in { dead-letters = ["models"], reports = [], webhooks = ["links", "webhooks"] }[name] : "${name} ${key}" => { name = name, key = key }
   }]...)
   # Who ends a job tells the one that waits for it.
   repliers = merge(local.repliers_before_clusters, { workers = local.workers_member })
@@ -42,16 +45,21 @@ module "function" {
   labels       = var.labels
   network      = google_compute_network.default.id
   subnetwork   = module.region[local.home].network.api_subnetwork
-  pubsub_agent = local.pubsub_agent
+  pubsub_agent = each.key == "reports" ? null : local.pubsub_agent
   models       = local._function_facts[each.key].models
   secrets      = local._function_facts[each.key].secrets
   target       = local._function_facts[each.key].target
 
+  # A run of reports takes minutes, and two at once do the same.
+  concurrency   = each.key == "reports" ? 4 : null
+  max_instances = each.key == "reports" ? 2 : null
+  timeout_s     = each.key == "reports" ? 570 : null
+
   service_account = google_service_account.functions[each.key].email
 
-  environment = merge(local.trace_settings.api, {
+  environment = merge(local.trace_settings.api, each.key == "reports" ? local.report_settings : {}, {
     PENSTOCK_DATASET     = google_bigquery_dataset.default.dataset_id
-    PENSTOCK_OBJECTS_URL = "gs://${google_storage_bucket.objects.name}"
+    PENSTOCK_OBJECTS_URL = "gs://${each.key == "reports" ? one(values(google_storage_bucket.reports)[*].name) : google_storage_bucket.objects.name}"
     PENSTOCK_PROJECT     = var.project_id
     PENSTOCK_RECORDS_URL = local.records_url
     PENSTOCK_REDIS_URL   = module.redis[local.home].url

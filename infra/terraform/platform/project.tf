@@ -10,7 +10,8 @@ locals {
   pubsub_agent = "serviceAccount:service-${local._number}@gcp-sa-pubsub.iam.gserviceaccount.com"
   services = concat(
     [
-      "artifactregistry", "bigquery", "cloudbuild", "cloudresourcemanager", "compute", "container", "containeranalysis",
+      "artifactregistry", "bigquery", "cloudbuild", "cloudresourcemanager", "cloudscheduler", "compute", "container",
+      "containeranalysis",
       "containerfilesystem", "dns", "iam", "iamcredentials", "logging", "memorystore", "monitoring", "networkconnectivity",
       "ondemandscanning", "pubsub", "run", "secretmanager", "serviceconsumermanagement", "servicenetworking",
       "serviceusage", "storage", "sts",

@@ -89,7 +89,7 @@ variable "domain" {
 }
 
 variable "functions" {
-  description = "Images of the functions behind Pub/Sub push; each exists as soon as it has one."
+  description = "Images of the functions; each exists as soon as it has one. reports: also when its daily run begins (schedule, of cron) and the billing zone (time_zone)."
   type        = any
   default     = {}
   nullable    = false

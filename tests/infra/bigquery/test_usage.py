@@ -93,7 +93,7 @@ def test_the_table_is_made_as_described_and_making_it_again_changes_nothing(
     assert [field.to_api_repr() for field in table.schema] == usage.schema()
     assert table.num_rows == 1
     assert {item.table_id for item in created.list_tables("penstock")} == {
-        *("rows", "webhook_deliveries", "worker_hours"),
+        *("anomalies", "daily_usage", "rows", "webhook_deliveries", "worker_hours"),
         *usage.views("p", "d"),
     }
     for name in usage.tables():

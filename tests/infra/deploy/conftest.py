@@ -12,7 +12,7 @@ from tests.infra.deploy.terraform import REGIONS, Plan, plan_platform
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     functions = {
         name: {"image": "registry.example.com/functions@sha256:0"}
-        for name in ("dead_letters", "webhooks")
+        for name in ("dead_letters", "reports", "webhooks")
     }
     return plan_platform(tmp_path_factory.mktemp("plan"), regions=REGIONS, functions=functions)
 

@@ -314,7 +314,12 @@ def test_release_names_its_images_by_digest_for_both_kinds_of_root(checkout: Pat
     api, functions = f"r/api@{DIGEST}", f"r/functions@{DIGEST}"
     assert given == {
         "api_image": api,
-        "images": {"api": api, "dead_letters": functions, "webhooks": functions},
+        "images": {
+            "api": api,
+            "dead_letters": functions,
+            "reports": functions,
+            "webhooks": functions,
+        },
     }
     assert f"buildx imagetools create --tag r/api:0.1.0-11112222 --tag r/api:latest {api}" in calls(
         checkout, "docker"

@@ -23,6 +23,7 @@ NEEDS = {
     # The role is on the billing account, which setup.sh has no right to.
     "google_billing_": ("billingbudgets", None),
     "google_cloud_run_v2_": ("run", "run.admin"),
+    "google_cloud_scheduler_": ("cloudscheduler", "cloudscheduler.admin"),
     "google_compute_": ("compute", "compute.admin"),
     "google_container_": ("container", "container.admin"),
     "google_iam_workload_identity_pool": ("iam", "iam.workloadIdentityPoolAdmin"),
@@ -70,7 +71,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Plan:
         batches={"instances": 1},
         budget={"billing_account": "012345-6789AB-CDEF01", "units_per_month": 100},
         domain="api.example.com",
-        functions={"dead_letters": image, "webhooks": image},
+        functions={"dead_letters": image, "reports": image, "webhooks": image},
         inboxes={"per_region": 4, "slots": 2},
         nodes={"binary_authorization": True},
         outside={"elsewhere": {"issuer": "https://oidc.example.com/1"}},

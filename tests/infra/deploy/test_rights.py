@@ -107,6 +107,39 @@ def test_two_regions_have_two_of_everything_regional(plan: Plan) -> None:
     )
 
 
+REPORTS = "serviceAccount:penstock-reports@example-project.iam.gserviceaccount.com"
+
+
+def test_reports_read_rows_and_write_only_what_is_theirs(plan: Plan) -> None:
+    of_reports = {
+        (kind, found.get("table_id") or found.get("bucket") or "", found.get("role"))
+        for kind, values in bindings(plan).items()
+        for found in values
+        if found.get("member") == REPORTS
+    }
+    # The role of the tables that it writes is our own, so its id is known only after an apply.
+    assert of_reports == {
+        ("google_project_iam_member", "", "roles/bigquery.jobUser"),
+        ("google_bigquery_table_iam_member", "rows", "roles/bigquery.dataViewer"),
+        ("google_bigquery_table_iam_member", "anomalies", None),
+        ("google_bigquery_table_iam_member", "daily_usage", None),
+        (
+            "google_storage_bucket_iam_member",
+            "example-project-penstock-reports",
+            "roles/storage.objectUser",
+        ),
+    }
+
+
+def test_nobody_else_writes_into_the_bucket_of_reports(plan: Plan) -> None:
+    members = {
+        found["member"]
+        for found in plan.of("google_storage_bucket_iam_member")
+        if found["bucket"].endswith("-reports")
+    }
+    assert members == {REPORTS}
+
+
 def test_buckets_cannot_be_public(plan: Plan) -> None:
     assert {bucket["public_access_prevention"] for bucket in plan.of("google_storage_bucket")} == {
         "enforced"

@@ -19,8 +19,9 @@ import shared.stores.records
 import shared.tracing.export
 import shared.usage.writer
 import workers.functions.dependencies
+import workers.functions.scheduled
 import workers.metrics
-from infra.monitoring.alerts import OFF_GOOGLE, alerts
+from infra.monitoring.alerts import OF_FUNCTIONS, OFF_GOOGLE, alerts
 from infra.monitoring.objectives import DEFAULT_LEAST_BAD_EVENTS, DEFAULT_TARGETS, bounds_of
 from shared.catalog import read_catalog
 from tests.infra.deploy.terraform import Plan, plan_platform
@@ -38,7 +39,7 @@ EXPORTERS = (
         shared.tracing.export,
         shared.usage.writer,
     ),
-    *(workers.functions.dependencies, workers.metrics),
+    *(workers.functions.dependencies, workers.functions.scheduled, workers.metrics),
 )
 """Imported, because that registers their metrics."""
 
@@ -77,7 +78,7 @@ def test_alerts_name_the_part_that_explains_them(plan: Plan) -> None:
 
 
 def test_alerts_off_google_name_a_part_too() -> None:
-    for alert in (*alerts(BOUNDS), *OFF_GOOGLE):
+    for alert in (*alerts(BOUNDS), *OFF_GOOGLE, *OF_FUNCTIONS):
         assert alert.anchor in ANCHORS, alert.title
 
 

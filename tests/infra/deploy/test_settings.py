@@ -126,7 +126,11 @@ def test_workers_know_and_accept_what_kubernetes_sets(
     assert served == {model.name for model in CATALOG.models}
 
 
-FUNCTIONS = {"penstock-dead-letters": "dead_letter", "penstock-webhooks": "webhook"}
+FUNCTIONS = {
+    "penstock-dead-letters": "dead_letter",
+    "penstock-reports": "reports",
+    "penstock-webhooks": "webhook",
+}
 
 
 @pytest.mark.parametrize(("service", "target"), FUNCTIONS.items())
@@ -182,7 +186,7 @@ def test_no_setting_is_misspelt_anywhere() -> None:
             )
 
 
-def test_pushes_are_made_for_their_function(plan: Plan) -> None:
+def test_calls_are_made_for_their_function(plan: Plan) -> None:
     services = {
         found["name"]: found["custom_audiences"] for found in plan.of("google_cloud_run_v2_service")
     }
@@ -191,6 +195,11 @@ def test_pushes_are_made_for_their_function(plan: Plan) -> None:
         for found in plan.of("google_pubsub_subscription")
         for push in found["push_config"]
         for token in push["oidc_token"]
+    } | {
+        token["audience"]
+        for found in plan.of("google_cloud_scheduler_job")
+        for target in found["http_target"]
+        for token in target["oidc_token"]
     }
     assert made_for == set(FUNCTIONS)
     for service in FUNCTIONS:

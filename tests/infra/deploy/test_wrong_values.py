@@ -85,6 +85,9 @@ FIRST: Wrong = {
     ],
     "functions": [
         ({"webhooks": {"image": "no tag"}}, "digest or a tag"),
+        ({"reports": {"image": "no tag"}}, "digest or a tag"),
+        ({"reports": {"image": "a:1", "time_zone": "../UTC"}}, "functions.reports.time_zone"),
+        ({"reports": {"image": "a:1", "schedule": "daily"}}, "functions.reports.schedule"),
     ],
     "gpu_hour_usd": [({"l4": -1}, "below 0")],
     "labels": [({"Team": "a"}, "lower-case"), ({"goog-a": "b"}, "goog")],

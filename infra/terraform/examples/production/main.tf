@@ -16,6 +16,7 @@ module "platform" {
   cache   = { node_type = "HIGHMEM_MEDIUM", replicas = 1 }
   functions = {
     dead_letters = contains(keys(var.images), "dead_letters") ? { image = var.images["dead_letters"] } : null
+    reports      = contains(keys(var.images), "reports") ? { image = var.images["reports"] } : null
     webhooks     = contains(keys(var.images), "webhooks") ? { image = var.images["webhooks"] } : null
   }
   # Requests beyond 8 at a time share the slots of their instance.

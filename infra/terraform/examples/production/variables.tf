@@ -23,8 +23,8 @@ variable "images" {
   nullable    = false
 
   validation {
-    condition     = length(setsubtract(keys(var.images), ["api", "dead_letters", "webhooks"])) == 0
-    error_message = "Images are those of api, dead_letters and webhooks."
+    condition     = length(setsubtract(keys(var.images), ["api", "dead_letters", "reports", "webhooks"])) == 0
+    error_message = "Images are those of api, dead_letters, reports and webhooks."
   }
 }
 

@@ -1,5 +1,5 @@
-# A function behind Pub/Sub push: it is called by one account only, and has
-# no right but those that its stage gives to its account.
+# A function behind Pub/Sub push or Cloud Scheduler: it is called by one account
+# only, and has no right but those that its stage gives to its account.
 
 locals {
   # Not its URL, which is known only when it is there: it checks this itself.
@@ -19,7 +19,7 @@ locals {
 resource "google_service_account" "invoker" {
   project      = var.project_id
   account_id   = "${var.name}-push"
-  display_name = "Pub/Sub calls ${var.name} as this account"
+  display_name = "${var.pubsub_agent == null ? "Cloud Scheduler" : "Pub/Sub"} calls ${var.name} as this account"
 }
 
 resource "google_cloud_run_v2_service" "default" {
@@ -121,9 +121,12 @@ resource "google_cloud_run_v2_service_iam_member" "invoker" {
   member   = google_service_account.invoker.member
 }
 
-# Pub/Sub signs the token of a push with the invoker's identity.
+# Pub/Sub signs the token of a push with the invoker's identity. The agent of
+# Cloud Scheduler may do so by its own role.
 resource "google_service_account_iam_member" "push" {
+  for_each = var.pubsub_agent == null ? {} : { agent = var.pubsub_agent }
+
   service_account_id = google_service_account.invoker.name
   role               = "roles/iam.serviceAccountTokenCreator"
-  member             = var.pubsub_agent
+  member             = each.value
 }

@@ -1,5 +1,5 @@
 variable "concurrency" {
-  description = "Messages that one instance handles at a time."
+  description = "Calls that one instance handles at a time."
   type        = number
   default     = 20
   nullable    = false
@@ -62,9 +62,9 @@ variable "project_id" {
 }
 
 variable "pubsub_agent" {
-  description = "IAM member of Pub/Sub's own service agent."
+  description = "IAM member of Pub/Sub's own service agent; null: no push calls the function."
   type        = string
-  nullable    = false
+  default     = null
 }
 
 variable "region" {
@@ -99,7 +99,7 @@ variable "target" {
 }
 
 variable "timeout_s" {
-  description = "Longest that one message may take; Pub/Sub waits as long."
+  description = "Longest that one call may take; Pub/Sub waits for 60 s."
   type        = number
   default     = 60
   nullable    = false

@@ -222,7 +222,12 @@ variable "functions" {
   description = "The stage's `functions`, with its types and defaults."
   type = object({
     dead_letters = optional(object({ image = string }))
-    webhooks     = optional(object({ image = string }))
+    reports = optional(object({
+      image     = string
+      schedule  = optional(string, "0 4 * * *")
+      time_zone = optional(string, "UTC")
+    }))
+    webhooks = optional(object({ image = string }))
   })
   default  = {}
   nullable = false
@@ -230,6 +235,16 @@ variable "functions" {
   validation {
     condition     = alltrue([for function in values(var.functions) : function == null ? true : can(regex("^[^@ ]+(@sha256:[0-9a-f]+|:[A-Za-z0-9._-]+)$", function.image))])
     error_message = "Images are named with a digest or a tag."
+  }
+
+  validation {
+    condition     = var.functions.reports == null ? true : can(regex("^[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+-]+){0,2}$", var.functions.reports.time_zone))
+    error_message = "functions.reports.time_zone is an IANA name, as Europe/Berlin."
+  }
+
+  validation {
+    condition     = var.functions.reports == null ? true : can(regex("^[0-9*,/-]+( [0-9A-Za-z*,/-]+){4}$", var.functions.reports.schedule))
+    error_message = "functions.reports.schedule has the five fields of cron, as \"0 4 * * *\"."
   }
 }
 

@@ -10,6 +10,7 @@ run "plans" {
     images = {
       api          = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0"
       dead_letters = "europe-west4-docker.pkg.dev/p/penstock/functions@sha256:0"
+      reports      = "europe-west4-docker.pkg.dev/p/penstock/functions@sha256:0"
       webhooks     = "europe-west4-docker.pkg.dev/p/penstock/functions@sha256:0"
     }
   }

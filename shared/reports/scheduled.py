@@ -1,0 +1,218 @@
+"""A scheduled run: sums up days, judges their hours, makes invoices and summaries.
+
+Each step replaces what an earlier run made of the same day, so a run may be repeated at any time,
+and by two at once. `penstock run-daily` and the function `reports` are the same run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+from prometheus_client import Counter
+
+from shared.errors import Unavailable
+from shared.reports.day_tables import Anomaly, DayTables
+from shared.reports.days import AGAIN_DAYS, BillingDay, hours_over, months_over
+from shared.reports.definitions import find_report
+from shared.reports.invoice import Invoice, invoices, invoices_csv
+from shared.reports.invoice_page import invoice_page
+from shared.reports.question import ask_month
+from shared.reports.runner import QUERY_LIMIT_S, ReportRunner, translated_errors
+from shared.reports.summary import Summary, as_html, as_text, keys_of, summary_of
+from shared.settings import ReportSettings
+from shared.stores.objects import ObjectStore
+from shared.usage.bigquery import open_client
+
+RUN_LIMIT_S = 500.0
+"""A day takes seconds. Cloud Scheduler waits for ten minutes."""
+PUTS_AT_ONCE = 8
+HTML = "text/html; charset=utf-8"
+
+ANOMALIES = Counter(
+    "penstock_reports_anomalies_total",
+    "Hours that were found outside their usual band, each once",
+    ["measure"],
+)
+for _measure in ("cost_usd", "errors"):
+    ANOMALIES.labels(_measure)
+
+log = logging.getLogger(__name__)
+
+
+class RunResult(NamedTuple):
+    """What a run did."""
+
+    days: Sequence[BillingDay]
+    summary: Summary | None
+    """Of the last day. None where only hours were judged."""
+    anomalies: int
+    """That no earlier run had found."""
+    objects: Sequence[str]
+    """The keys of what was written into the object store."""
+
+
+class ScheduledReports:
+    """Makes the reports of days.
+
+    Args:
+        tables: that it writes.
+        runner: asks for the invoices.
+        objects: gets invoices and summaries.
+        clock: returns the present moment. Tests replace it.
+        limit_s: how long a run may take.
+    """
+
+    def __init__(
+        self,
+        tables: DayTables,
+        runner: ReportRunner,
+        objects: ObjectStore,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        limit_s: float = RUN_LIMIT_S,
+    ) -> None:
+        self._tables = tables
+        self._runner = runner
+        self._objects = objects
+        self._clock = clock
+        self._limit_s = limit_s
+
+    async def run(self, days: Sequence[BillingDay]) -> RunResult:
+        """Does all of these days, the oldest first.
+
+        Raises:
+            Unavailable: BigQuery or the object store is out of reach, or there was not the time.
+                Days that are done stay done.
+        """
+        steps = _Steps(self._limit_s)
+        keys: list[str] = []
+        new = 0
+        for day in days:
+            limit_s = steps.left_s(f"before {day.day} was done")
+            await asyncio.to_thread(self._tables.write_usage, day, limit_s)
+            new += await self._judge(day, day.until, steps)
+            summary = await self._summarize(day, steps)
+            keys += keys_of(day.day)
+        for month in months_over(list(days), self._clock()):
+            keys += await self._invoice(month, days[-1].tz, steps)
+        _tell(summary, new)
+        return RunResult(days, summary, new, keys)
+
+    async def judge_hours(self, tz: str) -> RunResult:
+        """Judges the hours of the present day that are over.
+
+        Raises:
+            Unavailable: as for `run`.
+        """
+        day, until = hours_over(tz, self._clock())
+        new = await self._judge(day, until, _Steps(self._limit_s))
+        return RunResult([day], None, new, [])
+
+    async def _judge(self, day: BillingDay, until: datetime, steps: _Steps) -> int:
+        limit_s = steps.left_s(f"before the hours of {day.day} were judged")
+        known = {_key(one) for one in await self._anomalies(day, steps)}
+        await asyncio.to_thread(self._tables.write_anomalies, day, until, limit_s)
+        new = [one for one in await self._anomalies(day, steps) if _key(one) not in known]
+        # A backfill of last month is no news.
+        if day.until > self._clock() - timedelta(days=AGAIN_DAYS + 2):
+            for one in new:
+                ANOMALIES.labels(one.measure).inc()
+                log.warning("anomaly", extra=_facts(one))
+        return len(new)
+
+    async def _anomalies(self, day: BillingDay, steps: _Steps) -> list[Anomaly]:
+        limit_s = steps.left_s(f"before the hours of {day.day} were judged")
+        return await asyncio.to_thread(self._tables.anomalies, day.day, limit_s)
+
+    async def _summarize(self, day: BillingDay, steps: _Steps) -> Summary:
+        limit_s = steps.left_s(f"before the summary of {day.day}")
+        records = await asyncio.to_thread(self._tables.summary, day.day, limit_s)
+        summary = summary_of(day, records, await self._anomalies(day, steps))
+        page, text = keys_of(day.day)
+        await self._objects.put(page, as_html(summary).encode(), HTML)
+        await self._objects.put(text, as_text(summary).encode(), "text/plain; charset=utf-8")
+        return summary
+
+    async def _invoice(self, month: str, tz: str, steps: _Steps) -> list[str]:
+        limit_s = steps.left_s(f"before the invoices of {month}")
+        question = ask_month(month, tz)
+        result = await asyncio.to_thread(
+            self._runner.run, find_report("invoice"), question, None, limit_s
+        )
+        made = invoices(result)
+        folder = f"invoices/{month}"
+        keys = [f"{folder}/all.csv"]
+        await self._objects.put(keys[0], invoices_csv(made), "text/csv; charset=utf-8")
+        for start in range(0, len(made), PUTS_AT_ONCE):
+            steps.left_s(f"before the invoices of {month} were written")
+            some = made[start : start + PUTS_AT_ONCE]
+            await asyncio.gather(*(self._put_invoice(folder, invoice) for invoice in some))
+        return keys + [f"{folder}/{invoice.number}.html" for invoice in made]
+
+    async def _put_invoice(self, folder: str, invoice: Invoice) -> None:
+        page = invoice_page([invoice])
+        await self._objects.put(f"{folder}/{invoice.number}.html", page, HTML)
+
+
+@contextmanager
+def opened_reports(settings: ReportSettings) -> Iterator[ScheduledReports]:
+    """Scheduled reports with a BigQuery client of their own.
+
+    Raises:
+        ConfigurationError: the object store's URL is wrong.
+        Unavailable: there are no credentials.
+    """
+    objects = ObjectStore(settings.objects_url)
+    with (
+        translated_errors(),
+        closing(open_client(settings.project, settings.bigquery_endpoint)) as client,
+    ):
+        tables = DayTables(client, settings.dataset)
+        yield ScheduledReports(tables, ReportRunner(client, settings.dataset), objects)
+
+
+class _Steps:
+    """The time of a run, which its steps share."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._until_s = time.monotonic() + limit_s
+
+    def left_s(self, when: str) -> float:
+        """How long the next step may take.
+
+        Raises:
+            Unavailable: there is no time left.
+        """
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            raise Unavailable(f"{self._limit_s:g} s were over {when}")
+        return min(left_s, QUERY_LIMIT_S)
+
+
+def _key(one: Anomaly) -> tuple[object, ...]:
+    return one.hour, one.scope, one.tenant, one.measure, one.direction
+
+
+def _facts(one: Anomaly) -> dict[str, object]:
+    facts = one._asdict()
+    return facts | {"hour": one.hour.isoformat()}
+
+
+def _tell(summary: Summary, new: int) -> None:
+    facts = {
+        "subject": summary.subject,
+        "day": str(summary.day.day),
+        "cost_usd": summary.totals["cost_usd"],
+        "requests": summary.totals["requests"],
+        "errors": summary.totals["errors"],
+        "anomalies": len(summary.anomalies),
+        "new_anomalies": new,
+        "summary": keys_of(summary.day.day)[0],
+    }
+    log.info("daily summary", extra=facts)

@@ -1,0 +1,197 @@
+"""The summary of a day as a mail would have it: HTML without links or scripts, and plain text."""
+
+from __future__ import annotations
+
+import html
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from shared.reports.day_tables import Anomaly
+from shared.reports.days import BillingDay
+
+MOST_LINES = 10
+"""Tenants, models and anomalies that a summary names. The tables have the others."""
+_FIGURES = ("requests", "items", "errors", "cost_usd", "week_ago_usd", "month_usd")
+_HEADS = ("Requests", "Items", "Errors", "Charged", "Week before", "Month so far")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is told of a day."""
+
+    day: BillingDay
+    totals: Mapping[str, float]
+    """The figures of statements/summary.sql, of all tenants."""
+    tenants: Sequence[tuple[str, Mapping[str, float]]]
+    models: Sequence[tuple[str, Mapping[str, float]]]
+    anomalies: Sequence[Anomaly]
+
+    @property
+    def subject(self) -> str:
+        """One line for a mail's subject, and for the log."""
+        found = f"{len(self.anomalies)} unusual" if self.anomalies else "nothing unusual"
+        return (
+            f"Penstock {self.day.day}: {_usd(self.totals['cost_usd'])},"
+            f" {self.totals['requests']:,.0f} requests, {found}"
+        )
+
+
+def summary_of(
+    day: BillingDay, records: Iterable[Mapping[str, Any]], anomalies: Sequence[Anomaly]
+) -> Summary:
+    """Adds up the lines of statements/summary.sql.
+
+    Args:
+        day: that they are of.
+        records: by tenant and model.
+        anomalies: of the day.
+    """
+    lines = list(records)
+    ((_, totals),) = _added(lines, lambda line: "") or [("", dict.fromkeys(_ALL, 0.0))]
+    return Summary(
+        day,
+        totals,
+        _largest(_added(lines, lambda line: line["tenant"] or "(no key)")),
+        _largest(_added(lines, lambda line: line["model"] or "(none)")),
+        anomalies,
+    )
+
+
+_ALL = (*_FIGURES, "refused", "late_rows", "device_s")
+
+
+def _added(
+    lines: Iterable[Mapping[str, Any]], name_of: Callable[[Mapping[str, Any]], str]
+) -> list[tuple[str, Mapping[str, float]]]:
+    found: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(_ALL, 0.0))
+    for line in lines:
+        for figure in _ALL:
+            found[name_of(line)][figure] += line[figure] or 0
+    return sorted(found.items(), key=lambda one: (-one[1]["cost_usd"], -one[1]["requests"], one[0]))
+
+
+def _largest(
+    lines: list[tuple[str, Mapping[str, float]]],
+) -> list[tuple[str, Mapping[str, float]]]:
+    if len(lines) <= MOST_LINES:
+        return lines
+    rest = lines[MOST_LINES:]
+    others = {figure: sum(line[figure] for _, line in rest) for figure in _ALL}
+    return [*lines[:MOST_LINES], (f"{len(rest)} others", others)]
+
+
+def as_text(summary: Summary) -> str:
+    """The summary for mail programs and terminals without HTML."""
+    parts = [summary.subject, "", *_notes(summary), ""]
+    for title, lines in (("Tenants", summary.tenants), ("Models", summary.models)):
+        width = max((len(_plain(name)) for name, _ in lines), default=0)
+        width = max(width, len(title), len("All"))
+        parts.append(f"{title:<{width}}" + "".join(f"{head:>14}" for head in _HEADS))
+        parts += [
+            f"{_plain(name):<{width}}" + "".join(f"{cell:>14}" for cell in _cells(line))
+            for name, line in (*lines, ("All", summary.totals))
+        ]
+        parts.append("")
+    parts.append("Outside the usual band of their hour:" if summary.anomalies else "")
+    parts += [f"- {_plain(line)}" for line in _anomalies(summary)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def as_html(summary: Summary) -> str:
+    """The summary as a mail's HTML: styles within, as mail programs drop others."""
+    subject = html.escape(summary.subject)
+    notes = "".join(f'<p style="margin:0 0 8px">{html.escape(one)}</p>' for one in _notes(summary))
+    tables = "".join(
+        _table(title, lines, summary.totals)
+        for title, lines in (("Tenants", summary.tenants), ("Models", summary.models))
+    )
+    unusual = "".join(f"<li>{html.escape(one)}</li>" for one in _anomalies(summary))
+    if unusual:
+        unusual = f'<h2 style="{_H2}">Outside the usual band of their hour</h2><ul>{unusual}</ul>'
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{subject}</title></head>"
+        '<body style="margin:0;padding:16px;background:#fff;color:#1a1a1a;'
+        'font:15px/1.5 system-ui,sans-serif"><main style="max-width:720px;margin:0 auto">'
+        f'<h1 style="font-size:20px;margin:0 0 12px">{subject}</h1>'
+        f"{notes}{unusual}{tables}</main></body></html>\n"
+    )
+
+
+_H2 = "font-size:16px;margin:20px 0 6px"
+_CELL = "padding:4px 8px;border-bottom:1px solid #ddd;"
+
+
+def _table(
+    title: str, lines: Sequence[tuple[str, Mapping[str, float]]], totals: Mapping[str, float]
+) -> str:
+    heads = "".join(
+        f'<th scope="col" style="{_CELL}text-align:right">{head}</th>' for head in _HEADS
+    )
+    rows = "".join(
+        f'<tr><th scope="row" style="{_CELL}text-align:left">{html.escape(name)}</th>'
+        + "".join(f'<td style="{_CELL}text-align:right">{cell}</td>' for cell in _cells(line))
+        + "</tr>"
+        for name, line in (*lines, ("All", totals))
+    )
+    return (
+        f'<h2 style="{_H2}">{title}</h2><div style="overflow-x:auto">'
+        '<table style="border-collapse:collapse;font-size:14px;width:100%">'
+        f'<thead><tr><td style="{_CELL}"></td>{heads}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _notes(summary: Summary) -> list[str]:
+    totals = summary.totals
+    notes = [f"The day is that of {summary.day.tz}."]
+    if totals["refused"]:
+        notes.append(f"{totals['refused']:,.0f} requests were refused.")
+    if totals["late_rows"]:
+        notes.append(f"{totals['late_rows']:,.0f} items were answered after the day had ended.")
+    return notes
+
+
+def _anomalies(summary: Summary) -> list[str]:
+    zone = ZoneInfo(summary.day.tz)
+    lines = []
+    for one in summary.anomalies[:MOST_LINES]:
+        shown = _usd if one.measure == "cost_usd" else "{:,.0f}".format
+        what = "charges" if one.measure == "cost_usd" else "errors"
+        who = "all tenants" if one.scope == "all" else one.tenant
+        lines.append(
+            f"{one.hour.astimezone(zone):%H:%M} {who}: {what} of {shown(one.value)}, usually"
+            f" {shown(one.low)} to {shown(one.high)}"
+        )
+    if more := len(summary.anomalies) - MOST_LINES:
+        lines += [f"{more} more in the table anomalies"] if more > 0 else []
+    return lines
+
+
+def _cells(line: Mapping[str, float]) -> list[str]:
+    return [_cell(name, line[name]) for name in _FIGURES]
+
+
+def _cell(name: str, value: float) -> str:
+    if name == "week_ago_usd" and not value:  # or nobody summed that day up
+        return "-"
+    return _usd(value) if name.endswith("_usd") else f"{value:,.0f}"
+
+
+def _usd(value: float) -> str:
+    return f"${value:,.2f}" if value >= 1 or not value else f"${value:.4f}"
+
+
+def _plain(text: str) -> str:
+    """A name on one line of text. Names come from others."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def keys_of(day: date) -> tuple[str, str]:
+    """Where the HTML and the text of a day are in the object store."""
+    return f"summaries/{day}.html", f"summaries/{day}.txt"

@@ -1,0 +1,94 @@
+"""The function behind Cloud Scheduler, as functions-framework runs it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+from google.cloud import bigquery
+
+from infra.local.process import answers, free_port
+from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
+from tests.workers.functions.conftest import functions_process
+from tests.workers.functions.tokens import Issuer
+
+YESTERDAY = (datetime.now(UTC) - timedelta(days=1)).date()
+
+
+@pytest.fixture
+def url(functions_port: int, table: bigquery.Client) -> str:
+    """With the tables that it writes."""
+    return f"http://127.0.0.1:{functions_port}/reports"
+
+
+async def call(url: str, body: object, **headers: str) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=WAIT_LIMIT_S) as client:
+        return await client.post(url, json=body, headers=headers)
+
+
+async def test_call_does_the_last_days(url: str) -> None:
+    answer = await call(url, {})
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    assert (len(told["days"]), told["days"][-1]) == (4, str(YESTERDAY))
+    assert told["subject"].startswith(f"Penstock {YESTERDAY}: $")
+
+
+async def test_backfill_and_hours(url: str) -> None:
+    day = str(YESTERDAY - timedelta(days=30))
+    backfill = await call(url, {"from": day, "to": day})
+    assert backfill.json()["days"] == [day]
+    hours = await call(url, {"only": "anomalies"})
+    assert (hours.status_code, hours.json()["objects"]) == (200, 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"from": "2020-01-01", "to": "2020-12-31"}, "from: 366 days are more than 31"),
+        ({"to": "9998-01-01"}, "to: 9998-01-01 is not over yet"),
+        ({"since": "2026-10-01"}, "since: there is no such field"),
+        ({"only": "invoices"}, "only: is anomalies"),
+        ({"only": "anomalies", "from": "2026-10-01"}, "only: is anomalies"),
+        ([], "the body is no object"),
+        ("x" * 5000, "larger than 4096 bytes"),
+    ],
+)
+async def test_wrong_bodies_are_refused_by_name(url: str, body: object, reason: str) -> None:
+    answer = await call(url, body)
+    assert (answer.status_code, reason in answer.text) == (400, True), answer.text
+
+
+async def test_body_that_is_no_json_is_refused(url: str) -> None:
+    async with httpx.AsyncClient(timeout=WAIT_LIMIT_S) as client:
+        answer = await client.post(url, content=b"{")
+    assert (answer.status_code, "no JSON" in answer.text) == (400, True)
+
+
+async def test_only_the_scheduler_may_call(issuer: Issuer, guarded_url: str) -> None:
+    body = {"to": "9998-01-01"}
+    nobody = await call(f"{guarded_url}/reports", body)
+    token = f"Bearer {Issuer().token()}"
+    other = await call(f"{guarded_url}/reports", body, authorization=token)
+    ours = await call(f"{guarded_url}/reports", body, authorization=f"Bearer {issuer.token()}")
+    # Its body is of no use: only who calls was in question.
+    assert [answer.status_code for answer in (nobody, other, ours)] == [401, 401, 400]
+
+
+async def test_call_comes_again_while_bigquery_is_away(
+    functions_settings: dict[str, str], tmp_path: Path
+) -> None:
+    port = free_port()
+    settings = functions_settings | {
+        "PENSTOCK_BIGQUERY_ENDPOINT": f"http://127.0.0.1:{free_port()}",
+        "PENSTOCK_OBJECTS_URL": f"file://{tmp_path / 'objects'}",
+    }
+    with functions_process(settings, "reports", port, tmp_path) as process:
+        process.wait_ready(lambda: answers(port, "/"), START_LIMIT_S)
+        answer = await call(f"http://127.0.0.1:{port}/", {})
+        async with httpx.AsyncClient(timeout=WAIT_LIMIT_S) as client:
+            metrics = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+    assert (answer.status_code, "BigQuery" in answer.text) == (503, True), answer.text
+    assert 'penstock_reports_runs_total{outcome="failed",run="daily"} 1.0' in metrics
