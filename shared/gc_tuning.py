@@ -11,11 +11,15 @@ The default of 700 means several looks in each request.
 """
 
 
-def settle_heap() -> None:
+def settle_heap(*, grows_by_millions: bool = False) -> None:
     """Excludes all objects of the startup from later collections, and makes collections rarer.
 
     Modules and long-lived objects would cost milliseconds in each collection.
+
+    Args:
+        grows_by_millions: whether millions of objects may come and stay. They are then looked at
+            in smaller portions (400,000 take 0.1 s), and all together hardly ever.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 20, 20)
+    gc.set_threshold(YOUNG_OBJECTS, *((2, 1000) if grows_by_millions else (20, 20)))

@@ -86,7 +86,7 @@ async def _serve_until_signal(options: argparse.Namespace) -> None:
         if server.rest_endpoint:
             sys.stdout.write(f"Pub/Sub REST listening on {server.rest_endpoint}\n")
         sys.stdout.flush()
-        settle_heap()
+        settle_heap(grows_by_millions=True)
         await stop.wait()
 
 

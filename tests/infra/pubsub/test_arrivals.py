@@ -1,17 +1,19 @@
 """What a publish brings: after its answer, after its commit, and a slice at a time."""
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from infra.emulators.pubsub.protocols import slices
+from infra.emulators.pubsub.protocols import delivery_order, slices
 from infra.emulators.pubsub.protocols.methods import Answer, unary_methods
 from infra.emulators.pubsub.protos import message_class
 from infra.emulators.pubsub.server import PubsubServer, serve
 from infra.emulators.pubsub.state.consumers import Consumer
+from infra.emulators.pubsub.state.topic import STEP_SINKS
 from infra.emulators.pubsub.storage.database import Database
 from tests.infra.pubsub.wire import TOPIC, Wire, connect, until
 
@@ -19,9 +21,22 @@ SUBSCRIPTION = "projects/p/subscriptions/one"
 pytestmark = pytest.mark.anyio
 
 
-class NeverCancelled:
+@dataclass(frozen=True)
+class Caller:
+    """Who makes a call: what it says of itself in `x-goog-api-client`, and nothing if empty."""
+
+    library: str = ""
+
     def time_remaining(self) -> float | None:
         return None
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        named = [("x-goog-api-client", self.library)] if self.library else []
+        return [("user-agent", "any"), *named]
+
+
+PYTHON = Caller("gl-python/3.11.7 grpc/1.85.1 gax/2.25.1 gapic/2.44.0")
+NODE = Caller("gl-node/20.20.2 gax/5.0.6 grpc/1.14.0 gccl/5.3.1")
 
 
 def answer_of(server: PubsubServer, name: str) -> Answer:
@@ -38,8 +53,16 @@ def unacked(server: PubsubServer, path: str = SUBSCRIPTION) -> int:
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
-async def test_publish_is_answered_before_anybody_is_woken_for_it(
-    is_kept: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("caller", "order"),
+    [
+        (PYTHON, ["answered", "woken"]),
+        (NODE, ["answered", "woken"]),
+        (Caller(), ["woken", "answered"]),
+    ],
+)
+async def test_libraries_of_google_are_answered_before_anybody_is_woken(
+    is_kept: bool, caller: Caller, order: list[str], tmp_path: Path
 ) -> None:
     async with (
         serve(data_dir=tmp_path if is_kept else None) as server,
@@ -55,13 +78,32 @@ async def test_publish_is_answered_before_anybody_is_woken_for_it(
         publish = answer_of(server, "Publish")
 
         async def published() -> None:
-            await publish(publish_request("a"), NeverCancelled())
+            await publish(publish_request("a"), caller)
             events.append("answered")
 
         await published()
         await until(lambda: "woken" in events)
-        assert events == ["answered", "woken"]
+        assert events == order
         assert len(backlog.take(consumer)) == 1
+
+
+async def test_node_has_a_pause_to_see_the_end_of_its_publish(
+    wire: Wire, server: PubsubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await wire.subscription(SUBSCRIPTION, TOPIC)
+    backlog = server.broker.registry.subscriptions[SUBSCRIPTION].backlog
+    publish = answer_of(server, "Publish")
+    monkeypatch.setattr(delivery_order, "NODE_PAUSE_S", 3600.0)
+    await publish(publish_request("later"), NODE)
+    monkeypatch.undo()
+    # One after another over the same loop: what comes at once is there before the last of these.
+    await publish(publish_request("now"), PYTHON)
+    await wire.publish(TOPIC, "and now")
+    taken = backlog.take(Consumer(lambda: None, 10.0))
+    assert [each.message.proto.data for each in taken] == [b"now", b"and now"]
+    await publish(publish_request("soon"), NODE)
+    consumer = Consumer(lambda: None, 10.0)
+    await until(lambda: backlog.take(consumer) != [])
 
 
 async def test_nobody_gets_what_is_not_committed(
@@ -93,7 +135,7 @@ async def test_what_a_caller_published_before_it_gave_up_comes_all_the_same(
         await wire.topic(TOPIC)
         await wire.subscription(SUBSCRIPTION, TOPIC)
         publish = answer_of(server, "Publish")
-        task = asyncio.ensure_future(publish(publish_request("a"), NeverCancelled()))
+        task = asyncio.ensure_future(publish(publish_request("a"), Caller()))
         await until(lambda: unacked(server) == 1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -147,6 +189,36 @@ async def test_other_calls_are_answered_while_a_publish_reaches_many_subscriptio
             b"%d" % each for each in range(len(pulled.received_messages))
         ]
         assert pulled.received_messages
+
+
+async def test_subscription_that_is_deleted_during_a_publish_gets_nothing_more(
+    wire: Wire, server: PubsubServer
+) -> None:
+    registry = server.broker.registry
+    for number in range(3 * STEP_SINKS):
+        await wire.subscription(f"projects/p/subscriptions/sub{number}", TOPIC)
+    last = registry.subscriptions[f"projects/p/subscriptions/sub{3 * STEP_SINKS - 1}"]
+    publishing = server.broker.topics.begin_publish(publish_request("a"))
+    steps = publishing.take_in()
+    next(steps)
+    server.broker.call(
+        "DeleteSubscription", message_class("DeleteSubscriptionRequest")(subscription=last.path)
+    )
+    assert list(steps) != []
+    assert last.backlog.messages == []
+    assert {unacked(server, path) for path in registry.subscriptions} == {1}
+
+
+async def test_publish_that_is_closed_before_its_end_leaves_nothing(
+    wire: Wire, server: PubsubServer
+) -> None:
+    registry = server.broker.registry
+    for number in range(2 * STEP_SINKS):
+        await wire.subscription(f"projects/p/subscriptions/sub{number}", TOPIC)
+    steps = server.broker.topics.begin_publish(publish_request("a", "b")).take_in()
+    next(steps)
+    steps.close()
+    assert {unacked(server, path) for path in registry.subscriptions} == {0}
 
 
 @pytest.mark.parametrize("filters", ["", 'attributes:"k"'])

@@ -1,12 +1,12 @@
 """One Publish call on the broker's state: checked as a whole, taken in at once or by steps."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from infra.emulators.pubsub.protos import message_class
 from infra.emulators.pubsub.state.arrivals import Arrivals
 from infra.emulators.pubsub.state.message import DELIVERY_COST_BYTES
-from infra.emulators.pubsub.state.registry import Registry
+from infra.emulators.pubsub.state.registry import Registry, copy_of
 
 _PublishResponse = message_class("PublishResponse")
 
@@ -29,34 +29,42 @@ class Publishing:
         deliveries = len(request.messages) * self._topic.reach
         registry.storage.admit(cost_bytes + deliveries * DELIVERY_COST_BYTES)
         self._messages = request.messages
-        self._message_ids: list[str] = []
+        self.message_ids: list[str] = []
         self._arrivals = Arrivals()
 
     @property
     def response(self) -> Any:
         """The `PublishResponse`, when all messages are in."""
-        return _PublishResponse(message_ids=self._message_ids)
+        return _PublishResponse(message_ids=self.message_ids)
 
-    def take_in(self) -> Iterator[None]:
-        """Take the messages in, one at each step.
+    def take_in(self) -> Generator[None]:
+        """Take the messages in, by steps. Closed before the last, it takes all back.
 
         Raises:
             ResourceExhausted: so many subscriptions get them that they take too much memory.
         """
-        taking = self._registry.publish(self._topic, self._messages, self._arrivals)
-        for message_id in taking:
-            self._registry.journal.offered(message_id)
-            self._message_ids.append(message_id)
-            if len(self._message_ids) > 1:
-                # What subscriptions with a filter add was not admitted yet.
-                self._registry.storage.admit(0)
-            yield
+        now_s = self._registry.timers.now_s()
+        is_alone = len(self._messages) == 1
+        try:
+            for received in self._messages:
+                # A message keeps the whole request's memory alive, so one of many is copied out.
+                message = received if is_alone else copy_of(received)
+                steps = self._registry.publish(self._topic, message, now_s, self._arrivals)
+                self._registry.journal.offered(message.message_id)
+                self.message_ids.append(message.message_id)
+                yield from steps
+                if not is_alone:
+                    # What subscriptions with a filter add was not admitted yet.
+                    self._registry.storage.admit(0)
+                    yield
+        except BaseException:
+            self._withdraw()
+            raise
 
     def let_out(self) -> Iterator[None]:
-        """Let the subscribers have the messages, one subscription at each step."""
+        """Let the subscribers have the messages, a step between two subscriptions."""
         return self._arrivals.let_out()
 
-    def withdraw(self) -> None:
-        """Take back what was taken in: this publish failed."""
-        self._registry.withdraw(set(map(int, self._message_ids)))
+    def _withdraw(self) -> None:
+        self._registry.withdraw(set(map(int, self.message_ids)))
         self._arrivals.forget()

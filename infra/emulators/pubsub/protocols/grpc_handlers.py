@@ -11,7 +11,7 @@ from google.rpc import status_pb2
 from infra.emulators.pubsub.calls.broker import Broker
 from infra.emulators.pubsub.errors import InvalidArgument, PubsubError
 from infra.emulators.pubsub.protocols.error_details import FAILED, error_info
-from infra.emulators.pubsub.protocols.methods import SUBSCRIBER, Method, unary_methods
+from infra.emulators.pubsub.protocols.methods import SUBSCRIBER, unary_methods
 from infra.emulators.pubsub.protos import message_class
 from infra.emulators.pubsub.streaming import streaming_pull
 
@@ -33,7 +33,7 @@ def service_handlers(broker: Broker) -> "list[grpc.GenericRpcHandler[Any, Any]]"
     services: dict[str, dict[str, Any]] = {}
     for method in unary_methods(broker):
         services.setdefault(method.service, {})[method.name] = grpc.unary_unary_rpc_method_handler(
-            _refusing(_answering(method))
+            _refusing(method.answer, method.request)
         )
     services[SUBSCRIBER]["StreamingPull"] = grpc.stream_stream_rpc_method_handler(
         _refusing(handle_streaming_pull),
@@ -43,13 +43,6 @@ def service_handlers(broker: Broker) -> "list[grpc.GenericRpcHandler[Any, Any]]"
         grpc.method_handlers_generic_handler(service, handlers)
         for service, handlers in services.items()
     ]
-
-
-def _answering(method: Method) -> Handle:
-    async def answering(data: bytes, context: Any) -> bytes:
-        return await method.answer(_parsed(method.request, data), context)
-
-    return answering
 
 
 def _parsed(request: Any, data: bytes) -> Any:
@@ -63,12 +56,12 @@ def _parsed(request: Any, data: bytes) -> Any:
         ) from error
 
 
-def _refusing(handle: Handle) -> Handle:
-    """Turn a refusal into the status of the call."""
+def _refusing(handle: Handle, kind: Any = None) -> Handle:
+    """Turn a refusal into the status of the call. With the class of a request, it is parsed."""
 
     async def refusing(request: Any, context: Any) -> Any:
         try:
-            return await handle(request, context)
+            return await handle(_parsed(kind, request) if kind else request, context)
         except PubsubError as error:
             code = grpc.StatusCode[error.status]
             await context.abort(code, str(error), trailing_metadata=_details(error, code))

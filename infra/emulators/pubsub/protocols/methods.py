@@ -4,17 +4,20 @@ The gRPC server and the REST server both answer from this table.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from infra.emulators.pubsub.calls.broker import Broker
 from infra.emulators.pubsub.calls.publishing import Publishing
-from infra.emulators.pubsub.protocols.slices import run_on, run_slice
+from infra.emulators.pubsub.protocols.delivery_order import pause_before_delivery_s
+from infra.emulators.pubsub.protocols.slices import run_later, run_on, run_slice
 from infra.emulators.pubsub.protos import message_class
 from infra.emulators.pubsub.schemas.definition import Definition
 from infra.emulators.pubsub.state.journal import ChangeJournal
+from infra.emulators.pubsub.state.schema import MessageCheck
 from infra.emulators.pubsub.streaming import pull
 
 PUBLISHER = "google.pubsub.v1.Publisher"
@@ -106,6 +109,9 @@ class Call(Protocol):
     def time_remaining(self) -> float | None:
         """Seconds until the caller gives up. None if it never does."""
 
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """The headers, their names in lower case."""
+
 
 Answer = Callable[[Any, Call], Awaitable[bytes]]
 
@@ -145,40 +151,53 @@ def unary_methods(broker: Broker) -> list[Method]:
 
 def _publish(broker: Broker) -> Answer:
     async def publish(request: Any, call: Call) -> bytes:
-        broker.journal.admit()
-        publishing = await _begin_publish(broker, request)
-        await _take_in(publishing, broker.journal)
+        journal = broker.journal
+        journal.admit()
+        check = broker.topics.message_check(request)
+        if check is None:
+            publishing = broker.topics.begin_publish(request)
+        else:
+            publishing = await _begin_checked_publish(broker, request, check)
+        steps = publishing.take_in()
+        if not run_slice(steps):
+            await _take_in_the_rest(steps, journal)
         response = _serialize(publishing.response)
-        # After the answer. A subscriber may be the publisher, who can't know the message before.
-        broker.journal.after_commit(partial(run_on, publishing.let_out()))
-        await broker.journal.committed()
+        pause_s = pause_before_delivery_s(call.invocation_metadata())
+        let_out = partial(run_on, publishing.let_out())
+        # By the journal, since a caller that gives up must leave nothing behind that is stuck.
+        if pause_s is None:
+            journal.at_commit(let_out)
+        elif pause_s == 0:
+            journal.after_commit(let_out)
+        else:
+            journal.after_commit(partial(run_later, pause_s, let_out))
+        await journal.committed()
+        if pause_s is None and len(publishing.message_ids) == 1:
+            # Lets the woken stream write first: its reader is what somebody waits for. Costs
+            # nothing under load, where publishers send many at a time.
+            await asyncio.sleep(0)
         return response
 
     return publish
 
 
-async def _begin_publish(broker: Broker, request: Any) -> Publishing:
-    check = broker.topics.message_check(request)
-    if check is None:
-        return broker.topics.begin_publish(request)
+async def _begin_checked_publish(broker: Broker, request: Any, check: MessageCheck) -> Publishing:
     # Others are answered meanwhile: few bytes may take a second.
     messages = [message.data for message in request.messages]
     revision_ids = await asyncio.to_thread(check.run, messages)
     return broker.topics.begin_checked_publish(request, check, revision_ids)
 
 
-async def _take_in(publishing: Publishing, journal: ChangeJournal) -> None:
-    steps = publishing.take_in()
-    try:
-        while not run_slice(steps):
+async def _take_in_the_rest(steps: Generator[None], journal: ChangeJournal) -> None:
+    # Closed also when the caller gives up: nothing else would let out or remove what is in.
+    with closing(steps):
+        is_through = False
+        while not is_through:
             # Many subscriptions get many messages. A slice is also as much as one commit may have,
             # because every other publish waits for it.
             await journal.committed()
             await asyncio.sleep(0)
-    except BaseException:
-        # Also when the caller gives up: nothing else would let out or remove what is in.
-        publishing.withdraw()
-        raise
+            is_through = run_slice(steps)
 
 
 def _with_definition(broker: Broker, name: str) -> Answer:

@@ -62,8 +62,14 @@ def rest_app(broker: Broker) -> ASGIApp:
 class _Call:
     """A caller over HTTP does not say how long it waits."""
 
+    def __init__(self, http: Request) -> None:
+        self._http = http
+
     def time_remaining(self) -> float | None:
         return None
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return self._http.headers.items()
 
 
 async def _answer(methods: Mapping[str, Method], http: Request) -> Response:
@@ -100,8 +106,8 @@ async def _body(http: Request) -> bytes:
 async def _until_hung_up(method: Method, request: Any, http: Request) -> bytes:
     """Answer a call. A pull that nobody waits for any more must take no messages."""
     if method.name != "Pull":
-        return await method.answer(request, _Call())
-    answer = asyncio.ensure_future(method.answer(request, _Call()))
+        return await method.answer(request, _Call(http))
+    answer = asyncio.ensure_future(method.answer(request, _Call(http)))
     hung_up = asyncio.ensure_future(_hung_up(http))
     try:
         await asyncio.wait((answer, hung_up), return_when=asyncio.FIRST_COMPLETED)

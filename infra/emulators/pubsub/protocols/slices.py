@@ -2,16 +2,21 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-SLICE_S = 0.01
-"""What one slice may take."""
+SLICE_S = 0.002
+"""What one slice may take. Another call needs about ten turns of the loop, a slice in each."""
 
 
 def run_slice(steps: Iterator[None]) -> bool:
     """Run steps for a slice of time. Returns whether they are through."""
     until_s = time.monotonic() + SLICE_S
     return all(time.monotonic() <= until_s for _ in steps)
+
+
+def run_later(pause_s: float, act: Callable[[], None]) -> None:
+    """Act after a pause."""
+    asyncio.get_running_loop().call_later(pause_s, act)
 
 
 def run_on(steps: Iterator[None]) -> None:

@@ -34,9 +34,10 @@ class Arrivals:
         self._waiting.clear()
 
     def let_out(self) -> Iterator[None]:
-        """Let all out, one subscription at each step."""
+        """Let all out, a step between two subscriptions."""
         while self._waiting:
             queue, deliveries = self._waiting.popitem()
             for delivery in deliveries:
                 queue.let_out(delivery)
-            yield
+            if self._waiting:
+                yield

@@ -110,12 +110,13 @@ class Backlog:
             At most `max_messages`, oldest first. Empty if nothing is available. Then the consumer
             is woken when that changes.
         """
-        share = self.consumers.share(consumer, len(self._queue.ready))
+        queue = self._queue
+        share = self.consumers.share(consumer, len(queue.ready))
         taken: list[Delivery] = []
         size_bytes = 0
         due_s = self._timers.now_s() + consumer.ack_deadline_s
         while len(taken) < max_messages and consumer.has_room:
-            delivery = self._queue.next_for(consumer, share)
+            delivery = queue.next_for(consumer, share)
             if delivery is None:
                 break
             size_bytes += delivery.message.size_bytes
@@ -125,7 +126,7 @@ class Backlog:
             taken.append(delivery)
         if not taken:
             self.consumers.wait(consumer)
-        self.consumers.offer(len(self._queue.ready))
+        self.consumers.offer(len(queue.ready))
         return taken
 
     def _hand_out(self, delivery: Delivery, consumer: Consumer, due_s: float) -> bool:
@@ -261,8 +262,8 @@ class Backlog:
         self.consumers.gave_back(delivery, len(self._queue.ready))
 
     def _remove(self, delivery: Delivery) -> None:
-        # Out of what is ready before its lease ends: that tells consumers how much there is.
-        self._queue.ready.pop(delivery.number, None)
+        if delivery.state is not State.LEASED:
+            self._queue.ready.pop(delivery.number, None)
         self._end_lease(delivery)
         self._journal.release(delivery.message, self._holder)
         self._queue.remove(delivery)

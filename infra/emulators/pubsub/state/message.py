@@ -48,8 +48,11 @@ class Storage:
 
 def cost_of(proto: PubsubMessage) -> int:
     """The bytes of memory that a message takes, without those who hold it."""
-    size_bytes: int = proto.ByteSize()
-    return size_bytes + MESSAGE_COST_BYTES + ATTRIBUTE_COST_BYTES * len(proto.attributes)
+    return _cost_of(proto.ByteSize(), len(proto.attributes))
+
+
+def _cost_of(size_bytes: int, attributes: int) -> int:
+    return size_bytes + MESSAGE_COST_BYTES + ATTRIBUTE_COST_BYTES * attributes
 
 
 class StoredMessage:
@@ -79,7 +82,7 @@ class StoredMessage:
         self.ordering_key: str = proto.ordering_key
         self.size_bytes: int = proto.ByteSize()
         self.storage = storage
-        self.cost_bytes = cost_of(proto)
+        self.cost_bytes = _cost_of(self.size_bytes, len(self.attributes))
         storage.held_bytes += self.cost_bytes
 
     def __del__(self) -> None:

@@ -68,10 +68,11 @@ class DeliveryQueue:
 
     def next_for(self, consumer: Consumer, share: int) -> Delivery | None:
         """The next for a consumer: of its keys first, then of its share of what is ready."""
-        following = self._following(consumer)
-        if following is not None or share <= 0 or not self.ready:
-            return following
-        return next(iter(self.ready.values()))
+        if consumer.keys:
+            following = self._following(consumer)
+            if following is not None:
+                return following
+        return next(iter(self.ready.values())) if share > 0 and self.ready else None
 
     def took(self, delivery: Delivery, consumer: Consumer | None) -> bool:
         """Note that a delivery was leased. Returns whether anybody might have taken it."""
@@ -89,8 +90,7 @@ class DeliveryQueue:
         return self._lines.of(delivery).give_back(delivery)
 
     def remove(self, delivery: Delivery) -> None:
-        """Take a delivery out, for good. The next of its key may go."""
-        self.ready.pop(delivery.number, None)
+        """Take a delivery out that is not ready, for good. The next of its key may go."""
         del self.deliveries[delivery.number]
         delivery.state = State.SETTLED
         if self._is_ordered(delivery.message):
@@ -126,7 +126,7 @@ class DeliveryQueue:
             self._consumers.follow(line.owner)
 
     def _is_ordered(self, message: StoredMessage) -> bool:
-        return self._owner.settings.is_ordered and bool(message.ordering_key)
+        return bool(message.ordering_key) and self._owner.settings.is_ordered
 
     def _make_ready(self, delivery: Delivery) -> None:
         delivery.timer = None

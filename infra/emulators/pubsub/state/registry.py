@@ -3,7 +3,7 @@
 The calls of the API are in the package `calls`, which shares this registry.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable
 from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
@@ -82,32 +82,24 @@ class Registry:
         return look_up(path)
 
     def publish(
-        self, topic: Topic, messages: Sequence[PubsubMessage], arrivals: Arrivals | None = None
-    ) -> Iterator[str]:
-        """Give checked messages ids and a time and publish them, one at each step.
+        self, topic: Topic, message: PubsubMessage, now_s: float, arrivals: Arrivals | None = None
+    ) -> Iterable[None]:
+        """Give a checked message an id and a time, which it has at once, and publish it by steps.
 
         Args:
             topic: where to.
-            messages: what to publish.
-            arrivals: what lets them out later. None: subscribers may have them at once.
-
-        Yields:
-            The id of each.
+            message: what to publish. It belongs to the registry from now on.
+            now_s: its time, in seconds since the epoch.
+            arrivals: what lets it out later. None: subscribers may have it at once.
         """
-        now_s = self.timers.now_s()
         seconds = int(now_s)
-        nanos = int((now_s - seconds) * 1e6) * 1000
-        for received in messages:
-            # A message keeps the whole request's memory alive, so one of many is copied out.
-            message = received if len(messages) == 1 else _copy(received)
-            sequence = self.next_sequence()
-            message.message_id = str(sequence)
-            message.publish_time.seconds = seconds
-            message.publish_time.nanos = nanos
-            stored = StoredMessage(message, sequence, now_s, self.storage)
-            self.journal.keep(stored)
-            topic.deliver(stored, arrivals)
-            yield message.message_id
+        sequence = self.next_sequence()
+        message.message_id = str(sequence)
+        message.publish_time.seconds = seconds
+        message.publish_time.nanos = int((now_s - seconds) * 1e6) * 1000
+        stored = StoredMessage(message, sequence, now_s, self.storage)
+        self.journal.keep(stored)
+        return topic.deliver(stored, arrivals)
 
     def forward_dead_letter(self, subscription: SubscriptionState, delivery: Delivery) -> bool:
         """Publish a message to the dead-letter topic, with the attributes that the service adds.
@@ -120,7 +112,7 @@ class Registry:
         topic = self.topics.get(subscription.settings.dead_letter_topic)
         if topic is None:
             return False
-        letter = _copy(delivery.message.proto)
+        letter = copy_of(delivery.message.proto)
         _, project_id, _, subscription_id = subscription.path.split("/")
         published = datetime.fromtimestamp(delivery.message.published_s, UTC)
         letter.attributes["CloudPubSubDeadLetterSourceDeliveryCount"] = str(delivery.attempts)
@@ -129,7 +121,7 @@ class Registry:
         letter.attributes["CloudPubSubDeadLetterSourceTopicPublishTime"] = published.isoformat(
             timespec="milliseconds"
         )
-        for _ in self.publish(topic, [letter]):
+        for _ in self.publish(topic, letter, self.timers.now_s()):
             pass
         return True
 
@@ -180,7 +172,8 @@ def _look_up(resources: dict[str, Resource], path: str, kind: str) -> Resource:
         raise resource_not_found(path) from None
 
 
-def _copy(message: PubsubMessage) -> PubsubMessage:
+def copy_of(message: PubsubMessage) -> PubsubMessage:
+    """Return a message of the same content."""
     copy = PubsubMessage()
     copy.CopyFrom(message)
     return copy

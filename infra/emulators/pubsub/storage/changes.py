@@ -23,8 +23,10 @@ class Changes:
         """By message sequence and holder."""
         self.offered: set[int] = set()
         """Sequences whose publishers wait for the outcome."""
+        self.at_once: list[Callable[[], None]] = []
+        """What is to be done when this is written, before those who wait go on."""
         self.afterwards: list[Callable[[], None]] = []
-        """What is to be done when this is written."""
+        """What is to be done after they went on."""
         self.size_bytes = 0
         self.error = ""
         self._settled = asyncio.Event()
@@ -52,6 +54,7 @@ class Changes:
         both.held = self.held | later.held
         both.dropped = set(self.dropped)
         both.offered = self.offered | later.offered
+        both.at_once = self.at_once + later.at_once
         both.afterwards = self.afterwards + later.afterwards
         for sequence, data in (*self.messages.items(), *later.messages.items()):
             both.keep(sequence, data)

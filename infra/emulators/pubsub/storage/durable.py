@@ -102,6 +102,11 @@ class DurableJournal(ChangeJournal):
         if changes.error:
             raise _unavailable(changes.error)
 
+    def at_commit(self, act: Callable[[], None]) -> None:
+        """Act once all that was noted so far is in the file, before those who wait for it."""
+        self._pending.at_once.append(act)
+        self._due.set()
+
     def after_commit(self, act: Callable[[], None]) -> None:
         """Act once all that was noted so far is in the file, after those who wait for it."""
         self._pending.afterwards.append(act)
@@ -171,6 +176,8 @@ class DurableJournal(ChangeJournal):
                 await in_thread(partial(self._database.write, self._writing))
             finally:
                 hung.cancel()
+        for act in self._writing.at_once:
+            act()
         self._writing.settle()
         for act in self._writing.afterwards:
             # Behind those who were woken just now.
