@@ -183,6 +183,11 @@ def test_rows_decide_where_no_answer_came(ending: str) -> None:
     assert "wrong tenant" in kinds(compared([told], [row(0, tenant="b")]))
 
 
+def test_caller_without_a_known_tenant_has_that_of_its_rows() -> None:
+    found = compared([line(0, tenant="", key_id="")], [row(0)])
+    assert found.differences == []
+
+
 def test_request_that_was_never_sent_has_no_row() -> None:
     told = line(0, ending="unconnected", status=0, tokens=None, cost_usd=None)
     assert "row too many" in kinds(compared([told], [row(0)]))

@@ -99,13 +99,14 @@ def _wave(day: Day, hour: int) -> float:
 def test_bursts_are_short_and_mostly_of_one_tenant() -> None:
     tenants = [f"tenant-{one}" for one in range(20)]
     model = DayModel(share=1, sizes=((1.0, 5, 15),))
-    day = Day(requests=100_000, tenants=tenants, models={"a": model}, rush_share=0, swing=0)
+    day = Day(requests=100_000, tenants=tenants, models={"a": model}, zipf=0, rush_share=0, swing=0)
     minutes = Counter(int(one.at_s // 60) for one in arrivals_of(day))
     # 3,000 requests in six times two minutes, beside 67 in each minute of the day.
     busy = [minute for minute, count in minutes.items() if count > 150]
     assert 12 <= len(busy) <= 18
     whose = Counter(one.tenant for one in arrivals_of(day) if int(one.at_s // 60) in busy)
-    assert len([tenant for tenant, count in whose.items() if count > 400]) <= 3
+    # Others have about 50 requests in these minutes.
+    assert len([tenant for tenant, count in whose.items() if count > 400]) in (1, 2)
 
 
 def test_the_same_day_is_the_same() -> None:

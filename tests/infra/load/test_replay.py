@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -176,25 +177,39 @@ async def test_speed_and_duration_bound_what_is_sent(tmp_path: Path) -> None:
     assert tally.due == len(ledger.lines) == 101
 
 
+@asynccontextmanager
+async def commanded(*words: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Python with these words, until the end of the context."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *words,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
 @pytest.mark.anyio
 async def test_ledger_that_can_not_grow_ends_the_replay(tmp_path: Path) -> None:
-    words = ["--requests", "5000", "--speed", "86400", "--model", "mini"]
-    words += ["--ledger", str(tmp_path / "ledger")]
-    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));"
+    trace = tmp_path / "trace.csv"
+    trace.write_text("at_s,model\n" + "1,mini\n" * 2000 + "1e9,mini\n")
+    words = ["--trace", str(trace), "--ledger", str(tmp_path / "ledger")]
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
     limited += "from infra.cli import main; main()"
     async with serving() as api:
-        process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-c", limited, "load", "--url", api.url, *words],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stderr=asyncio.subprocess.PIPE,
-        )
-        async with asyncio.timeout(WAIT_LIMIT_S):
+        sent = ["load", "--url", api.url, "--max-in-flight", "5000", *words]
+        async with commanded("-c", limited, *sent) as process:
             _, said = await process.communicate()
     assert process.returncode == 1
     assert said.decode().splitlines()[-1].endswith("/ledger: File too large")
     assert "Traceback" not in said.decode()
-    assert len(api.requests) < 5000
 
 
 @pytest.mark.anyio
@@ -202,17 +217,16 @@ async def test_interrupted_command_keeps_a_whole_ledger(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("at_s,model\n" + "".join(f"{number},mini\n" for number in range(5)) + "1e6,\n")
     words = ["--trace", str(trace), "--speed", "1000", "--ledger", str(tmp_path / "ledger")]
-    async with serving() as api:
-        command = [sys.executable, "-m", "infra.cli", "load", "--url", api.url, "--json", *words]
-        process = await asyncio.create_subprocess_exec(
-            *command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
-        )
-        async with asyncio.timeout(WAIT_LIMIT_S):
-            while len(api.requests) < 5:
-                await api.seen.wait()
-                api.seen.clear()
-            process.send_signal(signal.SIGINT)
-            assert await process.wait() == 130
+    async with (
+        serving() as api,
+        commanded("-m", "infra.cli", "load", "--url", api.url, *words) as process,
+    ):
+        while len(api.requests) < 5:
+            await api.seen.wait()
+            api.seen.clear()
+        process.send_signal(signal.SIGINT)
+        await process.communicate()
+    assert process.returncode == 130
     ledger = read_ledger(tmp_path / "ledger")
     assert [line.status for line in ledger.lines] == [200] * 5
     assert ledger.head.url == api.url
