@@ -17,7 +17,7 @@ import msgspec
 from bench.load.generator import LoadOrder, LoadReport, drive, percentiles
 from bench.pipeline import MODEL, Pipeline, running
 from bench.report import Figure, Outcome, table
-from infra.load.connection import LOST, UNCONNECTED
+from infra.load.exchange import LOST, UNCONNECTED
 
 SECONDS = 60.0
 BROKEN = (LOST, UNCONNECTED)

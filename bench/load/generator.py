@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 import uvloop
 
-from infra.load.connection import LOST, UNANSWERED, UNCONNECTED, Exchange, encode_request
+from infra.load.connection import encode_request
+from infra.load.exchange import LOST, UNANSWERED, UNCONNECTED, Exchange
 from infra.load.pool import ConnectionPool, Server
 
 START_LIMIT_S = 60.0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared.errors import BadInput
+from shared.errors import BadInput, ConfigurationError
 
 if TYPE_CHECKING:
     from infra.load.comparison import Comparison
@@ -71,6 +72,8 @@ def load(
     """Send a day of requests, or a trace, and check what was charged for it."""
     if check is not None:
         raise typer.Exit(_check(check, wait, int(max_gib * GIB), as_json=as_json))
+    if find_spec("httptools") is None:
+        raise ConfigurationError("sending needs the extra `api`: pip install 'penstock[api]'")
     from infra.load.plan import DayOptions, plan_day, plan_trace, run_id
     from infra.load.replay import Pace
     from infra.load.target import Target, read_keys

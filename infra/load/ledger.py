@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from infra.load.connection import CANCELED, LOST, UNANSWERED, UNCONNECTED
+from infra.load.exchange import CANCELED, LOST, UNANSWERED, UNCONNECTED
 from shared.errors import ConfigurationError
 
 Ending = Literal["answered", "foreign", "lost", "unanswered", "unconnected", "canceled"]

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from infra.load.connection import CANCELED, UNANSWERED, UNCONNECTED, Connection, Exchange
+from infra.load.connection import Connection
+from infra.load.exchange import CANCELED, UNANSWERED, UNCONNECTED, Exchange
 
 CONNECT_LIMIT_S = 10.0
 

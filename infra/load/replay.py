@@ -13,7 +13,8 @@ from typing import Protocol
 
 import msgspec
 
-from infra.load.connection import Exchange, encode_request
+from infra.load.connection import encode_request
+from infra.load.exchange import Exchange
 from infra.load.inputs import Endpoint
 from infra.load.ledger import ENDINGS, Ending, LedgerLine, LedgerWriter
 from infra.load.pool import ConnectionPool

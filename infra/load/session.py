@@ -15,15 +15,9 @@ import uvloop
 from infra.load.ledger import LedgerHead, opened_ledger
 from infra.load.plan import LoadPlan
 from infra.load.progress import shown_progress
+from infra.load.replay import Pace, Replay
 from infra.load.target import Target
 from shared.errors import Unavailable
-
-try:
-    from infra.load.replay import Pace, Replay
-except ImportError as missing:  # httptools
-    raise Unavailable(
-        "penstock load needs the extra `api`: pip install 'penstock[api]'"
-    ) from missing
 
 
 def replay(

@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from infra.load.connection import CANCELED, LOST, UNANSWERED, UNCONNECTED, Exchange, encode_request
+from infra.load.connection import encode_request
+from infra.load.exchange import CANCELED, LOST, UNANSWERED, UNCONNECTED, Exchange
 from infra.load.pool import ConnectionPool, Server
 from tests.limits import WAIT_LIMIT_S
 

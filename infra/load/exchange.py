@@ -1,0 +1,38 @@
+"""One request of a load generator and its answer."""
+
+from __future__ import annotations
+
+import msgspec
+
+LOST, UNANSWERED, UNCONNECTED, CANCELED = 0, -1, -2, -3
+"""Statuses of requests without an answer: the connection broke, the time was up, no connection
+could be opened, or the caller hung up. Only an unconnected request surely never reached the server.
+"""
+
+
+class Exchange(msgspec.Struct, omit_defaults=True):
+    """One request and its answer, timed from when it was due. The API's headers fill the rest."""
+
+    status: int
+    round_trip_ms: float = 0.0
+    request_id: str = ""
+    cache: str = ""
+    queue_ms: float = 0.0
+    batch_ms: float = 0.0
+    inference_ms: float = 0.0
+    total_ms: float = 0.0
+    ended_s: float = 0.0
+    """Since the start of the order."""
+    number: int = -1
+    """Of the request in its order."""
+    lag_ms: float = 0.0
+    """How long it waited for a connection."""
+    retry_after_s: float = 0.0
+    """What a refusal says."""
+    cost_usd: float | None = None
+    """What the request is charged. None: the answer does not say."""
+
+    @property
+    def overhead_ms(self) -> float:
+        """What the pipeline added to the model's time."""
+        return self.round_trip_ms - self.inference_ms
