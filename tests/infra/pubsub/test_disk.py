@@ -77,6 +77,37 @@ async def test_full_disk_refuses_and_loses_nothing_and_goes_on_when_there_is_roo
         server.kill()
 
 
+@pytest.mark.anyio
+async def test_publish_that_would_take_the_room_of_acks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = shutil.disk_usage(tmp_path)
+    async with serve(data_dir=tmp_path) as server, connect(server.endpoint) as wire:
+        await wire.topic(TOPIC)
+        await wire.subscription(SUBSCRIPTION, TOPIC)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: used._replace(free=MIB))
+        await wire.publish(TOPIC, "x" * MIB)
+        with pytest.raises(grpc.aio.AioRpcError, match="nearly full") as refused:
+            await wire.publish(TOPIC, "x" * 6 * MIB)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        monkeypatch.undo()
+        await published_at_last(wire, "x" * 6 * MIB)
+
+
+def test_log_that_is_not_written_back_needs_its_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: used._replace(free=MIB))
+    kept = Reserve(tmp_path)
+    assert kept.covers(MIB)
+    with (tmp_path / f"{FILE_NAME}-wal").open("wb") as log:
+        log.truncate(5 * MIB)
+        assert kept.covers(MIB)
+        log.truncate(8 * MIB)
+        assert not kept.covers(MIB)
+
+
 @pytest.mark.parametrize("story", ["full_disk", "ten_kills"])
 def test_disk_that_gets_full_loses_nothing_and_starts_and_has_room_again(
     story: str, tmp_path: Path

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 MESSAGE_OVERHEAD_BYTES = 200
 """What a small message costs here beside its own bytes."""
+_HELD_ROW_BYTES = 100
+_FEW_PAGES_BYTES = 64 * 1024
 
 ResourceRow = tuple[int, float, bytes]
 """Holder number, moment in seconds since the epoch, serialized proto."""
@@ -33,6 +35,11 @@ class Changes:
 
     def __bool__(self) -> bool:
         return bool(self.resources or self.messages or self.dropped or self.held)
+
+    @property
+    def log_bytes(self) -> int:
+        """About what a transaction of it takes in a log of whole pages."""
+        return self.size_bytes * 5 // 4 + len(self.held) * _HELD_ROW_BYTES + _FEW_PAGES_BYTES
 
     def keep(self, sequence: int, data: bytes) -> None:
         """Add a message."""

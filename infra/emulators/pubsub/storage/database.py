@@ -193,8 +193,10 @@ class Database:
         """Write all changes as one transaction, or none. Do not modify them until this returns.
 
         Raises:
-            WriteFailed: with SQLite's reason.
+            WriteFailed: with SQLite's reason, or what is new would take room that acks need.
         """
+        if changes.offered and not self._reserve.covers(changes.log_bytes):
+            raise WriteFailed("the disk is nearly full")
         with self._transaction():
             self._write_rows(changes)
             self._connection.execute(_COUNT, (self._commits + 1,))

@@ -9,6 +9,8 @@ FILE_NAME = "pubsub.reserve"
 RESERVE_BYTES = 8 * 1024**2
 """As much as SQLite's log grows to before it is written back."""
 LEAST_FREE_BYTES = 1024**2
+ROOM_FOR_ACKS_BYTES = 2 * 1024**2
+_LOG_NAME = "pubsub.sqlite3-wal"
 
 
 class Reserve:
@@ -20,6 +22,7 @@ class Reserve:
 
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir / FILE_NAME
+        self._log_path = data_dir / _LOG_NAME
 
     def take(self) -> bool:
         """Makes the file, if it is missing. Returns whether the disk had the room."""
@@ -32,6 +35,20 @@ class Reserve:
             self.give_up()
             return False
         return True
+
+    def covers(self, new_bytes: int) -> bool:
+        """Whether a commit leaves enough to write the log back, whatever the disk takes after it.
+
+        What is in the log may all be new in the file. Once neither has room to grow, no ack can be
+        written, and no room can be made.
+
+        Args:
+            new_bytes: what the commit adds.
+        """
+        free_bytes = shutil.disk_usage(self._path.parent).free
+        log_bytes = self._log_path.stat().st_size if self._log_path.exists() else 0
+        needed_bytes = log_bytes + 2 * new_bytes + ROOM_FOR_ACKS_BYTES
+        return free_bytes + RESERVE_BYTES >= needed_bytes
 
     def give_up_if_full(self) -> None:
         """Returns the room if nothing could be opened without it."""
