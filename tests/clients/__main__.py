@@ -65,8 +65,13 @@ def _service(given: argparse.Namespace) -> Iterator[Service]:
             settings={"PENSTOCK_KEYS_URL": keys_url(Path(folder), clients="clients")},
         ) as stack,
     ):
-        models["bigquery"] = stack.settings.bigquery_endpoint or ""
-        yield Service(stack.api_url, key_for("clients"), **models)
+        yield Service(
+            stack.api_url,
+            key_for("clients"),
+            **models,
+            bigquery=stack.settings.bigquery_endpoint,
+            pubsub=stack.settings.pubsub_endpoint,
+        )
 
 
 def _run(client: Client, service: Service) -> Row:

@@ -70,4 +70,5 @@ CLIENTS = (
     Client("replicate-node", "replicate", "replicate_checks", "node"),
     Client("ai-sdk-6", "ai", "ai_sdk_checks", "node"),
     Client("ai-sdk-7", "ai", "ai_sdk_checks", "node"),
+    Client("pubsub-node", "@google-cloud/pubsub", "pubsub_checks", "node"),
 )

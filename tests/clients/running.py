@@ -31,6 +31,7 @@ class Service:
         embedder: an embedding model with 64 dimensions at least.
         painter: an image model.
         bigquery: URL of its embedded BigQuery. Empty where it uses Google's.
+        pubsub: host and port of its embedded Pub/Sub. Empty where it uses Google's.
     """
 
     url: str
@@ -38,6 +39,7 @@ class Service:
     embedder: str
     painter: str
     bigquery: str = ""
+    pubsub: str = ""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -49,6 +51,7 @@ class Service:
             "PENSTOCK_CLIENTS_EMBEDDER": self.embedder,
             "PENSTOCK_CLIENTS_PAINTER": self.painter,
             "PENSTOCK_CLIENTS_BIGQUERY": self.bigquery,
+            "PENSTOCK_CLIENTS_PUBSUB": self.pubsub,
         }
 
 

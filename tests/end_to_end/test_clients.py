@@ -26,8 +26,15 @@ def test_no_check_fails(stack: Stack, tried: Client) -> None:
         command = command_of(tried)
     else:
         pytest.skip(f"{tried.name} is not installed: `make clients` does it")
-    bigquery = stack.settings.bigquery_endpoint or ""
-    service = Service(stack.api_url, KEY, EMBEDDER, PAINTER, bigquery)
+    settings = stack.settings
+    service = Service(
+        stack.api_url,
+        KEY,
+        EMBEDDER,
+        PAINTER,
+        bigquery=settings.bigquery_endpoint,
+        pubsub=settings.pubsub_endpoint,
+    )
     outcomes, _ = run_checks(command, service)
     assert [one for one in outcomes if one.outcome == "failed"] == []
     # With keys there is nothing to skip but what needs the network.
