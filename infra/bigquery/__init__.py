@@ -50,9 +50,47 @@ def table_options(table: str = TABLE) -> dict[str, Any]:
 def views(project: str, dataset: str) -> dict[str, str]:
     """The GoogleSQL of each view by its name, for the tables of this project and data set."""
     return {
-        path.stem: Template(path.read_text()).substitute(project=project, dataset=dataset)
-        for path in sorted((_FOLDER / "views").glob("*.sql"))
+        name: Template(sql).substitute(project=project, dataset=dataset, only="TRUE")
+        for name, sql in _files("views").items()
     }
+
+
+def tenant_views(project: str, dataset: str, tenant: str) -> dict[str, str]:
+    """The GoogleSQL of the views for a tenant's analysts: those that say `${only}`, and its rows.
+
+    Args:
+        project: of the tables.
+        dataset: of the tables. The views are in another one, which is all that analysts read.
+        tenant: whose rows. Terraform refuses names with quotes or backslashes.
+    """
+    found = _files("views") | _files("tenant_views")
+    return {
+        name: Template(sql).substitute(
+            project=project, dataset=dataset, only=f"tenant = '{tenant}'"
+        )
+        for name, sql in sorted(found.items())
+        if "${only}" in sql
+    }
+
+
+def view_columns(name: str) -> dict[str, str]:
+    """What each column of a view is, in order, by the head of its file. Empty: it has no head."""
+    found: dict[str, str] = {}
+    for line in (_files("views") | _files("tenant_views"))[name].splitlines():
+        if line.startswith("-- column "):
+            column, _, about = line.removeprefix("-- column ").partition(": ")
+            found[column] = about
+    return found
+
+
+def view_title(name: str) -> str:
+    """What a view shows, by the first line of its file."""
+    return (_files("views") | _files("tenant_views"))[name].partition("\n")[0].removeprefix("-- ")
+
+
+def _files(folder: str) -> dict[str, str]:
+    paths = sorted((_FOLDER / folder).glob("*.sql"))
+    return {path.stem: path.read_text(encoding="utf-8") for path in paths}
 
 
 def create(client: bigquery.Client, dataset: str) -> None:

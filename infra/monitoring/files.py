@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from infra.local.ports import Ports
-from infra.monitoring import google, grafana
+from infra.monitoring import google, grafana, grafana_usage
 from infra.monitoring.alerts import RUNBOOK
 from infra.monitoring.objectives import (
     DEFAULT_LEAST_BAD_EVENTS,
@@ -35,6 +35,7 @@ def rendered() -> dict[str, str]:
         "alerts.json.tftpl": google.alerts_template(),
         "dashboard.json.tftpl": google.dashboard_template(),
         "grafana-dashboard.json": _json(grafana.dashboard(DEFAULT_WORKER_HOUR_USD)),
+        "grafana-usage-dashboard.json": _json(grafana_usage.usage_dashboard()),
         "log-alerts.json.tftpl": google.log_alerts_template(),
         "prometheus-rules.yaml": _yaml(rules(bounds, "file")),
     }
@@ -79,6 +80,7 @@ def write_for_prometheus(
         "prometheus-rule.yaml": _yaml(rules(bounds, "PrometheusRule", runbook_url)),
         "managed-rules.yaml": _yaml(rules(bounds, "Rules", runbook_url)),
         "dashboards/penstock.json": _json(grafana.dashboard(worker_hour_usd, targets)),
+        "dashboards/penstock-usage.json": _json(grafana_usage.usage_dashboard()),
         "provisioning/datasources/penstock.yaml": _yaml(grafana.datasource(_PROMETHEUS_URL)),
         "provisioning/dashboards/penstock.yaml": _yaml(grafana.provider(str(dashboards))),
     }

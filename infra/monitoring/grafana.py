@@ -41,7 +41,7 @@ def dashboard(
     panels: list[dict[str, Any]] = []
     bottom = 0
     for section in sections(TERMS):
-        panels += _row(section, bottom, first_id=len(panels) + 1)
+        panels += _section(section, bottom, first_id=len(panels) + 1)
         bottom += 1 + HEIGHT * -(-len(section.panels) // COLUMNS)
     return {
         "uid": UID,
@@ -61,10 +61,10 @@ def dashboard(
                     "query": "prometheus",
                 },
                 *(
-                    _text(name, f"{name.capitalize()}, target", f"{target:g}")
+                    textbox(name, f"{name.capitalize()}, target", f"{target:g}")
                     for name, target in targets.items()
                 ),
-                _text("worker_hour_usd", "Dollars per worker and hour", f"{worker_hour_usd:g}"),
+                textbox("worker_hour_usd", "Dollars per worker and hour", f"{worker_hour_usd:g}"),
             ]
         },
         "panels": panels,
@@ -89,7 +89,8 @@ def provider(folder: str) -> dict[str, Any]:
     return {"apiVersion": 1, "providers": [read]}
 
 
-def _text(name: str, label: str, value: str) -> dict[str, Any]:
+def textbox(name: str, label: str, value: str) -> dict[str, Any]:
+    """A variable that a reader types, with what it is until then."""
     return {
         "type": "textbox",
         "name": name,
@@ -99,17 +100,21 @@ def _text(name: str, label: str, value: str) -> dict[str, Any]:
     }
 
 
-def _row(section: Section, top: int, first_id: int) -> list[dict[str, Any]]:
-    row: dict[str, Any] = {
+def row(title: str, top: int, row_id: int) -> dict[str, Any]:
+    """The head of a section of panels."""
+    return {
         "type": "row",
-        "id": first_id,
-        "title": section.title,
+        "id": row_id,
+        "title": title,
         "collapsed": False,
         "gridPos": {"x": 0, "y": top, "w": WIDTH * COLUMNS, "h": 1},
         "panels": [],
     }
+
+
+def _section(section: Section, top: int, first_id: int) -> list[dict[str, Any]]:
     return [
-        row,
+        row(section.title, top, first_id),
         *(
             _panel(panel, place, top + 1, first_id + 1 + place)
             for place, panel in enumerate(section.panels)

@@ -1,4 +1,4 @@
-"""`python -m infra.reports.reference`: writes the reports and their columns into docs/reports.md.
+"""`python -m infra.reports.reference`: writes reports, views and columns into docs/reports.md.
 
 To be run after a change of a report's head. A test compares them.
 """
@@ -8,19 +8,40 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from infra.bigquery import view_columns, view_title
 from shared.reports.definitions import Report, reports
 
 DOCUMENT = Path("docs/reports.md")
 BEGIN = "<!-- reports: begin, written by `python -m infra.reports.reference` -->\n"
 END = "<!-- reports: end -->\n"
+VIEWS = ("usage_hourly", "latency_hourly", "costs_daily", "worker_hours_hourly", "rows")
+"""Those for dashboards, and the rows of a tenant's analysts."""
+VIEWS_BEGIN = "<!-- views: begin, written by `python -m infra.reports.reference` -->\n"
+VIEWS_END = "<!-- views: end -->\n"
 
 
 def with_reference(document: str) -> str:
     """The document with the part between its marks as the heads of the reports say."""
-    before, _, rest = document.partition(BEGIN)
-    _, _, after = rest.partition(END)
     parts = "\n".join("\n".join(_section(report)) for report in reports().values())
-    return f"{before}{BEGIN}\n{parts}\n{END}{after}"
+    views = "\n".join("\n".join(_view(name)) for name in VIEWS)
+    document = _replaced(document, BEGIN, parts, END)
+    return _replaced(document, VIEWS_BEGIN, views, VIEWS_END)
+
+
+def _replaced(document: str, begin: str, part: str, end: str) -> str:
+    before, _, rest = document.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{part}\n{end}{after}"
+
+
+def _view(name: str) -> Iterator[str]:
+    yield f"#### {name}\n"
+    yield f"{view_title(name)}\n"
+    yield "| column | |"
+    yield "|---|---|"
+    for column, about in view_columns(name).items():
+        yield f"| `{column}` | {about} |"
+    yield ""
 
 
 def _section(report: Report) -> Iterator[str]:

@@ -87,6 +87,7 @@ resource "google_bigquery_table" "views" {
     use_legacy_sql = false
     query = templatefile("${local._bigquery}/views/${each.key}", {
       dataset = google_bigquery_table.rows.dataset_id
+      only    = "TRUE"
       project = var.project_id
     })
   }

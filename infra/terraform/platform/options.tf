@@ -4,6 +4,7 @@ module "options" {
   source = "../modules/options"
 
   alerts       = var.alerts
+  analysts     = var.analysts
   api          = var.api
   armor        = var.armor
   batches      = var.batches
@@ -23,6 +24,7 @@ module "options" {
 
   given = {
     alerts       = var.alerts
+    analysts     = var.analysts
     api          = var.api
     armor        = var.armor
     batches      = var.batches

@@ -5,6 +5,13 @@ variable "alerts" {
   nullable    = false
 }
 
+variable "analysts" {
+  description = "Who may read the rows of a tenant in BigQuery: by the tenant's name, members such as group:analysts@example.com. Each tenant has a data set of views, DATASET_tenant_NAME."
+  type        = any
+  default     = {}
+  nullable    = false
+}
+
 variable "api" {
   description = "The API on Cloud Run, and for how long it keeps predictions and answers to Idempotency-Keys. With keys_in_redis API keys are in the Redis of the records, where the admin API can change them. Without an image there is none yet: the first apply makes the registry that it is pushed to."
   type        = any

@@ -68,6 +68,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Plan:
         folder,
         models_file=str(folder / "models.yaml"),
         alerts={"emails": ["oncall@example.com"]},
+        analysts={"acme": {"members": ["group:analysts@example.com"]}},
         batches={"instances": 1},
         budget={"billing_account": "012345-6789AB-CDEF01", "units_per_month": 100},
         domain="api.example.com",

@@ -25,6 +25,7 @@ ON_THE_PROJECT = {
 }
 ALLOWED = {
     "google_project_iam_member": ON_THE_PROJECT,
+    "google_bigquery_dataset_iam_member": {"roles/bigquery.dataViewer"},
     "google_bigquery_table_iam_member": {"roles/bigquery.dataViewer"},
     "google_pubsub_topic_iam_member": {"roles/pubsub.publisher"},
     "google_pubsub_subscription_iam_member": {"roles/pubsub.subscriber"},

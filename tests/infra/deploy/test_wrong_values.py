@@ -77,6 +77,12 @@ FIRST: Wrong = {
         ({"replicas": 0.5}, "cache.replicas"),
     ],
     "dataset": [("rows-of-penstock", "letters, digits and underscores")],
+    "analysts": [
+        ({"a' OR TRUE --": {"members": []}}, "letters, digits"),
+        ({"a-b": {"members": []}, "a.b": {"members": []}}, "one data set"),
+        ({"acme": {"members": ["allUsers"]}}, "Everybody is nobody's analyst"),
+        ({"acme": {"members": ["eve@example.com"]}}, "written as user:"),
+    ],
     "dataset_location": [("eu", "dataset_location"), ("europe-west99", "dataset_location")],
     "domain": [
         ("https://api.example.com", "looks like"),
@@ -193,6 +199,7 @@ CHECKED_AGAINST_THOSE: Wrong = {
 }
 MISSPELLED: Wrong = {
     "alerts": [({"email": ["oncall@example.com"]}, "alerts.email.")],
+    "analysts": [({"acme": {"members": [], "roles": []}}, "analysts.acme.roles.")],
     "api": [({"max_instance": 1}, "api.max_instance.")],
     "armor": [({"requests_per_minute": 6000}, "armor.requests_per_minute.")],
     "batches": [({"instance": 1}, "batches.instance.")],

@@ -6,6 +6,7 @@
 locals {
   _typed = {
     alerts       = var.alerts
+    analysts     = var.analysts
     api          = var.api
     armor        = var.armor
     batches      = var.batches

@@ -8,6 +8,16 @@ output "alerts" {
   }
 }
 
+output "analysts" {
+  description = "The stage's `analysts`, checked."
+  value       = var.analysts
+
+  precondition {
+    condition     = length(local.unknown.analysts) == 0
+    error_message = "There is no option ${join(", ", local.unknown.analysts)}. There are ${join(", ", local.options.analysts)}."
+  }
+}
+
 output "api" {
   description = "The stage's `api`, checked."
   value       = var.api

@@ -24,6 +24,29 @@ variable "alerts" {
   }
 }
 
+variable "analysts" {
+  description = "The stage's `analysts`, with its types and defaults."
+  type        = map(object({ members = list(string) }))
+  default     = {}
+  nullable    = false
+
+  # The name is in the SQL of views.
+  validation {
+    condition     = alltrue([for tenant in keys(var.analysts) : can(regex("^[A-Za-z0-9][A-Za-z0-9 ._@:/-]{0,127}$", tenant))])
+    error_message = "analysts: a tenant's name has letters, digits, spaces and . _ @ : / - here, 128 at most."
+  }
+
+  validation {
+    condition     = length(distinct([for tenant in keys(var.analysts) : replace(lower(tenant), "/[^a-z0-9]/", "_")])) == length(var.analysts)
+    error_message = "analysts: the names of two tenants give one data set, DATASET_tenant_NAME with _ for what is no letter or digit."
+  }
+
+  validation {
+    condition     = alltrue(flatten([for analysts in values(var.analysts) : [for member in analysts.members : can(regex("^(user|group|serviceAccount|principal|principalSet):[^ ]+$", member))]]))
+    error_message = "analysts.<tenant>.members are written as user:, group:, serviceAccount:, principal: or principalSet: with who it is. Everybody is nobody's analyst."
+  }
+}
+
 variable "api" {
   description = "The stage's `api`, with its types and defaults."
   type = object({

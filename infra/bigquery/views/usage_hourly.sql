@@ -1,0 +1,51 @@
+-- What was used and charged in each hour.
+-- column day: UTC day of the hour; a filter on it reaches the partitions, so have one in each query
+-- column hour: when the hour begins
+-- column tenant: who asked
+-- column key_id: the public part of the API key
+-- column plan: the tenant's plan
+-- column model: its name in the catalog
+-- column region: where the rows were written
+-- column priority: interactive or batch
+-- column requests: requests, the refused ones too; one counts where its first item is
+-- column refused: requests that were not taken on
+-- column items: texts or images, without those of refused requests
+-- column succeeded: items that were delivered
+-- column failed: items that failed
+-- column expired: items whose deadline passed
+-- column canceled: items that were canceled
+-- column cached: delivered items from the cache, or joined
+-- column tokens: of texts, whoever pays
+-- column pixel_steps: width x height x steps of images, whoever pays
+-- column device_s: seconds of a whole device; a batch's time belongs to its items in equal parts
+-- column list_price_usd: what the work costs before any share
+-- column cost_usd: what was charged
+SELECT
+  DATE(received_at) AS day,
+  TIMESTAMP_TRUNC(received_at, HOUR) AS hour,
+  tenant,
+  key_id,
+  plan,
+  model,
+  region,
+  priority,
+  COUNTIF(item = 0) AS requests,
+  COUNTIF(status = 'refused') AS refused,
+  COUNTIF(status != 'refused') AS items,
+  COUNTIF(status = 'succeeded') AS succeeded,
+  COUNTIF(status = 'failed') AS failed,
+  COUNTIF(status = 'expired') AS expired,
+  COUNTIF(status = 'canceled') AS canceled,
+  COUNTIF(status = 'succeeded' AND cache IN ('memory', 'redis', 'joined')) AS cached,
+  COALESCE(SUM(tokens), 0) AS tokens,
+  COALESCE(SUM(pixel_steps), 0) AS pixel_steps,
+  COALESCE(SUM(inference_ms / 1000 * device_share / batch_size), 0) AS device_s,
+  COALESCE(SUM(list_price_usd), 0) AS list_price_usd,
+  COALESCE(SUM(cost_usd), 0) AS cost_usd
+FROM (
+  SELECT *
+  FROM `${project}.${dataset}.rows`
+  WHERE ${only}
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+)
+GROUP BY day, hour, tenant, key_id, plan, model, region, priority

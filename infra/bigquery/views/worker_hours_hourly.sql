@@ -1,0 +1,57 @@
+-- What workers did in each hour, and what their GPUs cost. For operators.
+-- column day: UTC day of the hour; a filter on it reaches the partitions, so have one in each query
+-- column hour: when the hour begins
+-- column deployment: the workers' models in the catalog, joined with +
+-- column models: the same as rows name them, comma-separated
+-- column region: where they run
+-- column gpu_type: as in rows; NULL for a CPU
+-- column spot: whether the node is a spot node; NULL where that is not known, and priced on demand
+-- column workers: worker processes
+-- column busy_hours: hours of a whole device with batches running
+-- column idle_hours: the same with nothing to do
+-- column loading_hours: the same loading models
+-- column items: items in the batches that ended
+-- column batches: batches that ended
+-- column cold_starts: model loads that ended
+-- column cost_usd: the hours times the price of GPU type, spot or not, region and hour; NULL where there is no price
+SELECT
+  DATE(reported.hour) AS day,
+  reported.hour AS hour,
+  reported.deployment AS deployment,
+  reported.models AS models,
+  reported.region AS region,
+  reported.gpu_type AS gpu_type,
+  reported.spot AS spot,
+  COUNT(DISTINCT reported.worker) AS workers,
+  SUM(reported.busy_s * COALESCE(reported.device_share, 1)) / 3600 AS busy_hours,
+  SUM(reported.idle_s * COALESCE(reported.device_share, 1)) / 3600 AS idle_hours,
+  SUM(reported.loading_s * COALESCE(reported.device_share, 1)) / 3600 AS loading_hours,
+  SUM(reported.items) AS items,
+  SUM(reported.batches) AS batches,
+  SUM(reported.cold_starts) AS cold_starts,
+  SUM(
+    (reported.busy_s + reported.idle_s + reported.loading_s) * COALESCE(reported.device_share, 1) / 3600
+    * prices.usd_per_hour
+  ) AS cost_usd
+FROM (
+  SELECT *
+  FROM `${project}.${dataset}.worker_hours`
+  WHERE TRUE
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY hour, row_id ORDER BY reported_at DESC) = 1
+) AS reported
+LEFT JOIN (
+  SELECT
+    gpu_type,
+    spot,
+    region,
+    usd_per_hour,
+    valid_from,
+    LEAD(valid_from) OVER (PARTITION BY gpu_type, spot, region ORDER BY valid_from) AS valid_until
+  FROM `${project}.${dataset}.gpu_prices`
+) AS prices
+  ON prices.gpu_type = reported.gpu_type
+  AND prices.spot = COALESCE(reported.spot, FALSE)
+  AND prices.region = reported.region
+  AND prices.valid_from <= reported.hour
+  AND (prices.valid_until IS NULL OR prices.valid_until > reported.hour)
+GROUP BY day, hour, deployment, models, region, gpu_type, spot
