@@ -57,7 +57,8 @@ def units(tmp_path: Path) -> Path:
 
 
 def test_systemd_finds_nothing_wrong(units: Path) -> None:
-    names = ["penstock.target", *map(instance, UNITS)]
+    timers = [path.name for path in FOLDER.glob("*.timer")]
+    names = ["penstock.target", *timers, *map(instance, UNITS)]
     done = run("systemd-analyze", "verify", "--man=no", *names, SYSTEMD_UNIT_PATH=f"{units}:")
     said = [line for line in (done.stdout + done.stderr).splitlines() if "penstock" in line]
     assert said == []
@@ -75,8 +76,18 @@ def test_unit_is_hardened(units: Path, unit: str) -> None:
 
 def test_all_parts_have_a_unit() -> None:
     assert [unit.removeprefix("penstock-").partition(".")[0] for unit in UNITS] == [
-        *("api", "batches", "bigquery", "functions", "provision", "pubsub", "worker@")
+        *("anomalies", "api", "batches", "bigquery", "functions", "provision", "pubsub"),
+        *("reports", "worker@"),
     ]
+
+
+def test_reports_are_made_on_time() -> None:
+    timers = {path.stem: path.read_text("utf-8") for path in FOLDER.glob("*.timer")}
+    assert set(timers) == {"penstock-anomalies", "penstock-reports"}
+    for name, timer in timers.items():
+        assert f"{name}.timer" in text_of("penstock.target")
+        assert f"{name}.service" in UNITS
+        assert "Persistent=yes" in timer
 
 
 @pytest.mark.parametrize("unit", UNITS)

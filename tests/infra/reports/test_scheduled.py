@@ -108,6 +108,20 @@ def test_invoices_of_the_bucket_are_those_of_the_command(
     )
 
 
+async def test_two_runs_at_once_make_what_one_makes(
+    running: Running, made_rows: list[Fields]
+) -> None:
+    load(running.client, "rows", made_rows)
+    await running.reports.run(running.days())
+    files, since = running.files(), "day >= '2026-10-01'"
+    costs = sorted(line["cost_usd"] for line in kept(running.client, "daily_usage", since))
+    first, second = running.reports, running.reports
+    await asyncio.gather(first.run(running.days()), second.run(running.days()))
+    assert running.files() == files
+    again = sorted(line["cost_usd"] for line in kept(running.client, "daily_usage", since))
+    assert again == pytest.approx(costs)
+
+
 async def test_month_that_is_not_over_has_no_invoice(running: Running) -> None:
     running.now = dt.datetime(2026, 10, 31, 23, tzinfo=dt.UTC)
     result = await running.reports.run(running.days())

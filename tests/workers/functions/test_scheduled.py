@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
 import pytest
 from google.cloud import bigquery
+from typer.testing import CliRunner
 
+from infra.cli import app
 from infra.local.process import answers, free_port
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.workers.functions.conftest import functions_process
@@ -42,6 +45,30 @@ async def test_backfill_and_hours(url: str) -> None:
     assert backfill.json()["days"] == [day]
     hours = await call(url, {"only": "anomalies"})
     assert (hours.status_code, hours.json()["objects"]) == (200, 0)
+
+
+def test_command_calls_the_function(url: str) -> None:
+    day = str(YESTERDAY - timedelta(days=2))
+    done = CliRunner().invoke(app, ["run-daily", "--day", day, "--function", url])
+    assert (done.exit_code, json.loads(done.stdout)["days"]) == (0, [day])
+    hours = CliRunner().invoke(app, ["run-daily", "--hours", "--function", url])
+    assert json.loads(hours.stdout)["subject"] is None
+    late = CliRunner().invoke(app, ["run-daily", "--day", "9998-01-01", "--function", url])
+    assert (late.exit_code, late.stdout) == (1, "")
+    assert "the function answered 400: to: 9998-01-01 is not over yet" in late.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--function", "file:///etc/passwd"], "is not an http or https URL"),
+        (["--function", "http://127.0.0.1:1/"], "the function can't be reached"),
+    ],
+)
+def test_command_without_a_function_says_why(words: list[str], reason: str) -> None:
+    done = CliRunner().invoke(app, ["run-daily", *words])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert reason in done.stderr
 
 
 @pytest.mark.parametrize(
