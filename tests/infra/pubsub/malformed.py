@@ -1,8 +1,8 @@
 """`python -m tests.infra.pubsub.malformed COUNT [SEED]`: requests that no client would send.
 
 They are made from the descriptors of all methods: wrong names, huge numbers, odd masks, unknown
-enums, cut protobufs, bytes that are no HTTP/2. The server must refuse each with a reason, stay
-alive, and give the memory back.
+enums, cut protobufs, bytes that are no HTTP/2. Half of them go over REST. The server must refuse
+each with a reason, stay alive, and give the memory back.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from infra.emulators.pubsub.calls.broker import Broker
 from infra.emulators.pubsub.protocols.methods import SUBSCRIBER, unary_methods
 from infra.emulators.pubsub.protos import message_class
 from tests.infra.pubsub.kept_server import KeptServer
+from tests.infra.pubsub.malformed_rest import RestRequests, send
 from tests.infra.pubsub.wire import TOPIC, Wire, connect
 from tests.limits import WAIT_LIMIT_S
 
@@ -68,8 +69,7 @@ class Requests:
 
     def of(self, message: Any) -> bytes:
         """Fill a message at random, and damage its bytes at times."""
-        self._density = self.random.choice((0.02, 0.1, 0.4))
-        self._fill(message, 4)
+        self.fill(message)
         data: bytes = message.SerializeToString()
         damage = self.random.random()
         if damage < 0.05:
@@ -77,6 +77,11 @@ class Requests:
         if damage < 0.1:
             return data + self.random.randbytes(self.random.randrange(40))
         return data
+
+    def fill(self, message: Any) -> None:
+        """Fill a message at random."""
+        self._density = self.random.choice((0.02, 0.1, 0.4))
+        self._fill(message, 4)
 
     def _fill(self, message: Any, depth: int) -> None:
         for field in message.DESCRIPTOR.fields:
@@ -101,13 +106,13 @@ class Requests:
     def _fill_map(self, values: Any) -> None:
         for _ in range(self.random.choice((1, 3, 120))):
             try:
-                values[self._text() + str(self.random.random())] = self._text()
+                values[self.text() + str(self.random.random())] = self.text()
             except TypeError:
                 return
 
     def _value(self, field: Any) -> Any:
         if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
-            text = self._named(field) or self._text()
+            text = self._named(field) or self.text()
             return text if field.type == FieldDescriptor.TYPE_STRING else text.encode()
         if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
             return self.random.random() < 0.5
@@ -129,21 +134,24 @@ class Requests:
         names = [each for each in self._names if f"/{kind.lower()}s/" in each]
         return self.random.choice(names) if names else ""
 
-    def _text(self) -> str:
+    def text(self) -> str:
+        """A name or another text."""
         return self.random.choice(self._names if self.random.random() < 0.6 else TEXTS)
 
 
-async def run(endpoint: str, count: int, seed: int) -> Counter[str]:
+async def run(server: KeptServer, count: int, seed: int) -> Counter[str]:
     """Send so many requests. Returns how often each status came.
 
     Raises:
         AssertionError: a status or a text that no client should get.
     """
     requests, statuses = Requests(seed), Counter[str]()
+    endpoint, methods = server.endpoint, unary_methods(Broker(lambda: 1e9))
     targets: list[tuple[str, Callable[[], Any]]] = [
-        (f"/{each.service}/{each.name}", each.request)
-        for each in unary_methods(Broker(lambda: 1e9))
+        (f"/{each.service}/{each.name}", each.request) for each in methods
     ]
+    kinds = {each.name: each.request for each in methods}
+    rest = RestRequests(requests.random, requests.text, requests.fill, kinds)
     async with connect(endpoint) as wire:
         await wire.topic(TOPIC)
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_metadata_size", 64 * 1024)]
@@ -152,7 +160,9 @@ async def run(endpoint: str, count: int, seed: int) -> Counter[str]:
             calls = []
             for _ in range(min(AT_A_TIME, count - start)):
                 kind = requests.random.random()
-                if kind < 0.02:
+                if kind > 0.5:
+                    calls.append(send(server.rest_endpoint, *rest.next()))
+                elif kind < 0.02:
                     calls.append(_garbage(endpoint, requests.random.randbytes(200)))
                 elif kind < 0.06:
                     first = [requests.of(message_class("StreamingPullRequest")()) for _ in range(3)]
@@ -222,15 +232,15 @@ async def clear(wire: Wire) -> None:
 
 async def main(folder: Path, count: int, seed: int) -> str:
     """Run against a server of its own. Returns what came of it, in a line."""
-    server = KeptServer(folder)
+    server = KeptServer(folder, has_rest=True)
     process = psutil.Process(server.start())
     try:
         # What a server needs that has seen each kind of request once.
-        await run(server.endpoint, count // 10, seed + 1)
+        await run(server, count // 10, seed + 1)
         async with connect(server.endpoint) as wire:
             await clear(wire)
         before = process.memory_info().rss
-        statuses = await run(server.endpoint, count, seed)
+        statuses = await run(server, count, seed)
         async with connect(server.endpoint) as wire:
             await clear(wire)
             await wire.topic(TOPIC)

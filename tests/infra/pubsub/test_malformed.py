@@ -10,7 +10,7 @@ from infra.emulators.pubsub.server import serve
 from tests.infra.pubsub import malformed
 
 pytestmark = pytest.mark.anyio
-COUNT = 1000
+COUNT = 2000
 """Thousands more: `python -m tests.infra.pubsub.malformed 25000`."""
 
 
