@@ -66,6 +66,8 @@ def usage_dashboard(dataset: str = "penstock") -> dict[str, Any]:
 def _panel(panel: UsagePanel, place: int, top: int, panel_id: int) -> dict[str, Any]:
     drawn = {"bars": {"drawStyle": "bars", "fillOpacity": 80, "stacking": {"mode": "normal"}}}
     custom = drawn.get(panel.shape, {})
+    # The data source makes a label of the column metric.
+    series = {"unit": _UNITS[panel.unit], "displayName": "${__field.labels.metric}"}
     return {
         "type": "table" if panel.shape == "table" else "timeseries",
         "id": panel_id,
@@ -81,8 +83,7 @@ def _panel(panel: UsagePanel, place: int, top: int, panel_id: int) -> dict[str, 
             "h": HEIGHT,
         },
         "fieldConfig": {
-            "defaults": {"custom": custom}
-            | ({} if panel.shape == "table" else {"unit": _UNITS[panel.unit]}),
+            "defaults": {"custom": custom} | ({} if panel.shape == "table" else series),
             "overrides": [],
         },
         "targets": [

@@ -15,8 +15,8 @@ from shared.reports.days import BillingDay
 
 MOST_LINES = 10
 """Tenants, models and anomalies that a summary names. The tables have the others."""
-_FIGURES = ("requests", "items", "errors", "cost_usd", "week_ago_usd", "month_usd")
-_HEADS = ("Requests", "Items", "Errors", "Charged", "Week before", "Month so far")
+_FIGURES = ("cost_usd", "week_ago_usd", "month_usd", "requests", "items", "errors")
+_HEADS = ("Charged", "Week before", "Month so far", "Requests", "Items", "Errors")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Summary:
     @property
     def subject(self) -> str:
         """One line for a mail's subject, and for the log."""
-        found = f"{len(self.anomalies)} unusual" if self.anomalies else "nothing unusual"
+        count = len(self.anomalies)
+        found = f"{count} unusual {_plural('figure', count)}" if count else "nothing unusual"
         return (
             f"Penstock {self.day.day}: {_usd(self.totals['cost_usd'])},"
             f" {self.totals['requests']:,.0f} requests, {found}"
@@ -151,9 +152,11 @@ def _notes(summary: Summary) -> list[str]:
     totals = summary.totals
     notes = [f"The day is that of {summary.day.tz}."]
     if totals["refused"]:
-        notes.append(f"{totals['refused']:,.0f} requests were refused.")
+        count = totals["refused"]
+        notes.append(f"Refused: {count:,.0f} {_plural('request', count)}.")
     if totals["late_rows"]:
-        notes.append(f"{totals['late_rows']:,.0f} items were answered after the day had ended.")
+        count = totals["late_rows"]
+        notes.append(f"Answered after the day had ended: {count:,.0f} {_plural('item', count)}.")
     return notes
 
 
@@ -161,12 +164,13 @@ def _anomalies(summary: Summary) -> list[str]:
     zone = ZoneInfo(summary.day.tz)
     lines = []
     for one in summary.anomalies[:MOST_LINES]:
-        shown = _usd if one.measure == "cost_usd" else "{:,.0f}".format
-        what = "charges" if one.measure == "cost_usd" else "errors"
+        is_cost = one.measure == "cost_usd"
+        shown = _usd if is_cost else "{:,.0f}".format
+        what = f"{shown(one.value)} charged" if is_cost else f"{shown(one.value)} errors"
         who = "all tenants" if one.scope == "all" else one.tenant
         lines.append(
-            f"{one.hour.astimezone(zone):%H:%M} {who}: {what} of {shown(one.value)}, usually"
-            f" {shown(one.low)} to {shown(one.high)}"
+            f"{one.hour.astimezone(zone):%H:%M} {who}: {what}, usually {shown(one.low)} to"
+            f" {shown(one.high)}"
         )
     if more := len(summary.anomalies) - MOST_LINES:
         lines += [f"{more} more in the table anomalies"] if more > 0 else []
@@ -181,6 +185,10 @@ def _cell(name: str, value: float) -> str:
     if name == "week_ago_usd" and not value:  # or nobody summed that day up
         return "-"
     return _usd(value) if name.endswith("_usd") else f"{value:,.0f}"
+
+
+def _plural(noun: str, count: float) -> str:
+    return noun if count == 1 else f"{noun}s"
 
 
 def _usd(value: float) -> str:
