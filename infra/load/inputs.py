@@ -97,14 +97,19 @@ def endpoint_of(model: str, tasks: Mapping[str, str]) -> Endpoint:
     Raises:
         BadInput: it is not served, or its task can't be replayed.
     """
-    task = tasks.get(model)
-    if task is None:
+    name = tasks.get(model)
+    if name is None:
         known = ", ".join(tasks) or "none"
         raise BadInput(f"model: {model[:80]!r} is not served there; served: {known}", field="model")
-    if task not in ENDPOINTS:
+    if not can_be_replayed(name):
         known = ", ".join(ENDPOINTS)
         raise BadInput(
-            f"model: {model} has the task {task}, which can't be replayed; known: {known}",
+            f"model: {model} has the task {name}, which can't be replayed; known: {known}",
             field="model",
         )
-    return ENDPOINTS[task]
+    return ENDPOINTS[name]
+
+
+def can_be_replayed(name: str) -> bool:
+    """Whether a task, by its name, is one that can be asked for here."""
+    return name in ENDPOINTS

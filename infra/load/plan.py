@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from infra.load.day import NUMBERS, Day, DayModel, arrivals_of
-from infra.load.inputs import ENDPOINTS, Endpoint, endpoint_of
+from infra.load.inputs import Endpoint, can_be_replayed, endpoint_of
 from infra.load.target import ServedModel, Target
 from infra.load.trace import Arrival, read_trace
 from shared.errors import BadInput, ConfigurationError
@@ -89,7 +89,7 @@ def plan_trace(target: Target, path: Path, requests: int = 0) -> LoadPlan:
     """
     arrivals = read_trace(path)[: requests or None]
     served = target.models()
-    usual = next((one.id for one in served.values() if one.task in ENDPOINTS), "")
+    usual = next((one.id for one in served.values() if can_be_replayed(one.task)), "")
     if target.keys and (unknown := {one.tenant for one in arrivals} - target.keys.keys()):
         raise ConfigurationError(
             f"{path}: there is no key of the tenant {min(unknown)!r}", field="keys"
@@ -112,7 +112,7 @@ def _tasks(served: Mapping[str, ServedModel]) -> dict[str, str]:
 def _shares(models: Sequence[str], served: Mapping[str, ServedModel]) -> dict[str, float | None]:
     """The models of a day with their shares. None: the usual one of its task."""
     if not models:
-        found = {one.id: None for one in served.values() if one.task in ENDPOINTS}
+        found = {one.id: None for one in served.values() if can_be_replayed(one.task)}
         if not found:
             raise BadInput("model: none is served that can be replayed", field="model")
         return dict(found)
