@@ -123,6 +123,10 @@ class PriceTerms(_Entry):
     version: str | None = Field(None, pattern=r"^[!-~]{1,64}$")
     """How rows and invoices name these terms. None: a digest of the figures."""
     per_million_tokens_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
+    per_million_output_tokens_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """For tokens that a text model writes. None: as for those that it reads."""
+    per_million_cached_tokens_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """For tokens of a prompt whose beginning a worker had computed before. None: as for others."""
     per_million_pixel_steps_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     cached_share: float = Field(0.0, ge=0, le=1)
     """The part of the price for a result from the cache or of an identical item in flight."""
@@ -135,9 +139,15 @@ class PriceTerms(_Entry):
     @property
     def name(self) -> str:
         """The version. Other figures have another one, unless the catalog names it."""
-        return self.version or _digest_of_figures(
-            self.per_million_tokens_usd, self.per_million_pixel_steps_usd, self.cached_share
-        )
+        figures = [
+            self.per_million_tokens_usd,
+            self.per_million_pixel_steps_usd,
+            self.cached_share,
+        ]
+        written = (self.per_million_output_tokens_usd, self.per_million_cached_tokens_usd)
+        if written != (None, None):  # entries without them keep the versions that they had
+            figures += [-1.0 if price is None else price for price in written]
+        return self.version or _digest_of_figures(*figures)
 
 
 class PriceChange(PriceTerms):
@@ -199,6 +209,25 @@ class ImageDefaults(_Entry):
     """Width and height are multiples of this (the VAE's scale)."""
     compile: Literal["auto", "always", "never"] = "auto"
     """torch.compile of UNet and VAE for the usual size. `auto`: on GPUs. `always`: on CPUs too."""
+
+
+class Generation(_Entry):
+    """Defaults and bounds of a text model's parameters, in tokens."""
+
+    context_tokens: Positive = 2048
+    """Of a prompt and its continuation together."""
+    default_tokens: Positive = 256
+    """What is written at most, where the caller does not say."""
+    longest_tokens: Positive = 1024
+    """The most that a caller may ask for."""
+    chunk_tokens: Positive = 256
+    """Of a prompt that are read between two steps of the texts that are being written."""
+
+    @model_validator(mode="after")
+    def _fits_the_context(self) -> Self:
+        if not self.default_tokens <= self.longest_tokens < self.context_tokens:
+            raise ValueError("default_tokens <= longest_tokens < context_tokens")
+        return self
 
 
 class TextLimits(_Entry):
@@ -286,6 +315,7 @@ class CatalogEntry(_Entry):
     """Image models have `slots` by default. These need results that the object store can hold."""
     text: TextLimits = TextLimits()
     image: ImageDefaults = ImageDefaults()
+    generation: Generation = Generation()
     gpu: Gpu = Gpu()
     replicas: Replicas = Replicas()
     price: Price = Price()

@@ -166,6 +166,9 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     inference_ms: float | None = None
     batch_size: int | None = None
     tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Of the tokens that were read, those that a text model had already computed."""
     pixel_steps: int | None = None
     steps_saved: int | None = None
     revision: str | None = None
@@ -173,6 +176,13 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     padded_tokens: int | None = None
     cold_start: bool = False
     """Whether the model process that computed it had loaded the model after the publish."""
+
+    def count(self, result: Result) -> None:
+        """Takes over the work that a result tells of."""
+        self.tokens = getattr(result, "tokens", None)
+        self.output_tokens = getattr(result, "output_tokens", None)
+        self.cached_tokens = getattr(result, "cached_tokens", None)
+        self.pixel_steps = getattr(result, "pixel_steps", None)
 
 
 class ItemOutcome(msgspec.Struct, omit_defaults=True):

@@ -55,6 +55,8 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     webhook_events: tuple[str, ...] = ()
     deployment: str = ""
     source: str = "api"
+    endpoint: str = ""
+    """The path of OpenAI's API that it was created by. Empty: it is a prediction by itself."""
     base_url: str
     """The URL that the caller reached the API by, without a slash at its end."""
     created_at_s: float

@@ -15,6 +15,7 @@ from shared.errors import Canceled, DeadlineExceeded, PenstockError
 from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, failure
 from shared.stores.record_state import record_id
 from shared.tasks import Result
+from shared.tasks.text import TokenChunk
 from shared.tracing.context import TraceContext
 from shared.transport import Message, Subscription
 from shared.usage.charge import device_share_of
@@ -139,8 +140,8 @@ class PulledJob:
 
     def hit(self, item: Item, result: Result, level: str) -> ItemOutcome:
         """The outcome of an item whose result is in the cache, at `level`."""
-        tokens, pixel_steps = getattr(result, "tokens", None), getattr(result, "pixel_steps", None)
-        receipt = self.receipt(cache=level, tokens=tokens, pixel_steps=pixel_steps)
+        receipt = self.receipt(cache=level)
+        receipt.count(result)
         return ItemOutcome(item.index, "succeeded", receipt, result)
 
 
@@ -182,6 +183,8 @@ class QueuedItem:
     """Model processes that died while they computed it."""
     deaths_alone: int = 0
     """How many of them computed nothing else."""
+    written: list[TokenChunk] = field(default_factory=list)
+    """What a text has so far, if somebody reads along."""
 
     @property
     def tenant(self) -> str:
@@ -260,7 +263,7 @@ class QueuedItem:
             finished_at_s=batch.finished_at_s,
             batch_wait_ms=max(0.0, batch.started_at_s - self.queued_at_s) * 1000,
             inference_ms=batch.inference_ms,
-            batch_size=len(batch.results),
+            batch_size=batch.batch_items,
             cold_start=pulled.envelope.published_at_s < batch.loaded_at_s,
         )
         if pulled.is_unwanted:
@@ -268,10 +271,9 @@ class QueuedItem:
             return pulled.unwanted(item.index, receipt, started=True)
         if isinstance(result, PenstockError):
             return failure(item.index, result, receipt)
-        receipt.tokens = getattr(result, "tokens", None)
+        receipt.count(result)
         if receipt.tokens is not None and cache != "joined":
             receipt.padded_tokens = self.computed.computed_work
-        receipt.pixel_steps = getattr(result, "pixel_steps", None)
         return ItemOutcome(item.index, "succeeded", receipt, result)
 
     def _mark_for_cache(self, pulled: PulledJob, item: Item) -> None:

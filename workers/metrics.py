@@ -65,7 +65,7 @@ MODEL_PROCESS_DEATHS = Counter(
 
 def observe_batch(done: BatchResult, exemplar: dict[str, str] | None = None) -> None:
     """Records one batch. `exemplar` names a trace of it."""
-    BATCH_ITEMS.observe(len(done.results))
+    BATCH_ITEMS.observe(done.batch_items)
     INFERENCE_SECONDS.observe(done.inference_ms / 1000, exemplar)
     REAL_WORK.inc(done.real_work)
     PADDED_WORK.inc(done.padded_work)

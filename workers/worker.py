@@ -30,6 +30,7 @@ from workers import metrics
 from workers.hours import ProcessTimes
 from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer
+from workers.jobs.step_run import StepRun
 from workers.runtime.pool import ModelPool, ModelProcessDied, PooledProcess
 from workers.runtime.protocol import BatchResult, ResidencyReport
 from workers.scheduling.busy_ratio import BusyRatio
@@ -91,6 +92,7 @@ class Worker:
         self._times = times or ProcessTimes()
         self._queued = asyncio.Event()
         self._running: dict[PooledProcess, tuple[JobConsumer, list[QueuedItem]]] = {}
+        self._runs: set[StepRun] = set()
         self._failed_batches = 0
 
     @property
@@ -152,6 +154,8 @@ class Worker:
 
     def _has_queued(self) -> None:
         self._queued.set()
+        for run in self._runs:
+            run.join_waiting()
         self._count_waiting()
 
     async def _drain(self) -> None:
@@ -175,6 +179,9 @@ class Worker:
             choice = self._choose(process, free_since_s)
             if isinstance(choice, Idle):
                 await self._wait(choice)
+            elif self._consumers[choice].computes_steps:
+                await self._run_steps(place, process, choice)
+                free_since_s = time.time()
             elif batch := self._queues[choice].take(len(self._pool.processes)):
                 self._scheduler.batch_started(choice, time.time())
                 self._count_waiting()
@@ -229,15 +236,8 @@ class Worker:
                 on_previews=partial(consumer.batches.pass_on_previews, batch),
             )
         except ModelProcessDied as error:
-            facts = {
-                "reason": error.message,
-                "model": consumer.model.name,
-                "batch_size": len(batch),
-            }
-            log.error("model process died", extra=facts)
-            metrics.MODEL_PROCESS_DEATHS.inc()
             consumer.batches.retry(batch, error.message)
-            self._count_failed(has_failed=True)
+            self._count_death(consumer, len(batch), error.message)
             return
         finally:
             del self._running[process]
@@ -247,6 +247,42 @@ class Worker:
         self._on_batch(number, done)
         consumer.batches.distribute(batch, done)
         self._count_failed(has_failed=done.has_failed)
+
+    async def _run_steps(self, place: int, process: PooledProcess, number: int) -> None:
+        """Runs a batch that items join until none is left, or another model is due."""
+        consumer, processes = self._consumers[number], len(self._pool.processes)
+        batch = consumer.queue.take_joining((), processes)
+        if not batch:
+            return
+        began_s = time.time()
+        self._scheduler.batch_started(number, began_s)
+        self._count_waiting()
+        self._times.enter(place, "busy")
+
+        def on_item(done: BatchResult) -> None:
+            self._times.batch_ended(done)
+            self._on_batch(number, done)
+            self._count_failed(has_failed=done.has_failed)
+
+        def may_join() -> bool:
+            return self._choose(process, began_s) == number
+
+        run = StepRun(process, number, consumer, processes, may_join, on_item, self._busy)
+        self._runs.add(run)
+        try:
+            death = await run.run(batch)
+        finally:
+            self._runs.discard(run)
+        if death:
+            self._count_death(consumer, len(batch), death)
+            return
+        self._scheduler.batch_finished(time.time() - began_s)
+
+    def _count_death(self, consumer: JobConsumer, size: int, reason: str) -> None:
+        facts = {"reason": reason, "model": consumer.model.name, "batch_size": size}
+        log.error("model process died", extra=facts)
+        metrics.MODEL_PROCESS_DEATHS.inc()
+        self._count_failed(has_failed=True)
 
     def _count_failed(self, *, has_failed: bool) -> None:
         self._failed_batches = self._failed_batches + 1 if has_failed else 0
@@ -269,6 +305,8 @@ class Worker:
         for process, (consumer, batch) in self._running.items():
             if consumer.cancellation.is_unwanted(batch):
                 process.cancel()
+        for run in self._runs:
+            run.drop_unwanted()
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -35,6 +35,7 @@ from shared.stores.previews import Previews
 from shared.stores.record_state import Claim, Finish, Record, State, record_from_fields
 from shared.stores.redis_client import RedisLink, RedisStore
 from shared.stores.redis_scripts import load_script
+from shared.stores.token_streams import TokenStreams
 from shared.stores.waiting_line import WaitingLines
 from shared.stores.webhook_log import WebhookLog
 
@@ -116,6 +117,7 @@ class Records(RedisStore):
         self.webhook_log = WebhookLog(self._commands, prefix)
         # Round trips of their own: pictures are large, and nobody is to wait for them.
         self.previews = Previews(self._link.commands("the store of previews"), prefix)
+        self.tokens = TokenStreams(self._link.commands("the store of tokens"), prefix)
 
     def _key(self, record: str) -> str:
         return f"{self._prefix}record:{record}"
@@ -214,6 +216,7 @@ class Records(RedisStore):
         keys = (
             *(self._key(record), self._store),
             *self.previews.keys_of(record),
+            *self.tokens.keys_of(record),
             *self.webhook_log.keys_of(record),
         )
         kept_s = JOB_KEEP_S + max(0, int(deadline_s - time.time()))

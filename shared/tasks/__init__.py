@@ -10,7 +10,8 @@ from shared.tasks.base import Task
 from shared.tasks.embedding import EMBEDDING, EmbeddingResult, TextInput, TokensInput
 from shared.tasks.image import IMAGE, ImageInput, ImageResult
 from shared.tasks.similarity import SIMILARITY, SimilarityInput, SimilarityResult
+from shared.tasks.text import TEXT, GenerationInput, GenerationResult
 
-Input = TextInput | TokensInput | ImageInput | SimilarityInput
-Result = EmbeddingResult | ImageResult | SimilarityResult
-TASKS: dict[str, Task] = {task.name: task for task in (EMBEDDING, IMAGE, SIMILARITY)}
+Input = TextInput | TokensInput | ImageInput | SimilarityInput | GenerationInput
+Result = EmbeddingResult | ImageResult | SimilarityResult | GenerationResult
+TASKS: dict[str, Task] = {task.name: task for task in (EMBEDDING, IMAGE, SIMILARITY, TEXT)}

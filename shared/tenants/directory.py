@@ -30,7 +30,16 @@ MOST_KEYS = 10_000
 DEFAULT_PLAN_NAME = "default"
 HASH_BYTES = 32
 Scope: TypeAlias = Literal[
-    "all", "read", "embeddings", "images", "predictions", "files", "batches", "usage", "admin"
+    "all",
+    "read",
+    "embeddings",
+    "images",
+    "text",
+    "predictions",
+    "files",
+    "batches",
+    "usage",
+    "admin",
 ]
 """What a key may do. `read`: GET everywhere. `all`: everything but administration (`admin`)."""
 SCOPES: tuple[Scope, ...] = get_args(Scope)

@@ -23,6 +23,10 @@ class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The terms on which an item of one model is charged. The document of a prediction has them."""
 
     per_million_tokens_usd: float = 0.0
+    per_million_output_tokens_usd: float | None = None
+    """For tokens that a text model writes. None: as for those that it reads."""
+    per_million_cached_tokens_usd: float | None = None
+    """For tokens of a prompt that a worker had computed before. None: as for others."""
     per_million_pixel_steps_usd: float = 0.0
     cached_share: float = 0.0
     """The part of the price for a result that another item had computed."""
@@ -57,6 +61,8 @@ def price_of(model: Model, at_s: float, price_share: float = 1.0) -> ItemPrice:
     price = model.price if not model.price.changes else model.price.terms_at(at_s)
     return ItemPrice(
         per_million_tokens_usd=price.per_million_tokens_usd,
+        per_million_output_tokens_usd=price.per_million_output_tokens_usd,
+        per_million_cached_tokens_usd=price.per_million_cached_tokens_usd,
         per_million_pixel_steps_usd=price.per_million_pixel_steps_usd,
         cached_share=price.cached_share,
         price_share=price_share,
@@ -95,19 +101,38 @@ def _share_of_result(price: ItemPrice, outcome: ItemOutcome) -> float:
 
 
 def list_price_usd(
-    price: ItemPrice, tokens: int | None = None, pixel_steps: int | None = None
+    price: ItemPrice,
+    tokens: int | None = None,
+    pixel_steps: int | None = None,
+    *,
+    output_tokens: int | None = None,
+    cached_tokens: int | None = None,
 ) -> float:
-    """Returns what so much work costs before any share."""
-    return (
-        (tokens or 0) * price.per_million_tokens_usd
-        + (pixel_steps or 0) * price.per_million_pixel_steps_usd
-    ) / 1e6
+    """Returns what so much work costs before any share.
+
+    `tokens` are all tokens. Those in `output_tokens` and `cached_tokens` may have other prices.
+    """
+    usual_usd, micro_usd = price.per_million_tokens_usd, 0.0
+    for count, special_usd in (
+        (output_tokens or 0, price.per_million_output_tokens_usd),
+        (cached_tokens or 0, price.per_million_cached_tokens_usd),
+    ):
+        if special_usd is not None:
+            micro_usd += count * (special_usd - usual_usd)
+    micro_usd += (tokens or 0) * usual_usd
+    return (micro_usd + (pixel_steps or 0) * price.per_million_pixel_steps_usd) / 1e6
 
 
 def charge_of(price: ItemPrice, outcome: ItemOutcome) -> Charge:
     """Returns what an item is charged, and from which list price."""
     receipt = outcome.receipt
-    listed_usd = list_price_usd(price, receipt.tokens, receipt.pixel_steps)
+    listed_usd = list_price_usd(
+        price,
+        receipt.tokens,
+        receipt.pixel_steps,
+        output_tokens=receipt.output_tokens,
+        cached_tokens=receipt.cached_tokens,
+    )
     return Charge(listed_usd, charged_share(price, outcome))
 
 

@@ -142,7 +142,9 @@ def row_of(
         client_request_id=envelope.client_request_id or None,
         key_id=envelope.key_id or None,
         plan=envelope.plan or None,
-        input_tokens=receipt.tokens,
+        input_tokens=(
+            None if receipt.tokens is None else receipt.tokens - (receipt.output_tokens or 0)
+        ),
         priority=envelope.lane or "interactive",
         user_agent_family=envelope.user_agent_family or None,
         batch_id=envelope.batch_id or None,

@@ -99,7 +99,7 @@ async def _in_line(
 
 
 def _prompts(api: ApiUnderTest) -> list[str]:
-    return [item.input.prompt for item in api.worker.items]  # type: ignore[union-attr]
+    return [item.input.prompt for item in api.worker.items]  # type: ignore[union-attr, misc]
 
 
 async def test_pictures_take_turns_in_order(api: ApiUnderTest) -> None:

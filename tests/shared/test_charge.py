@@ -14,7 +14,7 @@ from shared.errors import ConfigurationError
 from shared.message_encoding import decode_job, encode_job
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Receipt
 from shared.tasks.embedding import TextInput
-from shared.usage.charge import price_of
+from shared.usage.charge import ItemPrice, charge_of, price_of
 from shared.usage.row import Row, row_of
 
 CHANGED_AT = dt.datetime(2026, 11, 15, tzinfo=dt.UTC)
@@ -159,3 +159,20 @@ def test_other_figures_have_another_version() -> None:
     assert len(names) == 6
     with pytest.raises(ValidationError):
         Price(version="two words")
+
+
+@pytest.mark.parametrize(
+    ("output_usd", "cached_usd", "expected_micro_usd"),
+    [(None, None, 100 * 2), (6.0, None, 70 * 2 + 30 * 6), (6.0, 0.5, 60 * 2 + 30 * 6 + 10 * 0.5)],
+)
+def test_tokens_that_are_written_or_cached_have_prices_of_their_own(
+    output_usd: float | None, cached_usd: float | None, expected_micro_usd: float
+) -> None:
+    price = ItemPrice(
+        per_million_tokens_usd=2.0,
+        per_million_output_tokens_usd=output_usd,
+        per_million_cached_tokens_usd=cached_usd,
+    )
+    receipt = Receipt(tokens=100, output_tokens=30, cached_tokens=10)
+    listed_usd = charge_of(price, ItemOutcome(0, "succeeded", receipt)).list_price_usd
+    assert listed_usd == pytest.approx(expected_micro_usd / 1e6)

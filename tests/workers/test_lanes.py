@@ -262,3 +262,68 @@ def test_suspects_run_one_group_at_a_time() -> None:
     assert len(trial.waiting) == 0
     trial.waiting.batch_ended(taken)
     assert len(trial.waiting) == 2
+
+
+def joined(queue: LaneQueue, inside: list[QueuedItem], now_s: float = NOW_S) -> list[QueuedItem]:
+    return queue.take_joining(inside, 1, lambda queued: True, now_s)
+
+
+def test_who_joins_has_room_and_is_next_in_turn() -> None:
+    queue = LaneQueue(100, max_items=3)
+    small, large, other = text(30), text(80), text(10)
+    for queued in (small, large, other):
+        queue.add(queued)
+    assert joined(queue, []) == [small], "the large one does not fit, and lets nobody pass"
+    assert joined(queue, [small]) == []
+    queue.batch_ended([small])
+    assert joined(queue, []) == [large, other]
+
+
+def test_places_that_are_taken_let_nobody_join() -> None:
+    queue = LaneQueue(100, max_items=2)
+    for _ in range(3):
+        queue.add(text(1))
+    inside = joined(queue, [])
+    assert len(inside) == 2
+    assert joined(queue, inside) == []
+    queue.batch_ended(inside[:1])
+    assert len(joined(queue, inside[1:])) == 1
+
+
+def test_the_lane_batch_leaves_places_to_interactive_items() -> None:
+    queue = LaneQueue(1000, max_items=8)
+    first = text(10)
+    queue.add(first)
+    for _ in range(8):
+        queue.add(text(10, "batch"))
+    inside = joined(queue, [])
+    assert [queued.lane for queued in inside] == ["", "batch", "batch"]
+    assert joined(queue, inside) == []
+    quiet_s = NOW_S + RECENT_S + 1
+    assert len(joined(queue, inside, quiet_s)) == 5
+
+
+def test_nothing_joins_a_suspect_nor_while_one_waits() -> None:
+    queue = LaneQueue(1000, max_items=8)
+    queue.add(text(10))
+    inside = joined(queue, [])
+    suspect, good = text(10), text(10)
+    suspect.deaths = 1
+    queue.add(suspect)
+    queue.add(good)
+    assert joined(queue, inside) == []
+    queue.batch_ended(inside)
+    assert joined(queue, []) == [suspect]
+    assert joined(queue, [suspect]) == []
+    queue.batch_ended([suspect])
+    assert joined(queue, []) == [good]
+
+
+def test_an_item_larger_than_a_halved_budget_runs_alone() -> None:
+    queue = LaneQueue(100, max_items=4)
+    for _ in range(3):
+        queue.adjust_budget(was_short=True)
+    large = text(80)
+    queue.add(large)
+    queue.add(text(5))
+    assert joined(queue, []) == [large]

@@ -45,7 +45,7 @@ from workers.hours import ProcessTimes
 from workers.job import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
-from workers.models.base import PreparedText
+from workers.models.base import PreparedText, Preparer
 from workers.runtime.client import OnPreviews, OnProgress
 from workers.runtime.pool import ModelPool, ModelProcessDied
 from workers.runtime.protocol import BatchResult, Failure, ResidencyReport
@@ -224,7 +224,10 @@ class WorkerHarness:
             Item(index, TextInput(text), cache_key=f"key-{text}")
             for index, text in enumerate(texts)
         ]
-        data, attributes = encode_job(Job(envelope, JobBody(items, **body)))
+        await self.publish(Job(envelope, JobBody(items, **body)))
+
+    async def publish(self, job: Job) -> None:
+        data, attributes = encode_job(job)
         await self.broker.publish(jobs_topic_id(MODEL.name), data, attributes)
 
     async def reply(self) -> Reply:
@@ -295,6 +298,7 @@ async def running_worker(
     broker: InMemoryTransport | None = None,
     model: Model = MODEL,
     times: ProcessTimes | None = None,
+    preparer: Preparer | None = None,
 ) -> AsyncIterator[WorkerHarness]:
     """Runs a worker, on `pool` or on a fake model process that the test controls."""
     letters = LetterPool()
@@ -329,7 +333,8 @@ async def running_worker(
         completion = Completion(
             model, broker, cache, records, objects, rows, WorkerInfo("w", "here", "letters")
         )
-        consumer = JobConsumer(model, LetterPreparer(), cache, records, objects, completion)
+        preparer = preparer or LetterPreparer()
+        consumer = JobConsumer(model, preparer, cache, records, objects, completion)
         harness.consumer = consumer
         worker = Worker(
             [consumer],

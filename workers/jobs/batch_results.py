@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from shared.catalog import Model
-from shared.errors import Canceled, ModelFailed
+from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.messages import failure
 from shared.stores.records import Records
+from shared.tasks import Result
+from shared.tracing.context import TraceContext
 from workers import metrics
 from workers.job import Computed, PulledJob, QueuedItem, kept_traces
 from workers.jobs.completion import Completion
@@ -94,13 +96,30 @@ class BatchResults:
         metrics.observe_batch(done, traces[0].exemplar if traces else None)
         work: Sequence[int | None] = done.computed_work or [None] * len(batch)
         for queued, outcome, computed in zip(batch, done.outcomes, work, strict=True):
-            self._observe_wait(queued, done, is_traced=bool(traces))
-            if isinstance(outcome, Canceled):
-                self._requeue_joined(queued)
-            queued.computed = Computed(outcome, done, traces, computed)
-            for pulled, item_outcome in list(queued.outcomes()):
-                self._completion.settle(pulled, item_outcome)
-            self._queue.forget_when_cached(queued)
+            self._settle(queued, outcome, done, traces, computed)
+
+    def end_item(self, queued: QueuedItem, done: BatchResult) -> None:
+        """Settles an item that left the others of its batch."""
+        self._queue.item_ended(queued)
+        traces = kept_traces([queued])
+        metrics.observe_batch(done, traces[0].exemplar if traces else None)
+        self._settle(queued, done.outcomes[0], done, traces)
+
+    def _settle(
+        self,
+        queued: QueuedItem,
+        outcome: Result | PenstockError,
+        done: BatchResult,
+        traces: Sequence[TraceContext],
+        computed: int | None = None,
+    ) -> None:
+        self._observe_wait(queued, done, is_traced=bool(traces))
+        if isinstance(outcome, Canceled):
+            self._requeue_joined(queued)
+        queued.computed = Computed(outcome, done, traces, computed)
+        for pulled, item_outcome in list(queued.outcomes()):
+            self._completion.settle(pulled, item_outcome)
+        self._queue.forget_when_cached(queued)
 
     def _observe_wait(self, queued: QueuedItem, done: BatchResult, *, is_traced: bool) -> None:
         traces = kept_traces([queued]) if is_traced else []

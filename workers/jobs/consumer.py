@@ -30,6 +30,7 @@ from workers.jobs.completion import Completion
 from workers.jobs.deadlines import Deadlines
 from workers.jobs.model_queue import ModelQueue
 from workers.jobs.preprocessing import Preprocessor
+from workers.jobs.token_output import TokenOutput
 from workers.models.base import Preparer
 from workers.tasks import WORKER_TASKS
 
@@ -42,7 +43,8 @@ ADMIT_MESSAGES_MAX = 256
 class JobConsumer:
     """Consumes the subscriptions of one model. The caller opens and closes the parts it is given.
 
-    `queue` has the items that wait, `batches` takes the results, and `cancellation` drops jobs.
+    `queue` has the items that wait, `batches` takes the results, `tokens` takes what texts have so
+    far, and `cancellation` drops jobs.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class JobConsumer:
         self.queue = ModelQueue(model, completion)
         self.batches = BatchResults(model, self.queue, completion, records)
         self.cancellation = Cancellation(self.queue, completion, records)
+        self.tokens = TokenOutput(completion, records)
         self._preprocessor = Preprocessor(
             preparer, objects, on_thread=WORKER_TASKS[model.task].prepares_on_thread
         )
@@ -81,6 +84,11 @@ class JobConsumer:
     def canary(self) -> CanaryPart | None:
         """The part in the comparison of two revisions. None: the model has no canary."""
         return self._completion.canary
+
+    @property
+    def computes_steps(self) -> bool:
+        """Whether items join and leave a batch of the model between steps."""
+        return WORKER_TASKS[self.model.task].computes_steps
 
     @property
     def is_connected(self) -> bool:
@@ -213,11 +221,12 @@ class JobConsumer:
         An input that can't be prepared fails alone.
         """
         prepared = await self._preprocessor.prepare([item for _, item in missing])
-        for (pulled, item), ready in zip(missing, prepared, strict=True):
+        written = await self.tokens.resume(missing, prepared)
+        for (pulled, item), ready, before in zip(missing, prepared, written, strict=True):
             if isinstance(ready, PenstockError):
                 self._completion.settle(pulled, failure(item.index, ready, pulled.receipt()))
             elif not self.queue.join(
                 pulled, item
             ):  # an identical item of this admission may be queued by now
-                self.queue.add(ready, pulled, item)
+                self.queue.add(ready, pulled, item, before)
         self.queue.on_queued()

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from shared.catalog import Model
 from shared.messages import Item
+from shared.tasks.text import TokenChunk
 from workers.job import PulledJob, QueuedItem
 from workers.jobs.completion import Completion
 from workers.models.base import Prepared
@@ -76,9 +77,16 @@ class ModelQueue:
             self._completion.settle(pulled, queued.joined(pulled, item))
         return True
 
-    def add(self, prepared: Prepared, pulled: PulledJob, item: Item) -> None:
-        """Queues a prepared item. The caller calls `on_queued` after the last one."""
-        queued = QueuedItem(prepared, item.cache_key, time.time(), [(pulled, item)])
+    def add(
+        self, prepared: Prepared, pulled: PulledJob, item: Item, written: list[TokenChunk]
+    ) -> None:
+        """Queues a prepared item. The caller calls `on_queued` after the last one.
+
+        `written` is what an earlier worker has written of it.
+        """
+        queued = QueuedItem(
+            prepared, item.cache_key, time.time(), [(pulled, item)], written=written
+        )
         if item.cache_key:
             self._by_cache_key.setdefault(item.cache_key, queued)
         self._lanes.add(queued)
@@ -88,6 +96,27 @@ class ModelQueue:
         """The next batch for one of `processes`. Empty if nothing waits that is still wanted."""
         self._earliest_s = float("-inf")  # may be in the batch, so it is computed again on demand
         return self._lanes.take(processes, self._is_wanted, time.time())
+
+    def take_joining(self, inside: Collection[QueuedItem], processes: int) -> list[QueuedItem]:
+        """Items that join `inside`, which one of `processes` computes step by step."""
+        self._earliest_s = float("-inf")
+        return self._lanes.take_joining(inside, processes, self._is_wanted, time.time())
+
+    def item_ended(self, queued: QueuedItem) -> None:
+        """Takes note that an item which joined others has left them."""
+        self._lanes.batch_ended([queued])
+        self._lanes.adjust_budget(was_short=False)
+
+    def preempted(self, queued: QueuedItem) -> None:
+        """Queues an item again for which the device had too little memory."""
+        self._lanes.batch_ended([queued])
+        self._lanes.adjust_budget(was_short=True)
+        self._lanes.add(queued)
+
+    def left_over(self, queued: QueuedItem) -> None:
+        """Queues an item again that came too late to join."""
+        self._lanes.batch_ended([queued])
+        self._lanes.add(queued)
 
     def discard_unwanted(self) -> None:
         """Removes items whose callers no longer wait."""

@@ -13,6 +13,7 @@ import msgspec
 
 from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.tasks import Input, Result
+from shared.tasks.text import TokenChunk, TokenLogprob
 
 
 class Prepared(msgspec.Struct, kw_only=True):
@@ -64,7 +65,36 @@ class PreparedPair(Prepared, tag="pair"):
     query: PreparedText
 
 
-PreparedItem = PreparedText | PreparedImage | PreparedPair
+class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
+    """A prompt to continue. `length` is the most tokens whose keys and values it takes.
+
+    `ids` and `written_ids` are token ids as little-endian uint32. `written_ids` are the tokens that
+    another worker had written before it died. The model goes on from there. `written_text` is
+    what readers were shown of them. The other fields are those of GenerationInput.
+
+    `owner`: only prompts of the same owner share keys and values of equal beginnings, because
+    `cached_tokens` tells of them. Empty: it shares with none.
+    """
+
+    ids: bytes
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    stop: list[str] = []
+    logprobs: int = -1
+    json_schema: str = ""
+    is_streamed: bool = False
+    owner: str = ""
+    written_ids: bytes = b""
+    written_text: str = ""
+    written_logprobs: list[TokenLogprob] = []
+
+
+PreparedItem = PreparedText | PreparedImage | PreparedPair | PreparedPrompt
 OnStep = Callable[[int, int], None]
 """Called as on_step(step, steps) after each step of a batch, from 1."""
 
@@ -84,13 +114,11 @@ class Preparer(Protocol):
         """One outcome per input, in order. A bad input becomes a BadInput that names its field."""
 
 
-class InferenceModel(Protocol):
-    """Runs batches in a model process, on one thread."""
+class LoadedModel(Protocol):
+    """A model in a model process, on one thread."""
 
     device_name: str
     """The name of the GPU, or `cpu`. Known after setup."""
-    pads: bool
-    """Whether an item costs as much as the longest one of its call. Known after setup."""
 
     def setup(self) -> None:
         """Loads the model.
@@ -101,7 +129,14 @@ class InferenceModel(Protocol):
         """
 
     def warmup(self) -> None:
-        """Does the work that would otherwise slow down the first batch."""
+        """Does the work that would otherwise slow down the first batch or step."""
+
+
+class InferenceModel(LoadedModel, Protocol):
+    """Runs batches."""
+
+    pads: bool
+    """Whether an item costs as much as the longest one of its call. Known after setup."""
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
         """Splits a batch into groups of places. Each group is one call of `predict`."""
@@ -117,6 +152,46 @@ class InferenceModel(Protocol):
         Raises:
             OutOfMemory: the batch is too large for the device. A smaller one may fit.
         """
+
+
+class StepEnd(msgspec.Struct):
+    """What a step of a SteppedModel ended, by place.
+
+    `results`: items that are done. `preempted`: items that have to wait and start over, because the
+    device had too little memory for all.
+    """
+
+    results: dict[int, Result | PenstockError] = {}
+    preempted: list[int] = []
+
+
+@runtime_checkable
+class SteppedModel(LoadedModel, Protocol):
+    """Computes items step by step.
+
+    Items join between two steps and leave one by one. A place is the number of an item, which its
+    caller chooses.
+    """
+
+    def admit(self, place: int, item: PreparedItem) -> None:
+        """Takes an item in, which the next steps compute.
+
+        Raises:
+            PenstockError: the item can't be computed. OutOfMemory: there is no room for it now.
+        """
+
+    def step(self) -> StepEnd:
+        """Computes one step of all items that are in.
+
+        Raises:
+            Exception: the model failed. All items that are in are dropped.
+        """
+
+    def take_chunks(self) -> dict[int, TokenChunk]:
+        """What each streamed item has written since the last call. Empty where nothing."""
+
+    def drop(self, place: int) -> None:
+        """Removes an item, if it is still in."""
 
 
 @runtime_checkable

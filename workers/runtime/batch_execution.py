@@ -7,6 +7,7 @@ import select
 import socket
 import time
 from collections.abc import Sequence
+from typing import cast
 
 from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.tasks import Result
@@ -42,11 +43,11 @@ log = logging.getLogger(__name__)
 def run_batch(resident_models: ResidentModels, batch: RunBatch, steps: StepReporter) -> BatchResult:
     """Runs `batch`. A model that can't be loaded fails only the items of this batch."""
     try:
-        model = resident_models.use(batch.model)
+        model = cast(InferenceModel, resident_models.use(batch.model))
     except Exception as error:
         # The boundary to the model libraries, as below.
         log.warning("model could not be loaded", exc_info=True, extra={"model": batch.model})
-        failures: list[Result | Failure] = [_as_failure(error)] * len(batch.items)
+        failures: list[Result | Failure] = [Failure.from_error(error)] * len(batch.items)
         return _result(resident_models, batch, time.time(), 0.0, failures)
     started_at_s, began_s, began_cpu_s = time.time(), time.perf_counter(), time.process_time()
     execution = BatchExecution(model, steps)
@@ -213,7 +214,7 @@ class BatchExecution:
             self.out_of_memory |= isinstance(error, OutOfMemory)
             log.warning("batch failed", exc_info=True, extra={"items": len(group)})
             if len(group) == 1:
-                self.results[places[0]] = _as_failure(error)
+                self.results[places[0]] = Failure.from_error(error)
                 return
         else:
             for place, result in zip(places, results, strict=True):
@@ -224,12 +225,3 @@ class BatchExecution:
         middle = len(places) // 2
         self._compute_group(items, places[:middle])
         self._compute_group(items, places[middle:])
-
-
-def _as_failure(error: Exception) -> Failure:
-    known = (
-        error
-        if isinstance(error, PenstockError)
-        else ModelFailed(f"{type(error).__name__}: {error}")
-    )
-    return Failure.from_error(known)

@@ -20,14 +20,19 @@ from workers.runtime.protocol import (
     FRAME_MAX_BYTES,
     HEADER,
     BatchResult,
+    ItemEnded,
     Previews,
     Progress,
     Ready,
     Refused,
     ResidencyReport,
     ServerMessage,
+    StepMessage,
+    StepsEnded,
     decode_server_message,
     encode_cancel,
+    encode_drop,
+    encode_join,
     encode_run,
     encode_watch,
 )
@@ -44,6 +49,8 @@ class ModelProcessDied(ModelFailed):
 OnProgress = Callable[[int, int], None]
 """Called as on_step(step, steps) after some steps of a batch."""
 OnPreviews = Callable[[Previews], None]
+OnStepMessage = Callable[[StepMessage], None]
+"""Called with what comes of the items of a model that computes in steps."""
 Start = Callable[[socket.socket], Awaitable[ChildProcess]]
 """Starts a process with this end of its socket."""
 
@@ -60,10 +67,12 @@ class Launch:
 class _Pending:
     number: int
     size: int
-    done: asyncio.Future[BatchResult]
+    done: asyncio.Future[BatchResult | StepsEnded]
     on_step: OnProgress | None
     on_previews: OnPreviews | None
     timer: asyncio.TimerHandle
+    timeout_s: float
+    on_steps: OnStepMessage | None = None
 
 
 class ModelClient:
@@ -163,19 +172,74 @@ class ModelClient:
             ModelProcessDied: the process died, or was killed because the batch took too long or was
                 invalid.
         """
+        pending = await self._begin(len(batch), timeout_s)
+        pending.on_step, pending.on_previews = on_step, on_previews
+        self._writer.write(encode_run(pending.number, list(batch), model))
+        done = await pending.done
+        assert isinstance(done, BatchResult), "messages are checked as they come; this is a bug"
+        return done
+
+    async def run_steps(
+        self,
+        batch: Sequence[Prepared],
+        timeout_s: float,
+        on_message: OnStepMessage,
+        model: int = 0,
+    ) -> StepsEnded:
+        """Runs items on model number `model`, which computes in steps, until none is left.
+
+        Others may join. `timeout_s` counts from the last message.
+
+        Args:
+            batch: the items, whose places are their indexes.
+            timeout_s: the longest time without a message.
+            on_message: called with each message but the last one.
+            model: the number of the model.
+
+        Raises:
+            ModelProcessDied: the process died, or was killed because nothing came from it in time.
+        """
+        pending = await self._begin(len(batch), timeout_s)
+        pending.on_steps = on_message
+        self._writer.write(encode_run(pending.number, list(batch), model, in_steps=True))
+        done = await pending.done
+        assert isinstance(done, StepsEnded), "messages are checked as they come; this is a bug"
+        return done
+
+    async def _begin(self, size: int, timeout_s: float) -> _Pending:
         # The turn ends with the batch, not with the caller. A canceled caller leaves a process that
         # still computes.
         await self._turn.acquire()
         if self._reason:
             self._turn.release()
             raise ModelProcessDied(self._reason)
-        loop = asyncio.get_running_loop()
         self._batches += 1
-        timer = loop.call_later(timeout_s, self.kill, f"the batch was not done in {timeout_s:g} s")
-        done: asyncio.Future[BatchResult] = loop.create_future()
-        self._pending = _Pending(self._batches, len(batch), done, on_step, on_previews, timer)
-        self._writer.write(encode_run(self._batches, list(batch), model))
-        return await done
+        done = asyncio.get_running_loop().create_future()
+        timer = self._start_timer(timeout_s)
+        self._pending = _Pending(self._batches, size, done, None, None, timer, timeout_s)
+        return self._pending
+
+    def _start_timer(self, timeout_s: float) -> asyncio.TimerHandle:
+        reason = f"the batch was not done in {timeout_s:g} s"
+        return asyncio.get_running_loop().call_later(timeout_s, self.kill, reason)
+
+    def join(self, items: Sequence[Prepared]) -> int | None:
+        """Adds items to the batch that runs in steps. Returns the place of the first.
+
+        None: no batch runs. The batch may be over by now, which its end tells: then the items have
+        no end of their own.
+        """
+        pending = self._pending
+        if pending is None or pending.on_steps is None:
+            return None
+        first, pending.size = pending.size, pending.size + len(items)
+        self._writer.write(encode_join(pending.number, first, list(items)))
+        return first
+
+    def drop(self, places: Sequence[int]) -> None:
+        """Stops these items of the batch that runs in steps. They fail as canceled."""
+        if self._pending is not None and places:
+            self._writer.write(encode_drop(self._pending.number, list(places)))
 
     def cancel(self) -> None:
         """Stops the current batch after its current step, if it has steps.
@@ -232,11 +296,15 @@ class ModelClient:
     def _handle(self, message: ServerMessage) -> None:
         pending = self._pending
         if (
-            not isinstance(message, Progress | Previews | BatchResult)
+            isinstance(message, Ready | Refused)
             or pending is None
             or message.number != pending.number
         ):
             self.kill(f"it sent {type(message).__name__} out of turn")
+        elif isinstance(message, StepMessage) != (pending.on_steps is not None):
+            self.kill(f"it sent {type(message).__name__} for a batch of another kind")
+        elif isinstance(message, StepMessage):
+            self._handle_steps(message, pending)
         elif isinstance(message, Progress):
             if pending.on_step is not None:
                 pending.on_step(message.step, message.steps)
@@ -251,7 +319,20 @@ class ModelClient:
             if (done := self._end_turn()) is not None:
                 done.set_result(message)
 
-    def _end_turn(self) -> asyncio.Future[BatchResult] | None:
+    def _handle_steps(self, message: StepMessage, pending: _Pending) -> None:
+        if isinstance(message, StepsEnded):
+            self.residency = message.switched or self.residency
+            if (done := self._end_turn()) is not None:
+                done.set_result(message)
+            return
+        pending.timer.cancel()
+        pending.timer = self._start_timer(pending.timeout_s)
+        if isinstance(message, ItemEnded):
+            self.memory_bytes = message.done.memory_bytes
+        if pending.on_steps is not None and not pending.done.done():
+            pending.on_steps(message)
+
+    def _end_turn(self) -> asyncio.Future[BatchResult | StepsEnded] | None:
         """Admits the next batch. Returns the future of this one, unless its caller is gone."""
         pending, self._pending = self._pending, None
         if pending is None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from workers.models.base import InferenceModel
+from workers.models.base import LoadedModel
 
 _DEPTH = 6
 """How deep to look for networks: model, encoder or pipeline, list or dict, network."""
@@ -26,7 +26,7 @@ class Offloaded:
         copies: their contents, in host memory.
     """
 
-    def __init__(self, model: InferenceModel, tensors: list[Any], copies: list[Any]) -> None:
+    def __init__(self, model: LoadedModel, tensors: list[Any], copies: list[Any]) -> None:
         self._model = model
         self._tensors = tensors
         self._copies = copies
@@ -38,7 +38,7 @@ class Offloaded:
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             tensor.data = copy
 
-    def restore(self) -> InferenceModel:
+    def restore(self) -> LoadedModel:
         """Copies the weights back to their device.
 
         Raises:
@@ -50,7 +50,7 @@ class Offloaded:
         return self._model
 
 
-def offload(model: InferenceModel, room_bytes: int) -> Offloaded | None:
+def offload(model: LoadedModel, room_bytes: int) -> Offloaded | None:
     """Copies the weights of `model` to host memory, and frees them on the GPU.
 
     Returns None and changes nothing if the weights can't be moved, or need more than `room_bytes`.

@@ -27,9 +27,10 @@ from workers.runtime.client import (
     ModelProcessDied,
     OnPreviews,
     OnProgress,
+    OnStepMessage,
     Start,
 )
-from workers.runtime.protocol import BatchResult, ResidencyReport
+from workers.runtime.protocol import BatchResult, ResidencyReport, StepsEnded
 from workers.runtime.template import Template, can_fork
 
 __all__ = ["HostedModel", "ModelPool", "ModelProcessDied", "PooledProcess"]
@@ -185,6 +186,38 @@ class PooledProcess:
         if self._child is None or not self._settled.is_set():
             raise ModelProcessDied("the model process is not up")
         return await self._child.run(batch, timeout_s, on_step, model, on_previews)
+
+    async def run_steps(
+        self,
+        batch: Sequence[Prepared],
+        *,
+        timeout_s: float,
+        on_message: OnStepMessage,
+        model: int = 0,
+    ) -> StepsEnded:
+        """Runs items on a model that computes in steps, until none is left. Others may join.
+
+        Args:
+            batch: at least one item.
+            timeout_s: the longest time without a message. After it the process is killed.
+            on_message: called with each message but the last one.
+            model: the number of the model, which is loaded first if it is not resident.
+
+        Raises:
+            ModelProcessDied: the process died or hung.
+        """
+        if self._child is None or not self._settled.is_set():
+            raise ModelProcessDied("the model process is not up")
+        return await self._child.run_steps(batch, timeout_s, on_message, model)
+
+    def join(self, items: Sequence[Prepared]) -> int | None:
+        """Adds items to the batch that runs in steps, as ModelClient.join."""
+        return None if self._child is None else self._child.join(items)
+
+    def drop(self, places: Sequence[int]) -> None:
+        """Stops these items of the batch that runs in steps. They fail as canceled."""
+        if self._child is not None:
+            self._child.drop(places)
 
     def cancel(self) -> None:
         """Stops the running batch, if any, after its current step.

@@ -3,6 +3,11 @@
 A frame is its length in bytes (unsigned 32-bit, little-endian), then one of the structs below. The
 model process gets RunBatch, Watch and Cancel. It sends Ready or Refused once, then
 Progress, Previews and BatchResult.
+
+Items of a model that computes in steps join with Join and leave with Drop while their batch runs.
+The process sends Chunks, ItemEnded and Preempted, and StepsEnded when no item is left. A Join can
+cross with that. So the process ignores one for a batch that is over, and the I/O process queues
+the items again that StepsEnded left without an end.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import msgspec
 
 from shared.errors import ModelFailed, PenstockError, error_for_code
 from shared.tasks import Result
+from shared.tasks.text import TokenChunk
 from workers.models.base import Picture, Prepared, PreparedItem
 
 HEADER = struct.Struct("<I")
@@ -26,12 +32,29 @@ class RunBatch(msgspec.Struct, tag="run"):
     number: int
     items: list[PreparedItem]
     model: int = 0
+    in_steps: bool = False
+    """Whether the model is a SteppedModel."""
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
     """Stop batch `number`, which may be over already."""
 
     number: int
+
+
+class Join(msgspec.Struct, tag="join"):
+    """Add items to batch `number`, which may be over already. Places count on from `first`."""
+
+    number: int
+    first: int
+    items: list[PreparedItem]
+
+
+class Drop(msgspec.Struct, tag="drop"):
+    """Stop these places of batch `number`, which may have ended already."""
+
+    number: int
+    places: list[int]
 
 
 class Watch(msgspec.Struct, tag="watch"):
@@ -99,8 +122,10 @@ class Failure(msgspec.Struct, tag="failure"):
     field: str | None = None
 
     @classmethod
-    def from_error(cls, error: PenstockError) -> Failure:
-        """The failure that `error` becomes on the socket."""
+    def from_error(cls, error: Exception) -> Failure:
+        """The failure that `error` becomes on the socket. A model library's is ModelFailed."""
+        if not isinstance(error, PenstockError):
+            error = ModelFailed(f"{type(error).__name__}: {error}")
         return cls(error.code, error.message, error.field)
 
     def to_error(self) -> PenstockError:
@@ -138,6 +163,13 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     """When the process loaded the model."""
     computed_work: list[int] = []
     """Of each item, its tokens or pixel-steps with its part of the padding. Empty: no padding."""
+    beside: int = 0
+    """How many items were computed at a time, on average, if items join between steps. 0: all."""
+
+    @property
+    def batch_items(self) -> int:
+        """How many items shared the time of the device."""
+        return self.beside or len(self.results)
 
     @property
     def outcomes(self) -> list[Result | PenstockError]:
@@ -155,8 +187,43 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
         )
 
 
-ServerMessage = Ready | Refused | Progress | Previews | BatchResult
-ClientMessage = RunBatch | Cancel | Watch
+class Chunks(msgspec.Struct, tag="chunks"):
+    """What places of batch `number` have written since the last message of this kind."""
+
+    number: int
+    chunks: dict[int, TokenChunk]
+
+
+class ItemEnded(msgspec.Struct, tag="ended"):
+    """One place of batch `number` has ended. `done` is about this item alone."""
+
+    number: int
+    place: int
+    done: BatchResult
+
+
+class Preempted(msgspec.Struct, tag="preempted"):
+    """The device had too little memory for these places of batch `number`. They are to wait."""
+
+    number: int
+    places: list[int]
+
+
+class StepsEnded(msgspec.Struct, tag="steps_ended"):
+    """Batch `number` has no items any more.
+
+    `failure`: why the model failed on those that were in, which have no end. None: it did not.
+    """
+
+    number: int
+    failure: Failure | None = None
+    switched: ResidencyReport | None = None
+    """The models that were loaded and evicted for this batch. None if there were none."""
+
+
+StepMessage = Chunks | ItemEnded | Preempted | StepsEnded
+ServerMessage = Ready | Refused | Progress | Previews | BatchResult | StepMessage
+ClientMessage = RunBatch | Cancel | Watch | Join | Drop
 
 _encoder = msgspec.msgpack.Encoder()
 _client_message_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(
@@ -167,11 +234,24 @@ _server_message_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpac
 )
 
 
-def encode_run(number: int, items: list[Prepared], model: int = 0) -> bytes:
+def encode_run(
+    number: int, items: list[Prepared], model: int = 0, *, in_steps: bool = False
+) -> bytes:
     """The frame that runs a batch on model number `model`."""
+    run = {"type": "run", "number": number, "items": items, "model": model, "in_steps": in_steps}
+    return _frame(_encoder.encode(run))
+
+
+def encode_join(number: int, first: int, items: list[Prepared]) -> bytes:
+    """The frame that adds items to a batch."""
     return _frame(
-        _encoder.encode({"type": "run", "number": number, "items": items, "model": model})
+        _encoder.encode({"type": "join", "number": number, "first": first, "items": items})
     )
+
+
+def encode_drop(number: int, places: list[int]) -> bytes:
+    """The frame that stops some items of a batch."""
+    return _frame(_encoder.encode(Drop(number, places)))
 
 
 def encode_cancel(number: int) -> bytes:

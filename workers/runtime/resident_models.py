@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shared.errors import ConfigurationError
-from workers.models.base import InferenceModel
+from workers.models.base import LoadedModel
 from workers.runtime import memory
 from workers.runtime.offload import Offloaded, offload
 from workers.runtime.protocol import ResidencyReport
@@ -35,10 +35,10 @@ class ResidentModels:
 
     def __init__(
         self,
-        makers: Sequence[Callable[[], InferenceModel]],
+        makers: Sequence[Callable[[], LoadedModel]],
         weights: Sequence[Path],
         budget_bytes: int = 0,
-        loaded: Mapping[int, InferenceModel] | None = None,
+        loaded: Mapping[int, LoadedModel] | None = None,
     ) -> None:
         self._makers = makers
         self._budget_bytes = budget_bytes
@@ -46,9 +46,7 @@ class ResidentModels:
             number: memory.weights_bytes(path) for number, path in enumerate(weights)
         }
         self._estimate_bytes = dict(self._size_bytes)
-        self._resident: OrderedDict[int, InferenceModel] = (
-            OrderedDict()
-        )  # least recently used first
+        self._resident: OrderedDict[int, LoadedModel] = OrderedDict()  # least recently used first
         self._offloaded: dict[int, Offloaded] = {}
         self._loaded = dict(loaded or {})
         self._load_s: dict[int, float] = {}
@@ -74,7 +72,7 @@ class ResidentModels:
         for number in reversed(range(len(self._makers))):
             self.use(number)
 
-    def use(self, number: int) -> InferenceModel:
+    def use(self, number: int) -> LoadedModel:
         """The model with this number, loaded if it is not resident.
 
         Raises:
@@ -112,7 +110,7 @@ class ResidentModels:
         self._loaded_at_s[number] = time.time()
         self._changes.loads += 1
 
-    def _load(self, number: int) -> InferenceModel:
+    def _load(self, number: int) -> LoadedModel:
         began_s, before_bytes = time.monotonic(), (memory.resident_bytes(), memory.gpu_bytes())
         offloaded = self._offloaded.get(number)
         model = self._from_disk(number) if offloaded is None else _restore(offloaded)
@@ -128,7 +126,7 @@ class ResidentModels:
             )
         return model
 
-    def _from_disk(self, number: int) -> InferenceModel:
+    def _from_disk(self, number: int) -> LoadedModel:
         is_first = number not in self._load_s
         model = self._loaded.pop(number, None)
         if model is None:
@@ -170,7 +168,7 @@ class ResidentModels:
         memory.give_back(is_empty=not self._resident)
         self._changes.evictions += 1
 
-    def _offload(self, number: int, model: InferenceModel) -> None:
+    def _offload(self, number: int, model: LoadedModel) -> None:
         if (known := self._offloaded.get(number)) is not None:
             known.release()
         elif (offloaded := offload(model, memory.free_host_bytes())) is not None:
@@ -190,7 +188,7 @@ class ResidentModels:
         return changes
 
 
-def _restore(offloaded: Offloaded) -> InferenceModel:
+def _restore(offloaded: Offloaded) -> LoadedModel:
     try:
         return offloaded.restore()
     except BaseException:

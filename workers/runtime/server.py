@@ -9,6 +9,7 @@ template, which is the same program: it loads what all processes can share and t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import select
@@ -27,7 +28,7 @@ from shared.catalog import Model
 from shared.errors import PenstockError
 from shared.logs import configure_logs
 from workers.models.backend import Backend
-from workers.models.base import InferenceModel
+from workers.models.base import LoadedModel
 from workers.runtime import memory, template_process
 from workers.runtime.batch_execution import StepReporter, run_batch
 from workers.runtime.protocol import (
@@ -39,6 +40,7 @@ from workers.runtime.protocol import (
     read_client_message,
 )
 from workers.runtime.resident_models import ResidentModels
+from workers.runtime.step_execution import StepExecution
 from workers.runtime.template_protocol import TemplateReady
 from workers.tasks import model_for
 
@@ -55,7 +57,7 @@ def main() -> int:
     # drains, then hangs up.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    loaded: dict[int, InferenceModel] = {}
+    loaded: dict[int, LoadedModel] = {}
     if given.fd is None:
         loaded = _load_ahead(given)
         child = _fork_for(given, loaded)
@@ -94,7 +96,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _load_ahead(given: argparse.Namespace) -> dict[int, InferenceModel]:
+def _load_ahead(given: argparse.Namespace) -> dict[int, LoadedModel]:
     """Imports libraries and loads what forks can share, on one thread so that forks are safe.
 
     Weights are shared on a CPU without a memory budget. ONNX Runtime sessions start threads, so
@@ -122,7 +124,7 @@ def _load_ahead(given: argparse.Namespace) -> dict[int, InferenceModel]:
 
 
 def _fork_for(
-    given: argparse.Namespace, loaded: Mapping[int, InferenceModel]
+    given: argparse.Namespace, loaded: Mapping[int, LoadedModel]
 ) -> template_process.ForkedChild | None:
     """Forks on request.
 
@@ -142,7 +144,7 @@ def _fork_for(
     return child
 
 
-def serve(given: argparse.Namespace, loaded: Mapping[int, InferenceModel]) -> int:
+def serve(given: argparse.Namespace, loaded: Mapping[int, LoadedModel]) -> int:
     """Loads the models and runs batches until the socket closes. Returns the exit status."""
     connection = socket.socket(fileno=given.fd)
     threading.Thread(target=_exit_on_hangup, args=(given.fd,), daemon=True).start()
@@ -164,11 +166,18 @@ class ModelServer:
             self._send(Refused(error.code, error.message, error.field))
             return 2
         self._send(self._ready())
-        while (message := read_client_message(self._connection)) is not None:
-            if isinstance(message, RunBatch):  # otherwise it is about a batch that is done
-                steps = StepReporter(self._connection, message.number)
-                self._send(run_batch(self._resident_models, message, steps))
+        with contextlib.suppress(ConnectionError):  # the I/O process has hung up
+            while (message := read_client_message(self._connection)) is not None:
+                if isinstance(message, RunBatch):  # otherwise it is about a batch that is done
+                    self._run(message)
         return 0
+
+    def _run(self, batch: RunBatch) -> None:
+        if batch.in_steps:
+            StepExecution(self._connection, self._resident_models, batch).run()
+        else:
+            steps = StepReporter(self._connection, batch.number)
+            self._send(run_batch(self._resident_models, batch, steps))
 
     def _ready(self) -> Ready:
         models = self._resident_models
@@ -194,8 +203,8 @@ def _backends(given: argparse.Namespace) -> list[Backend | None]:
     return [msgspec.json.decode(one, type=Backend | None) for one in encoded]
 
 
-def _makers(given: argparse.Namespace, threads: int) -> list[Callable[[], InferenceModel]]:
-    makers: list[Callable[[], InferenceModel]] = []
+def _makers(given: argparse.Namespace, threads: int) -> list[Callable[[], LoadedModel]]:
+    makers: list[Callable[[], LoadedModel]] = []
     for entry, folder, backend in zip(given.model, given.folder, _backends(given), strict=True):
         make = partial(
             model_for, Model.model_validate_json(entry), folder, given.device, backend=backend
@@ -205,7 +214,7 @@ def _makers(given: argparse.Namespace, threads: int) -> list[Callable[[], Infere
 
 
 def _resident_models(
-    given: argparse.Namespace, loaded: Mapping[int, InferenceModel]
+    given: argparse.Namespace, loaded: Mapping[int, LoadedModel]
 ) -> ResidentModels:
     weights = [
         Path(backend.graph) if backend is not None and backend.graph else folder

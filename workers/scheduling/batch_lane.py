@@ -56,9 +56,13 @@ class BatchLanePolicy:
         """Takes note of an interactive item."""
         self._interactive_s = max(self._interactive_s, now_s)
 
+    def is_interactive(self, now_s: float) -> bool:
+        """Whether there is interactive traffic."""
+        return now_s - self._interactive_s < RECENT_S
+
     def turn_work(self, now_s: float) -> float:
         """How much work a batch of the lane may have now, besides its first item."""
-        return self._time.work_in(TURN_S) if now_s - self._interactive_s < RECENT_S else inf
+        return self._time.work_in(TURN_S) if self.is_interactive(now_s) else inf
 
     def is_owed(self, first: int, budget: int) -> bool:
         """Whether the lane is owed the work of a turn.

@@ -67,7 +67,7 @@ class BatchQueue(Generic[ItemT]):
 
     def __init__(self, budget: int, max_items: int) -> None:
         self.budget = budget
-        self._max_items = max_items
+        self.max_items = max_items
         self._quantum = budget / HEAVIEST  # so a turn takes one batch at most
         self._round = 0
         self._turns = count()
@@ -155,16 +155,44 @@ class BatchQueue(Generic[ItemT]):
         self._charge(place)
         batch, work = [leader], leader.length
         done = 0 if place[3].waiting else work
-        at_most, room = min(at_most, self._max_items), min(room, self.budget) - work
+        at_most, room = min(at_most, self.max_items), min(room, self.budget) - work
         self._extend(batch, at_most, room, spare, is_wanted, done)
         return batch
+
+    def take_in_turn(
+        self,
+        at_most: int,
+        room: float,
+        *,
+        key: str | None = None,
+        is_wanted: Callable[[ItemT], bool] = always,
+    ) -> list[ItemT]:
+        """Removes and returns items that join a running batch, strictly in the order of turns.
+
+        The first item that does not fit ends it, so that the items of its tenant are not passed by.
+
+        Args:
+            at_most: items.
+            room: work.
+            key: of the running batch. None: any, and the others have the key of the first.
+            is_wanted: items that are not wanted are removed without a charge.
+        """
+        joining: list[ItemT] = []
+        while len(joining) < at_most and (leader := self._lead(is_wanted)) is not None:
+            key = leader.key if key is None else key
+            if leader.key != key or leader.length > room:
+                break
+            self._charge(self._filed[leader])
+            joining.append(leader)
+            room -= leader.length
+        return joining
 
     def fill(
         self, batch: list[ItemT], room: float, is_wanted: Callable[[ItemT], bool] = always
     ) -> None:
         """Adds items to another queue's `batch`, of its key and of at most `room` work in all."""
         self._advance()
-        self._extend(batch, self._max_items, room, inf, is_wanted, 0)
+        self._extend(batch, self.max_items, room, inf, is_wanted, 0)
 
     def _lead(self, is_wanted: Callable[[ItemT], bool]) -> ItemT | None:
         """The first item of the tenant whose turn it is."""

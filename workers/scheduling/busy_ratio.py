@@ -60,11 +60,16 @@ class BusyRatio:
         for lane in LANES:
             metrics.BUSY_RATIO.labels(lane).set_function(partial(self.read, lane))
 
-    def start(self, lanes: Iterable[Lane]) -> dict[Lane, float]:
-        """A batch starts, with one lane for each of its items. Returns what `end` needs."""
+    def start(self, lanes: Iterable[Lane], places: int = 0) -> dict[Lane, float]:
+        """A batch starts, with one lane for each of its items. Returns what `end` needs.
+
+        `places`: how many items the process could compute at a time, where more can join. 0: it
+        takes no others now, so it is busy.
+        """
         each = list(lanes)
+        full = max(places, len(each))
         parts: dict[Lane, float] = {
-            lane: each.count(lane) / len(each) / self._processes for lane in LANES
+            lane: each.count(lane) / full / self._processes for lane in LANES
         }
         self._batches += 1
         self._add(parts, 1)

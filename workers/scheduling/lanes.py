@@ -14,6 +14,7 @@ Pure: no clock, no I/O.
 - An item is given up after DEATHS_MAX deaths, if it was alone for DEATHS_ALONE_MAX of them. A death
   with another cause (a manual kill, too little memory) costs innocent items only time, even in the
   middle of a retry.
+- Where items join and leave between steps, the same order holds for who joins next.
 - If a device runs out of memory, the budget is halved. It grows by a tenth with each batch that
   fits.
 """
@@ -21,7 +22,7 @@ Pure: no clock, no I/O.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 from workers.job import QueuedItem
@@ -31,6 +32,11 @@ from workers.scheduling.batch_queue import BatchQueue
 DEATHS_MAX = 3
 DEATHS_ALONE_MAX = 2
 BUDGET_GROWTH = 1.1
+BATCH_JOIN_SHARE = 1 / 4
+"""Of the places of a process, for the lane `batch` while there is interactive traffic.
+
+An item that has joined stays until it is done, which can take seconds.
+"""
 
 
 class LaneQueue:
@@ -110,6 +116,90 @@ class LaneQueue:
             self._running.append(batch)
         return batch
 
+    def take_joining(
+        self,
+        inside: Collection[QueuedItem],
+        processes: int,
+        is_wanted: Callable[[QueuedItem], bool],
+        now_s: float,
+    ) -> list[QueuedItem]:
+        """Items that join those which one of `processes` computes step by step.
+
+        Each counts as a batch of its own from now on. Suspects run by themselves: while some wait,
+        nothing joins, until the process has nothing left and takes them.
+
+        Args:
+            inside: the items that it computes. None of them: a new batch.
+            processes: how many there are.
+            is_wanted: whether somebody waits for an item.
+            now_s: the time.
+        """
+        joining: list[QueuedItem] = []
+        if self._suspects and not self._a_suspect_runs:
+            if not inside:
+                joining = [queued for queued in self._suspects.popleft() if is_wanted(queued)]
+        elif not any(queued.is_suspect for queued in inside):
+            joining = self._join_lanes(inside, processes, is_wanted, now_s)
+        self._running += [[queued] for queued in joining]
+        return joining
+
+    def _join_lanes(
+        self,
+        inside: Collection[QueuedItem],
+        processes: int,
+        is_wanted: Callable[[QueuedItem], bool],
+        now_s: float,
+    ) -> list[QueuedItem]:
+        """Interactive items first. The lane `batch` gets what `BatchLanePolicy` leaves to it."""
+        lane, here = self._interactive, list(inside)
+        within = sum(self._lane_of(queued) is lane for queued in here)
+        at_most = min(lane.max_items - len(here), self._share(processes, lane) - within)
+        here += self._take_turns(lane, here, at_most, is_wanted)
+        if (joined := here[len(inside) :]) and len(self._batch):
+            self._policy.observe_interactive_batch(_work(joined), 0)
+        at_most = self._room_of_batch_lane(here, now_s)
+        if batch := self._take_turns(self._batch, here, at_most, is_wanted):
+            has_delayed = len(self._interactive) > 0
+            self._policy.observe_turn(_work(batch), has_delayed=has_delayed, is_urgent=False)
+        return joined + batch
+
+    def _take_turns(
+        self,
+        lane: BatchQueue[QueuedItem],
+        here: Sequence[QueuedItem],
+        at_most: int,
+        is_wanted: Callable[[QueuedItem], bool],
+    ) -> list[QueuedItem]:
+        """Items of a lane that join those which are here.
+
+        Where nothing runs one joins even if it is larger than a budget that was halved.
+        """
+        joining: list[QueuedItem] = []
+        if not here:
+            joining = lane.take_in_turn(min(1, at_most), self._full_budget, is_wanted=is_wanted)
+            if not joining:
+                return []
+        key, room = (here or joining)[0].key, lane.budget - _work([*here, *joining])
+        at_most -= len(joining)
+        return joining + lane.take_in_turn(at_most, room, key=key, is_wanted=is_wanted)
+
+    def _room_of_batch_lane(self, here: Sequence[QueuedItem], now_s: float) -> int:
+        """How many items of the lane `batch` may join.
+
+        They leave the rest of the places to interactive items, if those came lately. Beside
+        interactive items that wait, one joins when it is owed.
+        """
+        lane = self._batch
+        at_most = lane.max_items - len(here)
+        if self._policy.is_interactive(now_s):
+            within = sum(queued.lane == "batch" for queued in here)
+            at_most = min(at_most, max(1, int(lane.max_items * BATCH_JOIN_SHARE)) - within)
+        if len(self._interactive):
+            first = lane.earliest()
+            owed = first is not None and self._policy.is_owed(first.length, lane.budget)
+            at_most = min(at_most, int(owed))
+        return at_most
+
     def _choose(
         self, processes: int, is_wanted: Callable[[QueuedItem], bool], now_s: float
     ) -> list[QueuedItem]:
@@ -163,8 +253,9 @@ class LaneQueue:
         return self._batch if queued.lane == "batch" else self._interactive
 
     def batch_ended(self, batch: list[QueuedItem]) -> None:
-        """Removes `batch`, as `take` returned it, from the running batches."""
-        self._running = [other for other in self._running if other is not batch]
+        """Removes a batch, or items that joined one, from the running batches."""
+        ended = set(batch)
+        self._running = [other for other in self._running if other[0] not in ended]
 
     def batch_died(self, batch: list[QueuedItem]) -> list[QueuedItem]:
         """Queues `batch` again after its model process died. Returns the items to give up."""
@@ -198,5 +289,5 @@ class LaneQueue:
             lane.budget = max(1, min(self._full_budget, target))
 
 
-def _work(batch: list[QueuedItem]) -> int:
+def _work(batch: Iterable[QueuedItem]) -> int:
     return sum(queued.length for queued in batch)

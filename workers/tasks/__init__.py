@@ -8,7 +8,7 @@ from pathlib import Path
 from shared.catalog import Model
 from shared.tasks import TASKS
 from workers.models.backend import Backend
-from workers.models.base import InferenceModel, Preparer
+from workers.models.base import LoadedModel, Preparer
 from workers.tasks.base import Resources, WorkerTask
 
 WORKER_TASKS: dict[str, WorkerTask] = {
@@ -33,7 +33,7 @@ def model_for(
     backend: Backend | None = None,
     threads: int = 1,
     memory_fraction: float = 1.0,
-) -> InferenceModel:
+) -> LoadedModel:
     """The model of `entry`, not yet loaded. The arguments are those of Resources.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from shared.catalog import Model
 from workers.models.backend import Backend
-from workers.models.base import InferenceModel, Preparer
+from workers.models.base import LoadedModel, Preparer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,8 @@ class WorkerTask(ABC):
     """Whether a worker measures which backend computes a model fastest (workers/autotune)."""
     optimizer: ClassVar[str]
     """The module in workers/optimize that makes the variants. Its function is `make_variants`."""
+    computes_steps: ClassVar[bool] = False
+    """Whether its models are SteppedModels: items join and leave a batch between steps."""
     variants: ClassVar[tuple[str, ...]]
     """Names of the variants that `penstock optimize` can make, in the order it tries them."""
     variant_prefix: ClassVar[str]
@@ -59,7 +61,7 @@ class WorkerTask(ABC):
         """
 
     @abstractmethod
-    def model(self, entry: Model, folder: Path, resources: Resources) -> InferenceModel:
+    def model(self, entry: Model, folder: Path, resources: Resources) -> LoadedModel:
         """The model, not yet loaded.
 
         Raises:

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from shared.catalog import Catalog, read_catalog
+from tests.workers.models.batches import model_for
 from workers.models.base import InferenceModel, Preparer
 from workers.models.source import resolve
-from workers.tasks import model_for, preparer_for
+from workers.tasks import preparer_for
 
 
 @pytest.fixture(scope="session")

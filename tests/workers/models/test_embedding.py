@@ -17,8 +17,9 @@ from shared.catalog import Catalog
 from shared.errors import ConfigurationError
 from shared.tasks import Input
 from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
+from tests.workers.models.batches import model_for
 from workers.models.base import InferenceModel, PreparedText, Preparer
-from workers.tasks import model_for, preparer_for
+from workers.tasks import preparer_for
 
 WORDS = [
     "river",

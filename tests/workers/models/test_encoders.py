@@ -11,6 +11,7 @@ from transformers import AutoModel, BertConfig, BertModel
 from shared.catalog import Catalog
 from shared.errors import ConfigurationError, ModelFailed
 from shared.tasks.embedding import TextInput
+from tests.workers.models.batches import model_for
 from workers.models.backend import Backend
 from workers.models.base import PreparedText, Preparer
 from workers.models.device import Device
@@ -24,7 +25,6 @@ from workers.models.embedding.model_folder import (
 )
 from workers.optimize.calibration import calibration_texts
 from workers.optimize.export import export_graph, fuse_graph, load_transformer
-from workers.tasks import model_for
 
 WIDTH, VOCABULARY = 32, 60
 LENGTHS = np.array([7, 1, 12, 12, 3])

@@ -23,8 +23,9 @@ from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.tasks import Input
 from shared.tasks.image import ImageInput, ImageResult
+from tests.workers.models.batches import model_for
 from workers.models.base import InferenceModel, PreparedImage, Preparer
-from workers.tasks import model_for, preparer_for
+from workers.tasks import preparer_for
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")

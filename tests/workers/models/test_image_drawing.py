@@ -19,10 +19,10 @@ from shared.blob import Blob
 from shared.catalog import Catalog
 from shared.tasks import Input
 from shared.tasks.image import ImageInput, ImageResult
+from tests.workers.models.batches import model_for
 from workers.models.base import InferenceModel, OutOfMemory, PreparedImage, Preparer
 from workers.models.device import Device
 from workers.models.image.model import ImageModel
-from workers.tasks import model_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 

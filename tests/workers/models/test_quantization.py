@@ -14,8 +14,8 @@ from PIL import Image
 
 from shared.catalog import Catalog
 from shared.tasks.image import ImageInput, ImageResult
+from tests.workers.models.batches import model_for
 from workers.models.base import InferenceModel, Preparer
-from workers.tasks import model_for
 
 pytestmark = [
     pytest.mark.skipif(

@@ -12,9 +12,10 @@ from shared.tasks import Input
 from shared.tasks.embedding import TextInput
 from shared.tasks.similarity import SimilarityInput, SimilarityResult
 from tests.limits import WAIT_LIMIT_S
+from tests.workers.models.batches import model_for
 from workers.models.base import InferenceModel, Prepared, PreparedItem
 from workers.runtime.pool import HostedModel, ModelPool
-from workers.tasks import model_for, preparer_for
+from workers.tasks import preparer_for
 
 PAIRS = [
     ("a cat on a mat", "a kitten on a rug"),

@@ -1,0 +1,263 @@
+"""The bodies of requests for text, as OpenAI's clients send them.
+
+https://platform.openai.com/docs/api-reference/chat and /completions. Extensions say so.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from api.schemas.openai import LARGEST_SEED, Body, Token
+from shared.stores.token_streams import MOST_ITEMS
+
+LONGEST_SCHEMA = 64 * 1024
+"""Characters of a JSON schema."""
+MOST_TOOLS = 128
+_NAME = r"^[A-Za-z0-9_-]{1,64}$"
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class TextPart(Body):
+    """A part of a message. Text models read text only."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class FunctionCall(Body):
+    """What an assistant called. `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call in an earlier message of the assistant."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    name: str | None = Field(None, max_length=64)
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = Field(None, description="Accepted from earlier answers.")
+    annotations: list[Any] | None = Field(None, description="Accepted from earlier answers.")
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a message of a tool names its tool_call_id")
+        return self
+
+    def to_template(self) -> dict[str, Any]:
+        """The message as chat templates read it: text in one piece, arguments as objects."""
+        found: dict[str, Any] = {
+            # Open models know no developers.
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.text,
+        }
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"type": "function", "id": call.id, "function": _parsed(call.function)}
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id is not None:
+            found["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            found["name"] = self.name
+        return found
+
+    @property
+    def text(self) -> str:
+        """The content in one piece."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+def _parsed(call: FunctionCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.arguments)
+    except ValueError:
+        arguments = call.arguments
+    return {"name": call.name, "arguments": arguments}
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool. There are only functions."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class ToolChoice(Body):
+    """The one function that the model is to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Body):
+    """A schema that the answer matches."""
+
+    name: str = Field(pattern=_NAME)
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What the answer looks like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type json_schema, and that needs it")
+        return self
+
+    def to_schema(self) -> str:
+        """The JSON schema of the answer, as JSON. Empty: any text."""
+        if self.type == "text":
+            return ""
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            return '{"type":"object"}'
+        return json.dumps(self.json_schema.schema_)
+
+
+class StreamOptions(Body):
+    """What a stream tells of."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
+
+
+class _SampledBody(Body):
+    """What all requests for text have."""
+
+    model: str | None = Field(None, description="Default: the first text model of the catalog.")
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Share | None = None
+    top_k: int | None = Field(None, ge=0, le=2**20, description="Extension: 0 keeps all tokens.")
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    seed: int | None = Field(
+        None,
+        ge=-LARGEST_SEED,
+        le=LARGEST_SEED,
+        description="The same seed gives the same text. Choice i of n uses seed + i.",
+    )
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    n: int | None = Field(None, ge=1, le=MOST_ITEMS)
+    max_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = Field(None, description="Accepted, without effect.")
+    store: bool | None = Field(None, description="Accepted, without effect.")
+    service_tier: str | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_key: str | None = Field(None, description="Accepted, without effect.")
+
+    @model_validator(mode="after")
+    def _options_are_of_a_stream(self) -> _SampledBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for stream: true")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop sequences."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+
+class ChatBody(_SampledBody):
+    """A conversation to continue."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "messages": [{"role": "user", "content": "What is a mill?"}],
+                "max_tokens": 16,
+                "temperature": 0,
+            }
+        },
+    )
+
+    messages: list[Message] = Field(min_length=1, max_length=2048)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="Accepted, without effect.")
+    reasoning_effort: str | None = Field(None, description="Accepted, without effect.")
+    verbosity: str | None = Field(None, description="Accepted, without effect.")
+    modalities: list[Literal["text"]] | None = None
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _can_be_had(cls, value: Any) -> Any:
+        if value is not None and value not in ("none", "auto"):
+            raise ValueError("a call can't be forced; use auto, none, or response_format")
+        return value
+
+    @model_validator(mode="after")
+    def _alternatives_need_logprobs(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("give either max_tokens or max_completion_tokens")
+        return self
+
+
+class CompletionBody(_SampledBody):
+    """A prompt to continue, without a chat template."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"prompt": "A mill is", "max_tokens": 16, "temperature": 0}},
+    )
+
+    prompt: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=8)]
+    )
+    logprobs: int | None = Field(None, ge=0, le=5)
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None

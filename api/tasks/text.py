@@ -1,0 +1,74 @@
+"""Predictions of text models: a prompt or messages, and the text that continues them."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from api.inputs.source_pictures import PictureCaller, SourcePictures
+from api.schemas.openai import LARGEST_SEED, Body, Text
+from api.schemas.openai_text import Message, Share, Stop
+from api.tasks.base import ApiTask, Inputs
+from shared.catalog import Model
+from shared.errors import BadInput
+from shared.tasks.text import GenerationInput
+
+
+class TextToContinue(Body):
+    """The input of text models: `prompt` as it is, or `messages` by the model's chat template."""
+
+    prompt: Text | None = Field(None, description="The text to continue.")
+    messages: Annotated[list[Message], Field(min_length=1)] | None = Field(
+        None, description="The conversation to continue, as in /v1/chat/completions."
+    )
+    max_tokens: int | None = Field(None, ge=1, description="How many tokens are written at most.")
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = Field(
+        1.0, description="0 takes the most likely token, always."
+    )
+    top_p: Share = 1.0
+    top_k: int = Field(0, ge=0, le=2**20, description="0 keeps all tokens.")
+    seed: int | None = Field(None, ge=0, le=LARGEST_SEED)
+    stop: Annotated[list[Stop], Field(max_length=4)] | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> TextToContinue:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class TextApi(ApiTask):
+    """The output is a text."""
+
+    input_schema = TextToContinue
+    output_schema: ClassVar = {"type": "string"}
+
+    async def read(
+        self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
+    ) -> Inputs:
+        """One item."""
+        parsed = TextToContinue.model_validate(given, strict=True)
+        limits = model.generation
+        if parsed.max_tokens is not None and parsed.max_tokens > limits.longest_tokens:
+            raise BadInput(
+                f"max_tokens: {model.name} writes at most {limits.longest_tokens} tokens",
+                field="max_tokens",
+            )
+        is_repeatable = parsed.seed is not None or parsed.temperature == 0
+        seed = parsed.seed if parsed.seed is not None else 0
+        made = GenerationInput(
+            max_tokens=parsed.max_tokens or limits.default_tokens,
+            seed=seed if is_repeatable else secrets.randbelow(LARGEST_SEED),
+            messages=[message.to_template() for message in parsed.messages or ()],
+            prompt=parsed.prompt or "",
+            temperature=parsed.temperature,
+            top_p=parsed.top_p,
+            top_k=parsed.top_k,
+            stop=list(parsed.stop or ()),
+        )
+        return Inputs([made], given, is_list=False, is_repeatable=is_repeatable)
+
+
+TASK = TextApi()

@@ -1,0 +1,25 @@
+-- Appends tokens to streams, each only for the worker that holds the record.
+--
+-- KEYS: for each: record, stream
+-- ARGV: seconds to keep streams; for each: attempt, tokens before, tokens with these, chunk
+-- Returns for each: tokens in the stream. -1: the worker has lost the record, or it is over.
+
+local out = {}
+for i = 1, #KEYS / 2 do
+  local record, stream, at = KEYS[2 * i - 1], KEYS[2 * i], 4 * i - 2
+  local attempt, first, last = tonumber(ARGV[at]), tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
+  local held = redis.call('HMGET', record, 'state', 'attempts')
+  if held[1] ~= 'processing' or tonumber(held[2] or 0) > attempt then
+    out[i] = -1
+  else
+    local newest, has = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1), 0
+    if newest[1] then has = tonumber(string.match(newest[1][1], '^%d+')) end
+    if has == first and last > first then
+      redis.call('XADD', stream, last .. '-0', 'c', ARGV[at + 3])
+      redis.call('EXPIRE', stream, ARGV[1])
+      has = last
+    end
+    out[i] = has
+  end
+end
+return out

@@ -1,0 +1,139 @@
+"""Tokens of texts that are being written, in a Redis stream for each item of a prediction.
+
+A worker appends what the model wrote. Any API instance reads it from any place on. If the worker
+dies, the next one goes on from what is there. Three rules make each token appear once:
+
+- Only the worker with the latest claim of a record may append, and only while the record is
+  being processed.
+- An entry follows the last one without a gap. Its id says how many tokens there are with it, so a
+  repeated append changes nothing.
+- A worker that could not reach Redis for a while appends what is missing later.
+
+Streams expire, and a text has a bounded number of tokens. The whole text is in the reply, which
+does not need this stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from shared.errors import Unavailable
+from shared.stores.redis_client import Commands
+from shared.stores.redis_scripts import load_script
+from shared.tasks.text import TokenChunk
+
+KEPT_S = 600
+"""After the last token. A reader that comes back later gets the text from the record."""
+
+READER_S = 10
+"""For so long after a reader said that it reads along, it counts as there."""
+MOST_ITEMS = 8
+"""Of a prediction that is streamed. The API refuses more."""
+
+_APPEND = load_script("shared/stores/token_append.lua")
+_READ = load_script("shared/stores/token_read.lua")
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(TokenChunk)
+
+
+class Written(NamedTuple):
+    """Tokens of one item: `attempt` is the claim of the worker that wrote them."""
+
+    record: str
+    item: int
+    attempt: int
+    chunk: TokenChunk
+
+
+class Tokens(NamedTuple):
+    """What a reader gets. `is_over`: the record is over or gone, so no more will come."""
+
+    chunks: list[TokenChunk]
+    is_over: bool
+
+
+class TokenStreams:
+    """The streams of all predictions.
+
+    Args:
+        commands: reach Redis.
+        prefix: starts every key.
+    """
+
+    def __init__(self, commands: Commands, prefix: str) -> None:
+        self._commands = commands
+        self._prefix = prefix
+
+    def keys_of(self, record: str) -> list[str]:
+        """The keys that belong to a record."""
+        return [self._reader_key(record), *(self._key(record, at) for at in range(MOST_ITEMS))]
+
+    def _key(self, record: str, index: int) -> str:
+        return f"{self._prefix}tokens:{record}:{index}"
+
+    async def append(self, written: Sequence[Written]) -> list[int | None] | None:
+        """Appends one chunk to each of several streams, which are different ones.
+
+        Returns:
+            For each chunk, how many tokens its stream has now. That is less than the end of the
+            chunk if tokens before it are missing: append all from there. None: another worker
+            has the item now, or the record is over. None for all: Redis did not answer.
+        """
+        keys = [
+            key
+            for one in written
+            for key in (
+                f"{self._prefix}record:{one.record}",
+                self._key(one.record, one.item),
+            )
+        ]
+        args: list[str | bytes | float] = [KEPT_S]
+        for one in written:
+            args += [one.attempt, one.chunk.first, one.chunk.end, _encoder.encode(one.chunk)]
+        with contextlib.suppress(Unavailable):
+            ends = await self._commands.run_script(_APPEND, keys, *args)
+            return [None if end < 0 else end for end in ends]
+        return None
+
+    async def read(self, wanted: Sequence[tuple[str, int, int]]) -> list[Tokens]:
+        """Returns the chunks of several items, each from the first that ends after a place.
+
+        Args:
+            wanted: of each item, its record, its index, and the tokens that the reader has.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        keys = [
+            key
+            for record, index, _ in wanted
+            for key in (f"{self._prefix}record:{record}", self._key(record, index))
+        ]
+        found = await self._commands.run_script(_READ, keys, *(end for _, _, end in wanted))
+        return [
+            Tokens([_decoder.decode(chunk) for chunk in chunks], bool(is_over))
+            for is_over, *chunks in found
+        ]
+
+    async def mark_read(self, record: str) -> None:
+        """Says that somebody reads along.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        await self._commands.run("SET", self._reader_key(record), 1, "EX", READER_S)
+
+    async def is_read(self, record: str) -> bool:
+        """Whether somebody has read along in the last READER_S.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        return bool(await self._commands.run("EXISTS", self._reader_key(record)))
+
+    def _reader_key(self, record: str) -> str:
+        return f"{self._prefix}reader:{record}"

@@ -1,0 +1,187 @@
+"""Text: from a conversation or a prompt to the text that a language model continues it with."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from shared.catalog_entry import CatalogEntry
+from shared.tasks.base import ExampleRequest, FirstGuesses, LinkTo, Task, TaskInput, TaskResult
+from shared.tasks.embedding import BYTES_PER_TOKEN, estimate_tokens
+
+FinishReason = Literal["stop", "length"]
+"""`stop`: the model ended its text, or a stop sequence came. `length`: max_tokens were reached."""
+TEMPLATE_TOKENS = 8
+"""What a chat template adds to a message, roughly."""
+TOKEN_BYTES = 8
+"""Of a token in a reply: its text, escaped."""
+LOGPROB_BYTES = 48
+"""Of one alternative in a reply."""
+
+
+class TokenLogprob(msgspec.Struct, omit_defaults=True):
+    """The log probability of a token, and of the most likely ones at its place."""
+
+    token: str
+    """Its text. Bytes that are no whole character are shown as U+FFFD."""
+    logprob: float
+    data: bytes = b""
+    """The bytes of its text."""
+    top: list[TokenLogprob] = []
+
+
+class TokenChunk(msgspec.Struct, omit_defaults=True):
+    """Tokens that were written one after another.
+
+    `first`: how many tokens of the item come before. `text` may lag behind `ids`: it ends before a
+    character that is not whole yet, and before what may become a stop sequence.
+    """
+
+    first: int
+    ids: list[int]
+    text: str = ""
+    logprobs: list[TokenLogprob] = []
+
+    @property
+    def end(self) -> int:
+        """How many tokens the item has with these."""
+        return self.first + len(self.ids)
+
+
+class GenerationInput(TaskInput, tag="generation"):
+    """What to continue, and how. Either `messages` or `prompt` is set.
+
+    `messages` and `tools` have OpenAI's form. They go to the model's chat template as they are.
+    """
+
+    max_tokens: int
+    seed: int
+    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    prompt: str | list[int] = ""
+    """A text, or token ids of the model's own tokenizer."""
+    temperature: float = 1.0
+    """0: the most likely token, always."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    stop: list[str] = msgspec.field(default_factory=list)
+    logprobs: int = -1
+    """How many alternatives are told of each token. -1: no log probabilities at all."""
+    json_schema: str = ""
+    """The schema, as JSON, that the text must match. Empty: none."""
+    is_streamed: bool = False
+    """Whether tokens are told of as they come (shared/stores/token_streams.py)."""
+
+    def estimate_work(self) -> int:
+        """Tokens: those of the prompt from its length, and all that may be written."""
+        return self._estimate_prompt() + self.max_tokens
+
+    def _estimate_prompt(self) -> int:
+        if isinstance(self.prompt, list):
+            return len(self.prompt)
+        if not self.messages:
+            return estimate_tokens(self.prompt)
+        size_bytes = len(msgspec.json.encode([self.messages, self.tools]))
+        return -(-size_bytes // BYTES_PER_TOKEN) + TEMPLATE_TOKENS * len(self.messages)
+
+    def cache_form(self) -> tuple[object, ...]:
+        """All fields but `is_streamed`, which changes nothing in the text."""
+        names = (name for name in self.__struct_fields__ if name != "is_streamed")
+        # As JSON, because messages are nested and the order of their keys reaches the template.
+        fields = {name: getattr(self, name) for name in names}
+        return ("generation", msgspec.json.encode(fields).decode())
+
+
+class GenerationResult(TaskResult, tag="generation"):
+    """The text, why it ended, and the tokens that it took.
+
+    `tokens` are all tokens. `input_tokens` includes `cached_tokens`: tokens of the prompt whose
+    keys and values the worker had already computed for another prompt with the same beginning.
+    """
+
+    text: str
+    finish_reason: FinishReason
+    tokens: int
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> str:
+        """The text."""
+        return self.text
+
+
+class TextTask(Task):
+    """Language models. Their unit of work is the token, read or written."""
+
+    name = "text"
+    noun = "a text model"
+    gen_ai_operation = "chat"
+    unit = "tokens"
+    first_guesses: ClassVar = FirstGuesses(item_s=2.0, gap_s=0.05, batch_s=2.0)
+
+    def check_entry(self, entry: CatalogEntry) -> None:
+        """A model needs a budget of tokens, and torch."""
+        if entry.backend == "onnx":
+            raise ValueError(f"{self.noun} needs backend torch or auto")
+        if entry.precision == "int8":
+            raise ValueError(f"{self.noun} has no precision int8")
+        if entry.batch.max_tokens is None:
+            raise ValueError(f"{self.noun} needs batch.max_tokens")
+        if entry.batch.max_tokens < entry.generation.context_tokens:
+            raise ValueError("batch.max_tokens holds at least generation.context_tokens")
+
+    def budget(self, entry: CatalogEntry) -> int:
+        """Tokens whose keys and values are kept at a time."""
+        assert entry.batch.max_tokens is not None, (
+            "checked when the catalog was read; this is a bug"
+        )
+        return entry.batch.max_tokens
+
+    def tolerance(self, entry: CatalogEntry) -> float:
+        """None: a text is not close to another one."""
+        return 0.0
+
+    def result_bytes(self, entry: CatalogEntry) -> int:
+        """A text of the most tokens."""
+        return entry.generation.longest_tokens * TOKEN_BYTES
+
+    def usual_work(self, entry: CatalogEntry, tokens: float | None) -> float | None:
+        """Tokens, as the operator expects."""
+        return tokens
+
+    def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
+        """A prompt."""
+        return GenerationInput(entry.generation.default_tokens, 0, prompt="x" * size_bytes)
+
+    def sample_result(self, entry: CatalogEntry, size_bytes: int | None) -> TaskResult | None:
+        """A text. Its size is what the operator expects."""
+        if size_bytes is None:
+            return None
+        tokens = size_bytes // BYTES_PER_TOKEN
+        return GenerationResult("x" * size_bytes, "stop", tokens, 0, tokens)
+
+    def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
+        """A question, and a short answer."""
+        body = {
+            "model": entry.name,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": 8,
+            "temperature": 0,
+        }
+        return ExampleRequest(path="/v1/chat/completions", body=body)
+
+    def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
+        """How many tokens came."""
+        written = answer["usage"]["completion_tokens"]
+        if not 1 <= written <= 8 or answer["choices"][0]["message"]["content"] is None:
+            raise ValueError(f"{written} tokens, not 1 to 8")
+        return f"a text of {written} tokens"
+
+
+TEXT = TextTask()

@@ -1,0 +1,94 @@
+"""Tokens of texts over a real Redis: each is there once, whoever writes and reads."""
+
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shared.stores.records import Records
+from shared.stores.token_streams import MOST_ITEMS, Written
+from shared.tasks.text import TokenChunk
+from tests.limits import WAIT_LIMIT_S
+
+pytestmark = pytest.mark.anyio
+NUMBERS = itertools.count()
+
+
+def chunk(first: int, *ids: int) -> TokenChunk:
+    return TokenChunk(first, list(ids), "".join(f"{one} " for one in ids))
+
+
+async def claimed(records: Records, times: int = 1) -> str:
+    """A prediction that so many workers have claimed."""
+    record = f"req_{next(NUMBERS)}"
+    await records.create(record, "t", b"{}", deadline_s=4e9, keep_s=60)
+    for _ in range(times):
+        await records.claim([record])
+    return record
+
+
+async def test_tokens_follow_each_other_without_a_gap(redis_url: str) -> None:
+    async with Records(redis_url) as records:
+        record, streams = await claimed(records), records.tokens
+        assert await streams.append([Written(record, 0, 1, chunk(0, 5, 6))]) == [2]
+        assert await streams.append([Written(record, 0, 1, chunk(0, 5, 6))]) == [2], "twice"
+        assert await streams.append([Written(record, 0, 1, chunk(3, 8))]) == [2], "a gap"
+        assert await streams.append([Written(record, 0, 1, chunk(2, 7, 8))]) == [4]
+        ((chunks, is_over),) = await streams.read([(record, 0, 0)])
+        assert chunks == [chunk(0, 5, 6), chunk(2, 7, 8)]
+        assert not is_over
+        ((rest, _),) = await streams.read([(record, 0, 2)])
+        assert rest == [chunk(2, 7, 8)]
+
+
+async def test_only_the_latest_claim_may_append(redis_url: str) -> None:
+    async with Records(redis_url) as records:
+        record, streams = await claimed(records, times=2), records.tokens
+        late, current = Written(record, 0, 1, chunk(0, 1)), Written(record, 0, 2, chunk(0, 2))
+        assert await streams.append([late]) == [None]
+        assert await streams.append([current]) == [1]
+        await records.finish(record, "succeeded", b'{"outcomes":[]}')
+        assert await streams.append([Written(record, 0, 2, chunk(1, 3))]) == [None]
+        ((chunks, is_over),) = await streams.read([(record, 0, 0)])
+        assert chunks == [chunk(0, 2)]
+        assert is_over
+
+
+async def test_a_deleted_prediction_leaves_no_tokens(redis_url: str) -> None:
+    async with Records(redis_url) as records:
+        record, streams = await claimed(records), records.tokens
+        items = range(MOST_ITEMS)
+        await streams.append([Written(record, item, 1, chunk(0, item)) for item in items])
+        await streams.mark_read(record)
+        assert await streams.is_read(record)
+        await records.finish(record, "succeeded", b'{"outcomes":[]}')
+        assert await records.delete(record, 0.0)
+        found = await streams.read([(record, item, 0) for item in items])
+        assert [chunks for chunks, _ in found] == [[]] * MOST_ITEMS
+        assert not await streams.is_read(record)
+
+
+async def test_without_redis_nothing_is_raised_to_a_worker() -> None:
+    async with Records("redis://127.0.0.1:1/0", timeout_s=0.1) as records:
+        assert await records.tokens.append([Written("r", 0, 1, chunk(0, 1))]) is None
+
+
+@settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(pieces=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5)), max_size=20))
+async def test_whatever_is_appended_each_token_is_there_once(
+    redis_url: str, pieces: list[tuple[int, int]]
+) -> None:
+    async with Records(redis_url) as records:
+        assert await records.wait_up(WAIT_LIMIT_S)
+        record = await claimed(records)
+        for first, count in pieces:
+            made = chunk(first, *range(first, first + count))
+            await records.tokens.append([Written(record, 0, 1, made)])
+        ((chunks, _),) = await records.tokens.read([(record, 0, 0)])
+        ids = [one for found in chunks for one in found.ids]
+        assert ids == list(range(len(ids)))

@@ -1,0 +1,130 @@
+"""A model process whose model writes its prompt again and again, a letter for each step.
+
+    python -m tests.workers.speller …       takes the arguments of workers.runtime.server
+
+Prompts that begin with these signs are special. `!`: the step fails. `†`: the process dies once the
+item has two letters. `~`: with company the device has too little memory. `?`: refused.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from shared.errors import BadInput
+from shared.tasks import Input
+from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk
+from workers.models.base import OutOfMemory, PreparedItem, PreparedPrompt, StepEnd
+from workers.runtime import server
+
+STEP_S = 0.0005
+"""So that a text which never ends stays small."""
+
+
+class SpellerPreparer:
+    """A token is a letter. An item takes at most 100 of the budget."""
+
+    def prepare(self, inputs: Sequence[Input]) -> list[PreparedPrompt | BadInput]:
+        return [prompt_of(given) for given in inputs]
+
+
+def prompt_of(given: Input) -> PreparedPrompt:
+    """A prompt whose tokens are its letters."""
+    assert isinstance(given, GenerationInput)
+    assert isinstance(given.prompt, str)
+    return PreparedPrompt(
+        key="",
+        length=min(len(given.prompt) + given.max_tokens, 100),
+        ids=np.array([ord(letter) for letter in given.prompt], "<u4").tobytes(),
+        max_tokens=given.max_tokens,
+        seed=0,
+        is_streamed=given.is_streamed,
+    )
+
+
+class _Text:
+    def __init__(self, item: PreparedPrompt) -> None:
+        self.item = item
+        self.prompt = "".join(map(chr, np.frombuffer(item.ids, "<u4")))
+        self.letters = [chr(one) for one in np.frombuffer(item.written_ids, "<u4")]
+        self.told = len(self.letters)
+        self.computed = 0
+
+    def write(self) -> None:
+        self.letters.append(self.prompt[len(self.letters) % len(self.prompt)])
+        self.computed += 1
+
+    def chunk(self) -> TokenChunk | None:
+        new, first = self.letters[self.told :], self.told
+        self.told = len(self.letters)
+        if not new:
+            return None
+        return TokenChunk(first, [ord(letter) for letter in new], "".join(new))
+
+    @property
+    def result(self) -> GenerationResult:
+        text, read = "".join(self.letters), len(self.prompt)
+        # What this process computed, so that a test sees whether the text was started over.
+        return GenerationResult(text, "length", read + len(text), read, len(text), self.computed)
+
+
+class Speller:
+    """The model."""
+
+    device_name = "letters"
+
+    def __init__(self) -> None:
+        self._texts: dict[int, _Text] = {}
+
+    def setup(self) -> None:
+        """Nothing to load."""
+
+    def warmup(self) -> None:
+        """Nothing to warm up."""
+
+    def admit(self, place: int, item: PreparedItem) -> None:
+        assert isinstance(item, PreparedPrompt)
+        text = _Text(item)
+        if text.prompt.startswith("?"):
+            raise BadInput("no questions", field="prompt")
+        if text.prompt.startswith("~") and self._texts:
+            raise OutOfMemory("no room for a tilde")
+        self._texts[place] = text
+
+    def step(self) -> StepEnd:
+        time.sleep(STEP_S)
+        end = StepEnd()
+        for place, text in self._texts.items():
+            if text.prompt.startswith("!"):
+                raise RuntimeError("a bang")
+            if text.prompt.startswith("†") and len(text.letters) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if len(text.letters) < text.item.max_tokens:
+                text.write()
+            if len(text.letters) >= text.item.max_tokens:
+                end.results[place] = text.result
+        for place in end.results:
+            del self._texts[place]
+        return end
+
+    def take_chunks(self) -> dict[int, TokenChunk]:
+        streamed = {p: text for p, text in self._texts.items() if text.item.is_streamed}
+        return {p: chunk for p, text in streamed.items() if (chunk := text.chunk()) is not None}
+
+    def drop(self, place: int) -> None:
+        self._texts.pop(place, None)
+
+
+def main() -> int:
+    """Serves spellers instead of the models of the catalog."""
+    vars(server)["model_for"] = lambda *given, **options: Speller()
+    return server.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""Items join and leave a batch between two steps: a worker with a real model process, whose model
+spells.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from shared.catalog import Model
+from shared.catalog_entry import Batch, Cache, Generation, Price
+from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody
+from shared.pubsub.names import inbox_topic_id
+from shared.stores.record_state import record_id
+from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk
+from tests.limits import WAIT_LIMIT_S
+from tests.workers.speller import SpellerPreparer
+from tests.workers.worker_harness import WorkerHarness, running_worker
+from workers.runtime.pool import HostedModel, ModelPool
+
+pytestmark = pytest.mark.anyio
+
+MODEL = Model(
+    name="letters",
+    task="text",
+    source="local:nowhere",
+    batch=Batch(max_tokens=400, max_items=4),
+    generation=Generation(context_tokens=400, default_tokens=4, longest_tokens=300),
+    cache=Cache(ttl_s=60),
+    price=Price(per_million_tokens_usd=2.0, per_million_output_tokens_usd=6.0),
+)
+FOREVER = 10**8
+"""Tokens that no test waits for."""
+
+
+@asynccontextmanager
+async def spelling(
+    redis_url: str, folder: Path, drain_s: float = WAIT_LIMIT_S
+) -> AsyncIterator[WorkerHarness]:
+    command = (sys.executable, "-m", "tests.workers.speller")
+    async with (
+        ModelPool([HostedModel(MODEL, folder)], device="cpu", processes=1, command=command) as pool,
+        running_worker(
+            redis_url, folder, pool=pool, model=MODEL, preparer=SpellerPreparer(), drain_s=drain_s
+        ) as harness,
+    ):
+        harness.pool = pool  # type: ignore[attr-defined]
+        yield harness
+
+
+async def ask(
+    harness: WorkerHarness,
+    request_id: str,
+    prompt: str,
+    tokens: int,
+    *,
+    left_s: float = WAIT_LIMIT_S,
+    lane: str = "",
+    tenant: str = "t",
+    is_streamed: bool = False,
+    attempt: int = 1,
+) -> None:
+    """Publishes a job of one text. A streamed one is a prediction."""
+    now_s = time.time()
+    envelope = Envelope(
+        request_id=request_id,
+        part=0,
+        model=MODEL.name,
+        tenant=tenant,
+        inbox=inbox_topic_id("1"),
+        slot="0",
+        deadline_s=now_s + left_s,
+        received_at_s=now_s,
+        published_at_s=now_s,
+        lane=lane,
+        prediction="1" if is_streamed else "",
+        attempt=attempt,
+    )
+    if is_streamed:
+        await harness.records.create(
+            record_id(request_id, 0), tenant, b"{}", deadline_s=now_s + left_s, keep_s=60
+        )
+    given = GenerationInput(tokens, 0, prompt=prompt, is_streamed=is_streamed)
+    await harness.publish(Job(envelope, JobBody([Item(0, given)])))
+
+
+async def outcome(harness: WorkerHarness) -> tuple[str, ItemOutcome]:
+    reply = await harness.reply()
+    return reply.request_id, reply.body.outcomes[0]
+
+
+def text_of(outcome: ItemOutcome) -> str:
+    assert isinstance(outcome.result, GenerationResult), outcome
+    return outcome.result.text
+
+
+async def test_a_short_text_joins_a_long_one_and_leaves_first(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with spelling(redis_url, tmp_path) as harness:
+        await ask(harness, "long", "ab", FOREVER, left_s=300)
+        await harness.until(lambda: len(running(harness)) == 1)
+        for number in range(5):
+            await ask(harness, f"short{number}", "xyz", 4)
+            name, short = await outcome(harness)
+            assert (name, text_of(short)) == (f"short{number}", "xyzx")
+            assert short.receipt.batch_size == 2
+            assert (short.receipt.tokens, short.receipt.output_tokens) == (7, 4)
+        await harness.until(lambda: len(harness.rows) == 5)
+        assert harness.rows[0].input_tokens == 3
+        assert harness.rows[0].cost_usd == pytest.approx((3 * 2 + 4 * 6) / 1e6)
+        await harness.records.cancel(record_id("long", 0))
+        name, long = await outcome(harness)
+        assert (name, long.status) == ("long", "canceled")
+
+
+def running(harness: WorkerHarness) -> list[str]:
+    """Requests whose texts are being written."""
+    assert harness.consumer is not None
+    batches = harness.consumer.queue.running
+    return [
+        pulled.envelope.request_id
+        for batch in batches
+        for queued in batch
+        for pulled, _ in queued.waiters
+    ]
+
+
+async def test_a_deadline_ends_one_text_between_two_steps(redis_url: str, tmp_path: Path) -> None:
+    async with spelling(redis_url, tmp_path) as harness:
+        await ask(harness, "stays", "ab", FOREVER, left_s=300)
+        await ask(harness, "late", "cd", FOREVER, left_s=0.3)
+        name, late = await outcome(harness)
+        assert (name, late.status) == ("late", "expired")
+        await harness.until(lambda: len(harness.rows) == 1)
+        assert harness.rows[0].cost_usd == 0.0
+        await harness.until(lambda: running(harness) == ["stays"])
+        await ask(harness, "next", "e", 2)
+        name, done = await outcome(harness)
+        assert (name, text_of(done)) == ("next", "ee")
+        await harness.records.cancel(record_id("stays", 0))
+        await outcome(harness)
+
+
+async def test_places_and_budget_bound_who_is_in(redis_url: str, tmp_path: Path) -> None:
+    async with spelling(redis_url, tmp_path) as harness:
+        names = [f"r{number}" for number in range(6)]
+        for name in names:
+            await ask(harness, name, "ab", FOREVER, left_s=300)
+        await harness.until(lambda: len(running(harness)) == 4)
+        assert harness.consumer is not None
+        queue = harness.consumer.queue
+        await harness.until(lambda: queue.waiting == 2)
+        await harness.records.cancel(record_id("r0", 0))
+        assert (await outcome(harness))[0] == "r0"
+        await harness.until(lambda: "r4" in running(harness))
+        assert len(running(harness)) == 4
+        for name in names[1:]:
+            await harness.records.cancel(record_id(name, 0))
+        assert {(await outcome(harness))[0] for _ in names[1:]} == set(names[1:])
+
+
+async def test_a_failing_step_fails_its_cause_alone(redis_url: str, tmp_path: Path) -> None:
+    async with spelling(redis_url, tmp_path) as harness:
+        await ask(harness, "long", "ab", 300)
+        await ask(harness, "bang", "!", 4)
+        await ask(harness, "refused", "?", 4)
+        found = dict([await outcome(harness) for _ in range(3)])
+        assert text_of(found["long"]) == "ab" * 150
+        assert found["bang"].error is not None
+        assert "RuntimeError: a bang" in found["bang"].error.message
+        assert found["refused"].error is not None
+        assert found["refused"].error.code == "invalid_input"
+        await ask(harness, "after", "x", 3)
+        assert text_of((await outcome(harness))[1]) == "xxx"
+
+
+async def test_an_item_that_kills_its_process_is_given_up_and_no_other(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with spelling(redis_url, tmp_path) as harness:
+        await ask(harness, "good", "ab", 200)
+        await ask(harness, "poison", "†", 4)
+        found = dict([await outcome(harness) for _ in range(2)])
+        assert text_of(found["good"]) == "ab" * 100
+        assert found["poison"].error is not None
+        assert "model processes died over this item" in found["poison"].error.message
+
+
+async def test_an_item_without_room_waits_until_others_have_left(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with spelling(redis_url, tmp_path) as harness:
+        await ask(harness, "long", "ab", FOREVER, left_s=300)
+        await harness.until(lambda: running(harness) == ["long"])
+        await ask(harness, "large", "~", 3)
+        assert harness.consumer is not None
+        await ask(harness, "small", "x", 3)
+        assert (await outcome(harness))[0] == "small"
+        await harness.records.cancel(record_id("long", 0))
+        found = dict([await outcome(harness) for _ in range(2)])
+        assert found["long"].status == "canceled"
+        assert text_of(found["large"]) == "~~~"
+
+
+async def test_tokens_reach_the_stream_and_a_killed_process_goes_on_from_them(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with spelling(redis_url, tmp_path) as harness:
+        await ask(harness, "stream", "abc", FOREVER, left_s=300, is_streamed=True)
+        record = record_id("stream", 0)
+        chunks = await read_until(harness, record, 1000)
+        pid = harness.pool.processes[0].pid  # type: ignore[attr-defined]
+        os.kill(pid, signal.SIGKILL)
+        after = await read_until(harness, record, chunks[-1].end + 1000)
+        assert_gapless(after)
+        await harness.records.cancel(record)
+        assert (await outcome(harness))[1].status == "canceled"
+
+
+async def test_another_worker_goes_on_from_the_stream(redis_url: str, tmp_path: Path) -> None:
+    async with spelling(redis_url, tmp_path, drain_s=0) as first:
+        await ask(first, "taken", "abc", FOREVER, left_s=300, is_streamed=True)
+        record = record_id("taken", 0)
+        seen = await read_until(first, record, 500)
+        first.stop.set()  # and the job goes back
+        await asyncio.wait_for(first.running, WAIT_LIMIT_S)  # type: ignore[arg-type]
+        before = (await first.records.tokens.read([(record, 0, 0)]))[0].chunks
+        assert before[: len(seen)] == seen
+        end = before[-1].end
+        async with spelling(redis_url, tmp_path) as second:
+            now_s = time.time()
+            envelope = Envelope(
+                request_id="taken", part=0, model=MODEL.name, tenant="t", inbox=inbox_topic_id("1"),
+                slot="0", deadline_s=now_s + 300, received_at_s=now_s, published_at_s=now_s,
+                prediction="1",
+            )  # fmt: skip
+            given = GenerationInput(end + 50, 0, prompt="abc", is_streamed=True)
+            await second.publish(Job(envelope, JobBody([Item(0, given)])))
+            assert (await outcome(second))[1].status == "succeeded"
+            found = await second.records.read(record)
+            assert found is not None
+            assert found.reply is not None
+            result = found.reply.outcomes[0].result
+            assert isinstance(result, GenerationResult)
+            assert result.text == ("abc" * (end // 3 + 20))[: end + 50]
+            assert result.cached_tokens == 50, "it wrote only what was missing"
+
+
+async def read_until(harness: WorkerHarness, record: str, tokens: int) -> list[TokenChunk]:
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while True:
+            [(chunks, _)] = await harness.records.tokens.read([(record, 0, 0)])
+            if chunks and chunks[-1].end >= tokens:
+                return chunks
+            await asyncio.sleep(0)
+
+
+def assert_gapless(chunks: list[TokenChunk]) -> None:
+    """Each token once, in order, and as the model spells them."""
+    at = 0
+    for chunk in chunks:
+        assert chunk.first == at
+        assert chunk.text == "".join("abc"[(at + n) % 3] for n in range(len(chunk.ids)))
+        at = chunk.end

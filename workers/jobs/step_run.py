@@ -1,0 +1,178 @@
+"""A batch of a model that computes in steps, while it runs on one model process.
+
+Items join it between two steps, and leave one by one. It ends when nothing is left in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from workers.job import QueuedItem
+from workers.jobs.consumer import JobConsumer
+from workers.jobs.token_output import to_compute
+from workers.runtime.pool import ModelProcessDied, PooledProcess
+from workers.runtime.protocol import (
+    BatchResult,
+    Chunks,
+    Failure,
+    ItemEnded,
+    Preempted,
+    StepMessage,
+)
+from workers.scheduling.busy_ratio import BusyRatio, Lane
+
+TIMEOUT_S = 300.0
+"""A process from which nothing comes for so long is stuck. It is killed, and its jobs are retried.
+"""
+
+
+class StepRun:
+    """One batch. The caller tells it when items wait, and when callers may be gone.
+
+    Args:
+        process: runs it.
+        number: of the model.
+        consumer: of the model.
+        processes: how many there are, which share the items that wait.
+        may_join: whether the process is to stay with this model.
+        on_item: called with the end of each item.
+        busy: counts the places that are taken.
+    """
+
+    def __init__(
+        self,
+        process: PooledProcess,
+        number: int,
+        consumer: JobConsumer,
+        processes: int,
+        may_join: Callable[[], bool],
+        on_item: Callable[[BatchResult], None],
+        busy: BusyRatio,
+    ) -> None:
+        self._process = process
+        self._number = number
+        self._consumer = consumer
+        self._processes = processes
+        self._may_join = may_join
+        self._on_item = on_item
+        self._busy = busy
+        self._inside: dict[int, QueuedItem] = {}
+        self._dropped: set[int] = set()
+        self._counted: dict[Lane, float] = {}
+
+    async def run(self, batch: Sequence[QueuedItem]) -> str:
+        """Runs until no item is left. Returns why the process died, or nothing.
+
+        The items of a process that died, and those that the model failed on together, are queued
+        again in halves.
+        """
+        self._add(0, batch)
+        try:
+            ended = await self._process.run_steps(
+                [to_compute(queued) for queued in batch],
+                timeout_s=TIMEOUT_S,
+                on_message=self._handle,
+                model=self._number,
+            )
+        except ModelProcessDied as error:
+            self._retry(error.message)
+            return error.message
+        finally:
+            self._count()
+        if ended.failure is not None:
+            self._fail(ended.failure)
+        for queued in self._inside.values():  # they came too late to join
+            self._consumer.queue.left_over(queued)
+        self._inside.clear()
+        return ""
+
+    def join_waiting(self) -> None:
+        """Lets items that wait join, as far as there is room."""
+        if not self._inside or not self._may_join():
+            return
+        joining = self._consumer.queue.take_joining(self._inside.values(), self._processes)
+        if not joining:
+            return
+        first = self._process.join([to_compute(queued) for queued in joining])
+        if first is None:  # it has just ended
+            for queued in joining:
+                self._consumer.queue.left_over(queued)
+        else:
+            self._add(first, joining)
+
+    def drop_unwanted(self) -> None:
+        """Stops the items whose callers are all gone."""
+        gone = [
+            place
+            for place, queued in self._inside.items()
+            if place not in self._dropped and self._consumer.cancellation.is_unwanted([queued])
+        ]
+        self._dropped.update(gone)
+        self._process.drop(gone)
+
+    def _add(self, first: int, items: Sequence[QueuedItem]) -> None:
+        self._inside.update(enumerate(items, first))
+        self._count()
+
+    def _handle(self, message: StepMessage) -> None:
+        match message:
+            case Chunks():
+                chunks = [
+                    (self._inside[place], chunk)
+                    for place, chunk in message.chunks.items()
+                    if place in self._inside
+                ]
+                self._consumer.tokens.pass_on(chunks)
+            case ItemEnded():
+                self._end(message)
+                self.join_waiting()
+            case Preempted():
+                for place in message.places:
+                    if (queued := self._inside.pop(place, None)) is not None:
+                        self._consumer.queue.preempted(queued)
+                self._count()
+
+    def _end(self, message: ItemEnded) -> None:
+        queued = self._inside.pop(message.place, None)
+        if queued is None:
+            return
+        self._count()
+        self._on_item(message.done)
+        self._consumer.tokens.ended(queued)
+        self._consumer.batches.end_item(queued, message.done)
+
+    def _fail(self, failure: Failure) -> None:
+        """The model failed on all that is in. An item that was alone is the cause."""
+        if len(self._inside) > 1:
+            self._retry(failure.message)
+            return
+        now_s = time.time()
+        for place in list(self._inside):
+            done = BatchResult(
+                results=[failure],
+                started_at_s=now_s,
+                finished_at_s=now_s,
+                inference_ms=0.0,
+                real_work=0,
+                padded_work=0,
+            )
+            self._end(ItemEnded(0, place, done))
+
+    def _retry(self, reason: str) -> None:
+        batch = list(self._inside.values())
+        self._inside.clear()
+        if batch:
+            self._consumer.batches.retry(batch, reason)
+
+    def _count(self) -> None:
+        """Tells the autoscaler how many places are taken."""
+        if self._counted:
+            self._busy.end(self._counted)
+            self._counted = {}
+        if self._inside:
+            lanes: list[Lane] = [
+                "batch" if queued.may_wait_for_hours else "interactive"
+                for queued in self._inside.values()
+            ]
+            self._counted = self._busy.start(lanes, self._consumer.model.batch.max_items)

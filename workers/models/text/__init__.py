@@ -1,0 +1,1 @@
+"""Text models: causal language models of transformers, step by step."""

@@ -1,0 +1,161 @@
+"""A decoder of transformers on a device, with the keys and values of several texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from shared.errors import ConfigurationError
+from workers.models.cpu import BF16_FLAGS, this_cpu
+from workers.models.device import DTYPES, Device, memory_errors
+from workers.models.embedding.cpu_bf16 import computes_bf16, pack_linear_layers
+from workers.models.text.sampling import Row
+from workers.models.text.slots import ATTENTION, Reading, SlotCache
+
+_TRIAL_TOKENS = 12
+_TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
+"""How far logits may lie from those of transformers' own attention, as a part of the largest.
+
+A wrong attention gives other numbers altogether.
+"""
+
+
+class Decoder:
+    """Computes logits for rows of a cache.
+
+    Args:
+        folder: the model, as on the Hugging Face hub.
+        device: where to compute.
+        precision: as CatalogEntry.precision.
+        rows: the most texts at a time.
+        capacity: the most tokens of each.
+    """
+
+    def __init__(
+        self, folder: Path, device: Device, precision: str, rows: int, capacity: int
+    ) -> None:
+        self._folder = folder
+        self._wanted = device
+        self._precision = precision
+        self._rows = rows
+        self._capacity = capacity
+        self.device_name = ""
+
+    def open(self) -> None:
+        """Loads the weights, and compares a first pass with that of transformers.
+
+        Raises:
+            ConfigurationError: the folder is no such model, or it computes in another way.
+        """
+        self._device, self.device_name = self._wanted.open()
+        self._dtype = self._choose_precision()
+        try:
+            with memory_errors():
+                model = AutoModelForCausalLM.from_pretrained(
+                    self._folder,
+                    dtype=self._dtype,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    attn_implementation="eager",
+                )
+                self._model: Any = model.to(self._device).eval().requires_grad_(False)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigurationError(
+                f"{self._folder}: not a causal language model: {error}", field="source"
+            ) from error
+        positions = getattr(self._model.config, "max_position_embeddings", None)
+        if positions is not None and positions < self._capacity:
+            raise ConfigurationError(
+                f"generation.context_tokens: {self._folder} has {positions} positions",
+                field="generation",
+            )
+        self._check()
+        self.slots = SlotCache(self._rows, self._capacity)
+
+    def _choose_precision(self) -> torch.dtype:
+        if self._precision != "auto":
+            return DTYPES[self._precision]
+        if self._device.type == "cuda":
+            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        has_bf16 = bool(BF16_FLAGS & set(this_cpu()[1]))
+        return torch.bfloat16 if has_bf16 and computes_bf16() else torch.float32
+
+    def _check(self) -> None:
+        """Compares the logits of a few tokens with those of transformers' own attention."""
+        ids = torch.arange(1, _TRIAL_TOKENS + 1, device=self._device) % self._model.vocab_size
+        with torch.inference_mode():
+            right = self._model(ids[None], use_cache=False).logits[0, -1].float()
+        if self._device.type == "cpu" and self._dtype == torch.bfloat16:
+            pack_linear_layers(self._model)
+        try:
+            self._model.set_attn_implementation(ATTENTION)
+            self.slots = SlotCache(2, _TRIAL_TOKENS)
+            part = ids[:-1].cpu().numpy()
+            self.read(1, 0, part[:5])
+            self.read(1, 5, part[5:])
+            self.slots.copy(1, 0, len(part))
+            last = np.full(2, int(ids[-1]), np.int64)
+            found = self.decode(last, np.full(2, len(part), np.int64))[0]
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            raise ConfigurationError(
+                f"{self._folder}: {type(self._model).__name__} can't be computed step by step: "
+                f"{error}",
+                field="source",
+            ) from error
+        off = np.abs(found - right.cpu().numpy()).max() / right.abs().max().item()
+        if not off < _TRIAL_TOLERANCE[self._dtype]:
+            raise ConfigurationError(
+                f"{self._folder}: {type(self._model).__name__} computes other logits step by step",
+                field="source",
+            )
+
+    def read(self, row: int, start: int, ids: np.ndarray, *, ends: bool = True) -> Row | None:
+        """Adds tokens of a prompt to a row that has `start` tokens.
+
+        Returns:
+            The logits after the last one, float32 [vocabulary]. None where not `ends`.
+
+        Raises:
+            OutOfMemory: the device has too little memory.
+        """
+        starts = torch.tensor([start], device=self._device)
+        reading = Reading((row, row + 1), starts, len(ids), self._capacity_now)
+        given = torch.as_tensor(ids.astype(np.int64), device=self._device)[None]
+        logits = self._forward(given, reading, ends=ends)
+        return None if logits is None else logits[0]
+
+    def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> Any:
+        """Adds one token to each of the first rows, which have `lengths` tokens.
+
+        Returns:
+            Logits, float32 [rows, vocabulary].
+
+        Raises:
+            OutOfMemory: the device has too little memory.
+        """
+        starts = torch.as_tensor(lengths, device=self._device)
+        reading = Reading((0, len(tokens)), starts, 1, self._capacity_now)
+        given = torch.as_tensor(tokens.astype(np.int64), device=self._device)[:, None]
+        return self._forward(given, reading, ends=True)
+
+    @property
+    def _capacity_now(self) -> int:
+        return self.slots.capacity
+
+    def _forward(self, ids: torch.Tensor, reading: Reading, *, ends: bool) -> Any:
+        self.slots.reading = reading
+        compute = self._model if ends else self._model.base_model
+        with memory_errors(), torch.inference_mode():
+            out = compute(
+                input_ids=ids,
+                position_ids=reading.positions,
+                past_key_values=self.slots,
+                use_cache=True,
+                slots=self.slots,
+                **({"logits_to_keep": 1} if ends else {}),
+            )
+            return out.logits[:, -1].float().cpu().numpy() if ends else None

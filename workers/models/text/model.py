@@ -1,0 +1,224 @@
+"""A text model that computes step by step: texts join and leave between two tokens.
+
+A step reads at most `generation.chunk_tokens` of prompts, and writes one token of each text whose
+prompt was read. So a long prompt holds the others up for one part of it at a time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from shared.catalog import Model
+from shared.errors import ModelFailed, PenstockError
+from shared.tasks import Result
+from shared.tasks.text import TokenChunk
+from workers.models.base import OutOfMemory, PreparedItem, PreparedPrompt, StepEnd
+from workers.models.device import Device
+from workers.models.text.decoder import Decoder
+from workers.models.text.rows import Row, Rows
+from workers.models.text.vocabulary import Vocabulary
+from workers.models.text.writing import IDS, Writing
+
+
+class _Text:
+    """An item that is in."""
+
+    def __init__(self, place: int, item: PreparedPrompt, writing: Writing) -> None:
+        self.place = place
+        self.item = item
+        self.writing = writing
+        self.prompt_tokens = len(item.ids) // IDS.itemsize
+        self.ids: list[int] = [*np.frombuffer(item.ids, IDS).tolist(), *writing.ids]
+        """All of its tokens. The last one has no keys and values yet."""
+        self.cached_tokens = 0
+        self.row: Row | None = None
+
+    @property
+    def unread(self) -> int:
+        """Tokens without keys and values. 1: it writes, more: its prompt is being read."""
+        assert self.row is not None, "a text that ended has no row; this is a bug"
+        return len(self.ids) - len(self.row.ids)
+
+    def result(self) -> Result:
+        """What it gives."""
+        return self.writing.result(self.prompt_tokens, self.cached_tokens)
+
+
+class TextModel:
+    """A causal language model of transformers with a row of keys and values for each text.
+
+    Args:
+        entry: the catalog's.
+        folder: the model's files, as on the Hugging Face hub.
+        device: where to compute.
+    """
+
+    device_name = ""
+
+    def __init__(self, entry: Model, folder: Path, device: Device) -> None:
+        self._budget = entry.batch.max_tokens or entry.generation.context_tokens
+        self._chunk_tokens = entry.generation.chunk_tokens
+        self._shares_with_all = entry.cache.scope == "global"
+        rows = min(entry.batch.max_items, self._budget)
+        capacity = entry.generation.context_tokens
+        self._folder = folder
+        self._decoder = Decoder(folder, device, entry.precision, rows, capacity)
+        self._rows = Rows(rows)
+        self._texts: dict[int, _Text] = {}
+
+    def setup(self) -> None:
+        """Loads the model.
+
+        Raises:
+            ConfigurationError: the folder is not a text model, or does not match the catalog.
+        """
+        self._vocabulary = Vocabulary(self._folder)
+        self._decoder.open()
+        self.device_name = self._decoder.device_name
+
+    def warmup(self) -> None:
+        """Reads a prompt and writes a few tokens, alone and in company."""
+        ids = np.zeros(min(16, self._decoder.slots.capacity - 4), np.int64)
+        self._decoder.read(0, 0, ids, ends=False)
+        self._decoder.read(0, 0, ids)
+        for rows in {1, min(4, len(self._rows.all)), len(self._rows.all)}:
+            self._decoder.decode(np.zeros(rows, np.int64), np.full(rows, len(ids), np.int64))
+
+    def admit(self, place: int, item: PreparedItem) -> None:
+        """Takes a prompt in.
+
+        Raises:
+            OutOfMemory: the budget of tokens, or of rows, is spent.
+            PenstockError: the item can't be computed.
+        """
+        if not isinstance(item, PreparedPrompt):
+            raise ModelFailed(f"a text model can't compute {type(item).__name__}")
+        taken = sum(text.item.length for text in self._texts.values())
+        if len(self._texts) >= len(self._rows.all) or taken + item.length > self._budget:
+            raise OutOfMemory(f"{taken} of {self._budget} tokens are taken")
+        text = _Text(place, item, Writing(item, self._vocabulary))
+        if text.writing.finish is None:
+            self._give_row(text)
+        self._texts[place] = text
+
+    def _give_row(self, text: _Text) -> None:
+        """A row that begins as the text does, if there is one."""
+        owner = "*" if self._shares_with_all else text.item.owner
+        row, source, shared = self._rows.find(text.ids[:-1], owner)
+        if source is not None:
+            self._decoder.slots.copy(source.number, row.number, shared)
+        self._rows.take(row, text.ids[:shared], owner)
+        text.row = row
+        text.cached_tokens = min(shared, text.prompt_tokens)
+
+    def step(self) -> StepEnd:
+        """Reads a part of the prompts, and writes a token of each text that was read.
+
+        Raises:
+            Exception: the model failed. All texts that are in are dropped.
+        """
+        end = StepEnd()
+        try:
+            self._read(end)
+            self._write(end)
+            for place, text in list(self._texts.items()):
+                if text.writing.finish is not None:
+                    self._leave(place)
+                    end.results[place] = text.result()
+        except BaseException:
+            for place in list(self._texts):
+                self.drop(place)
+            raise
+        return end
+
+    def _read(self, end: StepEnd) -> None:
+        """Reads prompts in order of arrival, `chunk_tokens` at most."""
+        left = self._chunk_tokens
+        for text in list(self._texts.values()):
+            if left == 0:
+                return
+            if text.row is None or (text.unread == 1 and text.writing.ids):
+                continue
+            start = len(text.row.ids)
+            part = text.ids[start : start + left]
+            left -= len(part)
+            ends = start + len(part) == len(text.ids)
+            try:
+                logits = self._decoder.read(text.row.number, start, np.array(part), ends=ends)
+            except OutOfMemory as error:
+                self._make_room(end, error)
+                return
+            text.row.ids.extend(part)
+            if logits is not None:
+                self._add_token(text, logits, end)
+
+    def _write(self, end: StepEnd) -> None:
+        """Writes one token of each text whose prompt was read."""
+        texts = [
+            text
+            for text in self._texts.values()
+            if text.row is not None and text.unread == 1 and text.writing.finish is None
+        ]
+        if not texts:
+            return
+        for one, other, tokens in self._rows.gather([text.row for text in texts if text.row]):
+            self._decoder.slots.exchange(one, other, tokens)
+        texts.sort(key=lambda text: text.row.number if text.row else 0)
+        try:
+            logits = self._decoder.decode(
+                np.array([text.ids[-1] for text in texts]),
+                np.array([len(text.ids) - 1 for text in texts]),
+            )
+        except OutOfMemory as error:
+            self._make_room(end, error)
+            return
+        for text, row in zip(texts, logits, strict=True):
+            assert text.row is not None, "this is a bug"
+            text.row.ids.append(text.ids[-1])
+            self._add_token(text, row, end)
+
+    def _add_token(self, text: _Text, logits: np.ndarray, end: StepEnd) -> None:
+        try:
+            text.ids.append(text.writing.write(logits))
+        except PenstockError as error:
+            # Its numbers may be none, which would spoil the text that gets the row next.
+            self._forget(text)
+            self._leave(text.place)
+            end.results[text.place] = error
+
+    def _make_room(self, end: StepEnd, error: OutOfMemory) -> None:
+        """Sends the youngest text back to its queue. If it is the only one, it fails."""
+        place, text = list(self._texts.items())[-1]
+        alone = len(self._texts) == 1
+        self._forget(text)
+        self._leave(place)
+        if alone:
+            end.results[place] = error
+        else:
+            end.preempted.append(place)
+
+    def _forget(self, text: _Text) -> None:
+        if text.row is not None:
+            self._decoder.slots.clear(text.row.number)
+            text.row.ids.clear()
+
+    def _leave(self, place: int) -> None:
+        text = self._texts.pop(place)
+        if text.row is not None:
+            self._rows.free(text.row)
+
+    def take_chunks(self) -> dict[int, TokenChunk]:
+        """What each streamed text has written since the last call."""
+        chunks = {
+            place: text.writing.take_chunk()
+            for place, text in self._texts.items()
+            if text.item.is_streamed
+        }
+        return {place: chunk for place, chunk in chunks.items() if chunk is not None}
+
+    def drop(self, place: int) -> None:
+        """Removes a text, if it is still in."""
+        if place in self._texts:
+            self._leave(place)

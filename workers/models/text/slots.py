@@ -1,0 +1,202 @@
+"""Keys and values of several texts, one row each, and the attention over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from shared.errors import ConfigurationError
+
+ATTENTION = "penstock_slots"
+"""The name of the attention below in transformers' AttentionInterface."""
+_STEP_TOKENS = 64
+"""Attention covers the longest text, rounded up to a multiple of this."""
+
+
+class Reading:
+    """One forward pass: which rows get new tokens, and what these may look at.
+
+    Either one row gets several tokens (a part of a prompt), or the first rows get one token each.
+
+    Args:
+        rows: the number of the first row, and of the one behind the last.
+        starts: how many tokens each row has before, int64 [rows].
+        tokens: how many tokens each row gets.
+        capacity: the most tokens of a row.
+    """
+
+    def __init__(
+        self, rows: tuple[int, int], starts: torch.Tensor, tokens: int, capacity: int
+    ) -> None:
+        self.first, self.end = rows
+        self.starts = starts
+        self.tokens = tokens
+        longest = int(starts.max()) + tokens
+        self.single = rows[1] - rows[0] == 1
+        # A single row needs no padding, and several get few different lengths.
+        self.length = longest if self.single else -(-longest // _STEP_TOKENS) * _STEP_TOKENS
+        self.length = min(self.length, capacity)
+        self._masks: dict[int | None, torch.Tensor | None] = {}
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """The position of each new token, int64 [rows, tokens]."""
+        return self.starts[:, None] + torch.arange(self.tokens, device=self.starts.device)
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """What each new token may look at, bool [rows, 1, tokens, length]. None: everything.
+
+        Args:
+            window: how many tokens back a token sees, itself included. None: all.
+        """
+        if window not in self._masks:
+            self._masks[window] = self._make_mask(window)
+        return self._masks[window]
+
+    def _make_mask(self, window: int | None) -> torch.Tensor | None:
+        if self.single and self.tokens == 1 and (window is None or window >= self.length):
+            return None
+        places = torch.arange(self.length, device=self.starts.device)
+        positions = self.positions[:, :, None]
+        seen = places <= positions
+        if window is not None:
+            seen &= places > positions - window
+        return seen[:, None]
+
+
+class SlotCache(Cache):  # type: ignore[misc]
+    """A transformers cache whose rows are filled by different texts, to different lengths.
+
+    Args:
+        rows: the most texts.
+        capacity: the most tokens of each.
+    """
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        super().__init__(layers=[])
+        self._rows = rows
+        self.capacity = capacity
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self.reading: Reading | None = None
+        """The pass that is computed now."""
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds keys and values [rows, heads, tokens, width] of a layer.
+
+        Returns those of all tokens so far, [rows, heads, length, width].
+        """
+        if layer_idx == len(self._keys):
+            self._keys.append(self._room(key_states))
+            self._values.append(self._room(value_states))
+        reading = self.reading
+        assert reading is not None, "there is no pass; this is a bug"
+        keys = self._keys[layer_idx][reading.first : reading.end]
+        values = self._values[layer_idx][reading.first : reading.end]
+        if reading.single:
+            start = int(reading.length) - reading.tokens
+            keys[:, :, start : reading.length] = key_states
+            values[:, :, start : reading.length] = value_states
+        else:
+            rows = torch.arange(len(keys), device=keys.device)
+            keys[rows, :, reading.starts] = key_states[:, :, 0]
+            values[rows, :, reading.starts] = value_states[:, :, 0]
+        return keys[:, :, : reading.length], values[:, :, : reading.length]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Not used: all callers say the positions."""
+        return 0
+
+    def _room(self, states: torch.Tensor) -> torch.Tensor:
+        """Zeros for all rows: attention multiplies what it masks by 0, which NaN survives."""
+        shape = (self._rows, states.shape[1], self.capacity, states.shape[3])
+        if states.device.type != "cpu":
+            return torch.zeros(shape, dtype=states.dtype, device=states.device)
+        # Memory that the system gives only where it is written.
+        count = int(np.prod(shape)) * states.element_size()
+        return torch.from_numpy(np.zeros(count, np.uint8)).view(states.dtype).view(shape)
+
+    @torch.inference_mode()
+    def exchange(self, one: int, other: int, tokens: int) -> None:
+        """Exchanges the first tokens of two rows."""
+        for layer in (*self._keys, *self._values):
+            kept = layer[one, :, :tokens].clone()
+            layer[one, :, :tokens] = layer[other, :, :tokens]
+            layer[other, :, :tokens] = kept
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copies the first tokens of a row to another one."""
+        for layer in (*self._keys, *self._values):
+            layer[target, :, :tokens] = layer[source, :, :tokens]
+
+    @torch.inference_mode()
+    def clear(self, row: int) -> None:
+        """Forgets a row, numbers that are none included."""
+        for layer in (*self._keys, *self._values):
+            layer[row].zero_()
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    slots: SlotCache | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention of one layer for transformers: [rows, heads, tokens, width] in.
+
+    [rows, tokens, heads, width] out. The mask is that of the pass in `slots`.
+    """
+    if options.get("s_aux") is not None or slots is None or slots.reading is None:
+        raise ConfigurationError("this model's attention is not supported", field="source")
+    mask = slots.reading.mask(sliding_window)
+    rows, heads, tokens, width = query.shape
+    groups = heads // key.shape[1]
+    if tokens == 1:
+        # The heads of a group are rows of one product, so keys are read once.
+        query = query.reshape(rows, key.shape[1], groups, width)
+    elif groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if softcap is None:
+        mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    else:
+        mixed = _capped(query, key, value, mask, scaling or width**-0.5, softcap)
+    if tokens == 1:
+        return mixed.reshape(rows, 1, heads, -1), None
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float,
+) -> torch.Tensor:
+    scores = torch.tanh(query @ key.transpose(2, 3) * scaling / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
+
+
+AttentionInterface.register(ATTENTION, attend)

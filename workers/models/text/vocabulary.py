@@ -1,0 +1,105 @@
+"""The tokenizer of a text model: ids to bytes, ends of texts, grammars. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from shared.errors import ConfigurationError
+
+_OPTIONAL = frozenset({"generation_config.json", "tokenizer_config.json"})
+
+
+class Vocabulary:
+    """What the files of a model's folder say about its tokens.
+
+    Args:
+        folder: a folder as on the Hugging Face hub, with tokenizer.json.
+
+    Raises:
+        ConfigurationError: a file is missing or broken, or no token ends a text.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / "tokenizer.json"
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception for a broken file
+            raise ConfigurationError(f"{path}: {error}", field="source") from error
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        self.config = self.read("config.json")
+        self.size = int(self.config.get("vocab_size") or self.tokenizer.get_vocab_size())
+        """The number of logits, which can differ from the number of tokens."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special = {token: one.content for token, one in added.items() if one.special}
+        """Control tokens, with their texts."""
+        self.ends = frozenset(self._read_ends())
+        """Tokens that end a text."""
+
+    def read(self, name: str) -> dict[str, Any]:
+        """A JSON file of the folder.
+
+        Raises:
+            ConfigurationError: it is missing or broken.
+        """
+        path = self.folder / name
+        if name in _OPTIONAL and not path.is_file():
+            return {}
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{path}: {error}", field="source") from error
+        if not isinstance(found, dict):
+            raise ConfigurationError(f"{path}: is no JSON object", field="source")
+        return found
+
+    def _read_ends(self) -> list[int]:
+        for given in (self.read("generation_config.json"), self.config):
+            ends = given.get("eos_token_id")
+            if ends is not None:
+                return [int(end) for end in (ends if isinstance(ends, list) else [ends])]
+        text = self.read("tokenizer_config.json").get("eos_token")
+        found = self.tokenizer.token_to_id(
+            text.get("content", "") if isinstance(text, dict) else text or ""
+        )
+        if found is None:
+            raise ConfigurationError(f"{self.folder}: names no eos_token_id", field="source")
+        return [found]
+
+    @cached_property
+    def _grammar_tokens(self) -> LLTokenizer:
+        return LLTokenizer(
+            self.tokenizer.to_str(), n_vocab=self.grammar_size, eos_token=sorted(self.ends)
+        )
+
+    @property
+    def grammar_size(self) -> int:
+        """The number of tokens that the mask of a matcher has bits for."""
+        return max(self.size, self.tokenizer.get_vocab_size())
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token's text. A control token has none."""
+        if token in self.special or token in self.ends or token >= self._grammar_tokens.vocab_size:
+            return b""
+        found: bytes = self._grammar_tokens.decode_bytes([token])
+        return found
+
+    def matcher(self, json_schema: str) -> LLMatcher:
+        """A matcher of texts that are JSON of this schema.
+
+        Raises:
+            ValueError: the schema is none, or has parts that are not supported.
+        """
+        matcher = LLMatcher(
+            self._grammar_tokens, LLMatcher.grammar_from_json_schema(json_schema), log_level=0
+        )
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher

@@ -1,0 +1,144 @@
+"""What one item has written: its tokens, their text, and why it ended."""
+
+from __future__ import annotations
+
+import codecs
+
+import numpy as np
+from llguidance import LLMatcher
+
+from shared.errors import BadInput, ModelFailed
+from shared.tasks.text import FinishReason, GenerationResult, TokenChunk, TokenLogprob
+from workers.models.base import PreparedPrompt
+from workers.models.text.sampling import Row, choose, largest, log_probabilities, penalize
+from workers.models.text.stops import StopFinder
+from workers.models.text.vocabulary import Vocabulary
+
+IDS = np.dtype("<u4")
+
+
+class Writing:
+    """The tokens of one item, one after another.
+
+    Those of `item.written_ids` are taken over as if they had been written here.
+
+    Raises:
+        BadInput: the schema can't be used.
+        ModelFailed: the tokens that were written before don't match the schema.
+    """
+
+    def __init__(self, item: PreparedPrompt, vocabulary: Vocabulary) -> None:
+        self._item = item
+        self._vocabulary = vocabulary
+        self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._stops = StopFinder(item.stop)
+        self._matcher = _matcher(item, vocabulary)
+        if self._matcher is not None:
+            self._mask = np.empty(-(-vocabulary.grammar_size // 32), np.uint32)
+        self.ids: list[int] = []
+        self._text = ""
+        self._logprobs = list(item.written_logprobs)
+        self.finish: FinishReason | None = None
+        """Why the text ended. None: it has not."""
+        for token in np.frombuffer(item.written_ids, IDS).tolist():
+            self._add(token)
+        # What the readers of another worker have seen.
+        self._told_ids = len(self.ids)
+        self._told_text = len(item.written_text)
+        self._told_logprobs = len(self._logprobs)
+
+    def write(self, logits: Row) -> int:
+        """Chooses the next token from its logits (float32 [vocabulary]), and returns it.
+
+        Raises:
+            PenstockError: the logits are no numbers, or the grammar failed.
+        """
+        logits = logits[: self._vocabulary.size]
+        if not np.isfinite(logits.max()) or np.isnan(logits).any():
+            raise ModelFailed("the model computed no numbers for this text")
+        token = choose(self._allowed(penalize(logits, self.ids, self._item)), self._item, self._at)
+        if self._item.logprobs >= 0 and token not in self._vocabulary.ends:
+            self._logprobs.append(self._tell(log_probabilities(logits), token))
+        self._add(token)
+        return token
+
+    @property
+    def _at(self) -> int:
+        return len(self.ids)
+
+    def _allowed(self, logits: Row) -> Row:
+        if self._matcher is None:
+            return logits
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[: len(logits)]
+        allowed: Row = np.where(bits.view(np.bool_), logits, np.float32(-np.inf))
+        if not np.isfinite(allowed.max()):
+            raise ModelFailed(f"no token continues this JSON: {self._matcher.get_error()}")
+        return allowed
+
+    def _add(self, token: int) -> None:
+        """Takes a token in, and finds out whether the text ends with it."""
+        self.ids.append(token)
+        if self._matcher is not None and not self._matcher.consume_token(token):
+            raise ModelFailed(f"the text does not match its schema: {self._matcher.get_error()}")
+        known = len(self._text)
+        self._text += self._characters.decode(self._vocabulary.token_bytes(token))
+        ended = token in self._vocabulary.ends
+        if ended or len(self.ids) >= self._item.max_tokens:
+            self._text += self._characters.decode(b"", final=True)
+            self.finish = "stop" if ended else "length"
+        stop = self._stops.find(self._text, known)
+        if stop is not None:
+            self._text = self._text[:stop]
+            self.finish = "stop"
+
+    def take_chunk(self) -> TokenChunk | None:
+        """What is new since the last call. None: nothing."""
+        visible = self._stops.visible(self._text) if self.finish is None else len(self._text)
+        chunk = TokenChunk(
+            self._told_ids,
+            self.ids[self._told_ids :],
+            self._text[self._told_text : visible],
+            self._logprobs[self._told_logprobs :],
+        )
+        if not chunk.ids and not chunk.text:
+            return None
+        self._told_ids = len(self.ids)
+        self._told_text = max(self._told_text, visible)
+        self._told_logprobs = len(self._logprobs)
+        return chunk
+
+    def result(self, input_tokens: int, cached_tokens: int) -> GenerationResult:
+        """The result of an item that has ended."""
+        assert self.finish is not None, "the text has not ended; this is a bug"
+        return GenerationResult(
+            text=self._text,
+            finish_reason=self.finish,
+            tokens=input_tokens + len(self.ids),
+            input_tokens=input_tokens,
+            output_tokens=len(self.ids),
+            cached_tokens=cached_tokens,
+            logprobs=self._logprobs,
+        )
+
+    def _tell(self, row: Row, token: int) -> TokenLogprob:
+        found = self._named(row, token)
+        if self._item.logprobs > 0:
+            best = largest(row, self._item.logprobs).tolist()
+            found.top = [self._named(row, one) for one in best]
+        return found
+
+    def _named(self, row: Row, token: int) -> TokenLogprob:
+        data = (
+            self._vocabulary.token_bytes(token) or self._vocabulary.special.get(token, "").encode()
+        )
+        return TokenLogprob(data.decode(errors="replace"), float(row[token]), data)
+
+
+def _matcher(item: PreparedPrompt, vocabulary: Vocabulary) -> LLMatcher | None:
+    if not item.json_schema:
+        return None
+    try:
+        return vocabulary.matcher(item.json_schema)
+    except ValueError as error:
+        raise BadInput(str(error), field="response_format") from error

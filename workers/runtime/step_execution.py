@@ -1,0 +1,171 @@
+"""Runs a batch of a SteppedModel in a model process: items join and leave between two steps."""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import time
+from dataclasses import dataclass
+from typing import cast
+
+from shared.errors import Canceled, PenstockError
+from shared.tasks import Result
+from workers.models.base import OutOfMemory, PreparedItem, SteppedModel
+from workers.runtime import memory
+from workers.runtime.protocol import (
+    BatchResult,
+    Cancel,
+    Chunks,
+    Drop,
+    Failure,
+    ItemEnded,
+    Join,
+    Preempted,
+    RunBatch,
+    ServerMessage,
+    StepsEnded,
+    encode_server_message,
+    read_client_message,
+)
+from workers.runtime.resident_models import ResidentModels
+
+CHUNKS_EVERY_S = 0.05
+"""At most 20 events a second reach the readers of an item."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Item:
+    """An item that is in the model, and its part of the time of the steps so far."""
+
+    started_at_s: float
+    steps: int = 0
+    beside: int = 0
+    """Items in all of its steps, added up."""
+    share_s: float = 0.0
+    cpu_s: float = 0.0
+
+
+class StepExecution:
+    """One batch, until no item is left in the model."""
+
+    def __init__(
+        self, connection: socket.socket, resident_models: ResidentModels, batch: RunBatch
+    ) -> None:
+        self._connection = connection
+        self._resident_models = resident_models
+        self._batch = batch
+        self._items: dict[int, _Item] = {}
+        self._told_s = time.monotonic()
+
+    def run(self) -> None:
+        """Computes steps, and tells the I/O process what comes of them."""
+        try:
+            model = cast(SteppedModel, self._resident_models.use(self._batch.model))
+        except Exception as error:
+            # The boundary to the model libraries, as below. It fails only these items.
+            log.warning("model not loaded", exc_info=True, extra={"model": self._batch.model})
+            for place in range(len(self._batch.items)):
+                self._end(place, _Item(time.time()), error)
+            self._send(StepsEnded(self._batch.number, None, self._resident_models.changes()))
+            return
+        self._run(model)
+
+    def _run(self, model: SteppedModel) -> None:
+        failure = None
+        try:
+            self._admit(model, 0, self._batch.items)
+            while self._obey(model):
+                self._step(model)
+        except ConnectionError:
+            raise  # the I/O process has hung up
+        except Exception as error:
+            # The boundary to the model libraries: their errors fail items, never the process.
+            log.warning("step failed", exc_info=True, extra={"items": len(self._items)})
+            failure = Failure.from_error(error)
+            for place in self._items:
+                model.drop(place)
+        switched = self._resident_models.changes()
+        self._send(StepsEnded(self._batch.number, failure, switched))
+
+    def _obey(self, model: SteppedModel) -> bool:
+        """Reads the socket between two steps. Returns whether there is a next step."""
+        while select.select([self._connection], [], [], 0)[0]:
+            message = read_client_message(self._connection)
+            if message is None:
+                return False
+            if message.number != self._batch.number:
+                continue  # about a batch that is over
+            if isinstance(message, Join):
+                self._admit(model, message.first, message.items)
+            elif isinstance(message, Drop):
+                self._drop(model, message.places)
+            elif isinstance(message, Cancel):
+                self._drop(model, list(self._items))
+        return bool(self._items)
+
+    def _admit(self, model: SteppedModel, first: int, items: list[PreparedItem]) -> None:
+        for place, item in enumerate(items, first):
+            admitted = _Item(time.time())
+            try:
+                model.admit(place, item)
+            except PenstockError as error:
+                # An item that has the device to itself would wait for room forever.
+                if isinstance(error, OutOfMemory) and self._items:
+                    self._send(Preempted(self._batch.number, [place]))
+                else:
+                    self._end(place, admitted, error)
+            else:
+                self._items[place] = admitted
+
+    def _drop(self, model: SteppedModel, places: list[int]) -> None:
+        for place in places:
+            if (item := self._items.pop(place, None)) is not None:
+                model.drop(place)
+                self._end(place, item, Canceled())
+
+    def _step(self, model: SteppedModel) -> None:
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        end = model.step()
+        count = len(self._items)
+        each_s = (time.perf_counter() - began_s) / count
+        each_cpu_s = (time.process_time() - began_cpu_s) / count
+        for item in self._items.values():
+            item.steps += 1
+            item.beside += count
+            item.share_s += each_s
+            item.cpu_s += each_cpu_s
+        for place, result in end.results.items():
+            self._end(place, self._items.pop(place), result)
+        if end.preempted:
+            for place in end.preempted:
+                del self._items[place]
+            self._send(Preempted(self._batch.number, end.preempted))
+        if (now_s := time.monotonic()) - self._told_s >= CHUNKS_EVERY_S:
+            self._told_s = now_s
+            if chunks := model.take_chunks():
+                self._send(Chunks(self._batch.number, chunks))
+
+    def _end(self, place: int, item: _Item, result: Result | Exception) -> None:
+        batch_items = max(1, round(item.beside / item.steps)) if item.steps else 1
+        tokens = getattr(result, "tokens", 0)
+        done = BatchResult(
+            number=self._batch.number,
+            results=[Failure.from_error(result) if isinstance(result, Exception) else result],
+            started_at_s=item.started_at_s,
+            finished_at_s=time.time(),
+            # Divided by the items of the batch, as everywhere, it is the item's part of the time.
+            inference_ms=item.share_s * batch_items * 1000,
+            real_work=tokens,
+            padded_work=tokens,
+            memory_bytes=memory.resident_bytes(),
+            cpu_s=item.cpu_s,
+            loaded_at_s=self._resident_models.loaded_at_s(self._batch.model),
+            beside=batch_items,
+        )
+        self._send(ItemEnded(self._batch.number, place, done))
+
+    def _send(self, message: ServerMessage) -> None:
+        self._connection.sendall(encode_server_message(message))

@@ -1,0 +1,40 @@
+"""Text models: causal language models in torch, step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shared.catalog import Model
+from workers.models.base import LoadedModel, Preparer
+from workers.tasks.base import Resources, WorkerTask
+
+
+class TextWorker(WorkerTask):
+    """Rendering a chat template and reading its tokens takes up to milliseconds."""
+
+    prepares_on_thread = True
+    computes_steps = True
+    optimizer = "text"
+    variants = ()
+    variant_prefix = "text"
+
+    def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
+        """None yet."""
+        return ()
+
+    def preparer(self, entry: Model, folder: Path) -> Preparer:
+        """A chat template and a tokenizer."""
+        from workers.models.text.prompts import PromptPreparer
+
+        return PromptPreparer(entry, folder)
+
+    def model(self, entry: Model, folder: Path, resources: Resources) -> LoadedModel:
+        """A language model with its cache of keys and values."""
+        from workers.models.device import Device
+        from workers.models.text.model import TextModel
+
+        device = Device(resources.device, resources.threads, resources.memory_fraction)
+        return TextModel(entry, folder, device)
+
+
+TASK = TextWorker()
