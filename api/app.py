@@ -36,6 +36,7 @@ from api.predictions.follower import PredictionFollower
 from api.predictions.results import ResultFetcher
 from api.predictions.sender import PredictionSender
 from api.predictions.service import Predictions
+from api.predictions.text_stream import TextStreams
 from api.routes import admin as admin_routes
 from api.routes import (
     batches,
@@ -50,6 +51,7 @@ from api.routes import (
     prediction_events,
     reports,
     status,
+    text,
     usage,
 )
 from api.routes import predictions as prediction_routes
@@ -122,6 +124,7 @@ def create_app(
     for routes in (
         embeddings,
         images,
+        text,
         files,
         batches,
         models,
@@ -135,6 +138,7 @@ def create_app(
         console,
     ):
         app.add(routes.router)
+    app.include_router(text.stored_router)
     app.mount("/docs/assets", pages.assets)
     app.mount("/console/assets", console.assets)
     for router in (prediction_routes.router, prediction_events.router, prediction_models.router):
@@ -252,6 +256,7 @@ def _dependencies(
         predictions=predictions,
         follower=follower,
         event_streams=EventStreams(predictions, configuration.url_signer),
+        text_streams=TextStreams(predictions, pipeline.records.tokens),
         files=sources,
         batch_files=batch_files,
         batches=Batches(BatchStore(configuration.objects), batch_files),
@@ -275,7 +280,7 @@ def _place(settings: ApiSettings) -> ReportPlace:
 
 
 _ABOUT = (
-    "Embeddings and images in the shapes of OpenAI's API, "
+    "Embeddings, images and text in the shapes of OpenAI's API, "
     "and predictions in those of Replicate's.\n\n"
     "Every answer has `x-request-id`. Answers with results also say where these came from "
     "(`x-penstock-cache`: hit, miss,\npartial or joined) and how long each step took "

@@ -23,6 +23,7 @@ from api.predictions.event_stream import EventStreams
 from api.predictions.follower import PredictionFollower
 from api.predictions.results import ResultFetcher
 from api.predictions.service import Predictions
+from api.predictions.text_stream import TextStreams
 from api.usage.reports import ReportService
 from api.usage.service import UsageService
 from shared.catalog import Catalog
@@ -51,6 +52,7 @@ class Dependencies:
     predictions: Predictions
     follower: PredictionFollower
     event_streams: EventStreams
+    text_streams: TextStreams
     files: Files
     batch_files: BatchFiles
     batches: Batches

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
@@ -64,8 +65,27 @@ def _for_browsers(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
+class _Streamed(msgspec.Struct):
+    stream: bool | None = None
+
+
+def asks_for_stream(body: bytes) -> bool:
+    """Whether a body asks for its answer as a stream. A wrong body does not."""
+    try:
+        return bool(_streamed_decoder.decode(body).stream)
+    except msgspec.MsgspecError:
+        return False
+
+
+_streamed_decoder = msgspec.json.Decoder(_Streamed)
+
+
 class FastRoute(APIRoute):
     """A route without path parameters, whose endpoint takes only the request."""
+
+
+class StreamedRoute(FastRoute):
+    """A route that answers `"stream": true` with a stream, which has its own way with keys."""
 
 
 class FastRouteApp(FastAPI):
@@ -112,10 +132,13 @@ class FastRouteApp(FastAPI):
         await self._in_context(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, endpoint = Request(scope, receive, send), scope["route"].endpoint
+        request, route = Request(scope, receive, send), scope["route"]
         try:
-            has_key = IDEMPOTENCY_HEADER in request.headers
-            response = await (run_idempotent(request, endpoint) if has_key else endpoint(request))
+            is_keyed = IDEMPOTENCY_HEADER in request.headers
+            if is_keyed and isinstance(route, StreamedRoute):
+                is_keyed = not asks_for_stream(await request.body())
+            endpoint = route.endpoint
+            response = await (run_idempotent(request, endpoint) if is_keyed else endpoint(request))
         except EXPECTED_ERRORS as error:
             response = await handle_error(request, error)
         if scope["penstock.context"].is_compressible:

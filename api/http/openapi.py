@@ -21,6 +21,8 @@ from api.schemas import admin, report_replies, status_replies, usage_replies
 from api.schemas import openai as schemas
 from api.schemas import openai_batches as batch_schemas
 from api.schemas import openai_files as file_replies
+from api.schemas import openai_text as text_schemas
+from api.schemas import openai_text_replies as text_replies
 from api.schemas import replicate_replies as prediction_replies
 from api.schemas.openai_replies import (
     EmbeddingsReply,
@@ -65,10 +67,12 @@ _DESCRIPTIONS = {
 }
 _BODIES: tuple[type[BaseModel], ...] = (
     *(schemas.EmbeddingsBody, schemas.GenerationBody, schemas.EditForm, schemas.EditBody),
+    *(text_schemas.ChatBody, text_schemas.CompletionBody),
     *(PredictionBody, VersionedBody, batch_schemas.BatchBody),
 )
 _REPLIES: tuple[type[msgspec.Struct], ...] = (
     *(EmbeddingsReply, ImagesReply, ModelsReply, ModelItem, ErrorReply),
+    *(text_replies.ChatReply, text_replies.CompletionReply),
     *(batch_schemas.BatchObject, batch_schemas.BatchesPage),
     *(file_replies.FileObject, file_replies.FilesPage, file_replies.FileDeleted),
     *(

@@ -11,6 +11,8 @@ from shared.tenants.plan import Caller
 SCOPE_OF_GROUP: dict[str, Scope | None] = {
     "embeddings": "embeddings",
     "images": "images",
+    "chat": "text",
+    "completions": "text",
     "predictions": "predictions",
     "webhooks": "predictions",
     "files": "files",

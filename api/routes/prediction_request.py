@@ -10,6 +10,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 from api.dispatch.job_sender import OUTCOME_BYTES
 from api.http.disconnect import while_connected
@@ -19,6 +20,7 @@ from api.predictions.sender import NewPrediction
 from api.predictions.versions import version_of
 from api.schemas.replicate import LONGEST_URL, PredictionBody
 from api.tasks import read_inputs
+from api.tasks.base import Inputs
 from shared.catalog import Model
 from shared.errors import BadInput
 from shared.messages import Item
@@ -56,12 +58,38 @@ async def read_prediction(
         Unavailable: the object store is out of reach.
         ClientGone: the caller hung up.
     """
-    options, key = call.options, call.options.idempotency_key
-    caller = PictureCaller(call.tenant, call.base_url, options.done_by_s(model.deadline))
+    caller = PictureCaller(call.tenant, call.base_url, call.options.done_by_s(model.deadline))
     reading = read_inputs(body.input, model, caller, call.dependencies.source_pictures)
     read = await while_connected(call.http.receive, reading)
-    prediction_id, record = _ids(call.tenant, own_id, key)
     webhook, events = _webhook_of(body, allow_private=call.dependencies.settings.webhooks_private)
+    return new_prediction(
+        call,
+        model,
+        read,
+        own_id=own_id,
+        digest=await _digest(body, model),
+        owner=owner,
+        webhook=webhook,
+        webhook_events=events,
+        deployment=deployment,
+    )
+
+
+def new_prediction(
+    call: ApiRequest, model: Model, read: Inputs, *, own_id: str = "", digest: str, **shown: Any
+) -> NewPrediction:
+    """Makes a prediction of inputs that were read.
+
+    Args:
+        call: the authenticated request.
+        model: that is to compute it.
+        read: what it computes.
+        own_id: the id that the caller chose, if any.
+        digest: of all that was asked for.
+        shown: further fields of its document.
+    """
+    options, key = call.options, call.options.idempotency_key
+    prediction_id, record = _ids(call.tenant, own_id, key)
     is_kept = read.is_repeatable and options.cache_write
     inputs = read.inputs if read.is_repeatable else ()
     serving = call.dependencies.canaries.choose(model, call.tenant, inputs, record)
@@ -71,22 +99,19 @@ async def read_prediction(
         tenant=call.tenant,
         model=model.name,
         canary=serving.name if serving.is_canary else "",
-        owner=owner,
         version=version_of(model),
         input=read.shown,
         is_list=read.is_list,
         output_format=read.output_format,
-        webhook=webhook,
-        webhook_events=events,
-        deployment=deployment,
-        base_url=caller.base_url,
+        base_url=call.base_url,
         created_at_s=call.context.received_at_s,
-        deadline_s=caller.deadline_s,
-        digest=await _digest(body, model),
+        deadline_s=options.done_by_s(model.deadline),
+        digest=digest,
         client_request_id=call.context.client_request_id,
         key_id=call.caller.key_id,
         is_cached=is_kept,
         price=price_of(model, call.context.received_at_s),
+        **shown,
     )
     return NewPrediction(
         prediction,
@@ -132,11 +157,12 @@ async def _digest(body: PredictionBody, model: Model) -> str:
     if isinstance(image, str) and len(image) > LONGEST_URL:
         # Encoding 20 MB of image as JSON would block the event loop for 130 ms, so its digest
         # replaces it.
-        given["input"]["image"] = await asyncio.to_thread(_digest_of, image)
-    return _digest_of(json.dumps([model.name, given], sort_keys=True))
+        given["input"]["image"] = await asyncio.to_thread(digest_of, image)
+    return digest_of(json.dumps([model.name, given], sort_keys=True))
 
 
-def _digest_of(text: str) -> str:
+def digest_of(text: str) -> str:
+    """A digest of what was asked for."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

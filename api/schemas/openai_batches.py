@@ -38,9 +38,12 @@ class BatchBody(Body):
     )
 
     input_file_id: str = Field(description="A file of purpose `batch`.")
-    endpoint: Literal["/v1/embeddings", "/v1/images/generations"] = Field(
-        description="The `url` of all lines."
-    )
+    endpoint: Literal[
+        "/v1/embeddings",
+        "/v1/images/generations",
+        "/v1/chat/completions",
+        "/v1/completions",
+    ] = Field(description="The `url` of all lines.")
     completion_window: Literal["24h"]
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     output_expires_after: OutputExpiresAfter | None = None

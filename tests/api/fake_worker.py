@@ -5,6 +5,7 @@ deterministically.
 import asyncio
 import io
 import random
+import re
 import time
 import zlib
 from collections.abc import AsyncIterator
@@ -24,10 +25,12 @@ from shared.pubsub.names import jobs_topic_id, workers_subscription_id
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore, object_key
 from shared.stores.records import Records
+from shared.stores.token_streams import Written
 from shared.tasks import Input, Result
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.tasks.image import ImageInput, ImageResult
 from shared.tasks.similarity import SimilarityInput, SimilarityResult
+from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk, TokenLogprob
 from shared.transport import Admin, Subscription, SubscriptionSettings, Transport
 from tests.limits import WAIT_LIMIT_S
 from workers.models.base import PreparedText, Preparer
@@ -91,6 +94,8 @@ class FakeWorker:
         self.stores_results_in: ObjectStore | None = None
         self.jitter: random.Random | None = None
         self.preparer: Preparer | None = None
+        self.written = asyncio.Semaphore(10**6)
+        """What a text may still write, in tokens."""
 
     @property
     def items(self) -> list[Item]:
@@ -141,6 +146,8 @@ class FakeWorker:
             subscription.ack(message)  # type: ignore[arg-type]
             return
         await self.go.wait()
+        if is_prediction:
+            await asyncio.gather(*(self._write(job, item) for item in job.body.items))
         for _ in range(self.jitter.randrange(30) if self.jitter else 0):
             await asyncio.sleep(0)
         outcomes = [self._outcome(item, job, pulled_at_s) for item in job.body.items]
@@ -175,11 +182,23 @@ class FakeWorker:
             await self._transport.publish(envelope.inbox, data, attributes)
         subscription.ack(message)  # type: ignore[arg-type]
 
+    async def _write(self, job: Job, item: Item) -> None:
+        """Writes the tokens of a text that somebody reads along, one by one."""
+        if not isinstance(item.input, GenerationInput) or not item.input.is_streamed:
+            return
+        assert self.records is not None
+        for number, word in enumerate(words_of(item.input)):
+            await self.written.acquire()
+            chunk = TokenChunk(number, [number], word, _logprobs(item.input, [word]))
+            written = Written(job.envelope.request_id, item.index, self.attempt, chunk)
+            await self.records.tokens.append([written])
+
     async def _claimed(self, record: str) -> bool:
         """Whether the prediction is to be computed."""
         assert self.records is not None
         (claim,) = await self.records.claim([record])
         self.claimed.set()
+        self.attempt = claim.attempt if claim is not None else 1
         return claim is None or claim.state == "processing"
 
     def _outcome(self, item: Item, job: Job, pulled_at_s: float) -> ItemOutcome:
@@ -203,9 +222,24 @@ class FakeWorker:
                 return failure(item.index, prepared, receipt)
             assert isinstance(prepared, PreparedText)
             result = EmbeddingResult(prepared.ids, prepared.length, prepared.truncated_tokens)
-        receipt.tokens = getattr(result, "tokens", None)
-        receipt.pixel_steps = getattr(result, "pixel_steps", None)
+        receipt.count(result)
         return ItemOutcome(item.index, "succeeded", receipt, result)
+
+
+def words_of(given: GenerationInput) -> list[str]:
+    """The tokens of a text: what the prompt says after `say `, or numbers."""
+    prompt = given.messages[-1]["content"] if given.messages else given.prompt
+    if isinstance(prompt, str) and prompt.startswith("say "):
+        said: list[str] = re.findall(r"\S+\s*", prompt.removeprefix("say "))
+        return said[: given.max_tokens]
+    return [f"{given.seed % 10}-{number} " for number in range(given.max_tokens)]
+
+
+def _logprobs(given: GenerationInput, words: list[str]) -> list[TokenLogprob]:
+    if given.logprobs < 0:
+        return []
+    top = [TokenLogprob("other", -2.5, b"other")] * given.logprobs
+    return [TokenLogprob(word, -0.5, word.encode(), top) for word in words]
 
 
 async def _store(outcome: ItemOutcome, objects: ObjectStore) -> None:
@@ -223,6 +257,11 @@ def _result(given: Input) -> Result:
             0, len(given.prompt.split()) + len(given.negative_prompt.split()) - LONGEST_PROMPT_WORDS
         )
         return ImageResult(image, given.width, given.height, given.seed, pixel_steps, left_out)
+    if isinstance(given, GenerationInput):
+        said = words_of(given)
+        return GenerationResult(
+            "".join(said), "length", 7 + len(said), 7, len(said), 3, _logprobs(given, said)
+        )
     if isinstance(given, SimilarityInput):
         text, query = (vector_of(TextInput(one)) for one in (given.text, given.query))
         return SimilarityResult(float(np.clip(text @ query, -1, 1)), 4)

@@ -18,6 +18,7 @@ from api.app import create_app
 from api.http.dependencies import Dependencies
 from api.server import server_config
 from shared.catalog import Catalog, Model, read_catalog
+from shared.catalog_entry import Batch, Generation
 from shared.settings import ApiSettings, read_settings
 from shared.stores.cache import ResultCache
 from shared.stores.records import Records
@@ -31,13 +32,20 @@ SERVED = read_catalog(Path(__file__).parents[2] / "models.yaml")
 PAIRS_MODEL = Model.model_validate(
     SERVED.default("embedding").model_dump() | {"name": "pairs-of-texts", "task": "similarity"}
 )
+WRITER = Model(
+    name="writer",
+    task="text",
+    source="local:nowhere",
+    batch=Batch(max_tokens=4096, max_items=8),
+    generation=Generation(context_tokens=512, default_tokens=16, longest_tokens=64),
+)
 CATALOG = Catalog(
     tuple(
         model.model_copy(update={"aliases": (f"{model.name}-too",)})
-        for model in (*SERVED.models, PAIRS_MODEL)
+        for model in (*SERVED.models, PAIRS_MODEL, WRITER)
     )
 )
-"""What is shipped and a model for similarity, each under another name too."""
+"""What is shipped and models for similarity and for text, each under another name too."""
 TEXT_MODEL, IMAGE_MODEL = CATALOG.default("embedding"), CATALOG.default("image")
 T = TypeVar("T")
 NO_REDIS = "redis://127.0.0.1:1/0"

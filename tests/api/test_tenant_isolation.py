@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.harness import TEXT_MODEL, WRITER, ApiUnderTest, running_api, settings_for
 from tests.api.routes import routes_of
 from tests.keys import bearer, keys_url
 
@@ -65,12 +65,20 @@ async def acmes(api: ApiUnderTest) -> Belongings:
         "endpoint": "/v1/embeddings",
         "completion_window": "24h",
     }
+    chat = {
+        "model": WRITER.name,
+        "messages": [{"role": "user", "content": "say a secret"}],
+        "stream": True,
+    }
+    events = (await http.post("/v1/chat/completions", json=chat, headers=ACME)).text
+    (completion, *_) = re.findall(r'"id":"(\w+)"', events)
     batch = (await http.post("/v1/batches", json=asked, headers=ACME)).json()
     return Belongings(
         {
             "prediction_id": [made["id"], own["id"]],
             "file_id": [file["id"], lines["id"]],
             "batch_id": [batch["id"]],
+            "completion_id": [completion],
         }
     )
 

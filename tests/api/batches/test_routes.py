@@ -66,7 +66,7 @@ async def test_another_tenants_batch_does_not_exist(tmp_path: Path, redis_url: s
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"endpoint": "/v1/chat/completions"},
+        {"endpoint": "/v1/responses"},
         {"completion_window": "1h"},
         {"metadata": {str(n): "x" for n in range(17)}},
         {"metadata": {"x" * 65: "x"}},

@@ -1,0 +1,274 @@
+"""Streams the text of a prediction while it is written, as server-sent events.
+
+https://html.spec.whatwg.org/multipage/server-sent-events.html
+
+The id of an event says how many tokens of each text its reader has with it. So a reader that comes
+back with that id, to any instance, gets each token once. The tokens are in Redis, where the worker
+writes them, and the end is in the record. What the text has beyond the tokens that were read comes
+with the end: with Redis away for a while the text is late, and whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from api.fair_room import FairRoom, OneItem
+from api.predictions.creation import PredictionSnapshot
+from api.predictions.service import GRACE_S, Predictions
+from api.predictions.token_reader import TokenReader
+from shared.errors import BadInput, Overloaded, PenstockError
+from shared.messages import ItemOutcome, reason_of
+from shared.predictions import error_of
+from shared.stores.token_streams import TokenStreams
+from shared.tasks.text import GenerationResult, TokenChunk, TokenLogprob
+
+MAX_STREAMS = 2048
+"""The room per instance. A stream costs a part of a round trip every READ_EVERY_S."""
+LONGEST_S = 290.0
+"""Below the 300 s after which Cloud Run ends a response. Readers go on with another request."""
+HEARTBEAT_S = 10.0
+"""After this pause a comment is sent, so that proxies keep the connection open."""
+LEFT_S = 30.0
+"""A text that nobody reads any more for so long is canceled."""
+_ID = re.compile(r"\d{1,9}f?(\.\d{1,9}f?){0,7}")
+
+log = logging.getLogger(__name__)
+
+
+class TextShape(Protocol):
+    """The form of the events. The ids of the parts of a text count from 0."""
+
+    def opening(self, index: int) -> bytes | None:
+        """The first event of a text."""
+
+    def delta(
+        self, index: int, before: str, text: str, logprobs: Sequence[TokenLogprob]
+    ) -> bytes | None:
+        """More of a text, behind what was there before. None: nothing to tell."""
+
+    def ending(self, index: int, result: GenerationResult) -> Sequence[bytes]:
+        """The last events of a text."""
+
+    def closing(self, outcomes: Sequence[ItemOutcome]) -> Sequence[bytes]:
+        """The last events of all."""
+
+    def failure(self, code: str, message: str) -> bytes:
+        """The event of an error, after which nothing comes."""
+
+
+class StreamLost(PenstockError):
+    """The tokens that a reader goes on from are not known any more."""
+
+    code = "stream_lost"
+
+
+class Seen(NamedTuple):
+    """What a reader has of a text: so many tokens, and perhaps its end."""
+
+    tokens: int = 0
+    has_end: bool = False
+
+
+def seen_from_id(last_id: str, items: int) -> list[Seen]:
+    """What the reader of an event with this id has. Nothing where it is empty.
+
+    Raises:
+        BadInput: no event of such a stream has this id.
+    """
+    if not last_id:
+        return [Seen()] * items
+    parts = last_id.split(".")
+    if not _ID.fullmatch(last_id) or len(parts) != items:
+        raise BadInput(
+            f"Last-Event-ID: {last_id[:40]!r} is no id of an event of this stream",
+            field="last-event-id",
+        )
+    return [Seen(int(part.removesuffix("f")), part.endswith("f")) for part in parts]
+
+
+@dataclass(slots=True)
+class _Text:
+    """One text of a stream, as far as it was read."""
+
+    seen: Seen
+    tokens: int = 0
+    text: str = ""
+    is_open: bool = False
+    has_end: bool = False
+
+    @property
+    def id(self) -> str:
+        """Its part of an event id."""
+        shown = max(self.tokens, self.seen.tokens)
+        return f"{shown}f" if self.has_end or self.seen.has_end else f"{shown}"
+
+
+class TextStreams:
+    """The streams of texts of this instance."""
+
+    def __init__(self, predictions: Predictions, streams: TokenStreams) -> None:
+        self._predictions = predictions
+        self._streams = streams
+        self._reader = TokenReader(streams)
+        self._room = FairRoom(MAX_STREAMS)
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    @contextmanager
+    def reserved(self, tenant: str) -> Iterator[None]:
+        """Holds room for a stream of this tenant.
+
+        Raises:
+            Overloaded: there is none.
+        """
+        stream = OneItem(tenant)
+        if self._room.turns_to_wait(stream):
+            held = self._room.held_by(tenant)
+            raise Overloaded(
+                f"{held} of your streams are open, and there is no room for more; read one to its "
+                "end, or try again later"
+            )
+        self._room.take(stream)
+        try:
+            yield
+        finally:
+            self._room.release(stream)
+
+    async def follow(
+        self, snapshot: PredictionSnapshot, shape: TextShape, seen: Sequence[Seen], *, stays: bool
+    ) -> AsyncGenerator[bytes]:
+        """Yields the events of a prediction's texts, for at most LONGEST_S.
+
+        Args:
+            snapshot: the prediction.
+            shape: the form of the events.
+            seen: what the reader has of each text.
+            stays: whether the prediction goes on when nobody reads along.
+        """
+        stream = _Stream(shape, [_Text(one) for one in seen])
+        prediction, is_done = snapshot.prediction, False
+        try:
+            try:
+                async for event in self._events(snapshot, stream):
+                    yield event
+                is_done = True
+            except PenstockError as error:
+                yield shape.failure(error.code, error.message)
+                is_done = True
+        finally:
+            if not is_done and not stays and not snapshot.record.is_over:
+                leaving = asyncio.create_task(
+                    self._cancel_unread(prediction.record, prediction.tenant, prediction.id)
+                )
+                self._leaving.add(leaving)
+                leaving.add_done_callback(self._leaving.discard)
+
+    async def _events(self, snapshot: PredictionSnapshot, stream: _Stream) -> AsyncGenerator[bytes]:
+        prediction, until_s = snapshot.prediction, time.monotonic() + LONGEST_S
+        following = self._reader.follow(prediction.record, len(stream.texts), HEARTBEAT_S)
+        async with contextlib.aclosing(following) as news:
+            async for found in news:
+                for index, tokens in found.items():
+                    for event in stream.read(index, tokens.chunks):
+                        yield event
+                if not found:
+                    yield b": keep-alive\n\n"
+                is_late = time.time() > prediction.deadline_s + GRACE_S
+                if is_late or any(tokens.is_over for tokens in found.values()):
+                    break
+                if time.monotonic() > until_s:
+                    return
+        # An older snapshot if Redis does not answer now.
+        while not (snapshot := await self._predictions.refresh(snapshot)).record.is_over:
+            if time.monotonic() > until_s:
+                return
+            await asyncio.sleep(1.0)
+        for event in stream.end(snapshot):
+            yield event
+
+    async def _cancel_unread(self, record: str, tenant: str, prediction_id: str) -> None:
+        """Cancels a prediction if its reader does not come back, to whichever instance."""
+        await asyncio.sleep(LEFT_S)
+        with contextlib.suppress(PenstockError):
+            if not await self._streams.is_read(record):
+                await self._predictions.cancel(tenant, prediction_id)
+
+
+class _Stream:
+    """The texts of one stream."""
+
+    def __init__(self, shape: TextShape, texts: list[_Text]) -> None:
+        self._shape = shape
+        self.texts = texts
+
+    def read(self, index: int, chunks: Sequence[TokenChunk]) -> Iterator[bytes]:
+        """The events of what was written of a text."""
+        text = self.texts[index]
+        yield from self._open(index)
+        for chunk in chunks:
+            if chunk.first < text.seen.tokens < chunk.end or chunk.first != text.tokens:
+                raise StreamLost(
+                    "the tokens that you have are none of this text; get the whole of it"
+                )
+            before, text.tokens = text.text, chunk.end
+            text.text += chunk.text
+            if text.tokens > text.seen.tokens:
+                event = self._shape.delta(index, before, chunk.text, chunk.logprobs)
+                if event is not None:
+                    yield self._with_id(event)
+
+    def end(self, snapshot: PredictionSnapshot) -> Iterator[bytes]:
+        """The events of what the texts have beyond that, and of their ends."""
+        reply = snapshot.record.reply
+        outcomes = reply.outcomes if reply is not None else []
+        if snapshot.record.state != "succeeded" or len(outcomes) < len(self.texts):
+            yield self._failure(snapshot, outcomes)
+            return
+        for index, outcome in enumerate(outcomes):
+            result = outcome.result
+            assert isinstance(result, GenerationResult), "a text model gave no text; this is a bug"
+            if not self.texts[index].seen.has_end:
+                yield from self._end_of(index, result)
+        yield from self._shape.closing(outcomes)
+
+    def _end_of(self, index: int, result: GenerationResult) -> Iterator[bytes]:
+        text = self.texts[index]
+        yield from self._open(index)
+        if text.seen.tokens < result.output_tokens:
+            if text.tokens < text.seen.tokens or not result.text.startswith(text.text):
+                raise StreamLost("the text differs from what was streamed; get the whole of it")
+            rest, logprobs = result.text[len(text.text) :], result.logprobs[text.tokens :]
+            event = self._shape.delta(index, text.text, rest, logprobs)
+            text.tokens = result.output_tokens
+            if event is not None:
+                yield self._with_id(event)
+        text.has_end = True
+        for event in self._shape.ending(index, result):
+            yield self._with_id(event)
+
+    def _open(self, index: int) -> Iterator[bytes]:
+        text = self.texts[index]
+        if not text.is_open and not text.seen.tokens and not text.seen.has_end:
+            event = self._shape.opening(index)
+            if event is not None:
+                yield self._with_id(event)
+        text.is_open = True
+
+    def _failure(self, snapshot: PredictionSnapshot, outcomes: Sequence[ItemOutcome]) -> bytes:
+        if snapshot.record.state == "canceled":
+            return self._shape.failure("canceled", "the request was canceled")
+        failed = next((one for one in outcomes if one.error is not None), None)
+        if failed is not None and failed.error is not None:
+            return self._shape.failure(failed.error.code, reason_of(failed))
+        return self._shape.failure("model_failed", error_of(snapshot.record) or "failed")
+
+    def _with_id(self, event: bytes) -> bytes:
+        place = ".".join(text.id for text in self.texts)
+        return f"id: {place}\n".encode() + event

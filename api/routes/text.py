@@ -1,0 +1,225 @@
+"""POST /v1/chat/completions and /v1/completions, and their streams.
+
+A streamed answer is a prediction: its record is in Redis before its job is published, so any
+instance can go on with the stream.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.endpoints.text import (
+    chat_reply,
+    completion_reply,
+    inputs_of,
+    is_repeatable,
+    model_of,
+)
+from api.endpoints.text_events import ChatEvents, CompletionEvents
+from api.errors import NotFound
+from api.http import openapi
+from api.http.fast_route import IS_HEAD, StreamedRoute
+from api.http.openapi import inference_body, inference_responses
+from api.http.openapi_headers import LAST_EVENT_ID
+from api.http.request import ApiRequest, authenticate, open_request
+from api.predictions.creation import PredictionSnapshot
+from api.predictions.event_stream import HeldResponse
+from api.predictions.service import PredictionNotOver
+from api.predictions.text_stream import TextShape, seen_from_id
+from api.routes.prediction_request import digest_of, new_prediction
+from api.schemas.openai_text import ChatBody, CompletionBody
+from api.schemas.openai_text_replies import ChatReply, CompletionReply
+from api.tasks.base import Inputs
+from shared.catalog import Model
+from shared.errors import error_for_code
+from shared.messages import ItemOutcome, reason_of
+from shared.predictions import EVENTS_TYPE
+from shared.tasks.text import GenerationInput
+from shared.usage.charge import price_of
+
+router = APIRouter(route_class=StreamedRoute)
+stored_router = APIRouter()
+B = TypeVar("B", ChatBody, CompletionBody)
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+StartingAfter = Annotated[
+    str, Query(description="As `Last-Event-ID`: only events after this one are sent.")
+]
+
+
+class _Endpoint(NamedTuple, Generic[B]):
+    """What differs between the two endpoints."""
+
+    path: str
+    body: type[B]
+    id_prefix: str
+    reply: Callable[[B, str, float, Model, Sequence[ItemOutcome]], msgspec.Struct]
+    events: Callable[[B, str, float, Model], TextShape]
+
+
+CHAT = _Endpoint("/v1/chat/completions", ChatBody, "chatcmpl-", chat_reply, ChatEvents)
+COMPLETION = _Endpoint(
+    "/v1/completions", CompletionBody, "cmpl-", completion_reply, CompletionEvents
+)
+
+
+@router.post(
+    CHAT.path,
+    summary="Continue a chat",
+    openapi_extra=inference_body(ChatBody),
+    responses=inference_responses(ChatReply),
+)
+async def create_chat(request: Request) -> Response:
+    """Answers with the whole message, or with `"stream": true` token by token.
+
+    Each event of a stream has an id. The same request with the same `Idempotency-Key` and that id
+    as `Last-Event-ID` goes on behind it, on any instance.
+    """
+    return await _create(request, CHAT)
+
+
+@router.post(
+    COMPLETION.path,
+    summary="Continue a text",
+    openapi_extra=inference_body(CompletionBody),
+    responses=inference_responses(CompletionReply),
+)
+async def create_completion(request: Request) -> Response:
+    """Answers as the chat endpoint does, without a chat template."""
+    return await _create(request, COMPLETION)
+
+
+@stored_router.get(
+    "/v1/chat/completions/{completion_id}",
+    summary="Get a streamed chat",
+    openapi_extra={"parameters": [LAST_EVENT_ID]} | openapi.AUTHENTICATED,
+    responses=openapi.responses(ChatReply, 400, 401, 404, 409, 429, 500, 503, 504),
+)
+async def read_chat(
+    request: Request, completion_id: str, stream: bool = False, starting_after: StartingAfter = ""
+) -> Response:
+    """The whole answer once it is there. With `stream=true` its events, from any place on."""
+    call = authenticate(request)
+    snapshot = await call.dependencies.predictions.read(call.tenant, completion_id)
+    if snapshot.prediction.endpoint != CHAT.path:
+        raise NotFound(f"there is no chat completion {completion_id[:80]!r}")
+    body = ChatBody.model_validate(snapshot.prediction.input)
+    if stream:
+        last_id = request.headers.get("last-event-id", "") or starting_after
+        with ExitStack() as held:
+            held.enter_context(call.dependencies.text_streams.reserved(call.tenant))
+            return _stream(call, CHAT, body, snapshot, last_id, held.pop_all())
+    return _stored(call, CHAT, body, snapshot)
+
+
+async def _create(request: Request, endpoint: _Endpoint[Any]) -> Response:
+    call = open_request(request)
+    body = await call.read_json(endpoint.body)
+    model = model_of(body, call.dependencies.catalog)
+    call.use(model)
+    seed = call.context.key_seed
+    if seed is None:
+        seed = secrets.randbelow(2**53)
+    inputs = inputs_of(body, model, seed)
+    if body.stream:
+        return await _create_stream(call, endpoint, body, model, inputs)
+    repeats = is_repeatable(body) or call.context.key_seed is not None
+    outcomes = (await call.infer(model, inputs, is_repeatable=repeats)).outcomes
+    made = endpoint.id_prefix + call.context.request_id.removeprefix("req_")
+    reply = endpoint.reply(body, made, call.context.received_at_s, model, outcomes)
+    return _json(reply)
+
+
+async def _create_stream(
+    call: ApiRequest,
+    endpoint: _Endpoint[Any],
+    body: ChatBody | CompletionBody,
+    model: Model,
+    inputs: Sequence[GenerationInput],
+) -> Response:
+    dependencies = call.dependencies
+    last_id = call.http.headers.get("last-event-id", "")
+    seen_from_id(last_id, len(inputs))
+    shown = body.model_dump(mode="json", exclude_unset=True, by_alias=True)
+    read = Inputs(inputs, shown, is_list=len(inputs) > 1, is_repeatable=is_repeatable(body))
+    digest = digest_of(json.dumps([model.name, endpoint.path, shown], sort_keys=True))
+    new = new_prediction(call, model, read, digest=digest, owner="penstock", endpoint=endpoint.path)
+    with ExitStack() as held:
+        held.enter_context(dependencies.text_streams.reserved(call.tenant))
+        async with (
+            call.limited(model, inputs) as limited,
+            dependencies.predictions.creating(new, waits=False) as creation,
+        ):
+            limited.go_on(lambda ended: dependencies.follower.follow(ended, creation.snapshot))
+            if not creation.is_new:
+                limited.settle(price_of(model, call.context.received_at_s), [])
+        return _stream(call, endpoint, body, creation.snapshot, last_id, held.pop_all())
+
+
+def _stream(
+    call: ApiRequest,
+    endpoint: _Endpoint[Any],
+    body: ChatBody | CompletionBody,
+    snapshot: PredictionSnapshot,
+    last_id: str,
+    held: ExitStack,
+) -> Response:
+    """The events behind `last_id`. Frees what is `held` at the end."""
+    with held:
+        prediction, model = snapshot.prediction, _model_of(call, snapshot)
+        seen = seen_from_id(last_id, _items_of(body))
+        if IS_HEAD in call.http.scope:
+            return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
+        shape = endpoint.events(body, prediction.id, prediction.created_at_s, model)
+        told = call.dependencies.text_streams.follow(snapshot, shape, seen, stays=False)
+        headers = {**_HEADERS, "location": f"{CHAT.path}/{prediction.id}"}
+        if endpoint is not CHAT:
+            del headers["location"]
+        return HeldResponse(told, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+
+
+def _items_of(body: ChatBody | CompletionBody) -> int:
+    prompts = 1
+    if isinstance(body, CompletionBody) and isinstance(body.prompt, list):
+        prompts = len(body.prompt) if isinstance(body.prompt[0], str) else 1
+    return prompts * (body.n or 1)
+
+
+def _stored(
+    call: ApiRequest, endpoint: _Endpoint[Any], body: ChatBody, snapshot: PredictionSnapshot
+) -> Response:
+    """The whole answer of a prediction.
+
+    Raises:
+        PredictionNotOver: it is being written.
+        PenstockError: it failed.
+    """
+    prediction, record = snapshot
+    if not record.is_over:
+        raise PredictionNotOver("the answer is being written; stream it, or ask again")
+    outcomes = record.reply.outcomes if record.reply is not None else []
+    failed = next((one for one in outcomes if one.error is not None), None)
+    if failed is not None and failed.error is not None:
+        raise error_for_code(failed.error.code, reason_of(failed))
+    if record.state != "succeeded":
+        raise error_for_code("canceled", "the request was canceled")
+    model = _model_of(call, snapshot)
+    return _json(endpoint.reply(body, prediction.id, prediction.created_at_s, model, outcomes))
+
+
+def _model_of(call: ApiRequest, snapshot: PredictionSnapshot) -> Model:
+    model = call.dependencies.catalog.find(snapshot.prediction.model)
+    call.use(model)
+    return model
+
+
+def _json(reply: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(reply), media_type="application/json")

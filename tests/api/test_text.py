@@ -1,0 +1,308 @@
+"""Chat completions and completions as OpenAI's client calls them, whole and streamed."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import redis
+
+from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.keys import bearer, keys_url
+from tests.limits import WAIT_LIMIT_S
+
+pytestmark = pytest.mark.anyio
+
+SAY = [{"role": "user", "content": "say the mill turns all night"}]
+TEXT = "the mill turns all night"
+
+
+@pytest.fixture
+async def api(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
+    async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
+        yield api
+
+
+def chat(**given: Any) -> dict[str, Any]:
+    return {"model": "writer", "messages": SAY, **given}
+
+
+async def test_a_chat_is_answered_as_the_client_reads_it(api: ApiUnderTest) -> None:
+    reply = await api.openai().chat.completions.create(
+        **chat(temperature=0, logprobs=True, top_logprobs=2)
+    )
+    assert reply.choices[0].message.content == TEXT
+    assert reply.choices[0].message.role == "assistant"
+    assert reply.choices[0].finish_reason == "length"
+    assert [one.token for one in reply.choices[0].logprobs.content] == TEXT.replace(
+        " ", " |"
+    ).split("|")
+    assert len(reply.choices[0].logprobs.content[0].top_logprobs) == 2
+    assert reply.usage.prompt_tokens == 7
+    assert reply.usage.completion_tokens == 5
+    assert reply.usage.total_tokens == 12
+    assert reply.usage.prompt_tokens_details.cached_tokens == 3
+    assert reply.model == "writer"
+
+
+async def test_n_answers_have_consecutive_seeds(api: ApiUnderTest) -> None:
+    reply = await api.openai().chat.completions.create(
+        model="writer", messages=[{"role": "user", "content": "count"}], n=3, seed=4, max_tokens=2
+    )
+    assert [choice.message.content for choice in reply.choices] == [
+        "4-0 4-1 ",
+        "5-0 5-1 ",
+        "6-0 6-1 ",
+    ]
+    assert reply.usage.prompt_tokens == 7
+    assert reply.usage.completion_tokens == 6
+
+
+async def test_a_completion_is_answered_as_the_client_reads_it(api: ApiUnderTest) -> None:
+    reply = await api.openai().completions.create(
+        model="writer", prompt=["say a b", "say c"], logprobs=1, seed=1
+    )
+    assert [choice.text for choice in reply.choices] == ["a b", "c"]
+    assert reply.choices[0].logprobs.tokens == ["a ", "b"]
+    assert reply.choices[0].logprobs.text_offset == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"max_tokens": 65}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "pirate", "content": "ho"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"temperature": 3}, "temperature"),
+        ({"n": 9}, "n"),
+        ({"logit_bias": {"50256": -100}}, "logit_bias"),
+        ({"top_logprobs": 2}, ""),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"stream_options": {"include_usage": True}}, ""),
+        ({"model": "all-MiniLM-L6-v2"}, "model"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x " * 20_000}]}, "messages"),
+    ],
+)
+async def test_what_is_wrong_is_named(api: ApiUnderTest, wrong: dict[str, Any], field: str) -> None:
+    answer = await api.http.post("/v1/chat/completions", json=chat(**wrong))
+    assert answer.status_code in (400, 404), answer.text
+    assert field in (answer.json()["error"]["param"] or "") + answer.json()["error"]["message"]
+
+
+async def test_tool_calls_come_back_as_the_client_reads_them(api: ApiUnderTest) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    said = 'say sure <tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
+    given = chat(messages=[{"role": "user", "content": said}], tools=[tool], max_tokens=40)
+    client = api.openai()
+    reply = await client.chat.completions.create(**given)
+    (call,) = reply.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == (
+        "weather",
+        {"city": "Bern"},
+    )
+    assert reply.choices[0].finish_reason == "tool_calls"
+    assert reply.choices[0].message.content == "sure"
+    async with client.chat.completions.stream(**given) as stream:
+        final = (await stream.get_final_completion()).choices[0]
+    assert final.message.tool_calls[0].function.name == "weather"
+    assert final.finish_reason == "tool_calls"
+    assert final.message.content.strip() == "sure"
+
+
+async def test_a_streamed_chat_comes_token_by_token(api: ApiUnderTest) -> None:
+    api.worker.written = asyncio.Semaphore(0)
+    stream = await api.openai().chat.completions.create(
+        **chat(stream=True, stream_options={"include_usage": True})
+    )
+    got: list[Any] = []
+
+    async def read() -> None:
+        async for chunk in stream:
+            got.append(chunk)
+
+    reading = asyncio.create_task(read())
+    for words in range(1, 6):
+        api.worker.written.release()
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while text_of(got).split() != TEXT.split()[:words]:  # noqa: ASYNC110 - a client has no event
+                await asyncio.sleep(0)
+    await asyncio.wait_for(reading, WAIT_LIMIT_S)
+    assert text_of(got) == TEXT
+    assert got[0].choices[0].delta.role == "assistant"
+    assert got[-2].choices[0].finish_reason == "length"
+    assert got[-1].usage.completion_tokens == 5
+    assert len({chunk.id for chunk in got}) == 1
+
+
+def text_of(chunks: list[Any]) -> str:
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+async def events_of(
+    api: ApiUnderTest, method: str, path: str, **given: Any
+) -> list[dict[str, str]]:
+    """All events of a stream, each with its id and data."""
+    async with api.http.stream(method, path, **given) as answer:
+        text = (await answer.aread()).decode()
+        assert answer.status_code == 200, text
+    return parsed(text)
+
+
+def parsed(text: str) -> list[dict[str, str]]:
+    found = []
+    for block in text.split("\n\n"):
+        lines = [line.partition(": ") for line in block.splitlines()]
+        if fields := {name: value for name, _, value in lines if name}:
+            found.append(fields)
+    return found
+
+
+def said(events: list[dict[str, str]]) -> str:
+    read = [json.loads(one["data"]) for one in events if one["data"] != "[DONE]"]
+    return "".join(
+        choice["delta"].get("content") or "" for one in read for choice in one["choices"]
+    )
+
+
+async def test_a_stream_goes_on_behind_any_event_on_another_instance(
+    redis_url: str, tmp_path: Path
+) -> None:
+    settings = settings_for(tmp_path, redis_url=redis_url)
+    async with (
+        running_api(settings) as first,
+        running_api(
+            settings, transport=first.broker, admin=first.broker, worker=first.worker
+        ) as second,
+    ):
+        keyed = {"idempotency-key": "night"}
+        body = chat(stream=True, logprobs=True)
+        events = await events_of(first, "POST", "/v1/chat/completions", json=body, headers=keyed)
+        assert said(events) == TEXT
+        assert events[-1]["data"] == "[DONE]"
+        made = json.loads(events[0]["data"])["id"]
+        for at, event in enumerate(events[:-1]):
+            headers = keyed | {"last-event-id": event["id"]}
+            rest = await events_of(
+                second, "POST", "/v1/chat/completions", json=body, headers=headers
+            )
+            assert said(events[: at + 1]) + said(rest) == TEXT
+            again = await events_of(
+                second,
+                "GET",
+                f"/v1/chat/completions/{made}?stream=true&starting_after={event['id']}",
+            )
+            assert [one["data"] for one in again] == [one["data"] for one in rest]
+        assert len(first.worker.jobs) == 1
+        whole = await second.http.get(f"/v1/chat/completions/{made}")
+        assert whole.json()["choices"][0]["message"]["content"] == TEXT
+
+
+async def test_a_stream_whose_instance_is_gone_goes_on_where_it_was(
+    redis_url: str, tmp_path: Path
+) -> None:
+    settings = settings_for(tmp_path, redis_url=redis_url)
+    async with running_api(settings) as second:
+        second.worker.written = asyncio.Semaphore(3)
+        seen = ""
+        async with (
+            running_api(
+                settings, transport=second.broker, admin=second.broker, worker=second.worker
+            ) as first,
+            first.http.stream(
+                "POST",
+                "/v1/chat/completions",
+                json=chat(stream=True),
+                headers={"idempotency-key": "gone"},
+            ) as answer,
+        ):
+            async for piece in answer.aiter_text():
+                seen += piece
+                if said(parsed(seen)).split() == TEXT.split()[:3]:
+                    break
+        before = [one for one in parsed(seen) if "data" in one]
+        for _ in TEXT.split():
+            second.worker.written.release()
+        rest = await events_of(
+            second,
+            "POST",
+            "/v1/chat/completions",
+            json=chat(stream=True),
+            headers={"idempotency-key": "gone", "last-event-id": before[-1]["id"]},
+        )
+        assert said(before) + said(rest) == TEXT
+        assert len(second.worker.jobs) == 1
+
+
+async def test_the_answer_comes_whole_when_no_tokens_reached_redis(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(*given: Any) -> None:
+        return None
+
+    assert api.worker.records is not None
+    monkeypatch.setattr(api.worker.records.tokens, "append", nothing)
+    events = await events_of(api, "POST", "/v1/chat/completions", json=chat(stream=True))
+    assert said(events) == TEXT
+
+
+@pytest.mark.parametrize("last_id", ["x", "1.2", "-1", "99999999999", "1g", "0f1"])
+async def test_an_id_of_no_event_is_refused(api: ApiUnderTest, last_id: str) -> None:
+    answer = await api.http.post(
+        "/v1/chat/completions", json=chat(stream=True), headers={"last-event-id": last_id}
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "last-event-id"
+    assert not api.worker.jobs
+
+
+async def test_an_id_that_no_event_had_ends_the_stream_with_an_error(
+    api: ApiUnderTest, redis_url: str
+) -> None:
+    keyed = {"idempotency-key": "far"}
+    await events_of(api, "POST", "/v1/chat/completions", json=chat(stream=True), headers=keyed)
+    events = await events_of(
+        api,
+        "POST",
+        "/v1/chat/completions",
+        json=chat(stream=True),
+        headers=keyed | {"last-event-id": "3"},
+    )
+    assert said(events) == " ".join(TEXT.split()[3:]), "each token is an event here"
+    assert api.worker.records is not None
+    record = api.worker.jobs[0].envelope.request_id
+    with redis.from_url(redis_url) as store:
+        store.delete(*api.worker.records.tokens.keys_of(record))
+    lost = await events_of(
+        api,
+        "POST",
+        "/v1/chat/completions",
+        json=chat(stream=True),
+        headers=keyed | {"last-event-id": "3"},
+    )
+    assert json.loads(lost[-1]["data"])["error"]["code"] == "stream_lost"
+
+
+async def test_a_failed_text_ends_its_stream_with_the_error(api: ApiUnderTest) -> None:
+    api.worker.broken = {""}
+    with pytest.raises(openai.APIError, match="breaks the model"):
+        async for _ in await api.openai().chat.completions.create(**chat(stream=True)):
+            pass
+
+
+async def test_another_tenant_reads_no_stream(redis_url: str, tmp_path: Path) -> None:
+    keys = keys_url(tmp_path, ours="a", theirs="b")
+    async with running_api(settings_for(tmp_path, redis_url=redis_url, keys_url=keys)) as api:
+        events = await events_of(
+            api, "POST", "/v1/chat/completions", json=chat(stream=True), headers=bearer("ours")
+        )
+        made = json.loads(events[0]["data"])["id"]
+        for query in ("", "?stream=true"):
+            answer = await api.http.get(
+                f"/v1/chat/completions/{made}{query}", headers=bearer("theirs")
+            )
+            assert answer.status_code == 404
