@@ -108,6 +108,17 @@ def test_log_that_is_not_written_back_needs_its_room(
         assert not kept.covers(MIB)
 
 
+@pytest.mark.anyio
+async def test_commits_go_on_when_the_directory_was_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    async with serve(data_dir=folder) as server, connect(server.endpoint) as wire:
+        await wire.topic(TOPIC)
+        await wire.subscription(SUBSCRIPTION, TOPIC)
+        shutil.rmtree(folder)
+        await wire.publish(TOPIC, "a")
+        assert len((await wire.pull(SUBSCRIPTION)).received_messages) == 1
+
+
 @pytest.mark.parametrize("story", ["full_disk", "ten_kills"])
 def test_disk_that_gets_full_loses_nothing_and_starts_and_has_room_again(
     story: str, tmp_path: Path

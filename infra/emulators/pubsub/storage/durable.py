@@ -176,12 +176,13 @@ class DurableJournal(ChangeJournal):
                 await in_thread(partial(self._database.write, self._writing))
             finally:
                 hung.cancel()
+        # Not from here: whatever one of them does, the commits go on.
+        call_soon = asyncio.get_running_loop().call_soon
         for act in self._writing.at_once:
-            act()
+            call_soon(act)
         self._writing.settle()
         for act in self._writing.afterwards:
-            # Behind those who were woken just now.
-            asyncio.get_running_loop().call_soon(act)
+            call_soon(act)
         self._writing = Changes()
         if self._failure:
             # Acks leave unused pages. What is taken again should not have to be withdrawn again.

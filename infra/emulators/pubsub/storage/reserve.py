@@ -45,8 +45,12 @@ class Reserve:
         Args:
             new_bytes: what the commit adds.
         """
-        free_bytes = shutil.disk_usage(self._path.parent).free
-        log_bytes = self._log_path.stat().st_size if self._log_path.exists() else 0
+        try:
+            free_bytes = shutil.disk_usage(self._path.parent).free
+            log_bytes = self._log_path.stat().st_size if self._log_path.exists() else 0
+        except OSError:
+            # Somebody removed the directory. SQLite has its files open and says itself what it can.
+            return True
         needed_bytes = log_bytes + 2 * new_bytes + ROOM_FOR_ACKS_BYTES
         return free_bytes + RESERVE_BYTES >= needed_bytes
 
