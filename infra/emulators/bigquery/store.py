@@ -1,8 +1,8 @@
 """The DuckDB database of the embedded BigQuery: file, sessions and GoogleSQL macros.
 
 Tables live in the attached database `data` (one file, or memory), results of queries in `memory`,
-so a large result never touches the file. Writers of `data` hold the server's writer, which
-is one at a time.
+so a large result never touches the file. Statements that change `data` hold the server's writer,
+which is one at a time. Streamed rows are added beside it, in transactions of their own.
 """
 
 import logging

@@ -1,7 +1,8 @@
-"""Threads for DuckDB's blocking calls: for metadata, for queries, and one writer for all changes.
+"""Threads for DuckDB's blocking calls: for metadata, for queries, for streamed rows, one writer.
 
-Every request and every job goes through `read`, `query` or `write`, so two changes never meet, and
-long queries keep nobody from a table's description.
+Every request and every job goes through `read`, `query`, `append` or `write`. Two statements that
+change rows or tables never meet. Long ones keep nobody from a table's description and from
+streaming rows.
 """
 
 import math
@@ -26,7 +27,8 @@ class Threads:
         self._readers = anyio.CapacityLimiter(_READERS)
         self._queries = anyio.CapacityLimiter(_QUERIES)
         self._writer = anyio.CapacityLimiter(1)
-        self._threads = anyio.CapacityLimiter(_READERS + _QUERIES + 1)
+        self._appender = anyio.CapacityLimiter(1)
+        self._threads = anyio.CapacityLimiter(_READERS + _QUERIES + 2)
 
     async def read(self, function: Callable[..., _Found], *args: object) -> _Found:
         """Runs a short function that only reads. Waits for a free thread.
@@ -44,6 +46,14 @@ class Threads:
     async def query(self, function: Callable[..., _Found], *args: object) -> _Found:
         """Runs a function that reads rows for as long as its job may last. Waits as long."""
         return await self._run(self._queries, math.inf, function, *args)
+
+    async def append(self, function: Callable[..., _Found], *args: object) -> _Found:
+        """Runs a short function that only adds rows. Waits for the others, not for the writer.
+
+        Raises:
+            BusyError: they took more than a minute.
+        """
+        return await self._run(self._appender, _LONGEST_WAIT_S, function, *args)
 
     async def write(self, function: Callable[..., _Found], *args: object) -> _Found:
         """Runs a request's change of the data or the catalog. Waits for the others.

@@ -45,7 +45,10 @@ _CANCELED = "Job execution was cancelled: User requested cancellation"
 
 @dataclass
 class BigQueryJob:
-    """One job: its request (`configuration`) and its state."""
+    """One job: its request (`configuration`) and its state.
+
+    It is PENDING until it has a thread for its rows or its change, then RUNNING, then DONE.
+    """
 
     project: str
     job_id: str
@@ -68,6 +71,18 @@ class BigQueryJob:
     def anonymous_table(self) -> TableKey:
         """The name of the hidden table that a query's result is read by."""
         return TableKey(self.project, "_anonymous", f"anon{self.job_id}")
+
+    def begin(self) -> None:
+        """Says that the job has its thread. It is PENDING before. Again, it changes nothing.
+
+        Raises:
+            StoppedError: it was canceled while it waited.
+        """
+        if self.stopping.is_set():
+            raise StoppedError(_CANCELED)
+        if self.state == "PENDING":
+            self.started_ms = time.time_ns() // 1_000_000
+            self.state = "RUNNING"
 
     def watch(self, cursor: Cursor) -> None:
         """Remembers the session at work. Raises if the job was canceled meanwhile.
@@ -206,7 +221,6 @@ class Jobs:
         return sum(job.result.rows for job in self._jobs.values() if job.result is not None)
 
     async def _run(self, job: BigQueryJob, work: Work) -> None:
-        job.state, job.started_ms = "RUNNING", time.time_ns() // 1_000_000
         scope = anyio.CancelScope()
         try:
             scope.deadline = anyio.current_time() + _limit_s(job.configuration)

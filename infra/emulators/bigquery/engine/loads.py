@@ -90,6 +90,7 @@ def _put(
 def _stage_parquet(
     service: BigQueryService, config: Json, file: IO[bytes], known: Schema | None, job: BigQueryJob
 ) -> tuple[Schema, str, _Loaded]:
+    job.begin()
     if config.get("writeDisposition") == "WRITE_TRUNCATE" and "$" not in str(
         config["destinationTable"]["tableId"]
     ):
@@ -109,6 +110,7 @@ def _stage_parquet(
 def _stage_text(
     service: BigQueryService, config: Json, file: IO[bytes], known: Schema | None, job: BigQueryJob
 ) -> tuple[Schema, str, _Loaded]:
+    job.begin()
     schema = _schema(config, file, known)
     physical = service.queries.stage(schema)
     try:

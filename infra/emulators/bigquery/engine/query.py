@@ -104,7 +104,8 @@ class Queries:
             InvalidQueryError: it failed and changed nothing.
             StoppedError: where the session was interrupted.
         """
-        with self._store.cursor() as cursor, _translated(statement):
+        # One state of the data for the checks and the change: rows are streamed meanwhile.
+        with _translated(statement), self._store.transaction() as cursor:
             on_cursor(cursor)
             for check in statement.checks:
                 cursor.execute(check, values_in(check, statement.values)).fetchall()

@@ -3,15 +3,15 @@
 Routes call it. It calls the catalog, the translator and the queries, through the threads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from infra.emulators.bigquery.engine.definitions.definitions import Definitions
 from infra.emulators.bigquery.engine.definitions.text import query_text
 from infra.emulators.bigquery.engine.jobs import BigQueryJob, Jobs
-from infra.emulators.bigquery.engine.query import Queries, check_billed
+from infra.emulators.bigquery.engine.query import Queries, Result, check_billed
 from infra.emulators.bigquery.errors import InvalidError, InvalidQueryError, UnsupportedError
 from infra.emulators.bigquery.googlesql.translate import Statement, Translator
 from infra.emulators.bigquery.store import Store
@@ -23,6 +23,7 @@ from infra.emulators.bigquery.tables.rows import read_rows
 from infra.emulators.bigquery.tables.schema import Json, Schema
 from infra.emulators.bigquery.threads import Threads
 
+_Done = TypeVar("_Done")
 _COUNTS = {"INSERT": "insertedRowCount", "UPDATE": "updatedRowCount", "DELETE": "deletedRowCount"}
 
 
@@ -58,10 +59,7 @@ class BigQueryService:
         elif statement.definition is not None:
             await self._define(job, config, statement)
         else:
-            await self._charge(job, statement)
-            affected = await self.threads.write_in_job(
-                self.queries.manipulate, statement, job.watch
-            )
+            affected = await self.threads.write_in_job(self._manipulated, job, statement)
             details["numDmlAffectedRows"] = str(affected)
             if statement.target is not None:
                 # Where the service says which table it was, and dbt looks for it.
@@ -76,7 +74,7 @@ class BigQueryService:
         job.statistics["query"] = details = {"statementType": statement.kind, "cacheHit": False}
         if statement.kind == "SELECT":
             details["schema"] = {"fields": [field.resource() for field in statement.schema]}
-        await self._charge(job, statement)
+        await self.threads.query(self._charge, job, statement)
         job.state = "DONE"
 
     async def run_copy(self, job: BigQueryJob) -> None:
@@ -108,7 +106,7 @@ class BigQueryService:
                 within = partition_condition(table, partition_id)
                 rows = f"(SELECT * FROM {table.physical} WHERE {within})"
             put = partial(put_rows, self.store, self.catalog, into, table.schema, rows)
-            await self.threads.write_in_job(put)
+            await self.threads.write_in_job(_begun, job, put)
 
     async def _statement(self, project: str, config: Json, sql: str) -> Statement:
         if config.get("useLegacySql", True):
@@ -121,8 +119,7 @@ class BigQueryService:
         return await self.threads.read(self.translator.translate, sql, project, dataset, parameters)
 
     async def _select(self, job: BigQueryJob, config: Json, statement: Statement) -> None:
-        await self._charge(job, statement)
-        result = await self.threads.query(self.queries.select, statement, job.watch)
+        result = await self.threads.query(self._selected, job, statement)
         job.result = result
         if not config.get("destinationTable"):
             config["destinationTable"] = job.anonymous_table.resource()
@@ -141,15 +138,13 @@ class BigQueryService:
             view_schema = await self.view_schema(query_text(sql), job.project)
         elif statement.kind == "CREATE_TABLE_AS_SELECT":
             inner = await self._statement(job.project, config, query_text(sql))
-            await self._charge(job, inner)
-            result = await self.threads.query(self.queries.select, inner, job.watch)
+            result = await self.threads.query(self._selected, job, inner)
         names = self.translator.names(job.project, _default_dataset(job.project, config))
         evaluate = partial(self._evaluated, job)
         definitions = Definitions(self.store, self.catalog, names, evaluate)
         try:
-            defined = await self.threads.write_in_job(
-                definitions.run, tree, sql, result, view_schema
-            )
+            define = partial(definitions.run, tree, sql, result, view_schema)
+            defined = await self.threads.write_in_job(_begun, job, define)
         finally:
             if result is not None:
                 await self.threads.tidy(self.queries.drop, result.physical)
@@ -175,8 +170,18 @@ class BigQueryService:
             self.queries.drop(result.physical)
         return row["f"][0]["v"]
 
-    async def _charge(self, job: BigQueryJob, statement: Statement) -> None:
-        read_bytes = await self.threads.query(self.queries.read_bytes, statement)
+    def _selected(self, job: BigQueryJob, statement: Statement) -> Result:
+        job.begin()
+        self._charge(job, statement)
+        return self.queries.select(statement, job.watch)
+
+    def _manipulated(self, job: BigQueryJob, statement: Statement) -> int:
+        job.begin()
+        self._charge(job, statement)
+        return self.queries.manipulate(statement, job.watch)
+
+    def _charge(self, job: BigQueryJob, statement: Statement) -> None:
+        read_bytes = self.queries.read_bytes(statement)
         limit = job.configuration["query"].get("maximumBytesBilled")
         billed = check_billed(read_bytes, None if limit is None else int(limit))
         job.statistics["totalBytesProcessed"] = str(read_bytes)
@@ -185,6 +190,11 @@ class BigQueryService:
             "totalBytesBilled": str(billed),
             "referencedTables": [table.key.resource() for table in statement.tables],
         }
+
+
+def _begun(job: BigQueryJob, work: Callable[[], _Done]) -> _Done:
+    job.begin()
+    return work()
 
 
 def _default_dataset(project: str, config: Json) -> DatasetKey | None:

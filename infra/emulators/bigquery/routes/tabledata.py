@@ -79,12 +79,19 @@ async def insert_all(request: Request) -> Response:
         )
     insert_ids = request.app.state.insert_ids
     insert = partial(_insert, service, insert_ids, table_key(request), options, rows)
-    errors = await service.threads.write(insert)
+    errors = await service.threads.append(insert)
     found: Json = {"kind": "bigquery#tableDataInsertAllResponse"}
     return JSONResponse(found | ({"insertErrors": errors} if errors else {}))
 
 
 def _insert(
+    service: BigQueryService, insert_ids: InsertIds, key: TableKey, options: Json, rows: list[Any]
+) -> list[Json]:
+    with service.catalog.shapes.held():
+        return _insert_into(service, insert_ids, key, options, rows)
+
+
+def _insert_into(
     service: BigQueryService, insert_ids: InsertIds, key: TableKey, options: Json, rows: list[Any]
 ) -> list[Json]:
     key, partition_id = undecorated(key)

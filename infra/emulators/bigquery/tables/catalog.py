@@ -1,12 +1,13 @@
 """The catalog of data sets, tables and views, stored in the database and cached in memory.
 
 Between the API or a query's DDL and the store. Methods that change something run in the server's
-writer.
+writer. Rows are streamed beside it, so what changes a table that has rows locks the shapes.
 """
 
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 
 from infra.emulators.bigquery.errors import (
@@ -36,6 +37,7 @@ from infra.emulators.bigquery.tables.settings import (
     merged,
     table_settings,
 )
+from infra.emulators.bigquery.tables.shapes import ShapeLock
 
 
 class TableCatalog:
@@ -51,6 +53,7 @@ class TableCatalog:
     ) -> None:
         self._store = store
         self._now_ms = now_ms
+        self.shapes = ShapeLock()
         self.datasets: dict[DatasetKey, DatasetResource] = {}
         self.tables: dict[TableKey, TableResource] = {}
 
@@ -172,17 +175,20 @@ class TableCatalog:
             raise DuplicateError(f"Already Exists: Table {key}")
         now_ms = self._now_ms()
         settings = table_settings(schema, body, dataset, now_ms)
-        with self._store.transaction() as cursor:
-            (number,) = cursor.execute("SELECT nextval('data.main.table_numbers')").fetchone()
-            table = TableResource(key, number, schema, settings, now_ms, now_ms)
-            if table.view_query is None:
-                physical.create(cursor, table)
-            if filled_by is not None:
-                physical.fill(cursor, table, schema, filled_by)
-            if old is not None:
-                stored.drop_table(cursor, old)
-            stored.keep_table(cursor, table)
-        self.tables[key] = table
+        with ExitStack() as held:
+            with self._store.transaction() as cursor:
+                (number,) = cursor.execute("SELECT nextval('data.main.table_numbers')").fetchone()
+                table = TableResource(key, number, schema, settings, now_ms, now_ms)
+                if table.view_query is None:
+                    physical.create(cursor, table)
+                if filled_by is not None:
+                    physical.fill(cursor, table, schema, filled_by)
+                if old is not None:
+                    # Only now: the old table takes rows for as long as the new one is filled.
+                    held.enter_context(self.shapes.held())
+                    stored.drop_table(cursor, old)
+                stored.keep_table(cursor, table)
+            self.tables[key] = table
         return table
 
     def update_table(
@@ -217,10 +223,11 @@ class TableCatalog:
         table = replace(
             old, schema=wanted, settings=settings, modified_ms=self._later(old.modified_ms)
         )
-        with self._store.transaction() as cursor:
-            physical.alter(cursor, old, table, tuple(changed))
-            stored.keep_table(cursor, table)
-        self.tables[key] = table
+        with self.shapes.held():
+            with self._store.transaction() as cursor:
+                physical.alter(cursor, old, table, tuple(changed))
+                stored.keep_table(cursor, table)
+            self.tables[key] = table
         return table
 
     def reshape_table(
@@ -241,10 +248,11 @@ class TableCatalog:
         settings = table_settings(schema, settings, self.dataset(key.dataset), old.created_ms)
         later_ms = self._later(old.modified_ms)
         table = replace(old, schema=schema, settings=settings, modified_ms=later_ms)
-        with self._store.transaction() as cursor:
-            physical.rebuild(cursor, old, table, sources)
-            stored.keep_table(cursor, table)
-        self.tables[key] = table
+        with self.shapes.held():
+            with self._store.transaction() as cursor:
+                physical.rebuild(cursor, old, table, sources)
+                stored.keep_table(cursor, table)
+            self.tables[key] = table
         return table
 
     def rename_table(self, key: TableKey, new: TableKey) -> TableResource:
@@ -268,9 +276,10 @@ class TableCatalog:
     def delete_table(self, key: TableKey) -> None:
         """Removes a table or view and its rows."""
         table = self.table(key)
-        with self._store.transaction() as cursor:
-            stored.drop_table(cursor, table)
-        del self.tables[key]
+        with self.shapes.held():
+            with self._store.transaction() as cursor:
+                stored.drop_table(cursor, table)
+            del self.tables[key]
 
     def _keep_dataset(self, dataset: DatasetResource) -> DatasetResource:
         with self._store.cursor() as cursor:
