@@ -10,7 +10,7 @@ from typing import cast
 import msgspec
 
 from api.endpoints.base import Endpoint, LineRequest, ReplyTools
-from api.endpoints.tool_calls import read_tool_calls
+from api.endpoints.tool_calls import call_schema, read_tool_calls
 from api.schemas.openai_text import ChatBody, CompletionBody
 from api.schemas.openai_text_replies import (
     CalledTool,
@@ -162,6 +162,8 @@ def _first_of(body: TextBody, model: Model) -> GenerationInput:
     made.tools = tools_of(body)
     made.logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     made.json_schema = "" if body.response_format is None else body.response_format.to_schema()
+    if forced := body.forced_tools:
+        made.json_schema = call_schema([(tool.name, tool.parameters) for tool in forced])
     return made
 
 

@@ -72,13 +72,14 @@ class ChatEvents:
         """What was held back, the calls of tools, and why the message ends."""
         choice = chat_choice(self._body, self._made, index, result)
         events = []
+        content = choice.message.content or ""
+        if self._has_tools and (rest := content[len(shown_of(result.text)) :]):
+            events.append(self._chunk(ChatChunkChoice(index, ChatDelta(content=rest))))
         if isinstance(choice.message.tool_calls, list):
             for number, call in enumerate(choice.message.tool_calls):
                 told = {"index": number} | msgspec.to_builtins(call)
                 delta = ChatDelta(tool_calls=[told])
                 events.append(self._chunk(ChatChunkChoice(index, delta)))
-        elif self._has_tools and (rest := result.text[len(shown_of(result.text)) :]):
-            events.append(self._chunk(ChatChunkChoice(index, ChatDelta(content=rest))))
         ended = ChatChunkChoice(index, ChatDelta(), finish_reason=choice.finish_reason)
         return [*events, self._chunk(ended)]
 

@@ -2,8 +2,10 @@
 
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 
-The id of an event says how many tokens of each text its reader has with it. So a reader that comes
-back with that id, to any instance, gets each token once. The tokens are in Redis, where the worker
+The id of an event says how many tokens of each text its reader has with it: `7` is seven tokens,
+`7f2` the second piece of the end of a text of seven tokens, `-` nothing at all, and texts are
+separated by points. So a reader that comes back with that id, to any instance, gets each token
+once. The tokens are in Redis, where the worker
 writes them, and the end is in the record. What the text has beyond the tokens that were read comes
 with the end: with Redis away for a while the text is late, and whole.
 """
@@ -38,7 +40,7 @@ HEARTBEAT_S = 10.0
 """After this pause a comment is sent, so that proxies keep the connection open."""
 LEFT_S = 30.0
 """A text that nobody reads any more for so long is canceled."""
-_ID = re.compile(r"\d{1,9}f?(\.\d{1,9}f?){0,7}")
+_PART = re.compile(r"-|(\d{1,9})(?:f(\d{1,4}))?")
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +73,11 @@ class StreamLost(PenstockError):
 
 
 class Seen(NamedTuple):
-    """What a reader has of a text: so many tokens, and perhaps its end."""
+    """What a reader has of a text: its opening, so many tokens, and pieces of its end."""
 
+    is_open: bool = False
     tokens: int = 0
-    has_end: bool = False
+    ended: int = 0
 
 
 def seen_from_id(last_id: str, items: int) -> list[Seen]:
@@ -85,13 +88,16 @@ def seen_from_id(last_id: str, items: int) -> list[Seen]:
     """
     if not last_id:
         return [Seen()] * items
-    parts = last_id.split(".")
-    if not _ID.fullmatch(last_id) or len(parts) != items:
+    found = [_PART.fullmatch(part) for part in last_id.split(".")]
+    if not all(found) or len(found) != items:
         raise BadInput(
             f"Last-Event-ID: {last_id[:40]!r} is no id of an event of this stream",
             field="last-event-id",
         )
-    return [Seen(int(part.removesuffix("f")), part.endswith("f")) for part in parts]
+    return [
+        Seen(True, int(part[1]), int(part[2] or 0)) if part is not None and part[1] else Seen()
+        for part in found
+    ]
 
 
 @dataclass(slots=True)
@@ -102,13 +108,15 @@ class _Text:
     tokens: int = 0
     text: str = ""
     is_open: bool = False
-    has_end: bool = False
+    ended: int = 0
 
     @property
     def id(self) -> str:
         """Its part of an event id."""
-        shown = max(self.tokens, self.seen.tokens)
-        return f"{shown}f" if self.has_end or self.seen.has_end else f"{shown}"
+        if not self.is_open and not self.seen.is_open:
+            return "-"
+        shown, ended = max(self.tokens, self.seen.tokens), max(self.ended, self.seen.ended)
+        return f"{shown}f{ended}" if ended else f"{shown}"
 
 
 class TextStreams:
@@ -160,7 +168,7 @@ class TextStreams:
                     yield event
                 is_done = True
             except PenstockError as error:
-                yield shape.failure(error.code, error.message)
+                yield stream.fail(error.code, error.message)
                 is_done = True
         finally:
             if not is_done and not stays and not snapshot.record.is_over:
@@ -229,46 +237,56 @@ class _Stream:
         reply = snapshot.record.reply
         outcomes = reply.outcomes if reply is not None else []
         if snapshot.record.state != "succeeded" or len(outcomes) < len(self.texts):
-            yield self._failure(snapshot, outcomes)
+            yield self.fail(*_failure(snapshot, outcomes))
             return
         for index, outcome in enumerate(outcomes):
             result = outcome.result
             assert isinstance(result, GenerationResult), "a text model gave no text; this is a bug"
-            if not self.texts[index].seen.has_end:
-                yield from self._end_of(index, result)
-        yield from self._shape.closing(outcomes)
+            yield from self._end_of(index, result)
+        for event in self._shape.closing(outcomes):
+            yield self._with_id(event)
+
+    def fail(self, code: str, message: str) -> bytes:
+        """The event of an error."""
+        return self._with_id(self._shape.failure(code, message))
 
     def _end_of(self, index: int, result: GenerationResult) -> Iterator[bytes]:
         text = self.texts[index]
         yield from self._open(index)
-        if text.seen.tokens < result.output_tokens:
+        text.ended = 1
+        # The last tokens may be there without the end of their text (shared/tasks/text.py), so a
+        # reader that has all tokens may lack a piece. It is the first one of the end.
+        if not text.seen.ended:
             if text.tokens < text.seen.tokens or not result.text.startswith(text.text):
                 raise StreamLost("the text differs from what was streamed; get the whole of it")
             rest, logprobs = result.text[len(text.text) :], result.logprobs[text.tokens :]
-            event = self._shape.delta(index, text.text, rest, logprobs)
             text.tokens = result.output_tokens
+            event = self._shape.delta(index, text.text, rest, logprobs)
             if event is not None:
                 yield self._with_id(event)
-        text.has_end = True
         for event in self._shape.ending(index, result):
-            yield self._with_id(event)
+            text.ended += 1
+            if text.ended > text.seen.ended:
+                yield self._with_id(event)
 
     def _open(self, index: int) -> Iterator[bytes]:
         text = self.texts[index]
-        if not text.is_open and not text.seen.tokens and not text.seen.has_end:
+        was_open, text.is_open = text.is_open or text.seen.is_open, True
+        if not was_open:
             event = self._shape.opening(index)
             if event is not None:
                 yield self._with_id(event)
-        text.is_open = True
-
-    def _failure(self, snapshot: PredictionSnapshot, outcomes: Sequence[ItemOutcome]) -> bytes:
-        if snapshot.record.state == "canceled":
-            return self._shape.failure("canceled", "the request was canceled")
-        failed = next((one for one in outcomes if one.error is not None), None)
-        if failed is not None and failed.error is not None:
-            return self._shape.failure(failed.error.code, reason_of(failed))
-        return self._shape.failure("model_failed", error_of(snapshot.record) or "failed")
 
     def _with_id(self, event: bytes) -> bytes:
         place = ".".join(text.id for text in self.texts)
         return f"id: {place}\n".encode() + event
+
+
+def _failure(snapshot: PredictionSnapshot, outcomes: Sequence[ItemOutcome]) -> tuple[str, str]:
+    """Why a prediction has no texts: a code, and words."""
+    if snapshot.record.state == "canceled":
+        return "canceled", "the request was canceled"
+    failed = next((one for one in outcomes if one.error is not None), None)
+    if failed is not None and failed.error is not None:
+        return failed.error.code, reason_of(failed)
+    return "model_failed", error_of(snapshot.record) or "failed"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from api.schemas.openai import LARGEST_SEED, Body, Token
 from shared.stores.token_streams import MOST_ITEMS
@@ -229,12 +229,26 @@ class ChatBody(_SampledBody):
     verbosity: str | None = Field(None, description="Accepted, without effect.")
     modalities: list[Literal["text"]] | None = None
 
-    @field_validator("tool_choice")
-    @classmethod
-    def _can_be_had(cls, value: Any) -> Any:
-        if value is not None and value not in ("none", "auto"):
-            raise ValueError("a call can't be forced; use auto, none, or response_format")
-        return value
+    @property
+    def forced_tools(self) -> list[FunctionTool]:
+        """The tools of which the model must call one. Empty: it need not."""
+        if self.tool_choice in (None, "none", "auto"):
+            return []
+        functions = [tool.function for tool in self.tools or ()]
+        if isinstance(self.tool_choice, ToolChoice):
+            named = self.tool_choice.function.name
+            return [function for function in functions if function.name == named]
+        return functions
+
+    @model_validator(mode="after")
+    def _can_be_forced(self) -> ChatBody:
+        if self.tool_choice in (None, "none", "auto"):
+            return self
+        if not self.forced_tools:
+            raise ValueError("tool_choice: tools has no such tool")
+        if self.response_format is not None and self.response_format.type != "text":
+            raise ValueError("tool_choice: a forced call has no response_format")
+        return self
 
     @model_validator(mode="after")
     def _alternatives_need_logprobs(self) -> ChatBody:

@@ -250,7 +250,7 @@ async def test_the_answer_comes_whole_when_no_tokens_reached_redis(
     assert said(events) == TEXT
 
 
-@pytest.mark.parametrize("last_id", ["x", "1.2", "-1", "99999999999", "1g", "0f1"])
+@pytest.mark.parametrize("last_id", ["x", "1.2", "-1", "99999999999", "1g", "0f1.", "1f", "--"])
 async def test_an_id_of_no_event_is_refused(api: ApiUnderTest, last_id: str) -> None:
     answer = await api.http.post(
         "/v1/chat/completions", json=chat(stream=True), headers={"last-event-id": last_id}
