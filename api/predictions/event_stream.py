@@ -4,7 +4,8 @@ https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 Events are `logs`, `output` (one per element), `error` and `done`, in this order, as Replicate's
 clients expect. All of them follow from the record. So a client that reconnects with Last-Event-ID,
-to any instance, gets exactly the events that it has not received.
+to any instance, gets exactly the events that it has not received. The output of a text model comes
+as it is written (api/predictions/text_output.py).
 
 A reader can ask for `preview` and `queue` too: Replicate's clients fail on events that they do not
 know. Previews are in a stream in Redis, and the id of each event says how far its reader has got in
@@ -44,6 +45,7 @@ KINDS = ("logs", "output", "error", "done")
 PREVIEW, QUEUE = "preview", "queue"
 EXTRA_KINDS = (PREVIEW, QUEUE)
 """Sent only to readers who ask for them."""
+_LINE_END = re.compile("\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 _ID = re.compile(r"(\d{1,2})\.(\d{1,9})(?:\.(\d{1,15}-\d{1,9}))?")
 
 
@@ -58,8 +60,8 @@ class StreamEvent(NamedTuple):
     data: str = ""
 
     def encoded(self, place: Place) -> bytes:
-        """The event on the wire. Its data is one line."""
-        return _encoded(KINDS[self.kind], place, self.data)
+        """The event on the wire."""
+        return encode_event(KINDS[self.kind], self.data, place.to_id())
 
 
 class Place(NamedTuple):
@@ -122,12 +124,13 @@ class EventStreams:
             if QUEUE in extra:
                 queued = await self._predictions.place(snapshot)
                 if queued is not None and queued != told:
-                    yield _encoded(QUEUE, place, msgspec.json.encode(queued._asdict()).decode())
+                    shown = msgspec.json.encode(queued._asdict()).decode()
+                    yield encode_event(QUEUE, shown, place.to_id())
                     told, sent_s = queued, time.monotonic()
             if PREVIEW in extra:
                 for preview in await self._predictions.previews(snapshot, place.preview):
                     place = place._replace(preview=preview.cursor)
-                    yield _encoded(PREVIEW, place, _shown(preview))
+                    yield encode_event(PREVIEW, _shown(preview), place.to_id())
                     sent_s = time.monotonic()
             for event in events_of(snapshot, self._url_signer):
                 if event[:2] > place[:2]:
@@ -193,5 +196,13 @@ def _shown(preview: Preview) -> str:
     return msgspec.json.encode(shown).decode()
 
 
-def _encoded(kind: str, place: Place, data: str) -> bytes:
-    return f"event: {kind}\nid: {place.to_id()}\ndata: {data}\n\n".encode()
+def encode_event(kind: str, data: str, event_id: str | None = None) -> bytes:
+    """An event on the wire, with an id if one is given.
+
+    Each line of its data is a field of its own. A line ends where any reader ends it: at least one
+    that is in use takes more characters for line ends than the standard does, and would lose what
+    is behind them.
+    """
+    lines = "".join(f"data: {line}\n" for line in _LINE_END.split(data))
+    named = "" if event_id is None else f"id: {event_id}\n"
+    return f"event: {kind}\n{named}{lines}\n".encode()

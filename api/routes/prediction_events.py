@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Annotated
 
 import msgspec
@@ -11,16 +11,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.http import openapi
-from api.http.dependencies import dependencies_of
+from api.http.dependencies import Dependencies, dependencies_of
 from api.http.fast_route import IS_HEAD
 from api.http.middleware import context_of
 from api.http.openapi_headers import LAST_EVENT_ID
 from api.http.request import authenticate
 from api.predictions.event_stream import EXTRA_KINDS, KINDS, HeldResponse
+from api.predictions.text_output import OutputEvents
+from api.predictions.text_stream import seen_from_id
 from api.problem_details import ProblemRoute
 from api.schemas.replicate_replies import WebhookAttemptReply, WebhookAttempts
-from shared.errors import BadInput
-from shared.predictions import EVENTS_TYPE, iso, stream_key
+from api.tasks import API_TASKS
+from shared.errors import BadInput, UnknownModel
+from shared.predictions import EVENTS_TYPE, Prediction, iso, stream_key
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
 
@@ -107,7 +110,8 @@ async def stream(
 
     With `events=preview`, also what images look like between two steps, as small WebP. With
     `events=queue`, also the place in line, whenever it changes. The link in `urls.stream` is signed
-    and needs no API key.
+    and needs no API key. The output of a text model comes as it is written, piece by piece, and has
+    neither previews nor places in line.
     """
     dependencies = dependencies_of(request)
     if signature and not _sends_key(request):
@@ -118,14 +122,27 @@ async def stream(
         call = authenticate(request)
         snapshot = await dependencies.predictions.read(call.tenant, prediction_id)
     extra = _extra_kinds(events)
-    streams = dependencies.event_streams
+    last_id, prediction = request.headers.get("last-event-id", ""), snapshot.prediction
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     with ExitStack() as held:
-        held.enter_context(streams.reserved(snapshot.prediction.tenant))
+        if _is_read_along(dependencies, prediction):
+            texts, seen = dependencies.text_streams, seen_from_id(last_id, 1)
+            held.enter_context(texts.reserved(prediction.tenant))
+            told = texts.follow(snapshot, OutputEvents(), seen, stays=True)
+        else:
+            held.enter_context(dependencies.event_streams.reserved(prediction.tenant))
+            told = dependencies.event_streams.follow(snapshot, last_id, extra)
         if IS_HEAD in request.scope:
             return Response(headers=headers, media_type=EVENTS_TYPE)
-        told = streams.follow(snapshot, request.headers.get("last-event-id", ""), extra)
         return HeldResponse(told, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+
+
+def _is_read_along(dependencies: Dependencies, prediction: Prediction) -> bool:
+    """Whether its output comes token by token."""
+    with suppress(UnknownModel):  # gone from the catalog: only its record tells of it
+        model = dependencies.catalog.find(prediction.model)
+        return API_TASKS[model.task].streams_tokens and not prediction.is_list
+    return False
 
 
 def _sends_key(request: Request) -> bool:

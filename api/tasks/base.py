@@ -36,6 +36,8 @@ class ApiTask(ABC):
     """What an input is checked against. Clients make their forms from it."""
     output_schema: ClassVar[dict[str, Any]]
     """The output, as JSON Schema."""
+    streams_tokens: ClassVar[bool] = False
+    """Whether its workers write tokens where a stream can read them while they compute."""
 
     @abstractmethod
     async def read(

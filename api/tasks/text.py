@@ -44,6 +44,7 @@ class TextApi(ApiTask):
 
     input_schema = TextToContinue
     output_schema: ClassVar = {"type": "string"}
+    streams_tokens = True
 
     async def read(
         self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
@@ -67,6 +68,8 @@ class TextApi(ApiTask):
             top_p=parsed.top_p,
             top_k=parsed.top_k,
             stop=list(parsed.stop or ()),
+            # Whoever has the link of a prediction may read along.
+            is_streamed=True,
         )
         return Inputs([made], given, is_list=False, is_repeatable=is_repeatable)
 

@@ -1,0 +1,43 @@
+"""The events of a prediction whose output is a text, as Replicate's clients read them.
+
+An `output` event has what the text has more than before. The text is all of them, one after
+another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from api.predictions.event_stream import encode_event
+from shared.messages import ItemOutcome
+from shared.tasks.text import GenerationResult, TokenLogprob
+
+
+class OutputEvents:
+    """The events of one text. The stream puts their ids before them."""
+
+    def opening(self, index: int) -> None:
+        """Nothing: an output begins with its text."""
+
+    def delta(
+        self, index: int, before: str, text: str, logprobs: Sequence[TokenLogprob]
+    ) -> bytes | None:
+        """More of the text."""
+        return encode_event("output", text) if text else None
+
+    def ending(self, index: int, result: GenerationResult) -> list[bytes]:
+        """Nothing: a text ends with its prediction."""
+        return []
+
+    def closing(self, outcomes: Sequence[ItemOutcome]) -> list[bytes]:
+        """The end."""
+        return [encode_event("done", "{}")]
+
+    def failure(self, code: str, message: str) -> bytes:
+        """Why there is no more text, and the end. A canceled prediction is no error."""
+        if code == "canceled":
+            return encode_event("done", '{"reason":"canceled"}')
+        detail = msgspec.json.encode({"detail": message}).decode()
+        return encode_event("error", detail) + encode_event("done", '{"reason":"error"}')
