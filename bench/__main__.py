@@ -32,6 +32,7 @@ MODULES = {
     "simulation": "simulation",
     "reports": "reports",
     "day": "day",
+    "text": "text.engine",
     "profile": "time_profile",
 }
 """By the name of a benchmark: the module here whose `run()` returns an Outcome."""

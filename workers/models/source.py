@@ -19,6 +19,7 @@ from obstore.store import GCSStore, ObjectStore
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.stores.objects import GoogleCredentials
 from workers.models.prefetched import find_copy
+from workers.models.text.gguf import converted
 
 OpenBucket = Callable[[str], ObjectStore]
 DOWNLOAD_LIMIT = timedelta(hours=1)
@@ -54,12 +55,13 @@ def resolve(
     """The folder with the model's files, downloaded first if necessary, which may take minutes.
 
     Args:
-        source: `package:IMPORT.NAME/sub/path` (a folder in an installed package), `local:PATH`,
+        source: `package:IMPORT.NAME/sub/path` (a folder in an installed package), `local:PATH`
+            (either may be a GGUF file, which is converted once, see workers/models/text/gguf.py),
             `hf:ORG/NAME` (the Hugging Face hub, or its cache on this machine) or
             `gs://BUCKET/PREFIX`.
         revision: branch, tag or commit of a hub repository. The copy of a bucket is kept under this
             name.
-        cache_dir: where copies of buckets are kept.
+        cache_dir: where copies of buckets and converted files are kept.
         weights_dir: where copies of hub repositories are mounted (workers/models/prefetched.py). A
             complete one is used as it is.
         open_bucket: opens a bucket by its name.
@@ -70,9 +72,9 @@ def resolve(
     """
     kind, _, rest = source.partition(":")
     if kind == "package":
-        return _in_package(source, rest)
+        return _existing(_in_package(source, rest), source, cache_dir)
     if kind == "local":
-        return _existing(Path(rest).expanduser(), source)
+        return _existing(Path(rest).expanduser(), source, cache_dir)
     if kind == "hf":
         copy = find_copy(weights_dir, rest, revision) if weights_dir else None
         return copy or _from_hub(rest, revision)
@@ -92,10 +94,12 @@ def _in_package(source: str, rest: str) -> Path:
         raise _no_such(source, str(error)) from error
     if spec is None or not spec.submodule_search_locations:
         raise _no_such(source, f"no package {name!r} is installed")
-    return _existing(Path(next(iter(spec.submodule_search_locations))) / below, source)
+    return Path(next(iter(spec.submodule_search_locations))) / below
 
 
-def _existing(folder: Path, source: str) -> Path:
+def _existing(folder: Path, source: str, cache_dir: Path) -> Path:
+    if folder.suffix == ".gguf" and folder.is_file():
+        return converted(folder, cache_dir)
     if not folder.is_dir():
         raise _no_such(source, f"{folder} is no folder")
     return folder.resolve()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from shared.errors import ConfigurationError
 from workers.models.cpu import BF16_FLAGS, this_cpu
@@ -55,14 +56,7 @@ class Decoder:
         self._dtype = self._choose_precision()
         try:
             with memory_errors():
-                model = AutoModelForCausalLM.from_pretrained(
-                    self._folder,
-                    dtype=self._dtype,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    attn_implementation="eager",
-                )
-                self._model: Any = model.to(self._device).eval().requires_grad_(False)
+                self._model: Any = self._load().to(self._device).eval().requires_grad_(False)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(
                 f"{self._folder}: not a causal language model: {error}", field="source"
@@ -76,6 +70,16 @@ class Decoder:
         self._check()
         self.slots = SlotCache(self._rows, self._capacity)
 
+    def _load(self) -> Any:
+        logging.disable_progress_bar()
+        return AutoModelForCausalLM.from_pretrained(
+            self._folder,
+            dtype=self._dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            attn_implementation="eager",
+        )
+
     def _choose_precision(self) -> torch.dtype:
         if self._precision != "auto":
             return DTYPES[self._precision]
@@ -86,12 +90,12 @@ class Decoder:
 
     def _check(self) -> None:
         """Compares the logits of a few tokens with those of transformers' own attention."""
-        ids = torch.arange(1, _TRIAL_TOKENS + 1, device=self._device) % self._model.vocab_size
-        with torch.inference_mode():
-            right = self._model(ids[None], use_cache=False).logits[0, -1].float()
-        if self._device.type == "cpu" and self._dtype == torch.bfloat16:
-            pack_linear_layers(self._model)
         try:
+            ids = torch.arange(1, _TRIAL_TOKENS + 1, device=self._device)
+            with torch.inference_mode():
+                right = self._model(ids[None], use_cache=False).logits[0, -1].float()
+            if self._device.type == "cpu" and self._dtype == torch.bfloat16:
+                pack_linear_layers(self._model)
             self._model.set_attn_implementation(ATTENTION)
             self.slots = SlotCache(2, _TRIAL_TOKENS)
             part = ids[:-1].cpu().numpy()

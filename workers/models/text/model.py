@@ -1,7 +1,8 @@
 """A text model that computes step by step: texts join and leave between two tokens.
 
 A step reads at most `generation.chunk_tokens` of prompts, and writes one token of each text whose
-prompt was read. So a long prompt holds the others up for one part of it at a time.
+prompt was read. So a long prompt holds the others up for one part of it at a time. A step that
+wrote the first token of a text ends there, so that it is told at once. The others write next.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class TextModel:
         self._decoder = Decoder(folder, device, entry.precision, rows, capacity)
         self._rows = Rows(rows)
         self._texts: dict[int, _Text] = {}
+        self._others_wait = False
+        """Whether the last step wrote first tokens only."""
 
     def setup(self) -> None:
         """Loads the model.
@@ -121,8 +124,11 @@ class TextModel:
         """
         end = StepEnd()
         try:
-            self._read(end)
-            self._write(end)
+            if not self._read(end) or self._others_wait:
+                self._write(end)
+                self._others_wait = False
+            else:
+                self._others_wait = True
             for place, text in list(self._texts.items()):
                 if text.writing.finish is not None:
                     self._leave(place)
@@ -133,12 +139,15 @@ class TextModel:
             raise
         return end
 
-    def _read(self, end: StepEnd) -> None:
-        """Reads prompts in order of arrival, `chunk_tokens` at most."""
-        left = self._chunk_tokens
+    def _read(self, end: StepEnd) -> bool:
+        """Reads prompts in order of arrival, `chunk_tokens` at most.
+
+        Returns whether one was read to its end, so its text has a first token.
+        """
+        left, has_first = self._chunk_tokens, False
         for text in list(self._texts.values()):
             if left == 0:
-                return
+                break
             if text.row is None or (text.unread == 1 and text.writing.ids):
                 continue
             start = len(text.row.ids)
@@ -149,10 +158,12 @@ class TextModel:
                 logits = self._decoder.read(text.row.number, start, np.array(part), ends=ends)
             except OutOfMemory as error:
                 self._make_room(end, error)
-                return
+                break
             text.row.ids.extend(part)
             if logits is not None:
+                has_first = True
                 self._add_token(text, logits, end)
+        return has_first
 
     def _write(self, end: StepEnd) -> None:
         """Writes one token of each text whose prompt was read."""

@@ -1,187 +1,205 @@
-"""From messages or a prompt to token ids, in the I/O process: imports no model library.
-
-The chat template of a model folder is rendered as transformers renders it
-(https://huggingface.co/docs/transformers/chat_templating): Jinja in a sandbox, with the same
-filters and functions.
-"""
+"""Conversations and prompts to token ids, in the I/O process."""
 
 from __future__ import annotations
 
-import json
-import time
+import secrets
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
 
 from shared.catalog import Model
-from shared.errors import BadInput, ContextLengthExceeded
+from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
 from shared.tasks import Input
 from shared.tasks.text import GenerationInput
-from workers.models.base import PreparedPrompt
-from workers.models.text.model_folder import (
-    TOKENIZER,
-    chat_template,
-    check_text_folder,
-    tokenizer_config,
-)
+from workers.models.base import PreparedItem, PreparedPrompt
+from workers.models.text.chat_template import ChatTemplate
+from workers.models.text.vocabulary import Vocabulary
 
-_MARK = "\ue0f0{}\ue0f1"
-"""Stands for a control token in a caller's text while the template is rendered."""
+_IDS = np.dtype("<u4")
+_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+_SCHEMAS_KEPT = 64
 
 
 class PromptPreparer:
-    """Makes PreparedPrompt of GenerationInput."""
+    """Prepares GenerationInputs.
+
+    A text of a caller never becomes a control token: `<|im_end|>` within a message is read as
+    the characters that it has.
+
+    Args:
+        entry: the catalog's.
+        folder: the model's files, as on the Hugging Face hub.
+
+    Raises:
+        ConfigurationError: the folder is not a text model.
+    """
 
     def __init__(self, entry: Model, folder: Path) -> None:
-        check_text_folder(folder)
-        self._context = entry.generation.context_tokens
-        self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
-        self._vocabulary = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self._control = [
-            token.content
-            for token in self._tokenizer.get_added_tokens_decoder().values()
-            if token.special
-        ]
-        config = tokenizer_config(folder)
-        self._tokens = {
-            name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")
-        }
-        source = chat_template(folder)
-        self._template = _environment().from_string(source) if source else None
+        self._context_tokens = entry.generation.context_tokens
+        self._vocabulary = Vocabulary(folder)
+        self._template = _read_template(self._vocabulary)
+        self._checked: dict[str, str] = {}
 
-    def prepare(self, inputs: Sequence[Input]) -> list[PreparedPrompt | BadInput]:
+    def prepare(self, inputs: Sequence[Input]) -> list[PreparedItem | BadInput]:
         """One outcome per input, in order."""
-        return [self._prepare(given) for given in inputs]
+        outcomes: list[PreparedItem | BadInput] = []
+        for value in inputs:
+            try:
+                outcomes.append(self._prepare(value))
+            except BadInput as error:
+                outcomes.append(error)
+        return outcomes
 
-    def _prepare(self, given: Input) -> PreparedPrompt | BadInput:
-        if not isinstance(given, GenerationInput):
-            return BadInput("a text model takes messages or a prompt", field="input")
-        field = "messages" if given.messages else "prompt"
-        try:
-            ids = self._ids_of(given)
-        except TemplateError as error:
-            return BadInput(f"{field}: the model's template: {error}", field=field)
-        except BadInput as error:
-            return error
-        except UnicodeEncodeError:
-            return BadInput(f"{field}: half of a surrogate pair is no character", field=field)
+    def _prepare(self, value: Input) -> PreparedPrompt:
+        if not isinstance(value, GenerationInput):
+            raise BadInput("a text model takes messages or a prompt", field="messages")
+        field = "messages" if value.messages else "prompt"
+        ids = self._read_messages(value) if value.messages else self._read_prompt(value.prompt)
         if not ids:
-            return BadInput(f"{field}: no tokens", field=field)
-        if len(ids) >= self._context:
-            return ContextLengthExceeded(
-                f"{field}: {len(ids)} tokens; this model's maximum context length is "
-                f"{self._context} tokens, with those that it writes",
-                field=field,
-            )
-        max_tokens = min(given.max_tokens, self._context - len(ids))
+            raise BadInput("the prompt has no tokens", field=field)
+        length = len(ids) + value.max_tokens
+        if length > self._context_tokens:
+            raise _too_long(len(ids), value.max_tokens, self._context_tokens, field)
+        self._check_schema(value.json_schema)
         return PreparedPrompt(
             key="",
-            length=len(ids) + max_tokens,
-            ids=np.array(ids, "<u4").tobytes(),
-            max_tokens=max_tokens,
-            seed=given.seed,
-            temperature=given.temperature,
-            top_p=given.top_p,
-            top_k=given.top_k,
-            frequency_penalty=given.frequency_penalty,
-            presence_penalty=given.presence_penalty,
-            stop=given.stop,
-            logprobs=given.logprobs,
-            json_schema=given.json_schema,
-            is_streamed=given.is_streamed,
+            length=length,
+            ids=np.array(ids, _IDS).tobytes(),
+            max_tokens=value.max_tokens,
+            seed=value.seed,
+            temperature=value.temperature,
+            top_p=value.top_p,
+            top_k=value.top_k,
+            frequency_penalty=value.frequency_penalty,
+            presence_penalty=value.presence_penalty,
+            stop=value.stop,
+            logprobs=value.logprobs,
+            json_schema=value.json_schema,
+            is_streamed=value.is_streamed,
         )
 
-    def _ids_of(self, given: GenerationInput) -> list[int]:
-        if given.messages:
-            return self._ids_of_chat(given)
-        if isinstance(given.prompt, str):
-            found: list[int] = self._tokenizer.encode(given.prompt).ids
-            return found
-        if any(not 0 <= one < self._vocabulary for one in given.prompt):
-            raise BadInput(
-                f"prompt: token ids of this model are from 0 to {self._vocabulary - 1}",
-                field="prompt",
-            )
-        return given.prompt
+    def _read_prompt(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self._encode_plain(prompt, "prompt", special=True)
+        last = self._vocabulary.size - 1
+        for position, token in enumerate(prompt):
+            if not 0 <= token <= last:
+                reason = f"token id {token}, at position {position}, is not in the vocabulary"
+                raise BadInput(f"{reason}, which ends at {last}", field="prompt")
+        return prompt
 
-    def _ids_of_chat(self, given: GenerationInput) -> list[int]:
-        """The ids of a rendered template.
-
-        A control token in a caller's text stays text. Otherwise a text could end its own message
-        and begin one of the system.
-        """
+    def _read_messages(self, value: GenerationInput) -> list[int]:
         if self._template is None:
-            raise BadInput(
-                "messages: this model has no chat template; use prompt", field="messages"
-            )
-        marks: list[str] = []
-        messages = [self._without_control(one, marks) for one in given.messages]
-        tools = [self._without_control(one, marks) for one in given.tools] or None
-        rendered = self._template.render(
-            messages=messages, tools=tools, add_generation_prompt=True, **self._tokens
-        )
+            raise BadInput("this model has no chat template; send a prompt", field="messages")
+        marks = _Marks(list(self._vocabulary.special.values()))
+        try:
+            text = self._template.render(marks.hide(value.messages), marks.hide(value.tools))
+        except ValueError as error:
+            raise BadInput(str(error), field="messages") from error
         ids: list[int] = []
-        for number, text in enumerate(marks):
-            before, _, rendered = rendered.partition(_MARK.format(number))
-            ids += self._tokenizer.encode(before, add_special_tokens=False).ids
-            ids += self._as_text(text)
-        ids += self._tokenizer.encode(rendered, add_special_tokens=False).ids
+        for part, is_hidden in marks.split(text):
+            if is_hidden:
+                ids += self._encode_plain(part, "messages", special=False)
+            else:
+                ids += self._encode(part, "messages")
         return ids
 
-    def _without_control(self, given: Any, marks: list[str]) -> Any:
-        """The same value with marks in place of control tokens."""
-        if isinstance(given, dict):
-            return {name: self._without_control(one, marks) for name, one in given.items()}
-        if isinstance(given, list):
-            return [self._without_control(one, marks) for one in given]
-        if not isinstance(given, str):
-            return given
-        while found := [(at, one) for one in self._control if (at := given.find(one)) >= 0]:
-            at, token = min(found, key=lambda pair: (pair[0], -len(pair[1])))
-            given = given[:at] + _MARK.format(len(marks)) + given[at + len(token) :]
-            marks.append(token)
-        return given
-
-    def _as_text(self, text: str) -> list[int]:
-        self._tokenizer.encode_special_tokens = True
+    def _encode(self, text: str, field: str) -> list[int]:
+        """The text of a template, whose control tokens count."""
         try:
-            found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        finally:
-            self._tokenizer.encode_special_tokens = False
+            found: list[int] = self._vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
+        except (TypeError, UnicodeError, ValueError) as error:
+            raise BadInput(f"the text can't be tokenized: {error}", field=field) from error
         return found
 
+    def _encode_plain(self, text: str, field: str, *, special: bool) -> list[int]:
+        """A text without control tokens, but for those that the model puts around each text."""
+        try:
+            found: list[int] = self._vocabulary.plain_tokenizer.encode(
+                text, add_special_tokens=special
+            ).ids
+        except (TypeError, UnicodeError, ValueError) as error:  # lone surrogates
+            raise BadInput(f"the text can't be tokenized: {error}", field=field) from error
+        return found
 
-def _content(token: Any) -> str:
-    """A token of tokenizer_config.json: a text, or an object with its text."""
-    if isinstance(token, dict):
-        return str(token.get("content", ""))
-    return token or ""
+    def _check_schema(self, schema: str) -> None:
+        """Raises BadInput for a schema that can't be used. Answers are kept, because it is slow."""
+        if not schema:
+            return
+        if schema not in self._checked:
+            try:
+                self._vocabulary.matcher(schema)
+                reason = ""
+            except ValueError as error:
+                reason = str(error)
+            if len(self._checked) >= _SCHEMAS_KEPT:
+                self._checked.pop(next(iter(self._checked)))
+            self._checked[schema] = reason
+        if reason := self._checked[schema]:
+            raise BadInput(f"the JSON schema can't be used: {reason}", field="response_format")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+class _Marks:
+    """Hides the texts of control tokens in messages from the tokenizer of the template."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = sorted(texts, key=len, reverse=True)
+        self._nonce = secrets.token_hex(8)
+        """Nobody can write marks of their own."""
+
+    def hide(self, value: Any) -> Any:
+        """The same messages with marks in place of texts of control tokens."""
+        if isinstance(value, str):
+            for number, text in enumerate(self._texts):
+                if text in value:
+                    value = value.replace(text, f"\ue000{self._nonce}:{number}\ue001")
+            return value
+        if isinstance(value, list):
+            return [self.hide(one) for one in value]
+        if isinstance(value, dict):
+            return {self.hide(key): self.hide(one) for key, one in value.items()}
+        return value
+
+    def split(self, text: str) -> list[tuple[str, bool]]:
+        """The parts of a rendered text, and of each whether it was hidden."""
+        first, *others = text.split(f"\ue000{self._nonce}:")
+        parts = [(first, False)]
+        for other in others:
+            number, _, rest = other.partition("\ue001")
+            parts += [(self._texts[int(number)], True), (rest, False)]
+        return [part for part in parts if part[0]]
+
+
+def _too_long(prompt: int, written: int, limit: int, field: str) -> ContextLengthExceeded:
+    """Starts like OpenAI's message, because clients and proxies look for it."""
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {limit} tokens. However, you requested "
+        f"{prompt + written} tokens ({prompt} in the {field}, {written} in the completion). "
+        f"Please reduce the length of the {field} or completion.",
+        field=field,
     )
-    made.filters["tojson"] = _to_json
-    made.globals["raise_exception"] = _refuse
-    made.globals["strftime_now"] = _now
-    return made
 
 
-def _to_json(given: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(given, ensure_ascii=ensure_ascii, indent=indent)
-
-
-def _refuse(reason: str) -> None:
-    raise TemplateError(reason)
-
-
-def _now(form: str) -> str:
-    return datetime.fromtimestamp(time.time()).strftime(form)
+def _read_template(vocabulary: Vocabulary) -> ChatTemplate | None:
+    """The template of chat_template.jinja, or else of tokenizer_config.json, if there is one."""
+    config = vocabulary.read("tokenizer_config.json")
+    path = vocabulary.folder / "chat_template.jinja"
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several, with names
+        source = {one["name"]: one["template"] for one in source}.get("default")
+    try:
+        if path.is_file():
+            source = path.read_text(encoding="utf-8")
+        if source is None:
+            return None
+        tokens = {name: config.get(name) for name in _TOKEN_NAMES}
+        texts = {
+            name: str(token["content"] if isinstance(token, dict) else token)
+            for name, token in tokens.items()
+            if token is not None
+        }
+        return ChatTemplate(str(source), texts)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(f"{path}: {error}", field="source") from error

@@ -27,13 +27,7 @@ class Vocabulary:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        path = folder / "tokenizer.json"
-        try:
-            self.tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises a bare Exception for a broken file
-            raise ConfigurationError(f"{path}: {error}", field="source") from error
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
+        self.tokenizer = _open_tokenizer(folder / "tokenizer.json")
         self.config = self.read("config.json")
         self.size = int(self.config.get("vocab_size") or self.tokenizer.get_vocab_size())
         """The number of logits, which can differ from the number of tokens."""
@@ -74,6 +68,13 @@ class Vocabulary:
         return [found]
 
     @cached_property
+    def plain_tokenizer(self) -> Tokenizer:
+        """The tokenizer for texts of callers: it reads no control tokens."""
+        tokenizer = _open_tokenizer(self.folder / "tokenizer.json")
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    @cached_property
     def _grammar_tokens(self) -> LLTokenizer:
         return LLTokenizer(
             self.tokenizer.to_str(), n_vocab=self.grammar_size, eos_token=sorted(self.ends)
@@ -89,7 +90,14 @@ class Vocabulary:
         if token in self.special or token in self.ends or token >= self._grammar_tokens.vocab_size:
             return b""
         found: bytes = self._grammar_tokens.decode_bytes([token])
-        return found
+        # The library marks control tokens with this byte, and takes the byte itself for one.
+        return b"\xff" if not found and token in self._byte_ff else found
+
+    @cached_property
+    def _byte_ff(self) -> frozenset[int]:
+        """The tokens of the byte 0xff, which UTF-8 does not have: byte-level, and as a fallback."""
+        named = (self.tokenizer.token_to_id(name) for name in ("\u00ff", "<0xFF>"))
+        return frozenset(token for token in named if token is not None)
 
     def matcher(self, json_schema: str) -> LLMatcher:
         """A matcher of texts that are JSON of this schema.
@@ -103,3 +111,13 @@ class Vocabulary:
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         return matcher
+
+
+def _open_tokenizer(path: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception for a broken file
+        raise ConfigurationError(f"{path}: {error}", field="source") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer

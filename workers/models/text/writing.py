@@ -41,7 +41,7 @@ class Writing:
         self.finish: FinishReason | None = None
         """Why the text ended. None: it has not."""
         for token in np.frombuffer(item.written_ids, IDS).tolist():
-            self._add(token)
+            self.add(token)
         # What the readers of another worker have seen.
         self._told_ids = len(self.ids)
         self._told_text = len(item.written_text)
@@ -59,7 +59,7 @@ class Writing:
         token = choose(self._allowed(penalize(logits, self.ids, self._item)), self._item, self._at)
         if self._item.logprobs >= 0 and token not in self._vocabulary.ends:
             self._logprobs.append(self._tell(log_probabilities(logits), token))
-        self._add(token)
+        self.add(token)
         return token
 
     @property
@@ -76,7 +76,7 @@ class Writing:
             raise ModelFailed(f"no token continues this JSON: {self._matcher.get_error()}")
         return allowed
 
-    def _add(self, token: int) -> None:
+    def add(self, token: int) -> None:
         """Takes a token in, and finds out whether the text ends with it."""
         self.ids.append(token)
         if self._matcher is not None and not self._matcher.consume_token(token):

@@ -1,0 +1,1 @@
+"""Text generation: the engine beside what else computes the same weights."""
