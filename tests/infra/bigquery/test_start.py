@@ -1,6 +1,7 @@
 """What a start finds in its data directory: taken, left out by name, or refused in one line."""
 
 import logging
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,9 @@ from infra.emulators.bigquery.tables.schema import Field
 from tests.limits import START_LIMIT_S
 
 GOOD, BAD = TableKey("p", "d", "good"), TableKey("p", "d", "bad")
+_DATABASE_HEADERS = (4_096, 8_192)
+_VERSION_AT = 56
+"""Where the headers of DuckDB's file are, and the storage version in each (storage_info.hpp)."""
 
 
 def filled(data_dir: Path) -> Path:
@@ -86,10 +90,40 @@ def test_a_file_that_cannot_be_trusted_is_refused_in_one_line(tmp_path: Path, da
     else:
         changed(path, "DROP TABLE datasets; CREATE TABLE datasets (a INTEGER)")
         changed(path, "INSERT INTO datasets VALUES (1)")
+    assert str(tmp_path) in refusal_of_a_start(tmp_path)
+
+
+def test_a_file_of_a_newer_version_is_refused_with_its_name_and_both_versions(
+    tmp_path: Path,
+) -> None:
+    path = filled(tmp_path)
+    content = bytearray(path.read_bytes())
+    for block in _DATABASE_HEADERS:
+        (version,) = struct.unpack_from("<Q", content, block + _VERSION_AT)
+        struct.pack_into("<Q", content, block + _VERSION_AT, version + 40)
+        struct.pack_into("<Q", content, block, checksum(content[block + 8 : block + 4_096]))
+    path.write_bytes(content)
+    said = refusal_of_a_start(tmp_path)
+    assert f"cannot open {path}: " in said
+    assert f"storage version number {version + 40}, " in said
+    assert f" and {version}." in said
+    assert path.read_bytes() == content
+
+
+def checksum(block: bytes | bytearray) -> int:
+    """DuckDB's checksum of a block (src/storage/checksum.cpp)."""
+    found = 5381
+    for (word,) in struct.iter_unpack("<Q", block):
+        found ^= (word * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    return found
+
+
+def refusal_of_a_start(data_dir: Path) -> str:
+    """The one line that a server says which does not start."""
     run = subprocess.run(
         [
             *(sys.executable, "-m", "infra.emulators.bigquery", "--port", "0"),
-            *("--data-dir", str(tmp_path)),
+            *("--data-dir", str(data_dir)),
         ],
         capture_output=True,
         text=True,
@@ -99,4 +133,4 @@ def test_a_file_that_cannot_be_trusted_is_refused_in_one_line(tmp_path: Path, da
     assert (run.returncode, run.stdout) == (1, "")
     (said,) = run.stderr.splitlines()
     assert said.startswith("penstock bigquery: cannot ")
-    assert str(tmp_path) in said
+    return said
