@@ -9,6 +9,12 @@ from infra.monitoring.usage_panels import SECTIONS, UsagePanel, UsageUnit
 
 UID = "penstock-usage"
 _SOURCE = {"type": "grafana-bigquery-datasource", "uid": "${datasource}"}
+_CHOICE = {
+    "type": "datasource",
+    "name": "datasource",
+    "label": "BigQuery",
+    "query": _SOURCE["type"],
+}
 _UNITS: dict[UsageUnit, str] = {
     "count": "short",
     "percent": "percentunit",
@@ -34,12 +40,6 @@ def usage_dashboard(dataset: str = "penstock") -> dict[str, Any]:
         for place, panel in enumerate(section.panels):
             panels.append(_panel(panel, place, bottom + 1, len(panels) + 1))
         bottom += 1 + HEIGHT * -(-len(section.panels) // COLUMNS)
-    source = {
-        "type": "datasource",
-        "name": "datasource",
-        "label": "BigQuery",
-        "query": _SOURCE["type"],
-    }
     return {
         "uid": UID,
         "title": "Penstock usage",
@@ -53,7 +53,7 @@ def usage_dashboard(dataset: str = "penstock") -> dict[str, Any]:
         "time": {"from": "now-7d", "to": "now"},
         "templating": {
             "list": [
-                source,
+                _CHOICE,
                 textbox("dataset", "Data set", dataset),
                 textbox("tenant", "Tenant (empty: all)", ""),
                 textbox("model", "Model (empty: all)", ""),
