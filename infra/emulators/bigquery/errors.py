@@ -158,7 +158,9 @@ def as_service_error(error: Exception) -> ServiceError:
         return InvalidError("The request is nested too deep")
     if isinstance(error, duckdb.OutOfMemoryException):
         return ResourcesError(f"Resources exceeded: {text}")
-    if isinstance(error, duckdb.IOException):
+    is_unwritten = isinstance(error, duckdb.TransactionException) and "Could not write" in text
+    if is_unwritten or isinstance(error, duckdb.IOException):
+        # DuckDB names a full disk in either, as it is found at a commit or elsewhere.
         return UnavailableError(f"The data can't be written or read: {text}")
     if isinstance(error, duckdb.DataError | duckdb.IntegrityError):
         return InvalidError(f"A value does not fit: {text}")

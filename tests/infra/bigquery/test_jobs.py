@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
+import duckdb
 import pytest
 
 from infra.emulators.bigquery.engine.jobs import BigQueryJob, Jobs
@@ -86,3 +87,15 @@ async def test_a_job_that_breaks_says_so_and_harms_no_other() -> None:
                 await (await jobs.start(job(number), what)).done.wait()
         assert jobs.get("p", "job0").status()["errorResult"]["reason"] == "bug"
         assert jobs.get("p", "job1").status() == {"state": "DONE"}
+
+
+async def test_a_commit_that_finds_the_disk_full_is_worth_a_retry() -> None:
+    said = 'Failed to commit: Could not write file "bigquery.duckdb.wal": No space left on device'
+
+    async def work(job: BigQueryJob) -> None:
+        raise duckdb.TransactionException(f"TransactionContext Error: {said}")
+
+    async with running([]) as jobs:
+        with anyio.fail_after(5):
+            await (await jobs.start(job(0), work)).done.wait()
+        assert jobs.get("p", "job0").status()["errorResult"]["reason"] == "backendError"
