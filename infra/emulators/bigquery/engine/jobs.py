@@ -268,6 +268,11 @@ async def _outcome(job: BigQueryJob, work: Work) -> ServiceError | None:
         await work(job)
     except ServiceError as error:
         return error
+    except duckdb.Error as error:
+        found = as_service_error(error)
+        if isinstance(found, BugError):
+            raise
+        return found
     return None
 
 
