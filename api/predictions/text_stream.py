@@ -36,8 +36,12 @@ MAX_STREAMS = 2048
 """The room per instance. A stream costs a part of a round trip every READ_EVERY_S."""
 LONGEST_S = 290.0
 """Below the 300 s after which Cloud Run ends a response. Readers go on with another request."""
-HEARTBEAT_S = 10.0
-"""After this pause a comment is sent, so that proxies keep the connection open."""
+HEARTBEAT_S, HEARTBEAT = 10.0, b": keep-alive\n"
+"""After this pause a comment is sent, so that proxies keep the connection open.
+
+No empty line follows: OpenAI's client for Python takes one behind an event with an id for an event
+without data, and fails.
+"""
 LEFT_S = 30.0
 """A text that nobody reads any more for so long is canceled."""
 _PART = re.compile(r"-|(\d{1,9})(?:f(\d{1,4}))?")
@@ -187,7 +191,7 @@ class TextStreams:
                     for event in stream.read(index, tokens.chunks):
                         yield event
                 if not found:
-                    yield b": keep-alive\n\n"
+                    yield HEARTBEAT
                 is_late = time.time() > prediction.deadline_s + GRACE_S
                 if is_late or any(tokens.is_over for tokens in found.values()):
                     break

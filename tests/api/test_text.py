@@ -6,10 +6,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import openai
 import pytest
 import redis
 
+from api.predictions import text_stream
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
@@ -248,6 +250,27 @@ async def test_the_answer_comes_whole_when_no_tokens_reached_redis(
     monkeypatch.setattr(api.worker.records.tokens, "append", nothing)
     events = await events_of(api, "POST", "/v1/chat/completions", json=chat(stream=True))
     assert said(events) == TEXT
+
+
+async def test_a_client_reads_on_after_a_pause(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_stream, "HEARTBEAT_S", 0.01)
+    api.worker.written = asyncio.Semaphore(2)
+    stream = await api.openai().chat.completions.create(**chat(stream=True))
+    got: list[Any] = []
+    with anyio.fail_after(WAIT_LIMIT_S):
+        async for chunk in stream:
+            got.append(chunk)
+            if text_of(got).split() == TEXT.split()[:2]:
+                break
+        # The client reads heartbeats meanwhile, and then what comes behind them.
+        later = asyncio.get_running_loop()
+        for _ in range(3):
+            later.call_later(0.1, api.worker.written.release)
+        async for chunk in stream:
+            got.append(chunk)
+    assert text_of(got) == TEXT
 
 
 @pytest.mark.parametrize("last_id", ["x", "1.2", "-1", "99999999999", "1g", "0f1.", "1f", "--"])
