@@ -50,6 +50,7 @@ from api.routes import (
     pages,
     prediction_events,
     reports,
+    responses,
     status,
     text,
     usage,
@@ -125,6 +126,7 @@ def create_app(
         embeddings,
         images,
         text,
+        responses,
         files,
         batches,
         models,
@@ -139,6 +141,7 @@ def create_app(
     ):
         app.add(routes.router)
     app.include_router(text.stored_router)
+    app.include_router(responses.stored_router)
     app.mount("/docs/assets", pages.assets)
     app.mount("/console/assets", console.assets)
     for router in (prediction_routes.router, prediction_events.router, prediction_models.router):

@@ -58,7 +58,12 @@ class ChatEvents:
         return self._chunk(ChatChunkChoice(index, ChatDelta("assistant", "")))
 
     def delta(
-        self, index: int, before: str, text: str, logprobs: Sequence[TokenLogprob]
+        self,
+        index: int,
+        before: str,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        at: tuple[int, int],
     ) -> bytes | None:
         """More of the message. What may become the call of a tool is held back."""
         if self._has_tools:
@@ -117,7 +122,12 @@ class CompletionEvents:
         """Nothing: a completion begins with its text."""
 
     def delta(
-        self, index: int, before: str, text: str, logprobs: Sequence[TokenLogprob]
+        self,
+        index: int,
+        before: str,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        at: tuple[int, int],
     ) -> bytes | None:
         """More of the text."""
         told = None

@@ -31,6 +31,8 @@ from api.schemas.openai_replies import (
     ModelItem,
     ModelsReply,
 )
+from api.schemas.openai_responses import ResponseBody
+from api.schemas.openai_responses_replies import ResponseDeleted, ResponseReply
 from api.schemas.replicate import PredictionBody, VersionedBody
 
 Described = dict[str, Any]
@@ -67,12 +69,13 @@ _DESCRIPTIONS = {
 }
 _BODIES: tuple[type[BaseModel], ...] = (
     *(schemas.EmbeddingsBody, schemas.GenerationBody, schemas.EditForm, schemas.EditBody),
-    *(text_schemas.ChatBody, text_schemas.CompletionBody),
+    *(text_schemas.ChatBody, text_schemas.CompletionBody, ResponseBody),
     *(PredictionBody, VersionedBody, batch_schemas.BatchBody),
 )
 _REPLIES: tuple[type[msgspec.Struct], ...] = (
     *(EmbeddingsReply, ImagesReply, ModelsReply, ModelItem, ErrorReply),
     *(text_replies.ChatReply, text_replies.CompletionReply),
+    *(ResponseReply, ResponseDeleted),
     *(batch_schemas.BatchObject, batch_schemas.BatchesPage),
     *(file_replies.FileObject, file_replies.FilesPage, file_replies.FileDeleted),
     *(
@@ -198,6 +201,14 @@ def event_stream(*kinds: str) -> Described:
         "content": content,
         "headers": openapi_headers.references(),
     }
+
+
+def streamed(answers: Responses) -> Responses:
+    """The responses of a route that answers as a stream of events too, if asked for it."""
+    properties = {name: {"type": "string"} for name in ("event", "id", "data")}
+    event = {"type": "object", "required": ["data"], "properties": properties}
+    content = answers[200]["content"] | {"text/event-stream": {"schema": event}}
+    return answers | {200: answers[200] | {"content": content}}
 
 
 def empty(text: str) -> Described:

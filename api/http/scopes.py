@@ -13,6 +13,7 @@ SCOPE_OF_GROUP: dict[str, Scope | None] = {
     "images": "images",
     "chat": "text",
     "completions": "text",
+    "responses": "text",
     "predictions": "predictions",
     "webhooks": "predictions",
     "files": "files",

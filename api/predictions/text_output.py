@@ -22,7 +22,12 @@ class OutputEvents:
         """Nothing: an output begins with its text."""
 
     def delta(
-        self, index: int, before: str, text: str, logprobs: Sequence[TokenLogprob]
+        self,
+        index: int,
+        before: str,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        at: tuple[int, int],
     ) -> bytes | None:
         """More of the text."""
         return encode_event("output", text) if text else None

@@ -56,9 +56,17 @@ class TextShape(Protocol):
         """The first event of a text."""
 
     def delta(
-        self, index: int, before: str, text: str, logprobs: Sequence[TokenLogprob]
+        self,
+        index: int,
+        before: str,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        at: tuple[int, int],
     ) -> bytes | None:
-        """More of a text, behind what was there before. None: nothing to tell."""
+        """More of a text, behind what was there before. None: nothing to tell.
+
+        `at`: the tokens, and the pieces of the end, that a reader of the event has.
+        """
 
     def ending(self, index: int, result: GenerationResult) -> Sequence[bytes]:
         """The last events of a text."""
@@ -232,7 +240,9 @@ class _Stream:
             before, text.tokens = text.text, chunk.end
             text.text += chunk.text
             if text.tokens > text.seen.tokens:
-                event = self._shape.delta(index, before, chunk.text, chunk.logprobs)
+                event = self._shape.delta(
+                    index, before, chunk.text, chunk.logprobs, (text.tokens, 0)
+                )
                 if event is not None:
                     yield self._with_id(event)
 
@@ -265,7 +275,8 @@ class _Stream:
                 raise StreamLost("the text differs from what was streamed; get the whole of it")
             rest, logprobs = result.text[len(text.text) :], result.logprobs[text.tokens :]
             text.tokens = result.output_tokens
-            event = self._shape.delta(index, text.text, rest, logprobs)
+            at = (text.tokens, text.ended)
+            event = self._shape.delta(index, text.text, rest, logprobs, at)
             if event is not None:
                 yield self._with_id(event)
         for event in self._shape.ending(index, result):

@@ -28,7 +28,7 @@ from api.endpoints.text_events import ChatEvents, CompletionEvents
 from api.errors import NotFound
 from api.http import openapi
 from api.http.fast_route import IS_HEAD, StreamedRoute
-from api.http.openapi import inference_body, inference_responses
+from api.http.openapi import inference_body, inference_responses, streamed
 from api.http.openapi_headers import LAST_EVENT_ID
 from api.http.request import ApiRequest, authenticate, open_request
 from api.predictions.creation import PredictionSnapshot
@@ -75,7 +75,7 @@ COMPLETION = _Endpoint(
     CHAT.path,
     summary="Continue a chat",
     openapi_extra=inference_body(ChatBody),
-    responses=inference_responses(ChatReply),
+    responses=streamed(inference_responses(ChatReply)),
 )
 async def create_chat(request: Request) -> Response:
     """Answers with the whole message, or with `"stream": true` token by token.
@@ -90,7 +90,7 @@ async def create_chat(request: Request) -> Response:
     COMPLETION.path,
     summary="Continue a text",
     openapi_extra=inference_body(CompletionBody),
-    responses=inference_responses(CompletionReply),
+    responses=streamed(inference_responses(CompletionReply)),
 )
 async def create_completion(request: Request) -> Response:
     """Answers as the chat endpoint does, without a chat template."""
@@ -101,7 +101,7 @@ async def create_completion(request: Request) -> Response:
     "/v1/chat/completions/{completion_id}",
     summary="Get a streamed chat",
     openapi_extra={"parameters": [LAST_EVENT_ID]} | openapi.AUTHENTICATED,
-    responses=openapi.responses(ChatReply, 400, 401, 404, 409, 429, 500, 503, 504),
+    responses=streamed(openapi.responses(ChatReply, 400, 401, 404, 409, 429, 500, 503, 504)),
 )
 async def read_chat(
     request: Request, completion_id: str, stream: bool = False, starting_after: StartingAfter = ""

@@ -72,6 +72,8 @@ async def acmes(api: ApiUnderTest) -> Belongings:
     }
     events = (await http.post("/v1/chat/completions", json=chat, headers=ACME)).text
     (completion, *_) = re.findall(r'"id":"(\w+)"', events)
+    background = {"model": WRITER.name, "input": "say a secret", "background": True}
+    response = (await http.post("/v1/responses", json=background, headers=ACME)).json()
     batch = (await http.post("/v1/batches", json=asked, headers=ACME)).json()
     return Belongings(
         {
@@ -79,6 +81,7 @@ async def acmes(api: ApiUnderTest) -> Belongings:
             "file_id": [file["id"], lines["id"]],
             "batch_id": [batch["id"]],
             "completion_id": [completion],
+            "response_id": [response["id"]],
         }
     )
 

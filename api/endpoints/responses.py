@@ -1,0 +1,241 @@
+"""Answers of /v1/responses in OpenAI's shape, whole and as events.
+
+The sequence number of an event follows from the tokens that a reader has with it, not from how
+many events came before: it is the same at every instance, also if one could not read the tokens
+for a while. The first events have the numbers 0 to 3. An event with tokens has 3 and how many there
+are. The events of the end begin behind the most tokens that there can be. So numbers grow, with
+gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from api.endpoints.text import chat_choice, results_of
+from api.endpoints.tool_calls import shown_of
+from api.schemas.openai_responses import ResponseBody
+from api.schemas.openai_responses_replies import (
+    IncompleteDetails,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    ResponseError,
+    ResponseReply,
+    ResponseStatus,
+    ResponseUsage,
+    WrittenDetails,
+)
+from api.schemas.openai_text_replies import PromptDetails
+from shared.catalog import Model
+from shared.messages import ItemOutcome
+from shared.tasks.text import GenerationResult, TokenLogprob
+
+_ITEM, _PART = 2, 3
+"""The numbers of the events that begin a message."""
+_encode = msgspec.json.Encoder().encode
+
+
+class ResponseEvents:
+    """The answer to one request, and its events behind the one with the number `after`.
+
+    Args:
+        body: of the request. Its `max_output_tokens` is set if events are told of.
+        made: the id of the answer.
+        created_at_s: when it was asked for.
+        model: that writes.
+        after: the sequence number of the last event that the reader has. -1: none.
+    """
+
+    def __init__(
+        self, body: ResponseBody, made: str, created_at_s: float, model: Model, after: int = -1
+    ) -> None:
+        self._body = body
+        self._chat = body.to_chat()
+        self._made = made
+        self._created = int(created_at_s)
+        self._model = model
+        self._after = after
+        self._has_tools = bool(self._chat.tools) and self._chat.tool_choice != "none"
+        self._first_end = _PART + (body.max_output_tokens or 0) + 1
+        self._last = self._first_end
+
+    @property
+    def seen(self) -> tuple[bool, int, int]:
+        """What a reader of the event `after` has: the opening, tokens, and pieces of the end."""
+        if self._after < _PART:
+            return False, 0, 0
+        if self._after < self._first_end:
+            return True, self._after - _PART, 0
+        return True, self._first_end - _PART - 1, self._after - self._first_end + 1
+
+    def reply(self, status: ResponseStatus, **facts: Any) -> ResponseReply:
+        """The answer without its output."""
+        body = self._body
+        given = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        return ResponseReply(
+            id=self._made,
+            created_at=self._created,
+            model=self._model.name,
+            status=status,
+            instructions=body.instructions,
+            background=bool(body.background),
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            temperature=body.temperature,
+            text=given.get("text") or {"format": {"type": "text"}},
+            tool_choice=given.get("tool_choice") or "auto",
+            tools=given.get("tools") or [],
+            top_p=body.top_p,
+            **facts,
+        )
+
+    def whole(self, outcomes: Sequence[ItemOutcome]) -> ResponseReply:
+        """The answer with its output."""
+        (result,) = results_of(outcomes, self._model)
+        is_cut = result.finish_reason == "length"
+        return self.reply(
+            "incomplete" if is_cut else "completed",
+            output=self._output(result),
+            incomplete_details=IncompleteDetails() if is_cut else None,
+            usage=ResponseUsage(
+                result.input_tokens,
+                PromptDetails(result.cached_tokens),
+                result.output_tokens,
+                WrittenDetails(),
+                result.input_tokens + result.output_tokens,
+            ),
+        )
+
+    def _output(self, result: GenerationResult) -> list[OutputItem]:
+        message = chat_choice(self._chat, self._made, 0, result).message
+        calls = message.tool_calls if isinstance(message.tool_calls, list) else []
+        items: list[OutputItem] = []
+        if message.content or not calls:
+            items.append(self._message([OutputText(message.content or "")]))
+        return items + [
+            OutputCall(
+                f"fc_{number}_{self._made}", call.id, call.function.name, call.function.arguments
+            )
+            for number, call in enumerate(calls)
+        ]
+
+    def _message(self, content: list[OutputText], status: str = "completed") -> OutputMessage:
+        return OutputMessage(f"msg_{self._made}", content, status)
+
+    def opening(self, index: int) -> bytes | None:
+        """That the answer was asked for."""
+        begun = self.reply("in_progress")
+        return self._joined(
+            self._event(0, "response.created", response=begun),
+            self._event(1, "response.in_progress", response=begun),
+        )
+
+    def delta(
+        self,
+        index: int,
+        before: str,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        at: tuple[int, int],
+    ) -> bytes | None:
+        """More of the message. What may become the call of a tool is held back."""
+        shown, now = self._shown(before), self._shown(before + text)
+        if now == shown:
+            return None
+        tokens, ended = at
+        number = self._first_end + ended - 1 if ended else _PART + tokens
+        begin = [] if shown else self._begin(_ITEM, _PART)
+        return self._joined(*begin, self._delta(number, now[len(shown) :]))
+
+    def _shown(self, text: str) -> str:
+        return shown_of(text) if self._has_tools else text
+
+    def _begin(self, item: int, part: int) -> list[bytes]:
+        added = self._message([], "in_progress")
+        return [
+            self._event(item, "response.output_item.added", output_index=0, item=added),
+            self._event(part, "response.content_part.added", **self._place(), part=OutputText("")),
+        ]
+
+    def _delta(self, number: int, text: str) -> bytes:
+        kind = "response.output_text.delta"
+        return self._event(number, kind, **self._place(), delta=text, logprobs=[])
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": f"msg_{self._made}", "output_index": 0, "content_index": 0}
+
+    def ending(self, index: int, result: GenerationResult) -> list[bytes]:
+        """What was held back, and the ends of the items. The piece before had the first number."""
+        events: list[tuple[str, dict[str, Any]]] = []
+        shown = self._shown(result.text)
+        for at, item in enumerate(self._output(result)):
+            if isinstance(item, OutputMessage):
+                events += self._message_end(item, shown)
+            else:
+                events += _call_events(item, at)
+        first = self._first_end + 1
+        self._last = first + len(events)
+        return [
+            self._event(first + at, kind, **facts, is_kept=True)
+            for at, (kind, facts) in enumerate(events)
+        ]
+
+    def _message_end(self, item: OutputMessage, shown: str) -> list[tuple[str, dict[str, Any]]]:
+        (part,), place = item.content, self._place()
+        events: list[tuple[str, dict[str, Any]]] = []
+        if not shown:
+            added = {"output_index": 0, "item": self._message([], "in_progress")}
+            events.append(("response.output_item.added", added))
+            events.append(("response.content_part.added", {**place, "part": OutputText("")}))
+        if rest := part.text[len(shown) :]:
+            facts = {**place, "delta": rest, "logprobs": []}
+            events.append(("response.output_text.delta", facts))
+        done = {**place, "text": part.text, "logprobs": []}
+        events.append(("response.output_text.done", done))
+        events.append(("response.content_part.done", {**place, "part": part}))
+        events.append(("response.output_item.done", {"output_index": 0, "item": item}))
+        return events
+
+    def closing(self, outcomes: Sequence[ItemOutcome]) -> list[bytes]:
+        """The whole answer."""
+        whole = self.whole(outcomes)
+        event = self._event(self._last, f"response.{whole.status}", response=whole)
+        return [event] if event else []
+
+    def failure(self, code: str, message: str) -> bytes:
+        """That there is no answer."""
+        failed = self.failed(code, message)
+        return self._event(self._last, "response.failed", response=failed, is_kept=True)
+
+    def failed(self, code: str, message: str) -> ResponseReply:
+        """The answer that says why there is none."""
+        if code == "canceled":
+            return self.reply("cancelled")
+        return self.reply("failed", error=ResponseError(code, message))
+
+    def _event(self, number: int, kind: str, *, is_kept: bool = False, **facts: Any) -> bytes:
+        """An event. Empty if the reader has it."""
+        if number <= self._after and not is_kept:
+            return b""
+        told = {"type": kind, "sequence_number": number, **facts}
+        return f"event: {kind}\n".encode() + b"data: " + _encode(told) + b"\n\n"
+
+    def _joined(self, *events: bytes) -> bytes | None:
+        return b"".join(events) or None
+
+
+def _call_events(call: OutputCall, at: int) -> list[tuple[str, dict[str, Any]]]:
+    """The events of a call, which comes in one piece."""
+    place = {"output_index": at, "item_id": call.id}
+    begun = msgspec.structs.replace(call, arguments="", status="in_progress")
+    written = {**place, "arguments": call.arguments, "name": call.name}
+    return [
+        ("response.output_item.added", {"output_index": at, "item": begun}),
+        ("response.function_call_arguments.delta", {**place, "delta": call.arguments}),
+        ("response.function_call_arguments.done", written),
+        ("response.output_item.done", {"output_index": at, "item": call}),
+    ]

@@ -1,0 +1,220 @@
+"""The body of requests to /v1/responses, as OpenAI's clients send it.
+
+https://platform.openai.com/docs/api-reference/responses. What it asks for is what a chat asks for,
+so it is read into one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+
+from api.schemas.openai import Body
+from api.schemas.openai_text import MOST_TOOLS, ChatBody, Share
+
+_NAME = r"^[A-Za-z0-9_-]{1,64}$"
+
+
+class InputPart(Body):
+    """A part of a message. Text models read text only."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = Field(None, description="Accepted from earlier answers.")
+    logprobs: list[Any] | None = Field(None, description="Accepted from earlier answers.")
+
+
+class InputMessage(Body):
+    """A message, also one of an earlier answer."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputPart]
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = Field(None, description="Accepted from earlier answers.")
+
+    def to_chat(self) -> dict[str, Any]:
+        """The message of a chat."""
+        return {"role": self.role, "content": _text_of(self.content)}
+
+
+class InputCall(Body):
+    """A call of a function in an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        """The message of a chat."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"role": "assistant", "tool_calls": [{"id": self.call_id, "function": function}]}
+
+
+class InputResult(Body):
+    """What a function gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputPart]
+    id: str | None = None
+    status: str | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        """The message of a chat."""
+        content = _text_of(self.output)
+        return {"role": "tool", "tool_call_id": self.call_id, "content": content}
+
+
+def _text_of(content: str | list[InputPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _kind(given: Any) -> str:
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return kind if isinstance(kind, str) else "message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputResult, Tag("function_call_output")],
+    Discriminator(_kind),
+]
+
+
+class ResponseTool(Body):
+    """A function that the model may call. There are no other tools."""
+
+    type: Literal["function"]
+    name: str = Field(pattern=_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
+    strict: bool | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        """The tool of a chat."""
+        return {
+            "type": "function",
+            "function": self.model_dump(exclude={"type"}, exclude_none=True),
+        }
+
+
+class NamedTool(Body):
+    """The one function that the model is to call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Body):
+    """What the text looks like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, pattern=_NAME)
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("schema belongs to type json_schema, and that needs it")
+        return self
+
+    def to_chat(self) -> dict[str, Any]:
+        """The `response_format` of a chat."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        schema = {"name": self.name or "answer", "schema": self.schema_}
+        return {"type": self.type, "json_schema": schema}
+
+
+class TextOptions(Body):
+    """How the text is written."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = Field(None, description="Accepted, without effect.")
+
+
+class ResponseStreamOptions(Body):
+    """What a stream tells of."""
+
+    include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
+
+
+class ResponseBody(Body):
+    """A text to continue, with what came before as items."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"input": "What is a mill?", "max_output_tokens": 16, "temperature": 0}
+        },
+    )
+
+    input: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[InputItem], Field(min_length=1, max_length=2048)]
+    )
+    model: str | None = Field(None, description="Default: the first text model of the catalog.")
+    instructions: str | None = None
+    background: bool | None = Field(None, description="Answer at once, and write on alone.")
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Share | None = None
+    text: TextOptions | None = None
+    tools: list[ResponseTool] | None = Field(None, max_length=MOST_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="Accepted, without effect.")
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+    include: Annotated[list[str], Field(max_length=0)] | None = None
+    truncation: Literal["disabled"] | None = None
+    reasoning: dict[str, Any] | None = Field(None, description="Accepted, without effect.")
+    store: bool | None = Field(
+        None, description="Accepted, without effect: streamed and background ones are kept."
+    )
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_key: str | None = Field(None, description="Accepted, without effect.")
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is a prediction underneath, which any instance can tell of."""
+        return bool(self.stream or self.background)
+
+    def to_chat(self) -> ChatBody:
+        """The chat that asks for the same.
+
+        Raises:
+            pydantic.ValidationError: parts of it don't belong together.
+        """
+        items = (
+            [InputMessage(role="user", content=self.input)]
+            if isinstance(self.input, str)
+            else self.input
+        )
+        said = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        given: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*said, *(item.to_chat() for item in items)],
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "tools": [tool.to_chat() for tool in self.tools] if self.tools else None,
+            "tool_choice": self.tool_choice,
+            "stream": self.is_kept,
+        }
+        if isinstance(self.tool_choice, NamedTool):
+            function = {"name": self.tool_choice.name}
+            given["tool_choice"] = {"type": "function", "function": function}
+        if self.text is not None and self.text.format is not None:
+            given["response_format"] = self.text.format.to_chat()
+        return ChatBody.model_validate(given)

@@ -1,0 +1,223 @@
+"""/v1/responses as OpenAI's client calls it: whole, streamed, in the background, read again."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import pydantic_function_tool
+from pydantic import BaseModel
+
+from shared.tasks.text import GenerationInput
+from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.test_text import TEXT, parsed
+from tests.keys import bearer, keys_url
+from tests.limits import WAIT_LIMIT_S
+
+pytestmark = pytest.mark.anyio
+SAY = f"say {TEXT}"
+
+
+class Weather(BaseModel):
+    """Tells the weather."""
+
+    city: str
+
+
+def weather_tool() -> dict[str, Any]:
+    function = pydantic_function_tool(Weather)["function"]
+    return {"type": "function", **function}
+
+
+CALLS = (
+    "say sure <tool_call>{'name': 'Weather', 'arguments': {'city': 'Bern'}}</tool_call>".replace(
+        "'", '"'
+    )
+)
+
+
+@pytest.fixture
+async def api(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
+    async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
+        yield api
+
+
+def asked(text: Any = SAY, **options: Any) -> dict[str, Any]:
+    return {"model": "writer", "input": text, **options}
+
+
+async def test_a_response_is_answered_as_the_client_reads_it(api: ApiUnderTest) -> None:
+    response = await api.openai().responses.create(**asked(metadata={"night": "monday"}))
+    assert response.output_text == TEXT
+    assert response.status == "incomplete"
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.metadata == {"night": "monday"}
+    usage = response.usage
+    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (7, 5, 12)
+    assert usage.input_tokens_details.cached_tokens == 3
+
+
+async def test_items_become_the_messages_of_a_chat(api: ApiUnderTest) -> None:
+    client = api.openai()
+    first = await client.responses.create(**asked(CALLS, tools=[weather_tool()], temperature=0))
+    message, call = first.output
+    assert (message.content[0].text, call.name) == ("sure", "Weather")
+    given = [
+        {"role": "user", "content": [{"type": "input_text", "text": "how is it?"}]},
+        *(item.model_dump(exclude_none=True) for item in first.output),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"},
+        {"role": "user", "content": "say fine"},
+    ]
+    second = await client.responses.create(**asked(given, instructions="be short"))
+    assert second.output_text == "fine"
+    item = api.worker.items[-1].input
+    assert isinstance(item, GenerationInput)
+    assert [one["role"] for one in item.messages] == [
+        *("system", "user", "assistant", "assistant", "tool", "user")
+    ]
+    assert item.messages[3]["tool_calls"][0]["function"]["arguments"] == {"city": "Bern"}
+
+
+async def test_the_clients_stream_gives_text_and_calls(api: ApiUnderTest) -> None:
+    given = asked(CALLS, tools=[weather_tool()], max_output_tokens=40)
+    async with api.openai().responses.stream(**given) as stream:
+        kinds = [event.type async for event in stream]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done")
+    assert "response.function_call_arguments.done" in kinds
+    assert kinds[-1] == "response.incomplete", "the fake worker always says length"
+
+
+async def test_a_response_can_be_streamed_again_behind_any_event(
+    api: ApiUnderTest, redis_url: str, tmp_path: Path
+) -> None:
+    given = asked(CALLS + " so", tools=[weather_tool()], stream=True, max_output_tokens=40)
+    events = parsed((await api.http.post("/v1/responses", json=given)).text)
+    told = [json.loads(one["data"]) for one in events]
+    numbers = [one["sequence_number"] for one in told]
+    assert numbers == sorted(set(numbers))
+    made = told[0]["response"]["id"]
+    assert told[-1]["response"]["output"][0]["content"][0]["text"] == "sure  so"
+    deltas = [one["delta"] for one in told if one["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == "sure  so"
+    settings = settings_for(tmp_path, redis_url=redis_url)
+    others: dict[str, Any] = {
+        "transport": api.broker,
+        "admin": api.broker,
+        "worker": api.worker,
+    }
+    async with running_api(settings, **others) as other:
+        for at, number in enumerate(numbers):
+            path = f"/v1/responses/{made}?stream=true&starting_after={number}"
+            rest = parsed((await other.http.get(path)).text)
+            assert [json.loads(one["data"]) for one in rest] == told[at + 1 :]
+    whole = await api.openai().responses.retrieve(made)
+    assert whole.output_text == "sure  so"
+
+
+async def test_numbers_are_the_same_if_no_tokens_could_be_read(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(*given: Any) -> None:
+        return None
+
+    plain = parsed((await api.http.post("/v1/responses", json=asked(stream=True))).text)
+    assert api.worker.records is not None
+    monkeypatch.setattr(api.worker.records.tokens, "append", nothing)
+    late = parsed((await api.http.post("/v1/responses", json=asked(stream=True))).text)
+    numbers = [
+        {one["event"]: json.loads(one["data"])["sequence_number"] for one in events}
+        for events in (plain, late)
+    ]
+    # The text itself came in one piece at the end.
+    assert numbers[0].pop("response.output_text.delta") < numbers[1].pop(
+        "response.output_text.delta"
+    )
+    assert numbers[0] == numbers[1]
+
+
+async def test_a_background_response_is_written_alone(api: ApiUnderTest) -> None:
+    api.worker.written = asyncio.Semaphore(0)
+    client = api.openai()
+    response = await client.responses.create(**asked(background=True))
+    assert response.status in ("queued", "in_progress")
+    for _ in TEXT.split():
+        api.worker.written.release()
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while response.status in ("queued", "in_progress"):
+            response = await client.responses.retrieve(response.id)
+    assert response.output_text == TEXT
+    async with client.responses.stream(response_id=response.id, starting_after=1) as stream:
+        text = "".join([one.delta async for one in stream if one.type.endswith("text.delta")])
+    assert text == TEXT
+    await client.responses.delete(response.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(response.id)
+
+
+async def test_a_background_response_can_be_canceled(api: ApiUnderTest) -> None:
+    api.worker.written = asyncio.Semaphore(0)
+    client = api.openai()
+    response = await client.responses.create(**asked(background=True))
+    assert (await client.responses.cancel(response.id)).status == "cancelled"
+    assert (await client.responses.retrieve(response.id)).status == "cancelled"
+
+
+async def test_a_failed_response_says_so(api: ApiUnderTest) -> None:
+    api.worker.broken = {""}
+    client = api.openai()
+    events = [one async for one in await client.responses.create(**asked(stream=True))]
+    assert events[-1].type == "response.failed"
+    assert "breaks the model" in events[-1].response.error.message
+    again = await client.responses.retrieve(events[-1].response.id)
+    assert (again.status, again.error.message) == ("failed", events[-1].response.error.message)
+
+
+async def test_parsed_text_has_the_form_of_its_schema(api: ApiUnderTest) -> None:
+    client = api.openai()
+    response = await client.responses.parse(**asked('say {"city": "Bern"}'), text_format=Weather)
+    assert response.output_parsed == Weather(city="Bern")
+    (item,) = api.worker.items
+    assert isinstance(item.input, GenerationInput)
+    assert json.loads(item.input.json_schema)["required"] == ["city"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"max_output_tokens": 65}, "max_output_tokens"),
+        ({"input": ""}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text"),
+        ({"truncation": "auto"}, "truncation"),
+    ],
+)
+async def test_what_is_wrong_is_named(api: ApiUnderTest, wrong: dict[str, Any], field: str) -> None:
+    answer = await api.http.post("/v1/responses", json=asked() | wrong)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert field in (error["param"] or "") + error["message"]
+
+
+async def test_another_tenant_has_no_part_in_it(redis_url: str, tmp_path: Path) -> None:
+    keys = keys_url(tmp_path, ours="a", theirs="b")
+    async with running_api(settings_for(tmp_path, redis_url=redis_url, keys_url=keys)) as api:
+        made = await api.http.post(
+            "/v1/responses", json=asked(background=True), headers=bearer("ours")
+        )
+        path = f"/v1/responses/{made.json()['id']}"
+        for method, rest in (
+            ("GET", ""),
+            ("GET", "?stream=true"),
+            ("POST", "/cancel"),
+            ("DELETE", ""),
+        ):
+            answer = await api.http.request(method, path + rest, headers=bearer("theirs"))
+            assert answer.status_code == 404, (method, rest)
