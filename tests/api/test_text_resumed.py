@@ -1,15 +1,21 @@
 """Streams of texts that go on behind any event: each piece once."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
 
+from shared.errors import Unavailable
+from shared.stores.token_streams import TokenStreams
 from tests.api.harness import ApiUnderTest, running_api, settings_for
-from tests.api.test_text import TEXT, chat, events_of, said
+from tests.api.test_text import TEXT, chat, events_of, parsed, said
+from tests.keys import bearer, keys_url
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 
@@ -68,3 +74,64 @@ async def test_several_texts_go_on_behind_any_event(api: ApiUnderTest) -> None:
         rest = await events_of(api, "POST", "/v1/chat/completions", json=body, headers=headers)
         both = zip(told(events[: at + 1]), told(rest), strict=True)
         assert [before + after for before, after in both] == told(events)
+
+
+async def test_a_stream_waits_for_redis_and_ends_whole(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis does not answer after two tokens were read. The end is in the record."""
+    read, asked = TokenStreams.read, asyncio.Event()
+
+    async def away(self: TokenStreams, wanted: Any) -> Any:
+        asked.set()
+        raise Unavailable("Redis is away")
+
+    api.worker.written = asyncio.Semaphore(2)
+    given: dict[str, Any] = {"json": chat(stream=True)}
+    async with api.http.stream("POST", "/v1/chat/completions", **given) as answer:
+        got = ""
+        async for piece in answer.aiter_text():
+            got += piece
+            if said(parsed(got)).split() == TEXT.split()[:2]:
+                monkeypatch.setattr(TokenStreams, "read", away)
+                async with asyncio.timeout(WAIT_LIMIT_S):
+                    await asked.wait()
+                for _ in TEXT.split():
+                    api.worker.written.release()
+                await ended(api)
+                monkeypatch.setattr(TokenStreams, "read", read)
+    events = parsed(got)
+    assert said(events) == TEXT
+    assert events[-1]["data"] == "[DONE]"
+
+
+async def ended(api: ApiUnderTest) -> None:
+    """Waits for the end of the only prediction."""
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while True:
+            found = (await api.http.get("/v1/predictions")).json()["results"]
+            if found[0]["status"] == "succeeded":
+                return
+
+
+async def test_streams_of_one_tenant_leave_room_for_another(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.predictions.text_stream.MAX_STREAMS", 4)
+    keys = keys_url(tmp_path, ours="a", theirs="b")
+    async with (
+        running_api(settings_for(tmp_path, redis_url=redis_url, keys_url=keys)) as api,
+        AsyncExitStack() as open_streams,
+    ):
+        api.worker.written = asyncio.Semaphore(0)
+        statuses = []
+        for name in ("ours",) * 6 + ("theirs",):
+            answer = await open_streams.enter_async_context(
+                api.http.stream(
+                    "POST", "/v1/chat/completions", json=chat(stream=True), headers=bearer(name)
+                )
+            )
+            statuses.append(answer.status_code)
+        assert statuses.count(429) >= 2
+        assert 429 in statuses[:-1]
+        assert statuses[-1] == 200
