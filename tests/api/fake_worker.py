@@ -213,7 +213,8 @@ class FakeWorker:
         )
         if job.envelope.deadline_s < now_s:
             return failure(item.index, DeadlineExceeded(), receipt)
-        if getattr(item.input, "text", getattr(item.input, "prompt", "")) in self.broken:
+        # A prompt may be a list of tokens, which no set looks up.
+        if getattr(item.input, "text", getattr(item.input, "prompt", "")) in [*self.broken]:
             return failure(item.index, ModelFailed("this input breaks the model"), receipt)
         result = _result(item.input)
         if self.preparer is not None:
