@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from bench.report import Figure
 from workers.models.base import PreparedPrompt
 from workers.models.device import DTYPES
 
@@ -67,7 +66,9 @@ class PlainTransformers:
 
         0: it took longer than the limit.
         """
-        config = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=2)
+        config = GenerationConfig(
+            max_new_tokens=tokens, do_sample=False, eos_token_id=2, pad_token_id=2
+        )
         batching = self._model.init_continuous_batching(generation_config=config)
         batching.start()
         began_s, written, done = time.perf_counter(), 0, 0
@@ -86,8 +87,8 @@ class PlainTransformers:
             batching.stop(block=True, timeout=5)
 
 
-def llama_cpp(python: str, source: str, conversations: Sequence[Any], tokens: int) -> list[Figure]:
-    """Tokens per second of llama-cpp-python, one text after another. Empty if it fails."""
+def llama_cpp(python: str, source: str, conversations: Sequence[Any], tokens: int) -> float | str:
+    """Tokens per second of llama-cpp-python, one text after another, or why there are none."""
     package, _, name = source.removeprefix("package:").partition("/")
     spec = importlib.util.find_spec(package)
     assert spec is not None, "the source was resolved"
@@ -102,10 +103,11 @@ def llama_cpp(python: str, source: str, conversations: Sequence[Any], tokens: in
             check=True,
             timeout=LLAMA_LIMIT_S,
         )
-        speed = float(done.stdout.split()[-1])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return []
-    return [Figure("llama-cpp-python Q4_1, one by one", speed, "tokens/s")]
+        return float(done.stdout.split()[-1])
+    except subprocess.CalledProcessError as error:
+        return (error.stderr.strip().splitlines() or ["it failed"])[-1]
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        return str(error)
 
 
 def _ids(prompt: PreparedPrompt) -> list[int]:
