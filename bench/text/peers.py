@@ -105,7 +105,7 @@ def llama_cpp(python: str, source: str, conversations: Sequence[Any], tokens: in
         )
         return float(done.stdout.split()[-1])
     except subprocess.CalledProcessError as error:
-        return (error.stderr.strip().splitlines() or ["it failed"])[-1]
+        return str((error.stderr.strip().splitlines() or ["it failed"])[-1])
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
         return str(error)
 
