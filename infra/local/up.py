@@ -6,6 +6,7 @@ cloud.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -69,12 +70,13 @@ def _usage(stack: Stack) -> str:
         "logs": str(stack.log_dir),
     }
     listed = "\n".join(f"  {what:<10}{where}" for what, where in lines.items())
-    body = f'{{"model": "{model.name}", "input": ["a cat", "a kitten"]}}'
+    example = model.definition.example_request(model, "a mill by a river")
+    body = json.dumps(example.body)
     # The certificate is for the name that others use.
     options = " -k" if stack.settings.tls_cert else ""
     if stack.settings.keys_url:
         options += " -H 'Authorization: Bearer YOUR_KEY'"
-    url = f"{stack.api_url}/v1/embeddings"
+    url = f"{stack.api_url}{example.path}"
     curl = f"  curl {url}{options} -H 'Content-Type: application/json' -d '{body}'"
     return f"\nPenstock is up.\n\n{listed}\n\nTry\n\n{curl}\n\nCtrl-C stops it."
 
