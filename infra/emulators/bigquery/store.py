@@ -7,8 +7,9 @@ which is one at a time. Streamed rows are added beside it, in transactions of th
 
 import logging
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ log = logging.getLogger(__name__)
 
 Cursor = Any
 FILE_NAME = "bigquery.duckdb"
+_SUFFIXES = ("", ".wal", ".wal.checkpoint", ".wal.recovery")
+"""Of the files of a database."""
+_LOST = "has been invalidated"
+_IS_ATTACHED = "SELECT 1 FROM duckdb_databases() WHERE database_name = 'data'"
 _MEMORY_LIMIT = "2GB"
 _MACROS = Path(__file__).parent / "googlesql" / "macros.sql"
 
@@ -33,6 +38,9 @@ class Store:
     def __init__(self, data_dir: Path | None) -> None:
         self._data_dir = data_dir
         self._root: Cursor = None
+        self._place = ":memory:"
+        self._is_lost = False
+        self._reopening = threading.Lock()
         self._uploads: tempfile.TemporaryDirectory[str] | None = None
 
     def open(self) -> None:
@@ -47,26 +55,30 @@ class Store:
         self._root.execute(f"SET GLOBAL memory_limit = '{_MEMORY_LIMIT}'")
         # LN(0) and the like are errors in GoogleSQL, not infinities.
         self._root.execute("SET GLOBAL ieee_floating_point_ops = false")
-        place, spill_dir = ":memory:", ""
+        spill_dir = ""
         if self._data_dir is not None:
             self._data_dir.mkdir(parents=True, exist_ok=True)
-            place, spill_dir = str(self._data_dir / FILE_NAME), str(self._data_dir / "spill")
+            self._place = str(self._data_dir / FILE_NAME)
+            spill_dir = str(self._data_dir / "spill")
         # Without data on disk a query that outgrows the memory fails; DuckDB's own default is the
         # working directory.
         self._root.execute(f"SET GLOBAL temp_directory = {_literal(spill_dir)}")
         try:
-            self._root.execute(f"ATTACH {_literal(place)} AS data")
+            self._attach()
         except (duckdb.Error, RuntimeError, ValueError) as error:
             self._root.close()
             self._root = None
             reason = str(error).split("\n")[0]
-            raise OSError(f"cannot open {place}: {reason}") from error
+            raise OSError(f"cannot open {self._place}: {reason}") from error
         self._root.execute("CREATE SCHEMA bq")
         self._root.execute(_MACROS.read_text())
         # Nothing that a query says may reach the machine's files or the network. Only Parquet
-        # files are read in place, from this folder.
+        # files are read in place, from this folder, and the database may be opened again.
         self._uploads = tempfile.TemporaryDirectory(prefix="penstock-bigquery-")
         self._root.execute(f"SET GLOBAL allowed_directories = [{_literal(self.uploads_dir)}]")
+        if self._data_dir is not None:
+            own = ", ".join(_literal(self._place + suffix) for suffix in _SUFFIXES)
+            self._root.execute(f"SET GLOBAL allowed_paths = [{own}]")
         self._root.execute("SET GLOBAL enable_external_access = false")
         self._root.execute("SET GLOBAL lock_configuration = true")
 
@@ -92,12 +104,43 @@ class Store:
 
     @contextmanager
     def cursor(self) -> Iterator[Cursor]:
-        """Opens a session, which sees one state of the data per statement."""
+        """Opens a session, which sees one state of the data per statement.
+
+        Raises:
+            duckdb.IOException: the database was lost to a full disk, and can't be opened yet.
+        """
+        if self._is_lost:
+            self._reopen()
         cursor = self._root.cursor()
         try:
             yield cursor
+        except duckdb.Error as error:
+            # DuckDB gives up a database whose log it could not write back, as on a full disk.
+            self._is_lost = self._is_lost or _LOST in str(error)
+            raise
         finally:
             cursor.close()
+
+    def _reopen(self) -> None:
+        """Opens the database again, whose log has all that was answered.
+
+        It takes until the sessions have ended that were open when the database was lost.
+        """
+        with self._reopening:
+            if not self._is_lost:
+                return
+            if self._root.execute(_IS_ATTACHED).fetchone() is not None:
+                self._root.execute("DETACH data")
+            try:
+                self._attach()
+            except (duckdb.Error, RuntimeError, ValueError) as error:
+                reason = str(error).split("\n")[0]
+                raise duckdb.IOException(f"the database is opened again: {reason}") from error
+            self._is_lost = False
+            log.warning("%s was opened again after its disk was full", self._place)
+
+    def _attach(self) -> None:
+        self._root.execute(f"ATTACH {_literal(self._place)} AS data")
 
     @contextmanager
     def transaction(self) -> Iterator[Cursor]:
@@ -107,7 +150,8 @@ class Store:
             try:
                 yield cursor
             except BaseException:
-                cursor.execute("ROLLBACK")
+                with suppress(duckdb.Error):  # there is none if the database is lost
+                    cursor.execute("ROLLBACK")
                 raise
             cursor.execute("COMMIT")
 

@@ -15,7 +15,9 @@ from infra.emulators.bigquery.errors import (
     BytesBilledError,
     InvalidQueryError,
     StoppedError,
+    UnavailableError,
     UnsupportedError,
+    as_service_error,
 )
 from infra.emulators.bigquery.googlesql.parameters import values_in
 from infra.emulators.bigquery.googlesql.translate import Statement
@@ -172,6 +174,8 @@ def _translated(statement: Statement) -> Iterator[None]:
             f"Not supported by the embedded BigQuery: {_cleaned(error, statement)}"
         ) from error
     except duckdb.Error as error:
+        if isinstance(found := as_service_error(error), UnavailableError):
+            raise found from error
         raise InvalidQueryError(_cleaned(error, statement)) from error
 
 

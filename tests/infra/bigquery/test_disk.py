@@ -1,0 +1,51 @@
+"""A disk that is full for a while: refused, nothing answered is lost, and it goes on by itself."""
+
+import json
+import random
+from pathlib import Path
+
+import psutil
+from google.cloud import bigquery
+
+from infra.local.process import free_port, listens
+from tests.infra.bigquery.connecting import connected, request, rows_of
+from tests.infra.bigquery.test_process import process
+from tests.limits import START_LIMIT_S
+
+MIB = 1024 * 1024
+LIMIT_BYTES = 20 * MIB
+"""Above the 16 MiB at which DuckDB writes its log back, and below what it has then."""
+
+
+def insert(endpoint: str, number: int) -> int:
+    """The status of a row of 1 MiB, which does not compress."""
+    text = random.Random(number).randbytes(MIB // 2).hex()
+    body = f'{{"rows": [{{"insertId": "{number}", "json": {{"id": {number}, "text": "{text}"}}}}]}}'
+    path = "/bigquery/v2/projects/p/datasets/d/tables/t/insertAll"
+    status, _, _ = request(
+        endpoint, "POST", path, body.encode(), **{"content-type": "application/json"}
+    )
+    return status
+
+
+def test_a_full_disk_is_told_of_and_left_behind(tmp_path: Path) -> None:
+    port = free_port()
+    endpoint = f"http://127.0.0.1:{port}"
+    unlimited = (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY)
+    with process(port, tmp_path, tmp_path / "data") as running, connected(endpoint, "p") as client:
+        running.wait_ready(lambda: listens(port), START_LIMIT_S)
+        client.create_dataset("d")
+        fields = [bigquery.SchemaField("id", "INT64"), bigquery.SchemaField("text", "STRING")]
+        client.create_table(bigquery.Table("p.d.t", fields))
+        server = psutil.Process(running.pid)
+        server.rlimit(psutil.RLIMIT_FSIZE, (LIMIT_BYTES, psutil.RLIM_INFINITY))
+        answered = {number: insert(endpoint, number) for number in range(60)}
+        assert set(answered.values()) == {200, 503}
+        sql = "UPDATE d.t SET text = CONCAT(text, text) WHERE TRUE"
+        body = json.dumps({"query": sql, "useLegacySql": False}).encode()
+        _, _, told = request(endpoint, "POST", "/bigquery/v2/projects/p/queries", body)
+        assert "backendError" in json.dumps(told), told
+        server.rlimit(psutil.RLIMIT_FSIZE, unlimited)
+        assert insert(endpoint, 100) == 200
+        kept = {row[0] for row in rows_of(client, "SELECT id FROM d.t")}
+        assert kept >= {number for number, status in answered.items() if status == 200} | {100}
