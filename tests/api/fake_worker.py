@@ -64,9 +64,9 @@ class FakeWorker:
     """Serves all of `models`.
 
     `go` cleared holds every answer back. `broken` texts and prompts fail. With a cache, results are
-    kept as a real worker keeps them. `jobs` are those taken, in order of arrival; `is_silent` takes
-    jobs and never answers; `stores_results_in` takes all images; jobs of the requests `unreadable`
-    are answered as what can't be read; With a `preparer` a text is checked and cut as in a real
+    kept as a real worker keeps them. `jobs` are those taken, in order of arrival. `is_silent` takes
+    jobs and never answers. `stores_results_in` takes all images. Jobs of the requests `unreadable`
+    are answered as what can't be read. With a `preparer` a text is checked and cut as in a real
     worker, and its vector is its token ids. `jitter` makes answers come out of order. With records,
     predictions are claimed and ended as a real worker does.
     """
