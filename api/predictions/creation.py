@@ -71,10 +71,20 @@ class Creation:
 
     async def wait(self, limit_s: float) -> None:
         """Waits for the end of the prediction, at most `limit_s`. Updates `snapshot`."""
+        await self._wait(lambda record: record.is_over, limit_s)
+
+    async def wait_for_reply(self, limit_s: float) -> None:
+        """Waits for what its worker says of a prediction that is over, at most `limit_s`.
+
+        A canceled one is over before its worker knows.
+        """
+        await self._wait(lambda record: not record.is_over or record.reply is not None, limit_s)
+
+    async def _wait(self, is_met: Callable[[Record], bool], limit_s: float) -> None:
         # The limit includes reads: a Redis that hangs must not delay the answer beyond it.
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, limit_s)):
-                while not self.snapshot.record.is_over:
+                while not is_met(self.snapshot.record):
                     await self._pause()
                     self.snapshot = await self._refresh(self.snapshot)
 

@@ -1,8 +1,8 @@
 """Follows predictions of callers with limits to their ends, when no request waits for them.
 
-What was reserved is settled then: a prediction that fails costs nothing, and its items are no
-longer in flight. The instance that created it follows it. If that dies, what was reserved counts,
-and its items in flight are free when their slots expire.
+What was reserved is settled then as it is charged, and its items are no longer in flight. The
+instance that created it follows it. If that dies, what was reserved counts, and
+its items in flight are free when their slots expire.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ MOST_FOLLOWED = 256
 """Predictions of one instance. Each reads its record twice a second. Others count as reserved."""
 GRACE_S = 10.0
 """After its deadline a prediction is ended by whoever reads it."""
+ENDING_S = 10.0
+"""For so long after a prediction was canceled, its worker is waited for, which tells the charge."""
 CLOSE_LIMIT_S = 1.0
 
 
@@ -60,6 +62,7 @@ class PredictionFollower:
         creation = Creation(snapshot, self._refresh, None, is_new=True)
         try:
             await creation.wait(snapshot.prediction.deadline_s + GRACE_S - time.time())
+            await creation.wait_for_reply(ENDING_S)
         finally:
             record, price = creation.snapshot.record, snapshot.prediction.price
             if price is None or not record.is_over:

@@ -11,8 +11,11 @@ from shared.reports.invoice import Invoice, InvoiceLine
 RULES = (
     "An item that was computed and delivered costs its price. A result from the cache, or of the"
     " same item of another request, costs the share of the price that the model's entry states.",
-    "Items that failed, came too late or were canceled cost nothing. Requests that were refused"
-    " are not on the invoice.",
+    "Items that failed, came too late or were canceled cost nothing, but a text that was canceled"
+    " or came too late after its reader got tokens of it costs these and its prompt. Requests that"
+    " were refused are not on the invoice.",
+    "Tokens that were read, written and found in the cache have prices of their own. The unit price"
+    " of a line of texts is their average.",
     "Lines of batches cost the share of the price that the plan states.",
     "A price holds for what is received from its first moment on. A month with two prices has"
     " lines of both.",

@@ -1,4 +1,5 @@
 -- Ends records. The first reply stays: a late attempt changes nothing and gets the first reply.
+-- A record that a caller canceled takes only a reply that says so.
 -- Follows retention.lua, record_budget.lua and record_states.lua.
 --
 -- KEYS: store, records
@@ -9,10 +10,9 @@ local now, ttl, store, out = ARGV[1], ARGV[2], KEYS[1], {}
 for i = 2, #KEYS do
   local key, state, reply = KEYS[i], ARGV[2 * i - 1], ARGV[2 * i]
   local f = redis.call('HMGET', key, 'state', 'keep_s', 'reply')
-  if f[3] or (is_over(f[1]) and f[1] ~= 'canceled') then
+  if f[3] or (is_over(f[1]) and (f[1] ~= 'canceled' or state ~= 'canceled')) then
     out[i - 1] = {0, f[1], f[3] or ''}
   else
-    if f[1] == 'canceled' then state = 'canceled' end
     redis.call('HSET', key, 'state', state, 'reply', reply, 'ended_at_s', now, 'open', 0)
     if f[2] then ended(store, key, now, f[2]) else redis.call('EXPIRE', key, ttl) end
     out[i - 1] = {1, state, ''}

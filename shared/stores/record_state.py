@@ -41,6 +41,11 @@ class Finish(NamedTuple):
     state: State
     reply: bytes | None
 
+    @property
+    def is_lost_to_cancel(self) -> bool:
+        """Whether a caller canceled first, so that nothing was kept. No reply is there yet."""
+        return not self.is_ours and self.state == "canceled" and self.reply is None
+
 
 class Record(msgspec.Struct, kw_only=True):
     """A record as it is now. Times are unix seconds, 0 for events that have not happened."""

@@ -258,7 +258,7 @@ class Records(RedisStore):
     ) -> Finish | None:
         """Ends a record with the encoded ReplyBody `reply`, unless it has one.
 
-        `canceled` stays `canceled`.
+        One that a caller canceled takes only a reply with the state `canceled`.
         """
         answers = await self._finishes.call([(record, state, reply)]) if self.is_up else None
         return None if answers is None else answers[0]

@@ -1,4 +1,6 @@
--- Reads tokens of several items, and whether their records are over.
+-- Reads tokens of several items, and whether their records are over. Notes in each record how many
+-- tokens of the item were read at most, as what was read may be charged. Of a record that ended
+-- without a result, only what was read before is there to read.
 --
 -- KEYS: for each: record, stream
 -- ARGV: for each, the tokens that the reader has
@@ -6,11 +8,18 @@
 
 local out = {}
 for i = 1, #KEYS / 2 do
-  local state = redis.call('HGET', KEYS[2 * i - 1], 'state')
-  local found = {(state == 'starting' or state == 'processing') and 0 or 1}
-  for j, entry in ipairs(redis.call('XRANGE', KEYS[2 * i], '(' .. ARGV[i] .. '-0', '+')) do
+  local record, stream = KEYS[2 * i - 1], KEYS[2 * i]
+  local field = 'read_' .. string.match(stream, '%d+$')
+  local f = redis.call('HMGET', record, 'state', field, 'delivered')
+  local open = f[1] == 'starting' or f[1] == 'processing'
+  local read, last, newest = tonumber(f[2] or 0), '+', 0
+  if f[1] ~= 'succeeded' and (f[3] or not open) then last = read .. '-0' end
+  local found = {open and 0 or 1}
+  for j, entry in ipairs(redis.call('XRANGE', stream, '(' .. ARGV[i] .. '-0', last)) do
     found[j + 1] = entry[2][2]
+    newest = tonumber(string.match(entry[1], '^%d+'))
   end
+  if open and newest > read then redis.call('HSET', record, field, newest) end
   out[i] = found
 end
 return out

@@ -15,6 +15,7 @@ does not need this stream.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -36,6 +37,7 @@ MOST_ITEMS = 8
 
 _APPEND = load_script("shared/stores/token_append.lua")
 _READ = load_script("shared/stores/token_read.lua")
+_DELIVERED = load_script("shared/stores/token_delivered.lua")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(TokenChunk)
 
@@ -47,6 +49,14 @@ class Written(NamedTuple):
     item: int
     attempt: int
     chunk: TokenChunk
+
+
+class Delivered(NamedTuple):
+    """Tokens of one item that went out to readers, and those of its prompt."""
+
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
 
 
 class Tokens(NamedTuple):
@@ -102,6 +112,9 @@ class TokenStreams:
     async def read(self, wanted: Sequence[tuple[str, int, int]]) -> list[Tokens]:
         """Returns the chunks of several items, each from the first that ends after a place.
 
+        They count as delivered. Where a record ended without a result, or is about to, only what
+        was delivered before is returned.
+
         Args:
             wanted: of each item, its record, its index, and the tokens that the reader has.
 
@@ -118,6 +131,35 @@ class TokenStreams:
             Tokens([_decoder.decode(chunk) for chunk in chunks], bool(is_over))
             for is_over, *chunks in found
         ]
+
+    async def written(self, wanted: Sequence[tuple[str, int]]) -> list[list[TokenChunk]]:
+        """Returns all chunks of several items, for the worker that goes on with them.
+
+        Args:
+            wanted: of each item, its record and its index.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        found = await asyncio.gather(
+            *(
+                self._commands.run("XRANGE", self._key(record, index), "-", "+")
+                for record, index in wanted
+            )
+        )
+        return [[_decoder.decode(entry[b"c"]) for _, entry in entries] for entries in found]
+
+    async def end_delivery(self, record: str, items: Sequence[int]) -> list[Delivered | None]:
+        """Returns what was delivered of items that end without a result, for their charge.
+
+        From here on, readers get nothing that they could not have read before.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        keys = [f"{self._prefix}record:{record}", *(self._key(record, at) for at in items)]
+        found = await self._commands.run_script(_DELIVERED, keys)
+        return [_delivered(read, first) for read, *first in found]
 
     async def mark_read(self, record: str) -> None:
         """Says that somebody reads along.
@@ -137,3 +179,11 @@ class TokenStreams:
 
     def _reader_key(self, record: str) -> str:
         return f"{self._prefix}reader:{record}"
+
+
+def _delivered(read: int, first: Sequence[bytes]) -> Delivered | None:
+    """None: nothing was read."""
+    if not read or not first:
+        return None
+    chunk = _decoder.decode(first[0])
+    return Delivered(chunk.input_tokens, chunk.cached_tokens, read)

@@ -35,13 +35,16 @@ class TokenChunk(msgspec.Struct, omit_defaults=True):
     """Tokens that were written one after another.
 
     `first`: how many tokens of the item come before. `text` may lag behind `ids`: it ends before a
-    character that is not whole yet, and before what may become a stop sequence.
+    character that is not whole yet, and before what may become a stop sequence. The first chunk of
+    an item tells how many tokens its prompt has, and how many of these are `cached_tokens`.
     """
 
     first: int
     ids: list[int]
     text: str = ""
     logprobs: list[TokenLogprob] = []
+    input_tokens: int = 0
+    cached_tokens: int = 0
 
     @property
     def end(self) -> int:

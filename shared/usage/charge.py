@@ -17,6 +17,8 @@ SHARED = frozenset({"memory", "redis", "joined"})
 """Ways of the cache (`Receipt.cache`) on which a result was delivered that another item had
 computed.
 """
+ENDED_BY_CALLER = frozenset({"canceled", "expired"})
+"""Statuses of items that their caller canceled, or gave too little time."""
 
 
 class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -81,19 +83,28 @@ def charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
 
     An item that was not delivered costs nothing, whatever was computed for it. An item that was
     computed and delivered costs its price. A result from the cache, or from an identical item in
-    flight, costs `cached_share` of it. All of it is multiplied by the share that the request pays.
+    flight, costs `cached_share` of it. A text that was canceled or ran out of time after its
+    reader got tokens costs these and its prompt. All of it is multiplied by the share that the
+    request pays.
     """
-    if outcome.status != "succeeded":
+    if not _is_delivered(outcome):
         return 0.0
     return _share_of_result(price, outcome) * price.price_share
 
 
 def charged_work(price: ItemPrice, outcome: ItemOutcome) -> float:
     """Returns the tokens or pixel-steps that count for limits, whatever the request pays."""
-    if outcome.status != "succeeded":
+    if not _is_delivered(outcome):
         return 0.0
     work = (outcome.receipt.tokens or 0) + (outcome.receipt.pixel_steps or 0)
     return _share_of_result(price, outcome) * work
+
+
+def _is_delivered(outcome: ItemOutcome) -> bool:
+    """Whether the caller got what the receipt counts. Our own failures are never charged."""
+    return outcome.status == "succeeded" or (
+        outcome.receipt.is_delivered_in_part and outcome.status in ENDED_BY_CALLER
+    )
 
 
 def _share_of_result(price: ItemPrice, outcome: ItemOutcome) -> float:

@@ -105,6 +105,7 @@ def row_of(
     )
     known = {name: getattr(receipt, name) for name in receipt.__struct_fields__}
     # A repeated answer may be another revision's.
+    del known["is_delivered_in_part"]  # the charge says it
     revision = known.pop("revision") or (model.revision if model else None)
     if receipt.batch_size is None:  # no model ran for it
         known["cold_start"] = None

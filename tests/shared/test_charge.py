@@ -14,7 +14,7 @@ from shared.errors import ConfigurationError
 from shared.message_encoding import decode_job, encode_job
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Receipt
 from shared.tasks.embedding import TextInput
-from shared.usage.charge import ItemPrice, charge_of, price_of
+from shared.usage.charge import ItemPrice, charge_of, charged_work, price_of
 from shared.usage.row import Row, row_of
 
 CHANGED_AT = dt.datetime(2026, 11, 15, tzinfo=dt.UTC)
@@ -176,3 +176,26 @@ def test_tokens_that_are_written_or_cached_have_prices_of_their_own(
     receipt = Receipt(tokens=100, output_tokens=30, cached_tokens=10)
     listed_usd = charge_of(price, ItemOutcome(0, "succeeded", receipt)).list_price_usd
     assert listed_usd == pytest.approx(expected_micro_usd / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("status", "in_part", "cache", "cost_usd"),
+    [
+        ("canceled", True, "none", 3.0),
+        ("expired", True, "miss", 3.0),
+        ("canceled", True, "joined", 1.5),
+        ("failed", True, "miss", 0.0),
+        ("canceled", False, "miss", 0.0),
+        ("expired", False, "miss", 0.0),
+    ],
+)
+def test_tokens_that_were_read_of_a_text_without_a_result_are_charged(
+    status: str, in_part: bool, cache: str, cost_usd: float
+) -> None:
+    price = ItemPrice(
+        per_million_tokens_usd=1.0, per_million_output_tokens_usd=4.0, cached_share=0.5
+    )
+    receipt = Receipt(cache, tokens=1_500_000, output_tokens=500_000, is_delivered_in_part=in_part)
+    outcome = ItemOutcome(0, status, receipt)
+    assert charge_of(price, outcome).cost_usd == cost_usd
+    assert bool(charged_work(price, outcome)) == bool(cost_usd)

@@ -100,7 +100,9 @@ class Transitions(RuleBasedStateMachine):
         if one.reply is not None and one.state is not None:
             assert done == Finish(False, one.state, one.reply)
             return
-        state = "canceled" if one.state == "canceled" else state
+        if one.state == "canceled" != state:
+            assert done == Finish(False, "canceled", None)
+            return
         assert done == Finish(True, state, None)
         one.state, one.reply, one.open = state, reply, 0
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared.stores.records import Records
-from shared.stores.token_streams import MOST_ITEMS, Written
+from shared.stores.token_streams import MOST_ITEMS, Delivered, Written
 from shared.tasks.text import TokenChunk
 from tests.limits import WAIT_LIMIT_S
 
@@ -67,6 +67,28 @@ async def test_a_deleted_prediction_leaves_no_tokens(redis_url: str) -> None:
         found = await streams.read([(record, item, 0) for item in items])
         assert [chunks for chunks, _ in found] == [[]] * MOST_ITEMS
         assert not await streams.is_read(record)
+
+
+@pytest.mark.parametrize("end", ["cancel", "fail", "end_delivery"])
+async def test_what_was_read_is_counted_and_nothing_else_is_read_after_the_end(
+    redis_url: str, end: str
+) -> None:
+    async with Records(redis_url) as records:
+        record, streams = await claimed(records), records.tokens
+        first = TokenChunk(0, [5, 6], "a b ", input_tokens=9, cached_tokens=4)
+        await streams.append([Written(record, 0, 1, first), Written(record, 1, 1, first)])
+        await streams.read([(record, 0, 0)])
+        await streams.append([Written(record, 0, 1, chunk(2, 7))])
+        assert await streams.written([(record, 0), (record, 1)]) == [[first, chunk(2, 7)], [first]]
+        if end == "cancel":
+            await records.cancel(record)
+        elif end == "fail":
+            await records.finish(record, "failed", b'{"outcomes":[]}')
+        else:
+            await streams.end_delivery(record, [])
+        found = await streams.read([(record, 0, 0), (record, 0, 2), (record, 1, 0)])
+        assert [one.chunks for one in found] == [[first], [], []]
+        assert await streams.end_delivery(record, [0, 1]) == [Delivered(9, 4, 2), None]
 
 
 async def test_without_redis_nothing_is_raised_to_a_worker() -> None:

@@ -64,7 +64,9 @@ class _Text:
         self.told = len(self.letters)
         if not new:
             return None
-        return TokenChunk(first, [ord(letter) for letter in new], "".join(new))
+        read = 0 if first else len(self.prompt)
+        ids = [ord(letter) for letter in new]
+        return TokenChunk(first, ids, "".join(new), input_tokens=read)
 
     @property
     def result(self) -> GenerationResult:

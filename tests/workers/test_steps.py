@@ -33,7 +33,7 @@ MODEL = Model(
     batch=Batch(max_tokens=400, max_items=4),
     generation=Generation(context_tokens=400, default_tokens=4, longest_tokens=300),
     cache=Cache(ttl_s=60),
-    price=Price(per_million_tokens_usd=2.0, per_million_output_tokens_usd=6.0),
+    price=Price(per_million_tokens_usd=2.0, per_million_output_tokens_usd=6.0, cached_share=0.25),
 )
 FOREVER = 10**8
 """Tokens that no test waits for."""
@@ -41,13 +41,13 @@ FOREVER = 10**8
 
 @asynccontextmanager
 async def spelling(
-    redis_url: str, folder: Path, drain_s: float = WAIT_LIMIT_S
+    redis_url: str, folder: Path, drain_s: float = WAIT_LIMIT_S, model: Model = MODEL
 ) -> AsyncIterator[WorkerHarness]:
     command = (sys.executable, "-m", "tests.workers.speller")
     async with (
-        ModelPool([HostedModel(MODEL, folder)], device="cpu", processes=1, command=command) as pool,
+        ModelPool([HostedModel(model, folder)], device="cpu", processes=1, command=command) as pool,
         running_worker(
-            redis_url, folder, pool=pool, model=MODEL, preparer=SpellerPreparer(), drain_s=drain_s
+            redis_url, folder, pool=pool, model=model, preparer=SpellerPreparer(), drain_s=drain_s
         ) as harness,
     ):
         harness.pool = pool  # type: ignore[attr-defined]
@@ -65,8 +65,40 @@ async def ask(
     tenant: str = "t",
     is_streamed: bool = False,
     attempt: int = 1,
+    cache_key: str | None = None,
 ) -> None:
     """Publishes a job of one text. A streamed one is a prediction."""
+    now_s = time.time()
+    if is_streamed:
+        await harness.records.create(
+            record_id(request_id, 0), tenant, b"{}", deadline_s=now_s + left_s, keep_s=60
+        )
+    given = GenerationInput(tokens, 0, prompt=prompt, is_streamed=is_streamed)
+    await publish(
+        harness,
+        request_id,
+        given,
+        cache_key=cache_key,
+        left_s=left_s,
+        attempt=attempt,
+        tenant=tenant,
+        lane=lane,
+        prediction="1" if is_streamed else "",
+    )
+
+
+async def publish(
+    harness: WorkerHarness,
+    request_id: str,
+    given: GenerationInput,
+    *,
+    cache_key: str | None = None,
+    left_s: float = 300,
+    attempt: int = 1,
+    tenant: str = "t",
+    lane: str = "",
+    prediction: str = "1",
+) -> None:
     now_s = time.time()
     envelope = Envelope(
         request_id=request_id,
@@ -78,16 +110,11 @@ async def ask(
         deadline_s=now_s + left_s,
         received_at_s=now_s,
         published_at_s=now_s,
-        lane=lane,
-        prediction="1" if is_streamed else "",
         attempt=attempt,
+        lane=lane,
+        prediction=prediction,
     )
-    if is_streamed:
-        await harness.records.create(
-            record_id(request_id, 0), tenant, b"{}", deadline_s=now_s + left_s, keep_s=60
-        )
-    given = GenerationInput(tokens, 0, prompt=prompt, is_streamed=is_streamed)
-    await harness.publish(Job(envelope, JobBody([Item(0, given)])))
+    await harness.publish(Job(envelope, JobBody([Item(0, given, cache_key)])))
 
 
 async def outcome(harness: WorkerHarness) -> tuple[str, ItemOutcome]:
@@ -224,6 +251,72 @@ async def test_tokens_reach_the_stream_and_a_killed_process_goes_on_from_them(
         assert (await outcome(harness))[1].status == "canceled"
 
 
+@pytest.mark.parametrize("end", ["cancel", "deadline", "nobody read"])
+async def test_tokens_that_were_read_before_a_cancel_are_charged(
+    redis_url: str, tmp_path: Path, end: str
+) -> None:
+    async with spelling(redis_url, tmp_path) as harness:
+        left_s = 2.0 if end == "deadline" else 300
+        await ask(harness, "left", "abc", FOREVER, left_s=left_s, is_streamed=True)
+        record, read = record_id("left", 0), 0
+        await harness.until(lambda: running(harness) == ["left"])
+        if end != "nobody read":
+            read = (await read_until(harness, record, 20))[-1].end
+        if end != "deadline":
+            await harness.records.cancel(record)
+        ended = (await outcome(harness))[1]
+        await harness.until(lambda: len(harness.rows) == 1)
+        [row] = harness.rows
+        assert row.status == ended.status == ("expired" if end == "deadline" else "canceled")
+        if read:
+            assert (row.input_tokens, row.output_tokens, row.charged_share) == (3, read, 1.0)
+        assert row.cost_usd == pytest.approx((3 * 2 + read * 6) / 1e6 if read else 0.0)
+        found = await harness.records.read(record)
+        assert found is not None
+        assert found.reply is not None
+        assert found.reply.outcomes[0].receipt.output_tokens == (read or None)
+        after = (await harness.records.tokens.read([(record, 0, 0)]))[0].chunks
+        assert (after[-1].end if after else 0) == read, "no more is read than is charged"
+
+
+async def test_the_worker_that_learns_of_a_cancel_charges_what_another_delivered(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with spelling(redis_url, tmp_path, drain_s=0) as first:
+        await ask(first, "gone", "abc", FOREVER, left_s=300, is_streamed=True)
+        record = record_id("gone", 0)
+        read = (await read_until(first, record, 20))[-1].end
+        first.stop.set()
+        await asyncio.wait_for(first.running, WAIT_LIMIT_S)  # type: ignore[arg-type]
+        await first.records.cancel(record)
+    async with spelling(redis_url, tmp_path) as second:
+        given = GenerationInput(50, 0, prompt="abc", is_streamed=True)
+        await publish(second, "gone", given)
+        assert (await outcome(second))[1].status == "canceled"
+        await second.until(lambda: len(second.rows) == 1)
+        [row] = second.rows
+        assert (row.input_tokens, row.output_tokens) == (3, read)
+        assert row.cost_usd == pytest.approx((3 * 2 + read * 6) / 1e6)
+
+
+async def test_one_of_two_readers_who_cancels_pays_the_share_of_a_joined_text(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with spelling(redis_url, tmp_path) as harness:
+        for name in ("leaves", "stays"):
+            await ask(harness, name, "abc", FOREVER, left_s=300, is_streamed=True, cache_key="k")
+        await harness.until(lambda: sorted(running(harness)) == ["leaves", "stays"])
+        for name in ("leaves", "stays"):
+            await read_until(harness, record_id(name, 0), 5)
+            await harness.records.cancel(record_id(name, 0))
+            await outcome(harness)
+        await harness.until(lambda: len(harness.rows) == 2)
+        assert [(row.cache, row.charged_share) for row in harness.rows] == [
+            ("joined", 0.25),
+            ("miss", 1.0),
+        ]
+
+
 async def test_another_worker_goes_on_from_the_stream(redis_url: str, tmp_path: Path) -> None:
     async with spelling(redis_url, tmp_path, drain_s=0) as first:
         await ask(first, "taken", "abc", FOREVER, left_s=300, is_streamed=True)
@@ -235,14 +328,8 @@ async def test_another_worker_goes_on_from_the_stream(redis_url: str, tmp_path: 
         assert before[: len(seen)] == seen
         end = before[-1].end
         async with spelling(redis_url, tmp_path) as second:
-            now_s = time.time()
-            envelope = Envelope(
-                request_id="taken", part=0, model=MODEL.name, tenant="t", inbox=inbox_topic_id("1"),
-                slot="0", deadline_s=now_s + 300, received_at_s=now_s, published_at_s=now_s,
-                prediction="1",
-            )  # fmt: skip
             given = GenerationInput(end + 50, 0, prompt="abc", is_streamed=True)
-            await second.publish(Job(envelope, JobBody([Item(0, given)])))
+            await publish(second, "taken", given)
             assert (await outcome(second))[1].status == "succeeded"
             found = await second.records.read(record)
             assert found is not None

@@ -68,7 +68,11 @@ class Cancellation:
         stopping = _items_in(filter(self.is_unwanted, running), pulled)
         for item in pulled.items:
             if item.index not in stopping:
-                outcome = pulled.unwanted(item.index, started=item.index in started)
+                # Others go on with what has started, and one of them pays all of it.
+                is_started = item.index in started
+                is_joined = is_started and pulled.reads_cache and item.cache_key
+                receipt = pulled.receipt(cache="joined") if is_joined else None
+                outcome = pulled.unwanted(item.index, receipt, started=is_started)
                 self._completion.settle(pulled, outcome)
         # The ack makes room for new jobs, so the items of this one must not stay in the queue.
         self._queue.discard_unwanted()

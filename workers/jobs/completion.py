@@ -21,7 +21,7 @@ from shared.message_encoding import decode_reply_body, encode_reply_body
 from shared.messages import Envelope, ItemOutcome, ReplyBody
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
-from shared.stores.record_state import Claim
+from shared.stores.record_state import Claim, Finish
 from shared.stores.records import LATE_LOOK_S, Records
 from shared.tracing.context import entered
 from shared.transport import Publisher
@@ -34,6 +34,7 @@ from workers.jobs.canary_part import CanaryPart
 from workers.jobs.forwarding import Forwarding
 from workers.jobs.large_results import LargeResults
 from workers.jobs.outcome import answered_by, in_time, one_for_each, state_of, undelivered
+from workers.jobs.partial_delivery import with_delivered
 from workers.jobs.registry import JobRegistry
 from workers.jobs.replies import ReplyPublisher
 from workers.jobs.spans import record_spans
@@ -190,15 +191,13 @@ class Completion:
         """
         until_s = time.monotonic() + KEEP_LIMIT_S
         while True:
-            ours = in_time(pulled, ours, time.time())
-            body = encode_reply_body(ours)
-            finish = await self._records.finish(pulled.record, state_of(ours), body)
+            ours, finish = await self._try_end(pulled, in_time(pulled, ours, time.time()))
             if finish is not None:
                 break
             left_s = until_s - time.monotonic()
             if left_s <= 0 or not await self._records.wait_up(left_s):
                 raise Unavailable("the record could not be ended")
-        answered = answered_by(ours, finish)
+        answered, body = answered_by(ours, finish), encode_reply_body(ours)
         if finish.is_ours:
             self._count_promised(pulled.envelope, ours)
         await self._reply(pulled, answered, body)
@@ -207,6 +206,22 @@ class Completion:
         await self._webhooks.publish(pulled.record, subscribed, "output")
         await self._webhooks.publish(pulled.record, subscribed, "completed")
         return answered
+
+    async def _try_end(self, pulled: PulledJob, ours: ReplyBody) -> tuple[ReplyBody, Finish | None]:
+        """Ends the record of a prediction. Returns our answer, and None if Redis is away."""
+        try:
+            ours = await with_delivered(self._records.tokens, pulled, ours)
+            finish = await self._records.finish(
+                pulled.record, state_of(ours), encode_reply_body(ours)
+            )
+            if finish is not None and finish.is_lost_to_cancel:
+                ours = await with_delivered(self._records.tokens, pulled, answered_by(ours, finish))
+                finish = await self._records.finish(
+                    pulled.record, "canceled", encode_reply_body(ours)
+                )
+        except Unavailable:
+            return ours, None
+        return ours, finish
 
     def _count_promised(self, envelope: Envelope, ours: ReplyBody) -> None:
         """Counts the items of a prediction. The API counts those whose callers wait."""

@@ -14,9 +14,10 @@ from shared.errors import Unavailable
 from shared.messages import Item
 from shared.stores.records import Records
 from shared.stores.token_streams import Written
-from shared.tasks.text import GenerationInput, TokenChunk
+from shared.tasks.text import TokenChunk
 from workers.job import PulledJob, QueuedItem
 from workers.jobs.completion import Completion
+from workers.jobs.partial_delivery import is_streamed
 from workers.models.base import Prepared, PreparedPrompt
 
 _Reader = tuple[PulledJob, int]
@@ -90,33 +91,29 @@ class TokenOutput:
             place
             for place, (pulled, item) in enumerate(missing)
             if pulled.envelope.attempt > 1
-            and _is_streamed(item)
+            and is_streamed(item)
             and isinstance(prepared[place], PreparedPrompt)
         ]
         if not wanted:
             return written
-        places = [(missing[place][0].record, missing[place][1].index, 0) for place in wanted]
+        places = [(missing[place][0].record, missing[place][1].index) for place in wanted]
         try:
-            found = await self._streams.read(places)
+            found = await self._streams.written(places)
         except Unavailable:  # the text is written anew, and readers compare
             return written
-        for place, tokens in zip(wanted, found, strict=True):
-            written[place] = tokens.chunks
+        for place, chunks in zip(wanted, found, strict=True):
+            written[place] = chunks
         return written
 
 
 _NEVER = 1 << 62
 
 
-def _is_streamed(item: Item) -> bool:
-    return isinstance(item.input, GenerationInput) and item.input.is_streamed
-
-
 def _readers(queued: QueuedItem) -> list[_Reader]:
     return [
         (pulled, item.index)
         for pulled, item in queued.open_waiters()
-        if pulled.envelope.prediction and _is_streamed(item)
+        if pulled.envelope.prediction and is_streamed(item)
     ]
 
 
@@ -132,6 +129,8 @@ def _merged(written: Sequence[TokenChunk], first: int) -> TokenChunk | None:
         [token for part in parts for token in part.ids],
         "".join(part.text for part in parts),
         [one for part in parts for one in part.logprobs],
+        parts[0].input_tokens,
+        parts[0].cached_tokens,
     )
 
 

@@ -23,6 +23,7 @@ WITH raw AS (
       OR TIMESTAMP_DIFF(started_at, finished_at, MICROSECOND) > 5000
       OR TIMESTAMP_DIFF(finished_at, replied_at, MICROSECOND) > 5000
     ), FALSE) AS is_skewed,
+    status != 'succeeded' AND NOT (status IN ('canceled', 'expired') AND COALESCE(output_tokens, 0) > 0) AS is_undelivered,
     cost_usd,
     list_price_usd,
     charged_share,
@@ -60,8 +61,8 @@ sums AS (
     MIN(IF(received_at > CURRENT_TIMESTAMP(), row_id, NULL)) AS early_example,
     COUNTIF(ABS(cost_usd - list_price_usd * charged_share) > 1e-9 * GREATEST(ABS(cost_usd), 1e-12)) AS wrong,
     MIN(IF(ABS(cost_usd - list_price_usd * charged_share) > 1e-9 * GREATEST(ABS(cost_usd), 1e-12), row_id, NULL)) AS wrong_example,
-    COUNTIF(status != 'succeeded' AND cost_usd > 0) AS undelivered,
-    MIN(IF(status != 'succeeded' AND cost_usd > 0, row_id, NULL)) AS undelivered_example,
+    COUNTIF(is_undelivered AND cost_usd > 0) AS undelivered,
+    MIN(IF(is_undelivered AND cost_usd > 0, row_id, NULL)) AS undelivered_example,
     COUNTIF(status != 'refused' AND price_version IS NULL) AS unversioned,
     MIN(IF(status != 'refused' AND price_version IS NULL, row_id, NULL)) AS unversioned_example,
     COUNTIF(status != 'refused' AND tenant IS NULL) AS anonymous,
@@ -108,7 +109,7 @@ checks AS (
   SELECT 6, 'charges that do not add up', wrong, priced, wrong_example, 'The cost is not the list price times the charged share, to nine digits. An invoice would be wrong: stop it.'
   FROM sums
   UNION ALL
-  SELECT 7, 'charged without delivery', undelivered, undelivered_total, undelivered_example, 'Failed, expired, canceled and refused items cost nothing. An invoice would be wrong: stop it.'
+  SELECT 7, 'charged without delivery', undelivered, undelivered_total, undelivered_example, 'Failed and refused items cost nothing. Expired and canceled ones cost nothing but the tokens of a text that were read. An invoice would be wrong: stop it.'
   FROM sums
   UNION ALL
   SELECT 8, 'rows without a price version', unversioned, all_items, unversioned_example, 'Written by a release before the column. Invoices find the price from the cost.'

@@ -7,7 +7,7 @@
 -- column model: its name in the catalog
 -- column unit: tokens or pixel-steps
 -- column price_version: which price of the catalog; NULL in rows of releases that did not have it
--- column unit_price_usd: of a million units, before any share; NULL where an old row was charged nothing and does not say
+-- column unit_price_usd: of a million units, before any share; of texts, whose tokens have several prices, the average of the line; NULL where an old row was charged nothing and does not say
 -- column kind: computed, cached (from the cache, or joined), failed, expired or canceled
 -- column charged_share: the part of the price that is charged
 -- column items: texts or images
@@ -22,8 +22,9 @@ WITH once AS (
     status,
     cache,
     price_version,
-    list_price_usd,
     cost_usd,
+    COALESCE(list_price_usd, SAFE_DIVIDE(cost_usd, COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)))) AS item_list_usd,
+    output_tokens IS NOT NULL AS is_written,
     IF(pixel_steps IS NULL, 'tokens', 'pixel-steps') AS unit,
     COALESCE(pixel_steps, tokens, 0) AS units,
     -- Rows from before the column: what was charged was charged in full.
@@ -34,6 +35,14 @@ WITH once AS (
     AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
     AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
   QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+),
+priced AS (
+  SELECT
+    *,
+    -- Nine decimals of a dollar for a million units: finer than any price, coarser than the error of a double.
+    IF(is_written, NULL, ROUND(1000000 * SAFE_DIVIDE(item_list_usd, units), 9)) AS item_price_usd
+  FROM once
+  WHERE status != 'refused'
 )
 SELECT
   tenant,
@@ -41,8 +50,7 @@ SELECT
   model,
   unit,
   price_version,
-  -- Nine decimals of a dollar for a million units: finer than any price, coarser than the error of a double.
-  ROUND(1000000 * SAFE_DIVIDE(COALESCE(list_price_usd, SAFE_DIVIDE(cost_usd, share)), units), 9) AS unit_price_usd,
+  COALESCE(item_price_usd, ROUND(1000000 * SAFE_DIVIDE(SUM(item_list_usd), SUM(units)), 12)) AS unit_price_usd,
   CASE
     WHEN status != 'succeeded' THEN status
     WHEN cache IN ('memory', 'redis', 'joined') THEN 'cached'
@@ -51,9 +59,9 @@ SELECT
   share AS charged_share,
   COUNT(*) AS items,
   SUM(units) AS quantity,
-  SUM(COALESCE(list_price_usd, SAFE_DIVIDE(cost_usd, share))) AS list_usd,
-  SUM(cost_usd) AS amount_usd
-FROM once
-WHERE status != 'refused'
-GROUP BY tenant, month, model, unit, price_version, unit_price_usd, kind, charged_share
+  SUM(item_list_usd) AS list_usd,
+  -- Rounded far below a cent, so that the order of the sum is not seen at a half.
+  ROUND(SUM(cost_usd), 13) AS amount_usd
+FROM priced
+GROUP BY tenant, month, model, unit, price_version, item_price_usd, kind, charged_share
 ORDER BY tenant, month, model, unit, unit_price_usd, price_version, charged_share DESC, kind

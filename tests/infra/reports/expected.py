@@ -220,7 +220,7 @@ def invoice(rows: list[Fields], question: ReportQuestion) -> Lines:
             row["model"],
             "pixel-steps" if row["task"] == "image" else "tokens",
             row.get("price_version"),
-            None if price is None else round(price / units * 1e6, 9),
+            None if price is None or is_text(row) else round(price / units * 1e6, 9),
             kind,
             share,
         )
@@ -230,6 +230,9 @@ def invoice(rows: list[Fields], question: ReportQuestion) -> Lines:
     for where, members in grouped(charged_rows, key).items():
         quantity = int(exact(members, "tokens") + exact(members, "pixel_steps"))
         price = where[5]
+        if is_text(members[0]):  # the average, as its tokens have several prices
+            price = round(exact(members, "list_price_usd") / quantity * 1e6, 12)
+            where = (*where[:5], price, *where[6:])
         lines[where] = {
             "items": len(members),
             "quantity": quantity,
@@ -241,6 +244,10 @@ def invoice(rows: list[Fields], question: ReportQuestion) -> Lines:
             approximately((price or 0) * quantity / 1e6 * where[-1])
         )
     return lines
+
+
+def is_text(row: Fields) -> bool:
+    return row.get("output_tokens") is not None
 
 
 def approximately(value: float) -> Any:

@@ -17,9 +17,12 @@ NEW_COLUMNS_FROM = dt.datetime(2026, 10, 9, tzinfo=dt.UTC)
 """Rows before that are of a release that did not have the newer columns."""
 TENANTS = ("acme", "globex", "initech", "umbrella")
 CACHED_SHARE = 0.25
+WRITTEN = 3
+"""A token that was written costs so many times as much as one that was read."""
 MODELS: dict[str, Fields] = {
     "mini": {"task": "embedding", "prices": (0.01, 0.013), "gpu_type": "l4", "capacity": 64},
     "draw": {"task": "image", "prices": (0.02, 0.025), "gpu_type": "a100", "capacity": 8},
+    "write": {"task": "text", "prices": (0.05, 0.06), "gpu_type": "l4", "capacity": 16},
 }
 
 
@@ -53,7 +56,7 @@ def _earlier(one: Fields) -> Fields:
 
 def _request(drawn: random.Random, request_id: str, received: dt.datetime) -> list[Fields]:
     tenant = drawn.choices(TENANTS, (6, 3, 2, 1))[0]
-    model = drawn.choices(list(MODELS), (4, 1))[0]
+    model = drawn.choices(list(MODELS), (4, 1, 0 if received < NEW_COLUMNS_FROM else 1))[0]
     known: Fields = {
         "request_id": request_id,
         "tenant": tenant,
@@ -91,7 +94,11 @@ def _item(drawn: random.Random, known: Fields, item: int) -> Fields:
     if is_old and status == "succeeded" and not is_shared:
         share = 1.0
     units = drawn.randrange(1, 10**6)
-    price = model["prices"][received >= PRICE_CHANGE]
+    price, paid = model["prices"][received >= PRICE_CHANGE], units
+    written = _written(drawn, status, units) if model["task"] == "text" else {}
+    paid += (WRITTEN - 1) * written.get("output_tokens", 0)
+    if written and status in ("expired", "canceled"):  # after its reader got these
+        share = 1.0
     total_ms = drawn.uniform(1, 900) if drawn.random() < 0.97 else drawn.uniform(4e6, 9e7)
     fields = known | {
         "row_id": f"{known['request_id']}:{item}",
@@ -100,12 +107,13 @@ def _item(drawn: random.Random, known: Fields, item: int) -> Fields:
         "task": model["task"],
         "cache": cache,
         "region": drawn.choice(("europe-west4", "us-central1")),
-        "tokens" if model["task"] == "embedding" else "pixel_steps": units,
-        "cost_usd": share * (units * price / 1e6),
+        "pixel_steps" if model["task"] == "image" else "tokens": units,
+        "cost_usd": share * (paid * price / 1e6),
         "charged_share": share,
         "total_ms": total_ms,
         "replied_at": received + dt.timedelta(milliseconds=total_ms),
     }
+    fields |= written
     if status == "failed":
         fields["error_code"] = drawn.choice(("model_failed", "invalid_input", "unavailable"))
     if status == "expired":
@@ -120,11 +128,19 @@ def _item(drawn: random.Random, known: Fields, item: int) -> Fields:
         return _without_newer_columns(drawn, fields)
     fields |= {
         "price_version": "2" if received >= PRICE_CHANGE else "1",
-        "list_price_usd": units * price / 1e6,
+        "list_price_usd": paid * price / 1e6,
         "priority": priority,
         "plan": "team",
     }
     return fields
+
+
+def _written(drawn: random.Random, status: str, units: int) -> Fields:
+    """Of a text: what it wrote of its tokens. Nothing, if it ended before."""
+    if status != "succeeded" and drawn.random() < 0.5:
+        return {}
+    output = drawn.randrange(1, units + 1)
+    return {"output_tokens": output, "input_tokens": units - output}
 
 
 def _computed(drawn: random.Random, model: Fields, received: dt.datetime, units: int) -> Fields:
@@ -150,7 +166,7 @@ def _computed(drawn: random.Random, model: Fields, received: dt.datetime, units:
         "spot": drawn.choice((True, False, None)),
         "cold_start": drawn.random() < 0.05,
         "batch_capacity": model["capacity"],
-        "padded_tokens": units + drawn.randrange(50) if model["task"] == "embedding" else None,
+        "padded_tokens": units + drawn.randrange(50) if model["task"] != "image" else None,
     }
 
 

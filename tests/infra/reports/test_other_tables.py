@@ -218,6 +218,8 @@ def test_quality_names_what_cannot_be_trusted(empty: bigquery.Client) -> None:
         row("near", published_at=at - dt.timedelta(milliseconds=4)),
         row("wrong", cost_usd=0.6, list_price_usd=1.0, charged_share=0.5),
         row("unfair", status="failed", cost_usd=0.1),
+        row("unread", status="expired", cost_usd=0.1),
+        row("read", status="canceled", cost_usd=0.1, output_tokens=3),
         row("old", price_version=None),
         row("nobody", tenant=None),
     ]
@@ -231,7 +233,7 @@ def test_quality_names_what_cannot_be_trusted(empty: bigquery.Client) -> None:
         "clock skew": (1, "skew:0"),
         "received in the future": (0, None),
         "charges that do not add up": (1, "wrong:0"),
-        "charged without delivery": (1, "unfair:0"),
+        "charged without delivery": (2, "unfair:0"),
         "rows without a price version": (1, "old:0"),
         "rows without a tenant": (1, "nobody:0"),
         "times of workers that do not add up": (1, "w2:0"),

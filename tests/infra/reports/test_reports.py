@@ -129,8 +129,23 @@ def test_a_price_that_changed_in_the_month_is_right_on_both_sides(runner: Report
         assert line["amount_usd"] == pytest.approx(amount, rel=1e-9, abs=1e-15)
 
 
+def test_texts_are_lines_with_an_average_price(runner: ReportRunner) -> None:
+    lines = [
+        line
+        for line in runner.run(find_report("invoice"), ALL).records()
+        if line["model"] == "write" and line["tenant"] == "acme" and line["quantity"]
+    ]
+    assert 1 < len(lines) < 40, "not a line for each text"
+    assert all(0.05 <= line["unit_price_usd"] <= 0.18 for line in lines)
+    partly = [one for one in lines if one["kind"] in ("canceled", "expired")]
+    assert {(one["kind"], one["charged_share"], one["amount_usd"] > 0) for one in partly} == {
+        (kind, share, share > 0) for kind in ("canceled", "expired") for share in (0.0, 1.0)
+    }
+
+
 def test_what_was_not_delivered_is_on_the_invoice_and_costs_nothing(runner: ReportRunner) -> None:
-    lines = runner.run(find_report("invoice"), ALL).records()
+    found = runner.run(find_report("invoice"), ALL).records()
+    lines = [line for line in found if line["model"] != "write"]
     by_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in KINDS}
     for kind in ("failed", "expired", "canceled"):
         assert by_kind[kind]

@@ -42,6 +42,13 @@ class _Text:
         assert self.row is not None, "a text that ended has no row; this is a bug"
         return len(self.ids) - len(self.row.ids)
 
+    def chunk(self) -> TokenChunk | None:
+        """What it has written since the last call. None: nothing."""
+        chunk = self.writing.take_chunk()
+        if chunk is not None and not chunk.first:
+            chunk.input_tokens, chunk.cached_tokens = self.prompt_tokens, self.cached_tokens
+        return chunk
+
     def result(self) -> Result:
         """What it gives."""
         return self.writing.result(self.prompt_tokens, self.cached_tokens)
@@ -223,9 +230,7 @@ class TextModel:
     def take_chunks(self) -> dict[int, TokenChunk]:
         """What each streamed text has written since the last call."""
         chunks = {
-            place: text.writing.take_chunk()
-            for place, text in self._texts.items()
-            if text.item.is_streamed
+            place: text.chunk() for place, text in self._texts.items() if text.item.is_streamed
         }
         return {place: chunk for place, chunk in chunks.items() if chunk is not None}
 
