@@ -33,6 +33,7 @@ MODULES = {
     "reports": "reports",
     "day": "day",
     "text": "text.engine",
+    "streams": "streams",
     "profile": "time_profile",
 }
 """By the name of a benchmark: the module here whose `run()` returns an Outcome."""

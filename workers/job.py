@@ -20,7 +20,7 @@ from shared.tracing.context import TraceContext
 from shared.transport import Message, Subscription
 from shared.usage.charge import device_share_of
 from shared.usage.row import Row, row_of
-from workers.models.base import Prepared
+from workers.models.base import Prepared, PreparedPrompt
 from workers.runtime.protocol import BatchResult
 
 FRESH_S = 0.05
@@ -228,8 +228,14 @@ class QueuedItem:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether a model process or a worker died while it held this item."""
-        return self.deaths > 0 or any(pulled.unfinished_claims for pulled, _ in self.waiters)
+        """Whether a model process or a worker died while it held this item.
+
+        A text is suspected from the second worker on: suspects run alone, and somebody reads along.
+        """
+        innocent = 1 if isinstance(self.prepared, PreparedPrompt) else 0
+        return self.deaths > 0 or any(
+            pulled.unfinished_claims > innocent for pulled, _ in self.waiters
+        )
 
     def open_waiters(self) -> list[tuple[PulledJob, Item]]:
         """The waiters whose jobs are not over."""

@@ -57,6 +57,7 @@ class World:
         workers: how many.
         processes: model processes of each worker.
         backend: of the model, `onnx` or `torch`; both in fp32.
+        served: another model than that of embeddings: its name and the catalog.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class World:
         workers: int = len(WORKERS),
         processes: int = 1,
         backend: str = "onnx",
+        served: tuple[str, str] | None = None,
     ) -> None:
-        self._catalog = CATALOG.format(backend=backend)
+        self._needs_graph = served is None
+        self._model, self._catalog = served or (MODEL, CATALOG.format(backend=backend))
         self._workers = WORKERS[:workers]
         self._processes = processes
         self._folder = folder
@@ -90,7 +93,8 @@ class World:
         with ExitStack() as undo:
             undo.enter_context(self.healer)
             undo.enter_context(self.links)
-            self._make_graph()
+            if self._needs_graph:
+                self._make_graph()
             for name in SERVERS:
                 self._start(undo, self._server(name))
             for name in SERVERS:
@@ -175,7 +179,7 @@ class World:
                 environment=environment_with(own),
             )
         own |= {
-            "PENSTOCK_MODEL": MODEL,
+            "PENSTOCK_MODEL": self._model,
             "PENSTOCK_HEALTH_PORT": str(self._ports[name]),
             "PENSTOCK_PROCESSES": str(self._processes),
         }

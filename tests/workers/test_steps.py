@@ -220,6 +220,29 @@ async def test_an_item_that_kills_its_process_is_given_up_and_no_other(
         assert "model processes died over this item" in found["poison"].error.message
 
 
+@pytest.mark.parametrize(("deaths", "company"), [(1, 2), (2, 1)])
+async def test_a_text_whose_worker_died_joins_others_but_not_after_a_second_death(
+    redis_url: str, tmp_path: Path, deaths: int, company: int
+) -> None:
+    async with spelling(redis_url, tmp_path) as harness:
+        await ask(harness, "long", "ab", FOREVER, left_s=300)
+        await harness.until(lambda: running(harness) == ["long"])
+        await harness.records.create("died", "t", b"{}", deadline_s=4e9, keep_s=60)
+        for _ in range(deaths):
+            await harness.records.claim(["died"])
+        await publish(harness, "died", GenerationInput(4, 0, prompt="xyz"))
+        if company == 1:
+            assert harness.consumer is not None
+            queue = harness.consumer.queue
+            await harness.until(lambda: queue.waiting == 1)
+        else:
+            await harness.until(lambda: bool(harness.rows))
+        await harness.records.cancel(record_id("long", 0))
+        found = dict([await outcome(harness) for _ in range(2)])
+        assert found["died"].status == "succeeded"
+        assert found["died"].receipt.batch_size == company
+
+
 async def test_an_item_without_room_waits_until_others_have_left(
     redis_url: str, tmp_path: Path
 ) -> None:

@@ -1,0 +1,81 @@
+"""1,000 streams of greedy text, while API instances and workers are killed in turn every 10 s.
+
+Readers go on behind their last event, by `Last-Event-ID` and by `starting_after`. Each text must be
+complete, with each event once and in order, and equal to the same text of a calm run, in fp32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+from pathlib import Path
+
+from bench.report import Figure, Outcome
+from bench.text.engine import SOURCE
+from shared.errors import ConfigurationError
+from tests.faults.streams import StreamFindings, StreamReaders, read_while_killing
+from tests.faults.world import APIS, WORKERS, World
+from workers.models.source import resolve
+
+MODEL = "smollm2"
+STREAMS = 1000
+TOKENS = 48
+IN_FLIGHT = 24
+KILL_EVERY_S = 10.0
+SECONDS_A_STREAM = 0.5
+"""From which the number of kills is made. Streams go on until all kills are done."""
+CATALOG = """models:
+  - name: {model}
+    task: text
+    source: local:{folder}
+    precision: fp32
+    batch: {{max_tokens: 16384, max_items: 32}}
+    generation: {{context_tokens: 512, default_tokens: 48, longest_tokens: 256, chunk_tokens: 256}}
+    deadline: {{default_s: 240, longest_s: 300}}
+"""
+
+
+def run(streams: int = STREAMS) -> Outcome:
+    """Reads `streams` texts through two API instances and two workers."""
+    try:
+        folder = resolve(SOURCE, "main", Path("var/models"))
+    except ConfigurationError as error:
+        return Outcome([], {"not measured": error.message})
+    catalog = CATALOG.format(model=MODEL, folder=folder.resolve())
+    kills = max(4, round(streams * SECONDS_A_STREAM / KILL_EVERY_S))
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-streams-") as temporary,
+        World(Path(temporary), served=(MODEL, catalog)) as world,
+    ):
+        readers = StreamReaders(world, MODEL, tokens=TOKENS, in_flight=IN_FLIGHT)
+        found = asyncio.run(
+            read_while_killing(
+                readers,
+                world,
+                streams=streams,
+                kills=kills,
+                every_s=KILL_EVERY_S,
+                say=lambda line: print(f"  {line}", flush=True),
+            )
+        )
+    return _outcome(found)
+
+
+def _outcome(found: StreamFindings) -> Outcome:
+    figures = [
+        Figure("streams", len(found.streams), ""),
+        Figure("kills", len(found.kills), ""),
+        Figure("streams with a flaw", len(found.flaws()), "", "<=", 0),
+    ]
+    details: dict[str, object] = {"flaws": found.flaws()[:20]}
+    for what, targets, limit_s in (("an API instance", APIS, 2.0), ("a worker", WORKERS, 12.0)):
+        waits_s = found.resumes_s(targets)
+        details[f"longest waits after kills of {what}, s"] = [round(one, 2) for one in waits_s]
+        if waits_s:
+            name = f"longest wait for the next event after a kill of {what}"
+            figures.append(Figure(name, max(waits_s), "s", "<=", limit_s))
+            figures.append(Figure(f"{name}, median", statistics.median(waits_s), "s"))
+    resumes = sum(one.resumes - 1 for one in found.streams)
+    figures.append(Figure("times that a reader went on", resumes, ""))
+    return Outcome(figures, details)
