@@ -33,6 +33,7 @@ MODULES = {
     "reports": "reports",
     "day": "day",
     "text": "text.engine",
+    "text_load": "text.load",
     "streams": "streams",
     "profile": "time_profile",
 }

@@ -1,0 +1,87 @@
+"""Streamed chats over HTTP, from any server that speaks OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import aiohttp
+from tokenizers import Tokenizer
+
+from bench.text.prompts import MixedPrompt
+from bench.text.timing import TimedText
+
+LIMIT_S = 600.0
+
+
+def drive(
+    url: str, model: str, prompts: Sequence[MixedPrompt], in_flight: int, tokenizer: Tokenizer
+) -> list[TimedText]:
+    """Streams a text for each prompt, `in_flight` at a time.
+
+    Args:
+        url: of the server, without a path.
+        model: its name there.
+        prompts: what to continue.
+        in_flight: callers at a time.
+        tokenizer: counts the tokens of what came, for all servers alike.
+
+    Raises:
+        RuntimeError: a text did not come.
+    """
+    return asyncio.run(_drive(url, model, prompts, in_flight, tokenizer))
+
+
+async def _drive(
+    url: str, model: str, prompts: Sequence[MixedPrompt], in_flight: int, tokenizer: Tokenizer
+) -> list[TimedText]:
+    waiting, found = iter(prompts), list[TimedText]()
+    timeout = aiohttp.ClientTimeout(total=LIMIT_S)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as http,
+        asyncio.TaskGroup() as callers,
+    ):
+        for _ in range(in_flight):
+            callers.create_task(_call(http, url, model, waiting, found, tokenizer))
+    return found
+
+
+async def _call(
+    http: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    waiting: Iterator[MixedPrompt],
+    found: list[TimedText],
+    tokenizer: Tokenizer,
+) -> None:
+    for prompt in waiting:
+        body: dict[str, Any] = {
+            "model": model,
+            "messages": prompt.messages,
+            "max_tokens": prompt.tokens,
+            "temperature": 0,
+            "stream": True,
+        }
+        text, timed = "", TimedText(time.monotonic())
+        async with http.post(f"{url}/v1/chat/completions", json=body) as answer:
+            if answer.status != 200:
+                raise RuntimeError(f"{answer.status}: {(await answer.text())[:200]}")
+            async for raw in answer.content:
+                piece = _piece(raw)
+                if piece:
+                    timed.pieces_s.append(time.monotonic())
+                    text += piece
+        if not text:
+            raise RuntimeError("a stream had no text")
+        timed.tokens = len(tokenizer.encode(text, add_special_tokens=False).ids)
+        found.append(timed)
+
+
+def _piece(line: bytes) -> str:
+    if not line.startswith(b"data: {"):
+        return ""
+    choices = json.loads(line.removeprefix(b"data: ")).get("choices") or [{}]
+    return choices[0].get("delta", {}).get("content") or ""

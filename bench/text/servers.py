@@ -1,0 +1,89 @@
+"""Other servers of the same weights, each a process of its own, started by what is installed.
+
+`transformers serve` runs where this Python has what `transformers[serving]` asks for.
+llama-cpp-python's server runs where LLAMA_CPP_PYTHON names a Python that has it. It computes the
+weights as they are in the file, in 4 bits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from infra.local.process import Process, free_port
+
+START_LIMIT_S = 180.0
+
+
+class PeerServer(NamedTuple):
+    """A server that runs: its URL, and the name of the model there."""
+
+    name: str
+    url: str
+    model: str
+
+
+def peers(folder: Path, gguf: Path) -> Iterator[tuple[str, list[str] | str, str]]:
+    """Names, commands (or why there is none), and the name of the model for each peer."""
+    serve = [str(Path(sys.executable).parent / "transformers"), "serve", str(folder)]
+    serve += ["--device", "cpu", "--dtype", "float32"]
+    for name, more in (("", []), (" with continuous batching", ["--continuous-batching"])):
+        yield f"transformers serve{name} fp32", serve + more, str(folder)
+    python = os.environ.get("LLAMA_CPP_PYTHON", "")
+    command: list[str] | str = "not installed: LLAMA_CPP_PYTHON names no Python"
+    if python:
+        threads = str(len(os.sched_getaffinity(0)))
+        command = [python, "-m", "llama_cpp.server", "--model", str(gguf)]
+        command += ["--n_ctx", "1024", "--n_threads", threads]
+    yield "llama-cpp-python Q4_1", command, "any"
+
+
+@contextmanager
+def serving(name: str, command: Sequence[str], model: str) -> Iterator[PeerServer]:
+    """Runs a peer.
+
+    Raises:
+        PenstockError: it did not start.
+    """
+    port = free_port()
+    with tempfile.TemporaryDirectory() as logs:
+        process = Process("peer", [*command, "--port", str(port)], Path(logs))
+        with process:
+            process.wait_ready(partial(_lists_models, port), START_LIMIT_S)
+            yield PeerServer(name, f"http://127.0.0.1:{port}", model)
+
+
+def _lists_models(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def gguf_file(source: str) -> Path:
+    """The file of a `package:` source."""
+    package, _, name = source.removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, "the source was resolved"
+    return Path(next(iter(spec.submodule_search_locations or []))) / name
+
+
+def missing_for_serve() -> str:
+    """Why `transformers serve` can't run here. Empty: it can."""
+    program = Path(sys.executable).parent / "transformers"
+    if not program.exists():
+        return "not installed"
+    done = subprocess.run(
+        [str(program), "serve", "--help"], capture_output=True, text=True, timeout=120, check=False
+    )
+    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it failed"])[-1]
