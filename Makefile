@@ -23,8 +23,8 @@ setup: $(STAMP) ## make .venv with everything pinned; again only when pyproject.
 demo: $(STAMP) ## start the whole pipeline, send real input, show what came of it, stop; PROMPT="a green star": draws that
 	@$(BIN)/penstock demo $(if $(PROMPT),--prompt "$(PROMPT)") $(if $(EDIT_PROMPT),--edit-prompt "$(EDIT_PROMPT)")
 
-up: $(STAMP) ## start the whole pipeline and keep it up; ARGS="--host 0.0.0.0": options of penstock up
-	@$(BIN)/penstock up $(ARGS)
+up: $(STAMP) ## start the whole pipeline and keep it up; BROKER=rabbitmq: over RabbitMQ; ARGS="--host 0.0.0.0": options of penstock up
+	@$(BIN)/penstock up $(if $(BROKER),--broker $(BROKER)) $(ARGS)
 
 doctor: $(STAMP) ## say what is missing on this machine, and how to fix it
 	@$(BIN)/penstock doctor

@@ -11,11 +11,10 @@ import uvicorn
 from api import metrics
 from api.app import create_app
 from api.server import server_config
+from shared.brokers import admin_of, transport_of
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
 from shared.logs import configure_logs
-from shared.pubsub.admin import PubSubAdmin
-from shared.pubsub.client import PubSubTransport
 from shared.settings import ApiSettings, read_settings
 from shared.tracing.setup import traced
 from shared.usage.writer import RowWriter
@@ -39,8 +38,8 @@ def _serve(settings: ApiSettings) -> int:
     app = create_app(
         settings,
         read_catalog(settings.models_file),
-        PubSubTransport(settings.project, settings.pubsub_endpoint),
-        PubSubAdmin(settings.project, settings.pubsub_endpoint),
+        transport_of(settings),
+        admin_of(settings),
         RowWriter(
             project=settings.project,
             dataset=settings.dataset,

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -86,6 +86,11 @@ def up(
     functions_port: Port = Ports.functions,
     metrics_port: Annotated[int, typer.Option(metavar="PORT", help="of the API")] = Ports.metrics,
     health_port: Annotated[int, typer.Option(metavar="PORT", help="of the first worker")] = 8091,
+    rabbitmq_port: Port = Ports.rabbitmq,
+    broker: Annotated[
+        Literal["pubsub", "rabbitmq"],
+        typer.Option(help="rabbitmq needs a rabbitmq-server on this machine"),
+    ] = "pubsub",
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="where the API listens; needs keys off loopback")
     ] = "",
@@ -98,7 +103,14 @@ def up(
 
     health = range(health_port, health_port + 100)
     ports = Ports(
-        api_port, pubsub_port, bigquery_port, redis_port, health, functions_port, metrics_port
+        api_port,
+        pubsub_port,
+        bigquery_port,
+        redis_port,
+        health,
+        functions_port,
+        metrics_port,
+        rabbitmq_port,
     )
     named = {
         "PENSTOCK_HOST": host,
@@ -106,7 +118,7 @@ def up(
         "PENSTOCK_TLS_KEY": str(Path(tls_key).resolve()) if tls_key else "",
     }
     settings = given_settings() | {name: value for name, value in named.items() if value}
-    raise typer.Exit(stay_up(STATE_DIR, ports, settings))
+    raise typer.Exit(stay_up(STATE_DIR, ports, settings, broker))
 
 
 @app.command()

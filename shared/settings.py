@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from redis.connection import parse_url
 
 from shared.errors import ConfigurationError
+from shared.rabbitmq.url import broker_url
 from shared.retention import BUDGET_BYTES
 
 SPOOL_MAX_BYTES = 768 * 1024 * 1024
@@ -42,6 +43,8 @@ class Settings(BaseSettings):
         ),
     )
     """HOST:PORT or unix:///PATH of an embedded Pub/Sub, or HOST:PORT of Google's emulator."""
+    broker: str = ""
+    """`rabbitmq://USER:PASSWORD@HOST:PORT/VHOST`, or `rabbitmqs://` for TLS. Empty: Pub/Sub."""
     bigquery_endpoint: str = ""
     """URL of an embedded BigQuery."""
     dataset: str = "penstock"
@@ -66,6 +69,13 @@ class Settings(BaseSettings):
     def _is_redis_url(cls, url: str, info: ValidationInfo) -> str:
         if url or info.field_name == "redis_url":
             parse_url(url)  # type: ignore[no-untyped-call]
+        return url
+
+    @field_validator("broker")
+    @classmethod
+    def _is_broker_url(cls, url: str) -> str:
+        if url:
+            broker_url(url)
         return url
 
     @property

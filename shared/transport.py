@@ -135,6 +135,10 @@ class SubscriptionSettings:
     """
     max_delivery_attempts: int = 5
     is_ordered: bool = False
+    is_reply: bool = False
+    """Whether it carries replies: they are worth nothing to anybody but one instance, for a short
+    time.
+    """
     push_endpoint: str = ""
     """The URL to which the broker posts messages. Empty: they are pulled."""
 
@@ -158,3 +162,6 @@ class Admin(Protocol):
 
     async def subscription_exists(self, subscription_id: str) -> bool:
         """Returns whether the subscription exists."""
+
+    async def missing_subscriptions(self, subscription_ids: list[str]) -> list[str]:
+        """Those of `subscription_ids` that do not exist, in their order."""

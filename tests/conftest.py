@@ -15,7 +15,9 @@ from hypothesis import settings
 from api.idempotency.store import IdempotencyStore
 from api.limits.store import LimitStore
 from infra.local.process import Process, free_port, listens
+from infra.local.rabbitmq_server import RabbitServer, find_rabbitmq_server
 from infra.local.redis_server import RedisServer
+from shared.errors import ConfigurationError
 from shared.stores.cache import ResultCache
 from shared.stores.key_redis import KeyRedis
 from shared.stores.records import Records
@@ -137,6 +139,18 @@ def pubsub_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command = [sys.executable, "-m", "infra.emulators.pubsub", "--port", str(port)]
     with _running("pubsub", command, port, tmp_path_factory.mktemp("pubsub")):
         yield f"127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="session")
+def rabbitmq_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
+    """A RabbitMQ of this machine's packages; shared, so each test names its own project."""
+    try:
+        find_rabbitmq_server()
+    except ConfigurationError as error:
+        pytest.skip(error.message)
+    folder = tmp_path_factory.mktemp("rabbitmq")
+    with RabbitServer(folder / "data", folder) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

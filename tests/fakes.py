@@ -238,6 +238,9 @@ class InMemoryTransport:
     async def subscription_exists(self, subscription_id: str) -> bool:
         return subscription_id in self._queues
 
+    async def missing_subscriptions(self, subscription_ids: list[str]) -> list[str]:
+        return [name for name in subscription_ids if name not in self._queues]
+
     def backlog(self, subscription_id: str) -> int:
         """Messages that nobody holds."""
         return len(self._queues[subscription_id].waiting)

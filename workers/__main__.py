@@ -18,12 +18,12 @@ from contextlib import AsyncExitStack
 import uvloop
 
 from shared import slo
+from shared.brokers import transport_of
 from shared.canary.board import CanaryBoard
 from shared.catalog import Model, read_catalog
 from shared.errors import ConfigurationError, PenstockError
 from shared.gc_tuning import settle_heap
 from shared.logs import configure_logs
-from shared.pubsub.client import PubSubTransport
 from shared.settings import WorkerSettings, read_settings
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
@@ -161,9 +161,7 @@ async def _open(
         ResultCache(settings.redis_url, settings.memory_cache_bytes)
     )
     records = await stack.enter_async_context(Records(settings.records_redis_url))
-    transport = await stack.enter_async_context(
-        PubSubTransport(settings.project, settings.pubsub_endpoint)
-    )
+    transport = await stack.enter_async_context(transport_of(settings))
     parts = await _canary_parts(stack, settings, models, transport)
     objects = ObjectStore(settings.objects_url)
     device = pool.device_name

@@ -11,12 +11,11 @@ import uvloop
 
 from api import metrics
 from api.batches.process import opened_runner
+from shared.brokers import admin_of, transport_of
 from shared.catalog import read_catalog
 from shared.errors import PenstockError
 from shared.gc_tuning import settle_heap
 from shared.logs import configure_logs
-from shared.pubsub.admin import PubSubAdmin
-from shared.pubsub.client import PubSubTransport
 from shared.settings import ApiSettings, read_settings
 from shared.usage.writer import RowWriter
 
@@ -53,8 +52,8 @@ async def _run(settings: ApiSettings) -> None:
     async with opened_runner(
         settings,
         read_catalog(settings.models_file),
-        PubSubTransport(settings.project, settings.pubsub_endpoint),
-        PubSubAdmin(settings.project, settings.pubsub_endpoint),
+        transport_of(settings),
+        admin_of(settings),
         rows,
     ) as runner:
         settle_heap()

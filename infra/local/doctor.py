@@ -24,9 +24,10 @@ from infra.local.ports import Ports
 from infra.local.process import answers, listens
 from infra.local.redis_server import find_redis_server
 from infra.reports.tables import check_bigquery
+from shared.brokers import admin_of
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError, PenstockError, Unavailable
-from shared.pubsub.admin import PubSubAdmin
+from shared.pubsub.names import WEBHOOKS_SUBSCRIPTION_ID
 from shared.settings import ApiSettings, Settings, read_settings
 from shared.stores.objects import ObjectStore
 
@@ -267,10 +268,8 @@ async def _within_limit(reaching: Coroutine[Any, Any, None]) -> None:
 
 
 async def _reach_pubsub(settings: Settings) -> None:
-    async with PubSubAdmin(
-        settings.project, settings.pubsub_endpoint, timeout_s=REACH_LIMIT_S - 1
-    ) as admin:
-        await admin.list_topics()
+    async with admin_of(settings, timeout_s=REACH_LIMIT_S - 1) as admin:
+        await admin.subscription_exists(WEBHOOKS_SUBSCRIPTION_ID)
 
 
 async def _reach_inboxes(_: Settings) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from shared.brokers import admin_of
 from shared.errors import Unavailable
-from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.names import direct_id, slot_subscription_id
 from shared.settings import ApiSettings
 
@@ -24,8 +24,8 @@ async def check_inboxes(settings: ApiSettings, limit_s: float) -> None:
             *(slot_subscription_id(inbox, slot) for slot in range(settings.reply_slots)),
         )
     ]
-    async with PubSubAdmin(settings.project, settings.pubsub_endpoint, timeout_s=limit_s) as admin:
-        missing = sorted(set(wanted) - set(await admin.list_subscriptions()))
+    async with admin_of(settings, timeout_s=limit_s) as admin:
+        missing = await admin.missing_subscriptions(wanted)
     if missing:
         others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise Unavailable(

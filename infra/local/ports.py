@@ -20,11 +20,19 @@ class Ports:
     functions: int = 8090
     metrics: int = 9464
     """Where the API's metrics are read."""
+    rabbitmq: int = 5672
 
     @classmethod
     def free(cls, workers: int = 8) -> Ports:
         """Ports that were free a moment ago, with health ports for so many workers."""
         health = [free_port() for _ in range(workers)]
         return cls(
-            free_port(), free_port(), free_port(), free_port(), health, free_port(), free_port()
+            free_port(),
+            free_port(),
+            free_port(),
+            free_port(),
+            health,
+            free_port(),
+            free_port(),
+            free_port(),
         )

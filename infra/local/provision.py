@@ -7,7 +7,9 @@ import asyncio
 from shared.catalog import Catalog, Model
 from shared.pubsub.names import (
     BATCH_FILTER,
+    DEAD_LETTER_RETRY_S,
     INTERACTIVE_FILTER,
+    WEBHOOK_RETRY_S,
     WEBHOOKS_SUBSCRIPTION_ID,
     WEBHOOKS_TOPIC_ID,
     batch_subscription_id,
@@ -29,8 +31,6 @@ MAX_DELIVERY_ATTEMPTS = 5
 PUSH_LIMIT_S = 60
 """How long a function may take for one message."""
 EVENT_RETENTION_S = 24 * 3600
-DEAD_LETTER_RETRY_S, WEBHOOK_RETRY_S = (1.0, 600.0), (5.0, 600.0)
-"""Backoff from the first failure, because receivers of webhooks are other people's machines."""
 
 
 async def provision(

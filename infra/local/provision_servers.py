@@ -13,9 +13,9 @@ from collections.abc import Callable
 from infra.local.provision import provision
 from infra.reports.tables import create_tables
 from shared.backoff import backoff
+from shared.brokers import admin_of
 from shared.catalog import Catalog, read_catalog
 from shared.errors import Unavailable
-from shared.pubsub.admin import PubSubAdmin
 from shared.settings import ApiSettings
 
 
@@ -70,5 +70,5 @@ def _until(deadline_s: float, make: Callable[[], None]) -> None:
 
 
 async def _provision(settings: ApiSettings, catalog: Catalog, functions_url: str) -> None:
-    async with PubSubAdmin(settings.project, settings.pubsub_endpoint) as admin:
+    async with admin_of(settings) as admin:
         await provision(admin, catalog, settings.inbox_pool, settings.reply_slots, functions_url)

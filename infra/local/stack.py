@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from infra.local.graphs import await_graphs, graph_commands
 from infra.local.ports import Ports
@@ -36,9 +36,11 @@ API_LIMIT_S = 120.0
 FUNCTIONS_LIMIT_S = 120.0
 TEMP_DIR_LONGEST = 60
 
+Broker = Literal["pubsub", "rabbitmq"]
 REPLACED_BY = {
     "redis": "PENSTOCK_REDIS_URL",
     "pubsub": "PENSTOCK_PUBSUB_ENDPOINT",
+    "rabbitmq": "PENSTOCK_BROKER",
     "bigquery": "PENSTOCK_BIGQUERY_ENDPOINT",
 }
 """The setting that puts another server in the place of each of ours."""
@@ -53,7 +55,8 @@ class Stack:
         settings: `PENSTOCK_*` variables for every process, above the stack's own. A server whose
             variable in REPLACED_BY is among them is not started: the one it names is used.
         keep_messages: whether Pub/Sub keeps what it holds in the state's folder, over restarts and
-            crashes.
+            crashes. RabbitMQ always does.
+        broker: `rabbitmq` for a RabbitMQ of its own in the place of the embedded Pub/Sub.
         say: gets each line of progress.
 
     Raises:
@@ -68,16 +71,24 @@ class Stack:
         ports: Ports,
         settings: Mapping[str, str] | None = None,
         keep_messages: bool = False,
+        broker: Broker = "pubsub",
         say: Callable[[str], None] = print,
     ) -> None:
         self.state_dir = state_dir.resolve()
         self.log_dir = self.state_dir / LOG_FOLDER
         self.ports = ports
         self.processes: dict[str, Process] = {}
-        """The processes by name: redis, pubsub, bigquery, worker-<model>, api,
+        """The processes by name: redis, pubsub or rabbitmq, bigquery, worker-<model>, api,
         batches, functions."""
         self._given = dict(settings or {})
-        self._make = StackProcesses(self.state_dir, ports, self._given, keep_messages=keep_messages)
+        self._broker = broker
+        self._make = StackProcesses(
+            self.state_dir,
+            ports,
+            self._given,
+            keep_messages=keep_messages,
+            has_rabbitmq="rabbitmq" in self._own_servers(),
+        )
         self._say = say
         self._began_s = 0.0
         self._undo = ExitStack()
@@ -106,7 +117,8 @@ class Stack:
 
         Empty with Google's broker, which can't push to this machine.
         """
-        return f"http://127.0.0.1:{self.ports.functions}" if self.settings.pubsub_endpoint else ""
+        has_functions = self.settings.broker or self.settings.pubsub_endpoint
+        return f"http://127.0.0.1:{self.ports.functions}" if has_functions else ""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -184,7 +196,14 @@ class Stack:
             )
 
     def _own_servers(self) -> list[str]:
-        return [server for server, variable in REPLACED_BY.items() if variable not in self._given]
+        other = {"pubsub": "rabbitmq", "rabbitmq": "pubsub"}[self._broker]
+        if "PENSTOCK_BROKER" in self._given:
+            other = "pubsub"
+        return [
+            server
+            for server, variable in REPLACED_BY.items()
+            if variable not in self._given and server != other
+        ]
 
     def _start_servers(self, undo: ExitStack) -> None:
         # The path of a socket has at most 107 bytes, so the state's own folder may be too deep.
@@ -253,7 +272,10 @@ class Stack:
         if self.functions_url:
             facts = "dead letters, webhooks"
             self._await(
-                "functions", partial(answers, self.ports.functions, "/"), FUNCTIONS_LIMIT_S, facts
+                "functions",
+                partial(answers, self.ports.functions, "/readyz"),
+                FUNCTIONS_LIMIT_S,
+                facts,
             )
 
     def _start(self, undo: ExitStack, process: Process) -> None:

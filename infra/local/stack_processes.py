@@ -8,6 +8,7 @@ from pathlib import Path
 
 from infra.local.ports import Ports
 from infra.local.process import Process
+from infra.local.rabbitmq_server import RabbitServer
 from infra.local.redis_server import RedisServer
 from shared.catalog import Model
 from shared.settings import environment_with
@@ -26,15 +27,23 @@ class StackProcesses:
         ports: where to listen.
         given: `PENSTOCK_*` variables for every process, above the stack's own.
         keep_messages: whether Pub/Sub keeps what it holds in the state's folder.
+        has_rabbitmq: whether a RabbitMQ of the stack's own is the broker.
     """
 
     def __init__(
-        self, state_dir: Path, ports: Ports, given: Mapping[str, str], *, keep_messages: bool
+        self,
+        state_dir: Path,
+        ports: Ports,
+        given: Mapping[str, str],
+        *,
+        keep_messages: bool,
+        has_rabbitmq: bool,
     ) -> None:
         self._state_dir = state_dir
         self._ports = ports
         self._given = dict(given)
         self._keep_messages = keep_messages
+        self._has_rabbitmq = has_rabbitmq
 
     @property
     def environment(self) -> dict[str, str]:
@@ -52,10 +61,15 @@ class StackProcesses:
             "PENSTOCK_PORT": str(self._ports.api),
             "PENSTOCK_METRICS_PORT": str(self._ports.metrics),
         }
+        if self._has_rabbitmq:
+            own["PENSTOCK_BROKER"] = f"rabbitmq://guest:guest@127.0.0.1:{self._ports.rabbitmq}/"
         return own | self._given
 
     def server(self, name: str, socket_dir: Path) -> Process:
-        """The server `redis`, `pubsub` or `bigquery`. The first two have a socket too."""
+        """The server `redis`, `pubsub`, `rabbitmq` or `bigquery`.
+
+        The first two have a socket too.
+        """
         if name == "redis":
             return RedisServer(
                 self._state_dir / "redis",
@@ -64,6 +78,9 @@ class StackProcesses:
                 socket_path=socket_dir / "redis",
                 persist=True,
             )
+        if name == "rabbitmq":
+            folder = self._state_dir
+            return RabbitServer(folder / "rabbitmq", folder / LOG_FOLDER, self._ports.rabbitmq)
         if name == "bigquery":
             flags = ["--data-dir", str(self._state_dir / "bigquery")]
         else:
@@ -105,7 +122,15 @@ class StackProcesses:
         )
 
     def functions(self, settings: Mapping[str, str]) -> Process:
-        """All functions in one process, which the framework's own server runs."""
+        """All functions in one process.
+
+        The framework's own server runs it. With RabbitMQ, which pushes nothing, it takes messages.
+        """
+        if "PENSTOCK_BROKER" in self.environment:
+            own = {"PENSTOCK_HEALTH_PORT": str(self._ports.functions)}
+            return self.module(
+                "functions", ["workers.functions"], own | dict(settings), stop_limit_s=30.0
+            )
         target = ["--target", "functions", "--source", FUNCTIONS_SOURCE]
         where = ["--host", "127.0.0.1", "--port", str(self._ports.functions)]
         return self.module("functions", ["functions_framework", *target, *where], settings)

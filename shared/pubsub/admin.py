@@ -109,6 +109,11 @@ class PubSubAdmin:
             is not None
         )
 
+    async def missing_subscriptions(self, subscription_ids: list[str]) -> list[str]:
+        """Those of `subscription_ids` that do not exist, in their order."""
+        there = set(await self.list_subscriptions())
+        return [name for name in subscription_ids if name not in there]
+
     async def list_topics(self) -> list[str]:
         """The ids of all topics of the project."""
         return [

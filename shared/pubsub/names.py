@@ -28,6 +28,12 @@ def dead_letter_push_subscription_id(model: str) -> str:
     return f"jobs.{model}.dead.push"
 
 
+DEAD_LETTER_RETRY_S, WEBHOOK_RETRY_S = (1.0, 600.0), (5.0, 600.0)
+"""First and longest pause before a function gets a message again that it could not handle.
+
+Backoff begins with the first failure, because receivers of webhooks are other people's machines.
+"""
+
 WEBHOOKS_TOPIC_ID = "webhooks"
 """The topic of webhook events."""
 WEBHOOKS_SUBSCRIPTION_ID = "webhooks.push"

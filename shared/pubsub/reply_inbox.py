@@ -26,9 +26,14 @@ async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: i
     """
     topic_id, direct = inbox_topic_id(inbox), direct_id(inbox)
     await _all(admin.ensure_topic(topic) for topic in (topic_id, direct))
-    subscriptions = {direct: SubscriptionSettings(direct, expires_after_s=expires_after_s)} | {
+    subscriptions = {
+        direct: SubscriptionSettings(direct, expires_after_s=expires_after_s, is_reply=True)
+    } | {
         slot_subscription_id(inbox, slot): SubscriptionSettings(
-            topic_id, slot_filter(slot, slots), expires_after_s=expires_after_s
+            topic_id,
+            slot_filter(slot, slots),
+            expires_after_s=expires_after_s,
+            is_reply=True,
         )
         for slot in range(slots)
     }

@@ -11,9 +11,9 @@ import asyncio
 import logging
 from contextlib import AsyncExitStack
 
+from shared.brokers import transport_of
 from shared.catalog import read_catalog
 from shared.errors import Unavailable
-from shared.pubsub.client import PubSubTransport
 from shared.stores.records import Records
 from shared.stores.signed_urls import UrlSigner
 from shared.transport import Message
@@ -55,6 +55,10 @@ class FunctionDependencies:
         """Delivers an event. See Webhooks.deliver."""
         await (await self._handler("webhook"))(message)
 
+    async def close(self) -> None:
+        """Closes what was opened, where a process knows of its end."""
+        await self._stack.aclose()
+
     async def _handler(self, function: str) -> Handler:
         async with self._opening:
             if function not in self._handlers:
@@ -65,9 +69,7 @@ class FunctionDependencies:
     async def _open_dead_letters(self) -> Handler:
         settings = self._settings
         catalog = read_catalog(settings.models_file)
-        publisher = await self._stack.enter_async_context(
-            PubSubTransport(settings.project, settings.pubsub_endpoint)
-        )
+        publisher = await self._stack.enter_async_context(transport_of(settings))
         table = RowTable(settings)
         return DeadLetters(
             await self._open_records(), publisher, table, catalog, settings.region

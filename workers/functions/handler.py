@@ -1,4 +1,4 @@
-"""Handles a push.
+"""Handles a message that was pushed, or taken from a queue.
 
 Authenticates the caller, decodes the message, runs the function, and answers with a status.
 
@@ -30,11 +30,13 @@ LOGGED_CHARACTERS = 128
 
 UNREADABLE = Counter(
     "penstock_functions_unreadable_total",
-    "Pushes that carry no message a function can handle",
+    "Messages that a function can not read",
     ["function"],
 )
 FAILED = Counter(
-    "penstock_functions_failed_total", "Pushes that Pub/Sub was asked to bring again", ["function"]
+    "penstock_functions_failed_total",
+    "Messages that the broker was asked to bring again",
+    ["function"],
 )
 REFUSED = Counter(
     "penstock_functions_refused_total", "Pushes of somebody who may not call", ["function"]
@@ -79,8 +81,6 @@ async def handle_push(
     try:
         await authenticator.check(request.headers.get("authorization", ""))
         message = read_push(request.headers, await read_body(request))
-        async with asyncio.timeout(HANDLE_LIMIT_S):
-            await _handle(message, function, handle)
     except PushRefused as error:
         REFUSED.labels(function).inc()
         log.warning("push refused", extra={"function": function, "reason": error.message})
@@ -88,28 +88,33 @@ async def handle_push(
     except UndecodableMessage as error:
         UNREADABLE.labels(function).inc()
         log.error("push unreadable", extra={"function": function, "reason": error.message})
-    except (PenstockError, TimeoutError) as error:
-        FAILED.labels(function).inc()
-        log.warning(
-            "push not handled", extra={"function": function, "reason": str(error) or "out of time"}
-        )
-        return str(error) or "out of time", 503
-    return "", 204
+        return "", 204
+    reason = await handle_message(message, function, handle)
+    return (reason, 503) if reason else ("", 204)
 
 
-async def _handle(message: Message, function: str, handle: Handler) -> None:
+async def handle_message(message: Message, function: str, handle: Handler) -> str:
+    """Runs `handle`. Returns why the message has to come again. Empty: it is done with."""
     try:
-        await handle(message)
-    except UndecodableMessage:
+        async with asyncio.timeout(HANDLE_LIMIT_S):
+            await handle(message)
+    except UndecodableMessage as error:
+        UNREADABLE.labels(function).inc()
         facts = {
             "function": function,
             "message_id": message.message_id,
             "request_id": message.attributes.get("request_id", "")[:LOGGED_CHARACTERS],
             "attributes": len(message.attributes),
             "data_bytes": len(message.data),
+            "reason": error.message,
         }
         log.error("message unreadable", extra=facts)
-        raise
+    except (PenstockError, TimeoutError) as error:
+        FAILED.labels(function).inc()
+        reason = str(error) or "out of time"
+        log.warning("message not handled", extra={"function": function, "reason": reason})
+        return reason
+    return ""
 
 
 async def read_body(request: Request, longest_bytes: int = LONGEST_BODY_BYTES) -> bytes:

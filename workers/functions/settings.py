@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from shared.settings import ReportSettings
 from workers.functions.push_auth import GOOGLE_CERTS_URL
 
@@ -25,5 +27,7 @@ class FunctionSettings(ReportSettings):
     """Signs links to results, as the API does."""
     webhook_secrets: str = ""
     """Keys of Standard Webhooks (`whsec_…`). During a rotation: new and old, comma-separated."""
+    health_port: int = Field(8090, ge=0, le=65535)
+    """Where a process that takes messages from RabbitMQ answers /readyz and /metrics."""
     webhooks_private: bool = False
     """Whether webhooks may use private addresses and http, for one machine."""

@@ -1,0 +1,31 @@
+"""The broker that the settings name: Pub/Sub, or RabbitMQ. The only place that knows both."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+
+from shared.pubsub.admin import PubSubAdmin
+from shared.pubsub.client import PubSubTransport
+from shared.rabbitmq.admin import RabbitAdmin
+from shared.rabbitmq.client import RabbitTransport
+from shared.settings import Settings
+from shared.transport import Admin, Transport
+
+
+def transport_of(settings: Settings) -> AbstractAsyncContextManager[Transport]:
+    """The transport of these settings, not opened. Enter it to open it."""
+    if settings.broker:
+        return RabbitTransport(settings.project, settings.broker)
+    return PubSubTransport(settings.project, settings.pubsub_endpoint)
+
+
+def admin_of(settings: Settings, timeout_s: float = 30.0) -> AbstractAsyncContextManager[Admin]:
+    """The admin connection of these settings, not opened. Enter it to open it.
+
+    Args:
+        settings: name the broker.
+        timeout_s: limit of each call, retries included.
+    """
+    if settings.broker:
+        return RabbitAdmin(settings.project, settings.broker, timeout_s=timeout_s)
+    return PubSubAdmin(settings.project, settings.pubsub_endpoint, timeout_s=timeout_s)

@@ -1,0 +1,96 @@
+"""A connection to RabbitMQ that opens again when it is next used, and the translation of errors."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiormq
+from aiormq.abc import AbstractChannel, AbstractConnection
+from yarl import URL
+
+from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
+
+CONNECT_LIMIT_S = 5.0
+HEARTBEAT_S = 10
+"""The broker and the client drop a connection from which nothing came for two or three of these.
+
+A process that dies closes its connection at once. This is for machines and networks that vanish.
+"""
+
+BROKEN = (
+    aiormq.AMQPError,
+    aiormq.ChannelInvalidStateError,
+    OSError,
+    EOFError,
+    TimeoutError,
+)
+"""What aiormq raises when a channel or its connection is gone, or refuses."""
+
+
+class BrokerConnection:
+    """One AMQP connection. It opens at its first use, and again after it broke.
+
+    Args:
+        url: the broker's.
+        name: what the broker's own pages call it.
+    """
+
+    def __init__(self, url: URL, name: str) -> None:
+        self._url = url.update_query(heartbeat=HEARTBEAT_S, name=name)
+        self._current: AbstractConnection | None = None
+        self._lock = asyncio.Lock()
+        self._is_closed = False
+
+    async def channel(self, *, confirms: bool = False) -> AbstractChannel:
+        """Opens a channel.
+
+        Args:
+            confirms: whether the broker confirms what is published on it.
+
+        Raises:
+            Unavailable: the broker is out of reach, or this connection was closed for good.
+            ConfigurationError: it refuses our credentials or the vhost.
+        """
+        try:
+            async with asyncio.timeout(CONNECT_LIMIT_S):
+                connection = await self._connected()
+                return await connection.channel(publisher_confirms=confirms, on_return_raises=False)
+        except BROKEN as error:
+            raise translate(error, f"connect to {self._where}") from error
+
+    async def close(self) -> None:
+        """Closes it for good."""
+        self._is_closed = True
+        if self._current is not None:
+            await self._current.close()
+
+    @property
+    def _where(self) -> str:
+        """The broker without its password."""
+        return f"{self._url.host}:{self._url.port}"
+
+    async def _connected(self) -> AbstractConnection:
+        async with self._lock:
+            if self._is_closed:
+                raise Unavailable("the connection to the broker is closed")
+            if self._current is None or self._current.is_closed:
+                self._current = await aiormq.connect(self._url)
+            return self._current
+
+
+def translate(error: BaseException, what: str) -> PenstockError:
+    """Translates a failure of aiormq into a PenstockError. The message begins with `what`."""
+    message = f"{what}: {type(error).__name__}: {error}".rstrip(": ")
+    refused_us = (
+        aiormq.AuthenticationError,
+        aiormq.ProbableAuthenticationError,
+        aiormq.ChannelAccessRefused,
+        aiormq.ConnectionNotAllowed,
+    )
+    if isinstance(error, refused_us):
+        return ConfigurationError(message, field="credentials")
+    if isinstance(error, aiormq.ChannelPreconditionFailed):
+        return ConfigurationError(message, field="broker")
+    if isinstance(error, aiormq.ChannelNotFoundEntity):
+        return BadInput(message)
+    return Unavailable(message)

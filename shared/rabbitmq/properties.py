@@ -1,0 +1,104 @@
+"""A message of the seam as AMQP properties, and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aiormq import spec
+from aiormq.abc import DeliveredMessage
+
+from shared.errors import BadInput
+from shared.transport import Message
+
+ATTRIBUTE_LIMIT, NAME_LIMIT_BYTES, VALUE_LIMIT_BYTES = 100, 255, 1024
+"""Pub/Sub's, so that what one broker takes the other takes too. AMQP has 255 bytes for a name."""
+_OWN = ("x-", "CC", "BCC")
+"""Headers with these beginnings mean something to the broker or to us."""
+_PUBLISHED_US, _ORDERING_KEY, _ATTEMPT = "x-published-us", "x-ordering-key", "x-attempt"
+_DELIVERY_COUNT = "x-delivery-count"
+_DEATHS = "x-death"
+DEAD_LETTER_COUNT = "CloudPubSubDeadLetterSourceDeliveryCount"
+"""The attribute of dead letters with the number of their attempts, as Pub/Sub names it."""
+
+
+def properties_of(
+    attributes: Mapping[str, str], keys: Sequence[str], message_id: str, ordering_key: str
+) -> spec.Basic.Properties:
+    """The properties of a new message.
+
+    Args:
+        attributes: of the message.
+        keys: all routing keys. The first one is that of the publish itself.
+        message_id: made by the sender.
+        ordering_key: may be empty.
+
+    Raises:
+        BadInput: an attribute is too long, or has a name that the broker reads.
+    """
+    _check(attributes)
+    headers: dict[str, Any] = {**attributes, _PUBLISHED_US: time.time_ns() // 1000}
+    if len(keys) > 1:
+        headers["BCC"] = list(keys[1:])
+    if ordering_key:
+        headers[_ORDERING_KEY] = ordering_key
+    return spec.Basic.Properties(headers=headers, delivery_mode=2, message_id=message_id)
+
+
+def returned_properties(delivered: DeliveredMessage, attempt: int) -> spec.Basic.Properties:
+    """The properties of a message that goes through a queue of delays, after `attempt` attempts."""
+    old = delivered.header.properties
+    headers = {
+        name: value
+        for name, value in (old.headers or {}).items()
+        if name not in (_DEATHS, _DELIVERY_COUNT) and not name.startswith("x-first-death")
+    }
+    headers[_ATTEMPT] = attempt
+    return spec.Basic.Properties(headers=headers, delivery_mode=2, message_id=old.message_id)
+
+
+def message_of(delivered: DeliveredMessage, ack_id: str, now_s: float) -> Message:
+    """The message of a delivery.
+
+    Args:
+        delivered: as aiormq gives it.
+        ack_id: names it towards the subscription.
+        now_s: event loop time, in seconds.
+    """
+    properties = delivered.header.properties
+    headers: Mapping[str, Any] = properties.headers or {}
+    attributes = {
+        name: value
+        for name, value in headers.items()
+        if isinstance(value, str) and not name.startswith(_OWN)
+    }
+    attempt = 1 + _number(headers, _DELIVERY_COUNT) + _number(headers, _ATTEMPT)
+    if _DEATHS in headers and _ATTEMPT not in headers:
+        attributes.setdefault(DEAD_LETTER_COUNT, str(attempt))
+        attempt = 1
+    return Message(
+        delivered.body,
+        attributes,
+        properties.message_id or "",
+        ack_id,
+        publish_time_s=_number(headers, _PUBLISHED_US) * 1e-6,
+        delivery_attempt=attempt,
+        ordering_key=str(headers.get(_ORDERING_KEY, "")),
+        received_at_s=now_s,
+    )
+
+
+def _check(attributes: Mapping[str, str]) -> None:
+    if len(attributes) > ATTRIBUTE_LIMIT:
+        raise BadInput(f"{len(attributes)} attributes, at most {ATTRIBUTE_LIMIT}")
+    for name, value in attributes.items():
+        if not name or name.startswith(_OWN) or len(name.encode()) > NAME_LIMIT_BYTES:
+            raise BadInput(f"an attribute can't be named {name[:64]!r}")
+        if len(value.encode()) > VALUE_LIMIT_BYTES:
+            raise BadInput(f"the attribute {name[:64]!r} has more than {VALUE_LIMIT_BYTES} bytes")
+
+
+def _number(headers: Mapping[str, Any], name: str) -> int:
+    value = headers.get(name, 0)
+    return value if isinstance(value, int) else 0

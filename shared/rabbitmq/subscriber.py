@@ -1,0 +1,281 @@
+"""Receives messages of one queue, and consumes again after the channel or connection broke."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from aiormq.abc import AbstractChannel, DeliveredMessage
+
+from shared.backoff import backoff
+from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
+from shared.rabbitmq.connection import BROKEN, translate
+from shared.rabbitmq.properties import message_of
+from shared.transport import Message
+
+log = logging.getLogger(__name__)
+
+REFUSALS = 4
+"""A queue just made may not be known to each node of a cluster yet."""
+RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
+"""The pause before a message that was handed back comes again. The same as on Pub/Sub.
+
+RabbitMQ itself delivers it again at once, so it stays in hand for so long.
+"""
+
+OpenChannel = Callable[[], Awaitable[AbstractChannel]]
+DelayedReturn = Callable[[DeliveredMessage, int], Awaitable[None]]
+"""Puts a message, after so many attempts, where it waits to be delivered again."""
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    message: Message
+    delivered: DeliveredMessage
+    timer: asyncio.TimerHandle | None = None
+
+
+class QueueSubscription:
+    """An open subscription. See shared.transport.Subscription.
+
+    A message in hand is redelivered when its channel ends, so no lease is kept: the broker notices
+    a process that dies at once.
+
+    Args:
+        open_channel: opens a channel.
+        queue: to consume.
+        max_messages: how many unacked messages the broker sends.
+        delayed_return: where messages that are handed back go. None: they stay in hand for a while,
+            and then return to their queue.
+    """
+
+    def __init__(
+        self,
+        open_channel: OpenChannel,
+        queue: str,
+        max_messages: int,
+        delayed_return: DelayedReturn | None = None,
+    ) -> None:
+        self._open_channel = open_channel
+        self._queue = queue
+        self._max_messages = max_messages
+        self._delayed_return = delayed_return
+        self._received: deque[Message] = deque()
+        self._held: dict[str, _Held] = {}
+        self._settled: deque[tuple[_Held, bool]] = deque()
+        self._settling = asyncio.Event()
+        self._all_settled = asyncio.Event()
+        self._arrival = asyncio.Event()
+        self._opened = asyncio.Event()
+        self._channel: AbstractChannel | None = None
+        self._consumer_tag = ""
+        self._end: PenstockError | None = None
+        self._is_stopped = False
+        self._numbers = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_open = False
+        self.lost = 0
+        """Messages whose channel ended while they were in hand."""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the broker sends what comes."""
+        return self._is_open and not self._is_stopped
+
+    def __aiter__(self) -> QueueSubscription:
+        return self
+
+    async def __anext__(self) -> Message:
+        while True:
+            while self._received:
+                message = self._received.popleft()
+                if not message.lost:  # another subscriber has it by now
+                    return message
+            if self._end is not None:
+                raise self._end
+            if self._is_stopped:
+                raise StopAsyncIteration
+            self._arrival.clear()
+            await self._arrival.wait()
+
+    def ack(self, message: Message) -> None:
+        """See shared.transport.Subscription. A second ack, or a lost message's, is ignored."""
+        held = self._held.pop(message.ack_id, None)
+        if held is not None:
+            self._settle(held, is_done=True)
+
+    def nack(self, message: Message) -> None:
+        """See shared.transport.Subscription."""
+        held = self._held.get(message.ack_id)
+        if held is None or held.timer is not None:
+            return
+        if self._delayed_return is not None or self._is_stopped:
+            self._give_back(message.ack_id)
+            return
+        pause_s = min(RETRY_MAX_S, RETRY_MIN_S * 2 ** min(30, message.delivery_attempt - 1))
+        loop = asyncio.get_running_loop()
+        held.timer = loop.call_later(pause_s, self._give_back, message.ack_id)
+
+    def start(self) -> None:
+        """Begins to consume, in the background."""
+        self._tasks = [
+            asyncio.create_task(self._consume(), name=f"consume {self._queue}"),
+            asyncio.create_task(self._send_settled(), name=f"settle {self._queue}"),
+        ]
+        self._tasks[0].add_done_callback(self._ended)
+
+    async def wait_open(self, timeout_s: float) -> None:
+        """Waits until the queue is consumed or was refused for good, at most `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._opened.wait()
+
+    async def stop(self) -> None:
+        """Stops receiving: returns unprocessed messages and ends the iteration.
+
+        Acks continue.
+        """
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        if self._channel is not None and self._is_open:
+            with suppress(*BROKEN):
+                # The answer comes after the last delivery, so all that were sent are here then.
+                await self._channel.basic_cancel(self._consumer_tag, timeout=1.0)
+        while self._received:
+            self.nack(self._received.popleft())
+        for ack_id, held in list(self._held.items()):
+            if held.timer is not None:
+                self._give_back(ack_id)
+        self._arrival.set()
+
+    async def close(self, timeout_s: float) -> None:
+        """Hands back everything still in hand and sends the last acks, within `timeout_s`."""
+        await self.stop()
+        for ack_id in list(self._held):
+            self._give_back(ack_id)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._settled and self._is_open:
+                    self._all_settled.clear()
+                    await self._all_settled.wait()
+                if self._channel is not None:
+                    await self._channel.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _give_back(self, ack_id: str) -> None:
+        held = self._held.pop(ack_id, None)
+        if held is not None:
+            if held.timer is not None:
+                held.timer.cancel()
+            self._settle(held, is_done=False)
+
+    def _settle(self, held: _Held, *, is_done: bool) -> None:
+        self._settled.append((held, is_done))
+        self._settling.set()
+
+    async def _send_settled(self) -> None:
+        while True:
+            await self._settling.wait()
+            self._settling.clear()
+            while self._settled:
+                held, is_done = self._settled[0]
+                # A channel that is gone has returned its messages.
+                with suppress(*BROKEN, PenstockError):
+                    await self._send(held, is_done)
+                self._settled.popleft()
+            self._all_settled.set()
+
+    async def _send(self, held: _Held, is_done: bool) -> None:
+        channel, tag = held.delivered.channel, held.delivered.delivery_tag
+        assert tag is not None
+        if not is_done and self._delayed_return is not None and not self._is_stopped:
+            await self._delayed_return(held.delivered, held.message.delivery_attempt)
+            is_done = True
+        if is_done:
+            await channel.basic_ack(tag, wait=False)
+        else:
+            await channel.basic_nack(tag, requeue=True, wait=False)
+
+    async def _consume(self) -> None:
+        pauses, refusals = backoff(), 0
+        while not self._is_stopped:
+            error = await self._consume_on_one_channel()
+            self._lose_all()
+            if self._is_stopped:
+                return
+            if error is None:
+                pauses, refusals = backoff(), 0
+            elif isinstance(error, BadInput | ConfigurationError):
+                refusals += 1
+                if refusals >= REFUSALS:
+                    self._fail(error)
+                    return
+            log.info("consumer ended", extra={"queue": self._queue, "reason": str(error or "")})
+            await asyncio.sleep(next(pauses))
+
+    async def _consume_on_one_channel(self) -> PenstockError | None:
+        """Consumes until the channel ends. Returns what kept it from beginning."""
+        channel = None
+        try:
+            channel = await self._open_channel()
+            await channel.basic_qos(prefetch_count=self._max_messages)
+            canceled = asyncio.Event()
+            channel.on_consumer_cancel_callbacks.add(lambda _: canceled.set())
+            consuming = await channel.basic_consume(self._queue, self._take)
+        except PenstockError as error:
+            return error
+        except BROKEN as error:
+            if channel is not None:
+                await channel.close()
+            return translate(error, self._queue)
+        self._channel, self._consumer_tag = channel, consuming.consumer_tag or ""
+        self._is_open = True
+        self._opened.set()
+        waiting = asyncio.create_task(canceled.wait())
+        try:
+            await asyncio.wait((waiting, channel.closing), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+            self._is_open = False
+        # Closing returns what this consumer still has.
+        await channel.close()
+        return None
+
+    async def _take(self, delivered: DeliveredMessage) -> None:
+        self._numbers += 1
+        now_s = asyncio.get_running_loop().time()
+        message = message_of(delivered, str(self._numbers), now_s)
+        self._held[message.ack_id] = _Held(message, delivered)
+        if self._is_stopped:
+            self._give_back(message.ack_id)
+            return
+        self._received.append(message)
+        self._arrival.set()
+
+    def _lose_all(self) -> None:
+        for held in self._held.values():
+            held.message.lost = True
+            if held.timer is not None:
+                held.timer.cancel()
+        self.lost += len(self._held)
+        self._held.clear()
+        self._received.clear()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._end = PenstockError(f"{self._queue}: {error!r}; this is a bug")
+            self._end.__cause__ = error
+            self._arrival.set()
+
+    def _fail(self, error: PenstockError) -> None:
+        is_gone = isinstance(error, BadInput)
+        self._end = Unavailable(error.message) if is_gone else error
+        self._opened.set()
+        self._arrival.set()

@@ -1,0 +1,73 @@
+"""`python -m workers.functions`: the functions of a deployment on RabbitMQ, until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+from aiohttp import web
+from prometheus_client import generate_latest
+
+from shared.catalog import read_catalog
+from shared.errors import ConfigurationError
+from shared.logs import configure_logs
+from shared.rabbitmq.client import RabbitTransport
+from shared.settings import read_settings
+from shared.tracing.setup import traced
+from workers.functions.consumer import FunctionConsumer, sources
+from workers.functions.dependencies import FunctionDependencies
+from workers.functions.settings import FunctionSettings
+
+
+def main() -> int:
+    """Handles messages until a signal arrives. Returns 0, or 1 if it could not start."""
+    try:
+        settings = read_settings(FunctionSettings)
+        if not settings.broker:
+            raise ConfigurationError(
+                "functions take messages from RabbitMQ only: Pub/Sub pushes them", field="broker"
+            )
+        configure_logs(settings.log_level, settings.project)
+        with traced("penstock-functions", project=settings.project, region=settings.region):
+            asyncio.run(_run(settings))
+    except ConfigurationError as error:
+        print(f"penstock functions: {error.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _run(settings: FunctionSettings) -> None:
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    dependencies = FunctionDependencies(settings)
+    handlers = {"dead_letter": dependencies.dead_letter, "webhook": dependencies.webhook}
+    wanted = sources(read_catalog(settings.models_file))
+    async with RabbitTransport(settings.project, settings.broker) as transport:
+        consumer = FunctionConsumer(transport, handlers)
+        runner = web.AppRunner(_probes(consumer), access_log=None)
+        await runner.setup()
+        try:
+            async with consumer.running(wanted):
+                await web.TCPSite(runner, "0.0.0.0", settings.health_port).start()
+                await stopped.wait()
+        finally:
+            await runner.cleanup()
+            await dependencies.close()
+
+
+def _probes(consumer: FunctionConsumer) -> web.Application:
+    async def ready(request: web.Request) -> web.Response:
+        return web.Response(status=200 if consumer.is_connected else 503)
+
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(), content_type="text/plain")
+
+    app = web.Application()
+    app.add_routes([web.get("/readyz", ready), web.get("/metrics", metrics)])
+    return app
+
+
+if __name__ == "__main__":
+    sys.exit(main())
