@@ -15,13 +15,13 @@ from hypothesis import settings
 from api.idempotency.store import IdempotencyStore
 from api.limits.store import LimitStore
 from infra.local.process import Process, free_port, listens
-from infra.local.rabbitmq_server import RabbitServer, find_rabbitmq_server
+from infra.local.rabbitmq_server import RabbitServer
 from infra.local.redis_server import RedisServer
-from shared.errors import ConfigurationError
 from shared.stores.cache import ResultCache
 from shared.stores.key_redis import KeyRedis
 from shared.stores.records import Records
 from tests.limits import REDIS_LIMIT_S, START_LIMIT_S, TEST_LIMIT_S
+from tests.rabbitmq import needs_rabbitmq
 
 HEAVY = (
     "api/test_keys_in_redis.py",
@@ -144,10 +144,7 @@ def pubsub_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def rabbitmq_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
     """A RabbitMQ of this machine's packages; shared, so each test names its own project."""
-    try:
-        find_rabbitmq_server()
-    except ConfigurationError as error:
-        pytest.skip(error.message)
+    needs_rabbitmq()
     folder = tmp_path_factory.mktemp("rabbitmq")
     with RabbitServer(folder / "data", folder) as server:
         yield server

@@ -43,11 +43,14 @@ class RabbitServer(Process):
 
     Args:
         data_dir: where it keeps its files. Created if missing.
-        log_dir: gets rabbitmq.log.
+        log_dir: gets its log, and that of the port mapper.
         port: 0 picks a free one.
+        name: for people, and for the log file.
     """
 
-    def __init__(self, data_dir: Path, log_dir: Path, port: int = 0) -> None:
+    def __init__(
+        self, data_dir: Path, log_dir: Path, port: int = 0, *, name: str = "rabbitmq"
+    ) -> None:
         self._data_dir = data_dir.resolve()
         self.port = port or free_port()
         server = find_rabbitmq_server()
@@ -56,7 +59,7 @@ class RabbitServer(Process):
             "epmd", ["epmd", "-port", mapper_port, "-address", "127.0.0.1"], log_dir
         )
         super().__init__(
-            "rabbitmq",
+            name,
             [str(server)],
             log_dir,
             environment=self._variables(mapper_port),

@@ -23,8 +23,12 @@ BROKEN = (
     OSError,
     EOFError,
     TimeoutError,
+    StopAsyncIteration,
 )
-"""What aiormq raises when a channel or its connection is gone, or refuses."""
+"""What aiormq raises when a channel or its connection is gone, or refuses.
+
+The last one comes from a connection that ends in its handshake.
+"""
 
 
 class BrokerConnection:

@@ -8,8 +8,10 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from typing import get_args
 
 from tests.faults.suite import run
+from tests.faults.world import BrokerKind
 
 FLAWS_SHOWN = 20
 
@@ -21,6 +23,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=66)
     parser.add_argument("--in-flight", type=int, default=48)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--broker", choices=get_args(BrokerKind), default="pubsub")
     parser.add_argument(
         "--folder", type=Path, help="keeps state and logs here; default: a folder that goes"
     )
@@ -35,6 +38,7 @@ def main() -> int:
             in_flight=given.in_flight,
             seed=given.seed,
             say=lambda line: print(line, flush=True),
+            broker=given.broker,
         )
     print()
     for kind, count in sorted(found.faults.items()):

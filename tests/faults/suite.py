@@ -18,7 +18,7 @@ from google.cloud import bigquery
 
 from tests.faults.schedule import Fault, faults, inject
 from tests.faults.traffic import Tally, Traffic
-from tests.faults.world import APIS, World
+from tests.faults.world import APIS, BrokerKind, World
 from tests.limits import WAIT_LIMIT_S
 
 
@@ -70,6 +70,7 @@ def run(
     in_flight: int,
     seed: int,
     say: Callable[[str], None],
+    broker: BrokerKind = "pubsub",
 ) -> Findings:
     """Runs traffic and faults side by side and counts what came of it.
 
@@ -80,9 +81,10 @@ def run(
         in_flight: callers at the same time.
         seed: of texts and faults.
         say: gets a line for each fault.
+        broker: the one to break.
     """
     began_s = time.monotonic()
-    with World(folder) as world:
+    with World(folder, broker=broker) as world:
         say(f"all parts ready after {time.monotonic() - began_s:.1f} s")
         traffic = Traffic(
             [world.url(api) for api in APIS], in_flight=in_flight, requests=requests, seed=seed

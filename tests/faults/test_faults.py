@@ -3,9 +3,14 @@ runs it in full.
 """
 
 from pathlib import Path
+from typing import get_args
+
+import pytest
 
 from tests.faults.schedule import faults, kinds
 from tests.faults.suite import run
+from tests.faults.world import BrokerKind
+from tests.rabbitmq import needs_rabbitmq
 
 FAULTS = 6
 REQUESTS = 500
@@ -15,9 +20,20 @@ restarted API.
 """
 
 
-def test_nothing_is_lost_doubled_or_wrong_while_parts_fail(tmp_path: Path) -> None:
+@pytest.mark.parametrize("broker", get_args(BrokerKind))
+def test_nothing_is_lost_doubled_or_wrong_while_parts_fail(
+    broker: BrokerKind, tmp_path: Path
+) -> None:
+    if broker == "rabbitmq":
+        needs_rabbitmq()
     found = run(
-        tmp_path, requests=REQUESTS, faults_count=FAULTS, in_flight=24, seed=SEED, say=print
+        tmp_path,
+        requests=REQUESTS,
+        faults_count=FAULTS,
+        in_flight=24,
+        seed=SEED,
+        say=print,
+        broker=broker,
     )
     assert found.flaws() == []
     assert found.faults.total() == FAULTS

@@ -14,16 +14,17 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import psutil
 
 from infra.local.process import Process, answers, free_port, listens
 from infra.local.provision import provision
+from infra.local.rabbitmq_server import RabbitServer
 from infra.local.redis_server import RedisServer
 from infra.reports.tables import create_tables
+from shared.brokers import admin_of
 from shared.catalog import read_catalog
-from shared.pubsub.admin import PubSubAdmin
 from shared.settings import ApiSettings, environment_with, read_settings
 from tests.faults.links import Links
 from tests.limits import START_LIMIT_S
@@ -44,8 +45,9 @@ CATALOG = """models:
 """
 APIS = ("api-0", "api-1")
 WORKERS = ("worker-0", "worker-1")
-SERVERS = ("pubsub", "redis", "bigquery")
-INSTANCE_LINKS = ("pubsub", "redis")
+SERVERS = ("broker", "redis", "bigquery")
+INSTANCE_LINKS = ("broker", "redis")
+BrokerKind = Literal["pubsub", "rabbitmq"]
 
 
 class World:
@@ -58,6 +60,7 @@ class World:
         processes: model processes of each worker.
         backend: of the model, `onnx` or `torch`; both in fp32.
         served: another model than that of embeddings: its name and the catalog.
+        broker: the embedded Pub/Sub, or a RabbitMQ of this machine.
     """
 
     def __init__(
@@ -68,7 +71,9 @@ class World:
         processes: int = 1,
         backend: str = "onnx",
         served: tuple[str, str] | None = None,
+        broker: BrokerKind = "pubsub",
     ) -> None:
+        self._broker = broker
         self._needs_graph = served is None
         self._model, self._catalog = served or (MODEL, CATALOG.format(backend=backend))
         self._workers = WORKERS[:workers]
@@ -129,7 +134,7 @@ class World:
         return {
             "PENSTOCK_PROJECT": "faults",
             "PENSTOCK_MODELS_FILE": str(self._models_file),
-            "PENSTOCK_PUBSUB_ENDPOINT": f"127.0.0.1:{self._ports['pubsub']}",
+            **self._broker_at(self._ports["broker"]),
             "PENSTOCK_BIGQUERY_ENDPOINT": f"http://127.0.0.1:{self._ports['bigquery']}",
             "PENSTOCK_REDIS_URL": f"redis://127.0.0.1:{self._ports['redis']}/0",
             "PENSTOCK_OBJECTS_URL": f"file://{self._folder / 'objects'}",
@@ -137,6 +142,11 @@ class World:
             "PENSTOCK_SECRET": "one for all instances",
             "PENSTOCK_MAX_IN_FLIGHT": "256",
         }
+
+    def _broker_at(self, port: int) -> dict[str, str]:
+        if self._broker == "rabbitmq":
+            return {"PENSTOCK_BROKER": f"rabbitmq://guest:guest@127.0.0.1:{port}/"}
+        return {"PENSTOCK_PUBSUB_ENDPOINT": f"127.0.0.1:{port}"}
 
     @property
     def settings(self) -> ApiSettings:
@@ -152,8 +162,12 @@ class World:
             return RedisServer(
                 self._folder / "redis", self._log_dir, self._ports["redis"], persist=True
             )
+        if name == "broker" and self._broker == "rabbitmq":
+            return RabbitServer(
+                self._folder / "rabbitmq", self._log_dir, self._ports[name], name=name
+            )
         data_dir = str(self._folder / name)
-        module = f"infra.emulators.{name}"
+        module = f"infra.emulators.{'pubsub' if name == 'broker' else name}"
         command = [
             sys.executable,
             "-m",
@@ -166,8 +180,8 @@ class World:
         return Process(name, command, self._log_dir)
 
     def _instance(self, name: str) -> Process:
-        own = self._variables() | {
-            "PENSTOCK_PUBSUB_ENDPOINT": f"127.0.0.1:{self.links.port(f'{name}.pubsub')}",
+        own = self._variables() | self._broker_at(self.links.port(f"{name}.broker"))
+        own |= {
             "PENSTOCK_REDIS_URL": f"redis://127.0.0.1:{self.links.port(f'{name}.redis')}/0",
         }
         if name in APIS:
@@ -227,7 +241,7 @@ def model_processes(worker: int) -> list[int]:
 
 
 async def _provision(settings: ApiSettings) -> None:
-    async with PubSubAdmin(settings.project, settings.pubsub_endpoint) as admin:
+    async with admin_of(settings) as admin:
         await provision(
             admin, read_catalog(settings.models_file), settings.inbox_pool, settings.reply_slots
         )
