@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import redis
@@ -17,6 +18,7 @@ from api.limits.store import LimitStore
 from infra.local.process import Process, free_port, listens
 from infra.local.rabbitmq_server import RabbitServer
 from infra.local.redis_server import RedisServer
+from infra.local.stack import Broker
 from shared.stores.cache import ResultCache
 from shared.stores.key_redis import KeyRedis
 from shared.stores.records import Records
@@ -66,6 +68,15 @@ settings.load_profile("repeatable")
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.timeout is None:
         config.option.timeout = TEST_LIMIT_S
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--broker",
+        choices=get_args(Broker),
+        default="pubsub",
+        help="of the stack that the end-to-end tests start",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

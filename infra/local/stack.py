@@ -81,7 +81,7 @@ class Stack:
         """The processes by name: redis, pubsub or rabbitmq, bigquery, worker-<model>, api,
         batches, functions."""
         self._given = dict(settings or {})
-        self._broker = broker
+        self.broker: Broker = broker
         self._make = StackProcesses(
             self.state_dir,
             ports,
@@ -196,7 +196,7 @@ class Stack:
             )
 
     def _own_servers(self) -> list[str]:
-        other = {"pubsub": "rabbitmq", "rabbitmq": "pubsub"}[self._broker]
+        other = {"pubsub": "rabbitmq", "rabbitmq": "pubsub"}[self.broker]
         if "PENSTOCK_BROKER" in self._given:
             other = "pubsub"
         return [

@@ -48,14 +48,14 @@ class RabbitTransport:
     """
 
     def __init__(self, project: str, broker: str) -> None:
-        self._project = project
+        self.project = project
         url = broker_url(broker)
         self._publishing = BrokerConnection(url, f"{project} publishes")
         self._consuming = BrokerConnection(url, f"{project} consumes")
 
     async def __aenter__(self) -> Self:
         self._publisher = ConfirmedPublisher(
-            self._publishing, exchange_name(self._project), self._topic_exists
+            self._publishing, exchange_name(self.project), self._topic_exists
         )
         return self
 
@@ -109,7 +109,7 @@ class RabbitTransport:
                 the first time for the first of these seconds, and so on, then always for the last.
                 The subscription must have been made with them (see delay_queue).
         """
-        queue = queue_name(self._project, subscription_id)
+        queue = queue_name(self.project, subscription_id)
         subscription = QueueSubscription(
             self._consuming.channel,
             queue,
@@ -137,4 +137,4 @@ class RabbitTransport:
         return put_back
 
     async def _topic_exists(self, topic_id: str) -> bool:
-        return await exists(self._publishing, exchange=topic_name(self._project, topic_id))
+        return await exists(self._publishing, exchange=topic_name(self.project, topic_id))

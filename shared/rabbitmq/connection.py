@@ -8,9 +8,12 @@ import aiormq
 from aiormq.abc import AbstractChannel, AbstractConnection
 from yarl import URL
 
+from shared.backoff import backoff
 from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
 
 CONNECT_LIMIT_S = 5.0
+LONGEST_PAUSE_S = 2.0
+"""Between attempts to connect. A broker that restarts is back in seconds."""
 HEARTBEAT_S = 10
 """The broker and the client drop a connection from which nothing came for two or three of these.
 
@@ -43,6 +46,7 @@ class BrokerConnection:
         self._url = url.update_query(heartbeat=HEARTBEAT_S, name=name)
         self._current: AbstractConnection | None = None
         self._lock = asyncio.Lock()
+        self._pauses = backoff(longest_s=LONGEST_PAUSE_S)
         self._is_closed = False
 
     async def channel(self, *, confirms: bool = False) -> AbstractChannel:
@@ -78,7 +82,13 @@ class BrokerConnection:
             if self._is_closed:
                 raise Unavailable("the connection to the broker is closed")
             if self._current is None or self._current.is_closed:
-                self._current = await aiormq.connect(self._url)
+                try:
+                    self._current = await aiormq.connect(self._url)
+                except BROKEN:
+                    # Whoever waits for the lock must not try again at once.
+                    await asyncio.sleep(next(self._pauses))
+                    raise
+                self._pauses = backoff(longest_s=LONGEST_PAUSE_S)
             return self._current
 
 

@@ -19,8 +19,12 @@ _OWN = ("x-", "CC", "BCC")
 _PUBLISHED_US, _ORDERING_KEY, _ATTEMPT = "x-published-us", "x-ordering-key", "x-attempt"
 _DELIVERY_COUNT = "x-delivery-count"
 _DEATHS = "x-death"
-DEAD_LETTER_COUNT = "CloudPubSubDeadLetterSourceDeliveryCount"
-"""The attribute of dead letters with the number of their attempts, as Pub/Sub names it."""
+_REASON = "penstock_reason"
+_EXPIRED = "no worker took it in time"
+"""Said in that attribute of a message that waited longer than its queue keeps messages.
+
+One that used up its attempts says nothing: the broker does not tell their number.
+"""
 
 
 def properties_of(
@@ -74,9 +78,8 @@ def message_of(delivered: DeliveredMessage, ack_id: str, now_s: float) -> Messag
         if isinstance(value, str) and not name.startswith(_OWN)
     }
     attempt = 1 + _number(headers, _DELIVERY_COUNT) + _number(headers, _ATTEMPT)
-    if _DEATHS in headers and _ATTEMPT not in headers:
-        attributes.setdefault(DEAD_LETTER_COUNT, str(attempt))
-        attempt = 1
+    if _ATTEMPT not in headers and headers.get("x-first-death-reason") == "expired":
+        attributes.setdefault(_REASON, _EXPIRED)
     return Message(
         delivered.body,
         attributes,

@@ -13,7 +13,7 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 
 from shared.backoff import backoff
 from shared.errors import BadInput, InputTooLarge, Overloaded, Unavailable
-from shared.rabbitmq.connection import BROKEN, BrokerConnection, translate
+from shared.rabbitmq.connection import BROKEN, LONGEST_PAUSE_S, BrokerConnection, translate
 from shared.rabbitmq.properties import properties_of
 from shared.rabbitmq.routing import message_keys
 
@@ -114,7 +114,7 @@ class ConfirmedPublisher:
         self, topic_id: str, data: bytes, properties: spec.Basic.Properties
     ) -> None:
         """Publishes until the broker confirms."""
-        for pause_s in backoff():
+        for pause_s in backoff(longest_s=LONGEST_PAUSE_S):
             try:
                 channel = await self._open_channel()
                 confirmed = await channel.basic_publish(

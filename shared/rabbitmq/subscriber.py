@@ -13,7 +13,7 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 
 from shared.backoff import backoff
 from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
-from shared.rabbitmq.connection import BROKEN, translate
+from shared.rabbitmq.connection import BROKEN, LONGEST_PAUSE_S, translate
 from shared.rabbitmq.properties import message_of
 from shared.transport import Message
 
@@ -204,14 +204,14 @@ class QueueSubscription:
             await channel.basic_nack(tag, requeue=True, wait=False)
 
     async def _consume(self) -> None:
-        pauses, refusals = backoff(), 0
+        pauses, refusals = backoff(longest_s=LONGEST_PAUSE_S), 0
         while not self._is_stopped:
             error = await self._consume_on_one_channel()
             self._lose_all()
             if self._is_stopped:
                 return
             if error is None:
-                pauses, refusals = backoff(), 0
+                pauses, refusals = backoff(longest_s=LONGEST_PAUSE_S), 0
             elif isinstance(error, BadInput | ConfigurationError):
                 refusals += 1
                 if refusals >= REFUSALS:

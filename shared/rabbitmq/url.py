@@ -30,5 +30,4 @@ def broker_url(broker: str) -> URL:
         ) from None
     if not parts.hostname:
         raise ConfigurationError("the URL of the broker has no host", field="broker")
-    url = URL(broker).with_scheme(scheme)
-    return url if url.path else url.with_path("/")
+    return URL(broker).with_scheme(scheme)

@@ -21,6 +21,7 @@ from tests.end_to_end.told import Told, receiver
 from tests.keys import key_for, keys_url
 from tests.limits import WAIT_LIMIT_S
 from tests.otlp import Collector, running_collector
+from tests.rabbitmq import needs_rabbitmq
 
 EMBEDDER = "all-MiniLM-L6-v2"
 WORKERS = 2
@@ -41,8 +42,13 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Stack]:
+def stack(
+    tmp_path_factory: pytest.TempPathFactory, collector: Collector, pytestconfig: pytest.Config
+) -> Iterator[Stack]:
     """All of it is traced, though few traces are kept unless a test asks for it."""
+    broker = pytestconfig.getoption("broker")
+    if broker == "rabbitmq":
+        needs_rabbitmq()
     folder = tmp_path_factory.mktemp("stack")
     keys = keys_url(
         folder,
@@ -56,7 +62,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Ite
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-        with Stack(folder, ports=Ports.free(WORKERS), settings=settings) as running:
+        with Stack(folder, ports=Ports.free(WORKERS), settings=settings, broker=broker) as running:
             yield running
 
 

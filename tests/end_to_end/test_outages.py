@@ -127,19 +127,19 @@ def test_bigquery_is_down_and_all_that_hold_rows_are_killed(
     assert ask(client, f"{text} after")[0] == 200
 
 
-def test_pubsub_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: str) -> None:
+def test_broker_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: str) -> None:
     """Who can't wait is told to come again; who can has an answer when it is back."""
-    stack.processes["pubsub"].pause()
+    stack.processes[stack.broker].pause()
     try:
         with ThreadPoolExecutor(8) as threads:
             patient = [threads.submit(ask, client, f"{text} patient {n}", 25_000) for n in range(4)]
             hasty = [threads.submit(ask, client, f"{text} hasty {n}", 700) for n in range(4)]
             refused = [one.result(WAIT_LIMIT_S) for one in hasty]
             assert not any(one.done() for one in patient)
-            stack.processes["pubsub"].resume()
+            stack.processes[stack.broker].resume()
             served = [one.result(25) for one in patient]
     finally:
-        stack.processes["pubsub"].resume()
+        stack.processes[stack.broker].resume()
     assert {status for status, _, _ in refused} <= {503, 504}
     assert all(retry_after for status, _, retry_after in refused if status == 503)
     assert [status for status, _, _ in served] == [200] * 4

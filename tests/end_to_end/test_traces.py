@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from infra.local.stack import Stack
-from shared.pubsub.client import PubSubTransport
+from shared.brokers import transport_of
 from shared.pubsub.names import jobs_topic_id
 from tests.end_to_end.conftest import EMBEDDER, REPORTING_KEY
 from tests.limits import WAIT_LIMIT_S
@@ -149,7 +149,7 @@ async def test_dead_letter_belongs_to_the_trace_of_its_job(
         "traceparent": caller.headers["traceparent"],
     }
     settings = stack.settings
-    async with PubSubTransport(settings.project, settings.pubsub_endpoint) as broker:
+    async with transport_of(settings) as broker:
         await broker.publish(jobs_topic_id(EMBEDDER), b"{}", attributes)
     span = collector.stages(caller.trace_id, {"dead_letter"})["dead_letter"]
     assert (span.parent_id, span.kind) == (caller.span_id, "consumer")
