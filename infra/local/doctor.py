@@ -37,12 +37,15 @@ FREE_MEMORY_BYTES = 2 * 1024**3
 REACH_LIMIT_S = 5.0
 _PLACES = {
     "project",
+    "broker",
     "pubsub_endpoint",
     "bigquery_endpoint",
     "redis_url",
     "records_url",
     "objects_url",
 }
+Try = tuple[str, str, Callable[[Settings], Coroutine[Any, Any, None]]]
+"""The variable that names a place, the place, and what reaches it."""
 EXTRAS = ("api", "worker", "functions", "optimize", "local", "simulation", "dev")
 """The extras that `make setup` installs. The extra `gpu` is for machines with a GPU."""
 INSTALL = "make setup"
@@ -223,12 +226,8 @@ def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
     if not settings.model_fields_set & _PLACES:
         yield Diagnosis("endpoints", "none set: penstock up starts its own")
         return
-    tries: dict[str, tuple[str, str, Callable[[Settings], Coroutine[Any, Any, None]]]] = {
-        "Pub/Sub": (
-            "PENSTOCK_PUBSUB_ENDPOINT",
-            settings.pubsub_endpoint or "Google's own",
-            _reach_pubsub,
-        ),
+    tries: dict[str, Try] = {
+        **_broker(settings),
         "BigQuery": (
             "PENSTOCK_BIGQUERY_ENDPOINT",
             settings.bigquery_endpoint or "Google's own",
@@ -255,6 +254,14 @@ def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
             yield Diagnosis(what, f"{place} answers")
 
 
+def _broker(settings: Settings) -> dict[str, Try]:
+    if settings.broker:
+        place = _without_password(settings.broker)
+        return {"RabbitMQ": ("PENSTOCK_BROKER", place, _reach_broker)}
+    place = settings.pubsub_endpoint or "Google's own"
+    return {"Pub/Sub": ("PENSTOCK_PUBSUB_ENDPOINT", place, _reach_broker)}
+
+
 def _without_password(url: str) -> str:
     return re.sub(r"//[^@/]*@", "//", url)
 
@@ -267,7 +274,7 @@ async def _within_limit(reaching: Coroutine[Any, Any, None]) -> None:
         raise Unavailable(f"no answer within {REACH_LIMIT_S:g} s") from error
 
 
-async def _reach_pubsub(settings: Settings) -> None:
+async def _reach_broker(settings: Settings) -> None:
     async with admin_of(settings, timeout_s=REACH_LIMIT_S - 1) as admin:
         await admin.subscription_exists(WEBHOOKS_SUBSCRIPTION_ID)
 

@@ -18,6 +18,9 @@ from shared.catalog import Catalog, read_catalog
 from shared.errors import Unavailable
 from shared.settings import ApiSettings
 
+TAKEN = "taken:"
+"""In the place of the functions' URL: with RabbitMQ they take their messages themselves."""
+
 
 def provision_servers(
     settings: ApiSettings, functions_url: str, limit_s: float, say: Callable[[str], None]
@@ -26,7 +29,7 @@ def provision_servers(
 
     Args:
         settings: where the servers are. One without an endpoint is Google's, and is left alone.
-        functions_url: where the broker pushes dead letters and webhooks. Empty: nowhere.
+        functions_url: where Pub/Sub pushes dead letters and webhooks. Empty: nowhere.
         limit_s: how long to wait for the servers, in seconds.
         say: gets a line for each server.
 
@@ -36,7 +39,10 @@ def provision_servers(
     """
     deadline_s = time.monotonic() + limit_s
     catalog = read_catalog(settings.models_file)
-    if settings.pubsub_endpoint:
+    if settings.broker:
+        _until(deadline_s, lambda: provision_broker(settings, catalog, TAKEN))
+        say(f"topics and subscriptions are on {settings.broker.rpartition('@')[2]}")
+    elif settings.pubsub_endpoint:
         _until(deadline_s, lambda: provision_broker(settings, catalog, functions_url))
         say(f"topics and subscriptions are on {settings.pubsub_endpoint}")
     else:

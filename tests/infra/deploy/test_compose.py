@@ -66,13 +66,74 @@ def services(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_file_follows_the_specification() -> None:
+class _Override(yaml.SafeLoader):
+    """Reads a file that Compose merges into another: `!override` replaces, `!reset` removes."""
+
+
+_Override.add_constructor("!reset", lambda loader, node: None)
+_Override.add_constructor("!override", lambda loader, node: loader.construct_mapping(node, True))
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """As Compose merges two files, as far as ours need it."""
+    found = dict(base)
+    for name, value in over.items():
+        if value is None and name in base:
+            del found[name]
+        elif name in ("services", "volumes", "environment", "healthcheck") or "image" in base.get(
+            name, {}
+        ):
+            found[name] = merged(base.get(name, {}), value)
+        elif name == "env_file":
+            found[name] = [*base.get(name, []), *value]
+        else:
+            found[name] = value
+    return found
+
+
+@pytest.fixture(scope="module")
+def over_rabbitmq(compose: dict[str, Any]) -> dict[str, Any]:
+    text = (FOLDER / "rabbitmq.yaml").read_text(encoding="utf-8")
+    override = filled(yaml.load(text, _Override), variables("images.env"))
+    return merged(compose, override)
+
+
+def follows_the_specification(file: Path) -> None:
     checked = run(
         Path(sys.executable).parent / "check-jsonschema",
         *("--builtin-schema", "vendor.compose-spec"),
-        FOLDER / "compose.yaml",
+        file,
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_file_follows_the_specification() -> None:
+    follows_the_specification(FOLDER / "compose.yaml")
+
+
+def test_files_together_follow_the_specification(
+    over_rabbitmq: dict[str, Any], tmp_path: Path
+) -> None:
+    together = tmp_path / "compose.yaml"
+    together.write_text(yaml.safe_dump(over_rabbitmq))
+    follows_the_specification(together)
+
+
+def test_rabbitmq_takes_the_place_of_pubsub(over_rabbitmq: dict[str, Any]) -> None:
+    services = over_rabbitmq["services"]
+    assert "pubsub" not in services
+    wanted = {need for service in services.values() for need in service.get("depends_on", {})}
+    assert wanted <= services.keys()
+    clients = {name for name, service in services.items() if name in KINDS}
+    assert clients == KINDS.keys()
+    for name in clients | {"rabbitmq"}:
+        assert {"path": "broker.env", "required": True} in services[name]["env_file"]
+    assert services["functions"]["entrypoint"] == ["python", "-m", "workers.functions"]
+    assert "command" not in services["functions"]
+    for source in (
+        Path(one["source"]) for one in services["rabbitmq"]["volumes"] if "source" in one
+    ):
+        assert (FOLDER / source).is_file()
 
 
 def test_all_that_is_named_is_there(
@@ -219,5 +280,5 @@ def test_images_of_others_are_pinned_by_the_same_script(tmp_path: Path) -> None:
     done = run("infra/docker/pin.sh", out, PATH=path, SOURCE=source)
     assert done.returncode == 0, done.stderr
     pinned = [line for line in out.read_text().splitlines() if not line.startswith("#")]
-    assert len(pinned) == 2
+    assert len(pinned) == 3
     assert all(line.endswith(f"@sha256:{'d' * 64}") for line in pinned)

@@ -22,7 +22,7 @@ from workers.functions.settings import FunctionSettings
 
 CATALOG = read_catalog(Path("models.yaml"))
 WRITTEN_IN = ("*.tf", "*.yaml", "*.sh", "*.md", "*Dockerfile*", "infra/*.py")
-ON_ONE_MACHINE = {"PENSTOCK_PUBSUB_ENDPOINT", "PENSTOCK_BIGQUERY_ENDPOINT"}
+ON_ONE_MACHINE = {"PENSTOCK_PUBSUB_ENDPOINT", "PENSTOCK_BIGQUERY_ENDPOINT", "PENSTOCK_BROKER"}
 """Empty in the cloud: Google's own."""
 OF_TESTS = {"PENSTOCK_TEST_PATIENCE"}
 LEFT_ALONE: dict[type[Settings], set[str]] = {
