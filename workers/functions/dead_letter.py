@@ -160,6 +160,9 @@ class DeadLetters:
         """
         record = record_id(envelope.request_id, envelope.part)
         finish = await self._records.finish(record, "failed", encode_reply_body(ours))
+        if finish is not None and finish.is_lost_to_cancel:
+            body = encode_reply_body(_canceled(ours))
+            finish = await self._records.finish(record, "canceled", body)
         if finish is None and envelope.prediction:
             raise Unavailable("the record could not be ended")
         if finish is None or finish.is_ours:

@@ -80,6 +80,9 @@ class RecordingAdmin:
     async def subscription_exists(self, subscription_id: str) -> bool:
         return subscription_id in self.subscriptions
 
+    async def missing_subscriptions(self, subscription_ids: list[str]) -> list[str]:
+        return [name for name in subscription_ids if name not in self.subscriptions]
+
 
 @pytest.fixture(scope="module")
 def provisioned() -> RecordingAdmin:

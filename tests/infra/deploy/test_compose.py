@@ -70,8 +70,13 @@ class _Override(yaml.SafeLoader):
     """Reads a file that Compose merges into another: `!override` replaces, `!reset` removes."""
 
 
+def _replacement(loader: yaml.SafeLoader, node: yaml.Node) -> dict[Any, Any]:
+    assert isinstance(node, yaml.MappingNode)
+    return loader.construct_mapping(node, deep=True)
+
+
 _Override.add_constructor("!reset", lambda loader, node: None)
-_Override.add_constructor("!override", lambda loader, node: loader.construct_mapping(node, True))
+_Override.add_constructor("!override", _replacement)
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
