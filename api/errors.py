@@ -62,6 +62,12 @@ class NotFound(PenstockError):
     code = "not_found"
 
 
+class PreviousResponseNotFound(BadInput):
+    """The earlier response is not there: it was not kept, has expired, or never was."""
+
+    code = "previous_response_not_found"
+
+
 class MethodNotAllowed(PenstockError):
     """This path does not take that method."""
 
@@ -130,6 +136,7 @@ ERROR_MAPPINGS = {
     "invalid_input": ErrorMapping(400, "invalid_request_error"),
     "input_too_large": ErrorMapping(400, "invalid_request_error"),
     "context_length_exceeded": ErrorMapping(400, "invalid_request_error"),
+    "previous_response_not_found": ErrorMapping(400, "invalid_request_error"),
     "invalid_api_key": ErrorMapping(401, "authentication_error"),
     "forbidden": ErrorMapping(403, "permission_error"),
     "link_invalid": ErrorMapping(403, "permission_error"),

@@ -19,6 +19,7 @@ from api.endpoints.tool_calls import shown_of
 from api.schemas.openai_responses import ResponseBody
 from api.schemas.openai_responses_replies import (
     IncompleteDetails,
+    LogprobOfText,
     OutputCall,
     OutputItem,
     OutputMessage,
@@ -84,6 +85,7 @@ class ResponseEvents:
             instructions=body.instructions,
             background=bool(body.background),
             max_output_tokens=body.max_output_tokens,
+            previous_response_id=body.previous_response_id,
             metadata=body.metadata or {},
             temperature=body.temperature,
             text=given.get("text") or {"format": {"type": "text"}},
@@ -115,7 +117,8 @@ class ResponseEvents:
         calls = message.tool_calls if isinstance(message.tool_calls, list) else []
         items: list[OutputItem] = []
         if message.content or not calls:
-            items.append(self._message([OutputText(message.content or "")]))
+            told = self._logprobs(result.logprobs)
+            items.append(self._message([OutputText(message.content or "", logprobs=told)]))
         return items + [
             OutputCall(
                 f"fc_{number}_{self._made}", call.id, call.function.name, call.function.arguments
@@ -146,10 +149,15 @@ class ResponseEvents:
         shown, now = self._shown(before), self._shown(before + text)
         if now == shown:
             return None
+        told = self._logprobs(logprobs)
         tokens, ended = at
         number = self._first_end + ended - 1 if ended else _PART + tokens
         begin = [] if shown else self._begin(_ITEM, _PART)
-        return self._joined(*begin, self._delta(number, now[len(shown) :]))
+        return self._joined(*begin, self._delta(number, now[len(shown) :], told))
+
+    def _logprobs(self, given: Sequence[TokenLogprob]) -> list[LogprobOfText]:
+        """Those that were asked for."""
+        return [_shown_logprob(one) for one in given] if self._body.has_logprobs else []
 
     def _shown(self, text: str) -> str:
         return shown_of(text) if self._has_tools else text
@@ -161,9 +169,9 @@ class ResponseEvents:
             self._event(part, "response.content_part.added", **self._place(), part=OutputText("")),
         ]
 
-    def _delta(self, number: int, text: str) -> bytes:
+    def _delta(self, number: int, text: str, logprobs: list[LogprobOfText]) -> bytes:
         kind = "response.output_text.delta"
-        return self._event(number, kind, **self._place(), delta=text, logprobs=[])
+        return self._event(number, kind, **self._place(), delta=text, logprobs=logprobs)
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": f"msg_{self._made}", "output_index": 0, "content_index": 0}
@@ -194,7 +202,7 @@ class ResponseEvents:
         if rest := part.text[len(shown) :]:
             facts = {**place, "delta": rest, "logprobs": []}
             events.append(("response.output_text.delta", facts))
-        done = {**place, "text": part.text, "logprobs": []}
+        done = {**place, "text": part.text, "logprobs": part.logprobs}
         events.append(("response.output_text.done", done))
         events.append(("response.content_part.done", {**place, "part": part}))
         events.append(("response.output_item.done", {"output_index": 0, "item": item}))
@@ -226,6 +234,11 @@ class ResponseEvents:
 
     def _joined(self, *events: bytes) -> bytes | None:
         return b"".join(events) or None
+
+
+def _shown_logprob(one: TokenLogprob) -> LogprobOfText:
+    tops = [LogprobOfText(top.token, top.logprob, list(top.data)) for top in one.top]
+    return LogprobOfText(one.token, one.logprob, list(one.data), tops)
 
 
 def _call_events(call: OutputCall, at: int) -> list[tuple[str, dict[str, Any]]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Annotated
@@ -19,13 +20,15 @@ from starlette.responses import Response
 
 from api.endpoints.responses import ResponseEvents
 from api.endpoints.text import inputs_of, is_repeatable, model_of
-from api.errors import NotFound
+from api.errors import NotFound, PreviousResponseNotFound
 from api.http import openapi
+from api.http.disconnect import while_connected
 from api.http.fast_route import IS_HEAD, StreamedRoute
 from api.http.openapi import inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, authenticate, open_request
 from api.predictions.creation import PredictionSnapshot
 from api.predictions.event_stream import HeldResponse
+from api.predictions.service import GRACE_S
 from api.predictions.text_stream import Seen
 from api.routes.prediction_request import digest_of, new_prediction
 from api.schemas.openai_responses import ResponseBody
@@ -62,6 +65,8 @@ async def create_response(request: Request) -> Response:
     """
     call = open_request(request)
     body = await call.read_json(ResponseBody)
+    if body.previous_response_id is not None:
+        body = await _continued(call, body, body.previous_response_id)
     chat = _chat_of(body)
     model = model_of(chat, call.dependencies.catalog)
     call.use(model)
@@ -130,6 +135,28 @@ async def delete_response(request: Request, response_id: str) -> Response:
     return _json(ResponseDeleted(response_id))
 
 
+async def _continued(call: ApiRequest, body: ResponseBody, previous: str) -> ResponseBody:
+    """The request with what came before it."""
+    try:
+        snapshot = await _find(call, previous)
+    except NotFound as error:
+        raise PreviousResponseNotFound(
+            f"Previous response with id '{previous[:80]}' not found.", field="previous_response_id"
+        ) from error
+    reply = _state_of(call, snapshot)
+    if reply.status not in ("completed", "incomplete"):
+        raise BadInput(
+            f"previous_response_id: that response is {reply.status}, so it has no output",
+            field="previous_response_id",
+        )
+    earlier = ResponseBody.model_validate(snapshot.prediction.input)
+    try:
+        return body.after(earlier, msgspec.to_builtins(reply.output))
+    except ValidationError as error:
+        reason = f"previous_response_id: {error.errors()[0]['msg']}"
+        raise BadInput(reason, field="previous_response_id") from error
+
+
 def _chat_of(body: ResponseBody) -> ChatBody:
     try:
         return body.to_chat()
@@ -155,11 +182,14 @@ async def _create_kept(
             held.enter_context(dependencies.text_streams.reserved(call.tenant))
         async with (
             call.limited(model, inputs) as limited,
-            dependencies.predictions.creating(new, waits=False) as creation,
+            dependencies.predictions.creating(new, waits=body.waits) as creation,
         ):
             limited.go_on(lambda ended: dependencies.follower.follow(ended, creation.snapshot))
             if not creation.is_new:
                 limited.settle(price_of(model, call.context.received_at_s), [])
+            if body.waits:
+                left_s = new.prediction.deadline_s + GRACE_S - time.time()
+                await while_connected(call.http.receive, creation.wait(left_s))
         if body.stream:
             return _stream(call, creation.snapshot, -1, held.pop_all())
     return _json(_state_of(call, creation.snapshot))
@@ -191,7 +221,7 @@ def _stream(
         body, events = _events_of(call, snapshot, after)
         if IS_HEAD in call.http.scope:
             return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
-        stays = bool(body.background)
+        stays = bool(body.background or not body.stream)
         seen = [Seen(*events.seen)]
         told = call.dependencies.text_streams.follow(snapshot, events, seen, stays=stays)
         headers = {**_HEADERS, "location": f"{PATH}/{snapshot.prediction.id}"}

@@ -174,11 +174,17 @@ class ResponseBody(Body):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(None, description="Accepted, without effect.")
     metadata: dict[str, str] | None = Field(None, max_length=16)
-    include: Annotated[list[str], Field(max_length=0)] | None = None
+    include: (
+        Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=8)] | None
+    ) = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    previous_response_id: str | None = Field(
+        None, description="Its input and its output come before `input`. It was kept."
+    )
     truncation: Literal["disabled"] | None = None
     reasoning: dict[str, Any] | None = Field(None, description="Accepted, without effect.")
     store: bool | None = Field(
-        None, description="Accepted, without effect: streamed and background ones are kept."
+        None, description="true: it is kept, as streamed and background ones always are."
     )
     user: str | None = None
     safety_identifier: str | None = None
@@ -188,7 +194,38 @@ class ResponseBody(Body):
     @property
     def is_kept(self) -> bool:
         """Whether it is a prediction underneath, which any instance can tell of."""
-        return bool(self.stream or self.background)
+        return bool(self.stream or self.background or self.store)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the answer to the request is the whole text, which is kept."""
+        return bool(self.store) and not (self.stream or self.background)
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer has log probabilities."""
+        return bool(self.include) or self.top_logprobs is not None
+
+    @property
+    def items(self) -> list[InputMessage | InputCall | InputResult]:
+        """What it asks about, as items."""
+        if isinstance(self.input, str):
+            return [InputMessage(role="user", content=self.input)]
+        return self.input
+
+    def after(self, earlier: ResponseBody, output: list[dict[str, Any]]) -> ResponseBody:
+        """The same with an earlier request and its output before it.
+
+        Raises:
+            pydantic.ValidationError: these are too many items.
+        """
+        dumped = [
+            one.model_dump(mode="json", exclude_unset=True) for one in (*earlier.items, *self.items)
+        ]
+        split = len(earlier.items)
+        given = self.model_dump(mode="json", exclude_unset=True, by_alias=True)
+        given["input"] = [*dumped[:split], *output, *dumped[split:]]
+        return ResponseBody.model_validate(given)
 
     def to_chat(self) -> ChatBody:
         """The chat that asks for the same.
@@ -196,22 +233,19 @@ class ResponseBody(Body):
         Raises:
             pydantic.ValidationError: parts of it don't belong together.
         """
-        items = (
-            [InputMessage(role="user", content=self.input)]
-            if isinstance(self.input, str)
-            else self.input
-        )
         said = [{"role": "system", "content": self.instructions}] if self.instructions else []
         given: dict[str, Any] = {
             "model": self.model,
-            "messages": [*said, *(item.to_chat() for item in items)],
+            "messages": [*said, *(item.to_chat() for item in self.items)],
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "tools": [tool.to_chat() for tool in self.tools] if self.tools else None,
             "tool_choice": self.tool_choice,
-            "stream": self.is_kept,
+            "stream": bool(self.stream or self.background),
         }
+        if self.has_logprobs:
+            given |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if isinstance(self.tool_choice, NamedTool):
             function = {"name": self.tool_choice.name}
             given["tool_choice"] = {"type": "function", "function": function}

@@ -11,13 +11,22 @@ from api.schemas.openai_text_replies import PromptDetails
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
+class LogprobOfText(msgspec.Struct):
+    """The log probability of a token, in the text of an answer."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[LogprobOfText] = []
+
+
 class OutputText(msgspec.Struct):
     """What the model says."""
 
     text: str
     type: Literal["output_text"] = "output_text"
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: list[LogprobOfText] = []
 
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
@@ -87,7 +96,7 @@ class ResponseReply(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None = None
     metadata: dict[str, str] = {}
     parallel_tool_calls: bool = True
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     temperature: float | None = None
     text: dict[str, Any] = {}
     tool_choice: Any = "auto"

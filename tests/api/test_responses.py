@@ -185,10 +185,87 @@ async def test_parsed_text_has_the_form_of_its_schema(api: ApiUnderTest) -> None
     assert json.loads(item.input.json_schema)["required"] == ["city"]
 
 
+async def test_a_response_goes_on_behind_an_earlier_one(api: ApiUnderTest) -> None:
+    client = api.openai()
+    given = asked(CALLS, tools=[weather_tool()], store=True, instructions="be long")
+    first = await client.responses.create(**given)
+    assert first.output[1].name == "Weather"
+    sunny = {"call_id": first.output[1].call_id, "output": "sunny"}
+    second = await client.responses.create(
+        **asked(
+            [{"type": "function_call_output", **sunny}, {"role": "user", "content": "say so"}],
+            previous_response_id=first.id,
+            stream=False,
+            background=True,
+        )
+    )
+    assert second.previous_response_id == first.id
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while second.status in ("queued", "in_progress"):
+            second = await client.responses.retrieve(second.id)
+    last = asked("say that is all", previous_response_id=second.id)
+    third = await client.responses.create(**last)
+    assert third.output_text == "that is all"
+    item = api.worker.items[-1].input
+    assert isinstance(item, GenerationInput)
+    roles = ["user", "assistant", "assistant", "tool", "user", "assistant", "user"]
+    assert [one["role"] for one in item.messages] == roles, "instructions are not carried over"
+    assert item.messages[5]["content"] == "so"
+
+
+async def test_an_earlier_response_that_is_unknown_or_has_no_output_is_named(
+    redis_url: str, tmp_path: Path
+) -> None:
+    keys = keys_url(tmp_path, ours="a", theirs="b")
+    async with running_api(settings_for(tmp_path, redis_url=redis_url, keys_url=keys)) as api:
+
+        async def after(made: str, who: str) -> dict[str, Any]:
+            body = asked(previous_response_id=made)
+            answer = await api.http.post("/v1/responses", json=body, headers=bearer(who))
+            assert answer.status_code == 400, answer.text
+            error: dict[str, Any] = answer.json()["error"]
+            assert error["param"] == "previous_response_id"
+            return error
+
+        stored = await api.http.post(
+            "/v1/responses", json=asked(store=True), headers=bearer("ours")
+        )
+        made = stored.json()["id"]
+        assert stored.json()["output"][0]["content"][0]["text"] == TEXT
+        for unknown, who in ((made, "theirs"), ("resp_" + "0" * 32, "ours"), ("x", "ours")):
+            error = await after(unknown, who)
+            assert error["code"] == "previous_response_not_found"
+            assert error["message"] == f"Previous response with id '{unknown}' not found."
+        api.worker.broken = {""}
+        failed = await api.http.post(
+            "/v1/responses", json=asked(store=True), headers=bearer("ours")
+        )
+        assert failed.json()["status"] == "failed"
+        assert "no output" in (await after(failed.json()["id"], "ours"))["message"]
+
+
+async def test_log_probabilities_come_as_they_are_asked_for(api: ApiUnderTest) -> None:
+    client = api.openai()
+    given = asked(include=["message.output_text.logprobs"], top_logprobs=2)
+    response = await client.responses.create(**given)
+    told = response.output[0].content[0].logprobs
+    assert "".join(one.token for one in told) == TEXT
+    assert len(told[0].top_logprobs) == 2
+    events = [one async for one in await client.responses.create(**given, stream=True)]
+    deltas = [one for one in events if one.type == "response.output_text.delta"]
+    assert [one.logprobs[0].token for one in deltas] == [one.token for one in told]
+    (done,) = [one for one in events if one.type == "response.output_text.done"]
+    assert len(done.logprobs) == len(told)
+    plain = await client.responses.create(**asked())
+    assert plain.output[0].content[0].logprobs == []
+
+
 @pytest.mark.parametrize(
     ("wrong", "field"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"max_output_tokens": 65}, "max_output_tokens"),
         ({"input": ""}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
