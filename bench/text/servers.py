@@ -44,6 +44,8 @@ def peers(folder: Path, gguf: Path) -> Iterator[tuple[str, list[str] | str, str]
         threads = str(len(os.sched_getaffinity(0)))
         command = [python, "-m", "llama_cpp.server", "--model", str(gguf)]
         command += ["--n_ctx", "1024", "--n_threads", threads]
+        # Otherwise a new request ends the one that is being answered.
+        command += ["--interrupt_requests", "False"]
     yield "llama-cpp-python Q4_1", command, "any"
 
 
@@ -58,16 +60,19 @@ def serving(name: str, command: Sequence[str], model: str) -> Iterator[PeerServe
     with tempfile.TemporaryDirectory() as logs:
         process = Process("peer", [*command, "--port", str(port)], Path(logs))
         with process:
-            process.wait_ready(partial(_lists_models, port), START_LIMIT_S)
+            process.wait_ready(partial(_is_ready, port), START_LIMIT_S)
             yield PeerServer(name, f"http://127.0.0.1:{port}", model)
 
 
-def _lists_models(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=2) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
+def _is_ready(port: int) -> bool:
+    """By the path that a peer has. `transformers serve` asks the hub for its list of models."""
+    for path in ("health", "v1/models"):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            continue
+    return False
 
 
 def gguf_file(source: str) -> Path:

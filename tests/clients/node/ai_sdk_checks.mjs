@@ -1,4 +1,4 @@
-// The AI SDK: embeddings and images through its providers for OpenAI-compatible services,
+// The AI SDK: embeddings, images and texts through its providers for OpenAI-compatible services,
 // OpenAI and Replicate.
 import assert from "node:assert/strict";
 import { createOpenAI } from "@ai-sdk/openai";
@@ -16,18 +16,49 @@ import {
   PROMPT,
   run,
   TOO_LONG,
+  Skip,
   URL_,
   vectors,
+  WRITER,
   WRONG_KEY,
 } from "./checks.mjs";
 
 const baseURL = `${URL_}/v1`;
-const penstock = createOpenAICompatible({ name: "penstock", baseURL, apiKey: KEY });
+const penstock = createOpenAICompatible({
+  name: "penstock",
+  baseURL,
+  apiKey: KEY,
+  includeUsage: true,
+  supportsStructuredOutputs: true,
+});
 const openai = createOpenAI({ baseURL, apiKey: KEY });
 const replicate = createReplicate({ baseURL, apiToken: KEY });
 const embedder = penstock.embeddingModel(EMBEDDER);
 const { embed, embedMany, generateImage } = ai;
 globalThis.AI_SDK_LOG_WARNINGS = false;
+
+const colors = ai.jsonSchema({
+  type: "object",
+  properties: { color: { type: "string", enum: ["red", "green"] } },
+  required: ["color"],
+  additionalProperties: false,
+});
+
+// The text model, through the provider for compatible services or that of OpenAI.
+function writer(provider = penstock) {
+  if (!WRITER) throw new Skip("this service has no text model: the extra `text` is not installed");
+  return provider === openai ? provider.responses(WRITER) : provider.chatModel(WRITER);
+}
+
+async function streamed(model, prompt) {
+  const told = ai.streamText({ model, prompt, temperature: 0, maxOutputTokens: 48 });
+  let text = "";
+  for await (const piece of told.textStream) text += piece;
+  assert.ok(text.length > 10);
+  assert.equal(text, await told.text);
+  assert.ok((await told.usage).outputTokens > 5);
+  return text;
+}
 
 await run({
   embed: async () => {
@@ -84,6 +115,34 @@ await run({
     });
     assert.equal(images.length, 2);
     for (const image of images) assertPng(image.uint8Array);
+  },
+  "streamText and generateText": async () => {
+    const prompt = "What is a mill?";
+    const text = await streamed(writer(), prompt);
+    const model = writer();
+    const whole = await ai.generateText({ model, prompt, temperature: 0, maxOutputTokens: 48 });
+    assert.equal(whole.text, text);
+  },
+  "streamText through the provider of OpenAI, which asks for responses": async () => {
+    await streamed(writer(openai), "Name a river.");
+  },
+  "generateObject": async () => {
+    if (!ai.generateObject) throw new Skip("this version has generateText with an output instead");
+    const asked = { model: writer(), prompt: "A color?", schema: colors, temperature: 0 };
+    const { object } = await ai.generateObject(asked);
+    assert.ok(["red", "green"].includes(object.color));
+  },
+  "generateText with an output of a schema": async () => {
+    const output = ai.Output.object({ schema: colors });
+    const made = await ai.generateText({ model: writer(), prompt: "A color?", output });
+    assert.ok(["red", "green"].includes(made.output.color));
+  },
+  "a tool is called": async () => {
+    const paint = ai.tool({ description: "Paints.", inputSchema: colors });
+    const asked = { model: writer(), prompt: "Paint it.", tools: { paint }, temperature: 0 };
+    const { toolCalls } = await ai.generateText({ ...asked, toolChoice: "required" });
+    assert.equal(toolCalls[0].toolName, "paint");
+    assert.ok(["red", "green"].includes(toolCalls[0].input.color));
   },
   "unknown model is told": async () => {
     const asking = embed({ model: penstock.embeddingModel("no-such-model"), value: "a" });

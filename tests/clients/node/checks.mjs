@@ -9,6 +9,7 @@ export const URL_ = process.env.PENSTOCK_CLIENTS_URL;
 export const KEY = process.env.PENSTOCK_CLIENTS_KEY;
 export const EMBEDDER = process.env.PENSTOCK_CLIENTS_EMBEDDER;
 export const PAINTER = process.env.PENSTOCK_CLIENTS_PAINTER;
+export const WRITER = process.env.PENSTOCK_CLIENTS_WRITER;
 export const PUBSUB = process.env.PENSTOCK_CLIENTS_PUBSUB;
 export const WRONG_KEY = "wrong-" + "0".repeat(40);
 export const LIMIT_MS = 60_000;

@@ -27,6 +27,7 @@ URL = os.environ["PENSTOCK_CLIENTS_URL"]
 KEY = os.environ["PENSTOCK_CLIENTS_KEY"]
 EMBEDDER = os.environ["PENSTOCK_CLIENTS_EMBEDDER"]
 PAINTER = os.environ["PENSTOCK_CLIENTS_PAINTER"]
+WRITER = os.environ["PENSTOCK_CLIENTS_WRITER"]
 BIGQUERY = os.environ["PENSTOCK_CLIENTS_BIGQUERY"]
 WRONG_KEY = "wrong-" + "0" * 40
 LIMIT_S = 60.0
@@ -111,6 +112,17 @@ def needs_keys() -> None:
     except urllib.error.HTTPError:
         return
     raise Skip("this service takes any key")
+
+
+def needs_text() -> str:
+    """The text model.
+
+    Raises:
+        Skip: the service has none.
+    """
+    if not WRITER:
+        raise Skip("this service has no text model: the extra `text` is not installed")
+    return WRITER
 
 
 def bigquery_url() -> str:

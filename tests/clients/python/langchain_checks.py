@@ -1,4 +1,4 @@
-"""LangChain: embeddings through langchain-openai, searched in a vector store."""
+"""LangChain: embeddings through langchain-openai, searched in a vector store, and chats."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import openai
 from langchain_core.vectorstores import InMemoryVectorStore
-from langchain_openai import OpenAIEmbeddings
-from pydantic import SecretStr
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from tests.clients.python.checks import (
     EMBEDDER,
@@ -20,6 +20,7 @@ from tests.clients.python.checks import (
     fresh,
     main,
     needs_keys,
+    needs_text,
     raises,
     vectors,
 )
@@ -89,6 +90,67 @@ def token_ids_are_refused_with_a_reason() -> None:
     with raises(openai.BadRequestError) as caught:
         embeddings(check_embedding_ctx_length=True).embed_query("a cat")
     assert "tokenizer" in str(caught.error)
+
+
+class City(BaseModel):
+    """A city. A small model does not stop by itself where more fields are allowed."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=24)
+    people: int = Field(ge=0, le=40_000_000)
+
+
+def chat(**options: Any) -> ChatOpenAI:
+    given = {"temperature": 0, "max_tokens": 96, "api_key": SecretStr(KEY), **options}
+    return ChatOpenAI(model=needs_text(), base_url=f"{URL}/v1", **given)
+
+
+@check
+def chat_streamed_is_the_chat() -> None:
+    pieces = list(chat(stream_usage=True).stream("What is a mill?"))
+    assert len(pieces) > 5
+    whole = chat().invoke("What is a mill?")
+    assert "".join(str(one.content) for one in pieces) == whole.content
+    assert pieces[-1].usage_metadata or any(one.usage_metadata for one in pieces)
+
+
+@check
+async def chat_streamed_asynchronously() -> None:
+    pieces = [str(one.content) async for one in chat().astream("Name a river.")]
+    assert "".join(pieces)
+
+
+@check
+def tool_is_called_and_its_result_read() -> None:
+    bound = chat().bind_tools([City], tool_choice="required")
+    called = bound.invoke("Tell me about Bern.")
+    (call,) = called.tool_calls
+    assert call["name"] == "City"
+    City.model_validate(call["args"])
+    messages = [("user", "Tell me about Bern."), called]
+    answer = (
+        chat()
+        .bind_tools([City])
+        .invoke(
+            [*messages, {"role": "tool", "tool_call_id": call["id"], "content": "134,000 people"}]
+        )
+    )
+    assert answer.content or answer.tool_calls
+
+
+@check
+def structured_output() -> None:
+    for method in ("json_schema", "function_calling"):
+        found = chat().with_structured_output(City, method=method).invoke("A city in Spain?")
+        assert isinstance(found, City), f"{method}: {found!r}"
+
+
+@check
+def chat_through_responses() -> None:
+    found = chat(use_responses_api=True).invoke("What is a mill?")
+    assert found.text
+    pieces = list(chat(use_responses_api=True).stream("What is a mill?"))
+    assert "".join(one.text for one in pieces) == found.text
 
 
 @check

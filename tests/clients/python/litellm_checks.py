@@ -1,4 +1,4 @@
-"""LiteLLM: embeddings and images of an OpenAI-compatible service, also through its router."""
+"""LiteLLM: embeddings, images and chats of an OpenAI-compatible service; its router."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tests.clients.python.checks import (
     fresh,
     main,
     needs_keys,
+    needs_text,
     raises,
     vectors,
 )
@@ -104,6 +105,27 @@ def too_long_text_is_refused_or_cut() -> None:
         litellm.embedding(model=TEXT_MODEL, input=[text], **AT)
     answer = litellm.embedding(model=TEXT_MODEL, input=[text], extra_body={"truncate": "end"}, **AT)
     assert_same(embedded(answer), vectors([text], truncate="end"))
+
+
+def asked(**options: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "What is a mill?"}]
+    given = {"model": f"openai/{needs_text()}", "messages": messages, "max_tokens": 48}
+    return given | {"temperature": 0} | AT | options
+
+
+@check
+def chat_streamed_is_the_chat() -> None:
+    streamed = litellm.completion(**asked(stream=True))
+    pieces = [one.choices[0].delta.content or "" for one in streamed]
+    assert len(pieces) > 5
+    whole = litellm.completion(**asked()).choices[0].message.content
+    assert "".join(pieces) == whole
+
+
+@check
+async def chat_streamed_asynchronously() -> None:
+    answer = await litellm.acompletion(**asked(stream=True))
+    assert "".join([one.choices[0].delta.content or "" async for one in answer])
 
 
 @check
