@@ -212,6 +212,9 @@ async def _open(
         instances=settings.inbox_pool,
     )
     follower = await opened.enter_async_context(PredictionFollower(predictions.refresh))
+    text_streams = await opened.enter_async_context(
+        TextStreams(predictions, pipeline.records.tokens)
+    )
     refusals = Refusals(pipeline.rows, api_instance=instance, region=settings.region)
     return _dependencies(
         configuration,
@@ -222,6 +225,7 @@ async def _open(
         idempotency,
         predictions,
         follower,
+        text_streams,
         ImageCodec(pool),
     )
 
@@ -235,6 +239,7 @@ def _dependencies(
     idempotency: IdempotencyService,
     predictions: Predictions,
     follower: PredictionFollower,
+    text_streams: TextStreams,
     image_codec: ImageCodec,
 ) -> Dependencies:
     """What the routes work with, from what is open and what need not be opened."""
@@ -259,7 +264,7 @@ def _dependencies(
         predictions=predictions,
         follower=follower,
         event_streams=EventStreams(predictions, configuration.url_signer),
-        text_streams=TextStreams(predictions, pipeline.records.tokens),
+        text_streams=text_streams,
         files=sources,
         batch_files=batch_files,
         batches=Batches(BatchStore(configuration.objects), batch_files),

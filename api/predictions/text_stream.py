@@ -20,7 +20,8 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self
 
 from api.fair_room import FairRoom, OneItem
 from api.predictions.creation import PredictionSnapshot
@@ -42,6 +43,7 @@ HEARTBEAT_S, HEARTBEAT = 10.0, b": keep-alive\n"
 No empty line follows: OpenAI's client for Python takes one behind an event with an id for an event
 without data, and fails.
 """
+CLOSE_LIMIT_S = 1.0
 LEFT_S = 30.0
 """A text that nobody reads any more for so long is canceled."""
 _PART = re.compile(r"-|(\d{1,9})(?:f(\d{1,4}))?")
@@ -132,7 +134,7 @@ class _Text:
 
 
 class TextStreams:
-    """The streams of texts of this instance."""
+    """The streams of texts of this instance: an async context manager that owns their tasks."""
 
     def __init__(self, predictions: Predictions, streams: TokenStreams) -> None:
         self._predictions = predictions
@@ -140,6 +142,22 @@ class TextStreams:
         self._reader = TokenReader(streams)
         self._room = FairRoom(MAX_STREAMS)
         self._leaving: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Texts whose readers have left run to their ends: other instances may have these now."""
+        ending = [*self._leaving, *self._reader.tasks]
+        for task in ending:
+            task.cancel()
+        if ending:
+            await asyncio.wait(ending, timeout=CLOSE_LIMIT_S)
 
     @contextmanager
     def reserved(self, tenant: str) -> Iterator[None]:

@@ -48,6 +48,11 @@ class TokenReader:
         self._reading: asyncio.Task[None] | None = None
         self._marked_s: dict[str, float] = {}
 
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """The task that reads, if there is one. Whoever closes the streams ends it."""
+        return [] if self._reading is None or self._reading.done() else [self._reading]
+
     async def follow(
         self, record: str, items: int, limit_s: float
     ) -> AsyncGenerator[dict[int, Tokens]]:

@@ -123,3 +123,33 @@ async def test_a_stream_that_nobody_reads_any_more_costs_what_went_out(
         assert len(text) <= row.output_tokens < written[-1].end, "it was written on for a second"
         assert row.cost_usd == pytest.approx((3 * 2 + row.output_tokens * 6) / 1e6)
         assert await used_tokens(api) == row.tokens
+
+
+async def test_a_stream_of_many_tokens_takes_two_messages(redis_url: str, tmp_path: Path) -> None:
+    async with served(redis_url, tmp_path) as (api, harness):
+        published, body = harness.broker.published, BODY | {"max_tokens": 3000}
+        given: dict[str, Any] = {"json": body, "headers": ACME}
+        async with (
+            api.http.stream("POST", "/v1/completions", **given) as answer,
+            aclosing(pieces(answer)) as found,
+        ):
+            events = [piece async for _, piece in found]
+        assert len("".join(events)) == 3000
+        assert len(events) > 3, "it was streamed"
+        await harness.until(lambda: len(harness.rows) == 1)
+        assert harness.broker.published - published <= 2
+
+
+async def test_an_instance_that_stops_leaves_no_task_of_its_streams(
+    redis_url: str, tmp_path: Path
+) -> None:
+    def tasks() -> list[str]:
+        names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
+        return [one for one in names if one.startswith(("TextStreams.", "TokenReader."))]
+
+    async with served(redis_url, tmp_path) as (api, harness):
+        await read_and_leave(api, 5)
+        await harness.until(lambda: "TextStreams._cancel_unread" in tasks())
+        made = await only_prediction(api)
+        await api.http.post(f"/v1/predictions/{made['id']}/cancel", headers=ACME)
+    assert tasks() == []
