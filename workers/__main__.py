@@ -177,6 +177,7 @@ async def _open(
             Completion(
                 model, transport, cache, records, objects, rows, facts, parts.get(model.name)
             ),
+            in_steps=WORKER_TASKS[model.task].computes_steps(model, folder),
         )
         for model, folder, _ in hosted
     ]

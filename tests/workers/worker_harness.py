@@ -49,6 +49,7 @@ from workers.models.base import PreparedText, Preparer
 from workers.runtime.client import OnPreviews, OnProgress
 from workers.runtime.pool import ModelPool, ModelProcessDied
 from workers.runtime.protocol import BatchResult, Failure, ResidencyReport
+from workers.tasks import WORKER_TASKS
 from workers.worker import Worker
 
 MODEL = Model(
@@ -334,7 +335,15 @@ async def running_worker(
             model, broker, cache, records, objects, rows, WorkerInfo("w", "here", "letters")
         )
         preparer = preparer or LetterPreparer()
-        consumer = JobConsumer(model, preparer, cache, records, objects, completion)
+        consumer = JobConsumer(
+            model,
+            preparer,
+            cache,
+            records,
+            objects,
+            completion,
+            in_steps=WORKER_TASKS[model.task].computes_steps(model, Path()),
+        )
         harness.consumer = consumer
         worker = Worker(
             [consumer],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from shared.catalog import Model
 from shared.errors import Canceled, ModelFailed, PenstockError
@@ -17,7 +17,7 @@ from workers.job import Computed, PulledJob, QueuedItem, kept_traces
 from workers.jobs.completion import Completion
 from workers.jobs.model_queue import ModelQueue
 from workers.jobs.preview_codec import encode_preview
-from workers.runtime.protocol import BatchResult, Previews
+from workers.runtime.protocol import BatchResult, ItemPicture, Previews
 
 PROGRESS_EVERY_S = 0.5
 
@@ -74,6 +74,45 @@ class BatchResults:
         # The process may be at its next batch by now.
         if watched and any(one is batch for one in self._queue.running):
             watch([place for place, queued in enumerate(batch) if _wait_for(queued, watched)])
+
+    def report_items(
+        self,
+        progress: Mapping[QueuedItem, tuple[int, int]],
+        watch: Callable[[Collection[QueuedItem]], None],
+    ) -> None:
+        """Writes the progress of items that joined others, each with a step and steps of its own.
+
+        A prediction of several items is as far as the last of them. Calls `watch` with the items
+        that somebody wants to see.
+        """
+        told: dict[PulledJob, tuple[int, int]] = {}
+        for queued, steps in progress.items():
+            for pulled, _ in queued.waiters:
+                if pulled.envelope.prediction:
+                    told[pulled] = min(told.get(pulled, steps), steps, key=_share_done)
+        if told:
+            self._completion.registry.spawn(self._write_items(told, progress, watch))
+        for pulled, (step, _) in told.items():
+            self._completion.notify_webhook(pulled, "logs", step)
+
+    async def _write_items(
+        self,
+        told: Mapping[PulledJob, tuple[int, int]],
+        progress: Collection[QueuedItem],
+        watch: Callable[[Collection[QueuedItem]], None],
+    ) -> None:
+        answers = await asyncio.gather(
+            *(self._records.progress(pulled.record, *steps) for pulled, steps in told.items())
+        )
+        watched = {pulled for pulled, is_watched in zip(told, answers, strict=True) if is_watched}
+        if watched:
+            watch([queued for queued in progress if _wait_for(queued, watched)])
+
+    def pass_on_picture(self, queued: QueuedItem, seen: ItemPicture) -> None:
+        """Writes a preview of one item for the predictions that wait for it."""
+        self._completion.registry.spawn(
+            self._pass_on([queued], Previews(seen.number, seen.step, seen.steps, {0: seen.picture}))
+        )
 
     def pass_on_previews(self, batch: Sequence[QueuedItem], previews: Previews) -> None:
         """Writes previews for the predictions that wait for these items."""
@@ -148,6 +187,10 @@ class BatchResults:
                 pulled.dead_letter_reason = error.message
                 self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
         self._queue.on_queued()
+
+
+def _share_done(steps: tuple[int, int]) -> float:
+    return steps[0] / steps[1]
 
 
 def _wait_for(queued: QueuedItem, jobs: Collection[PulledJob]) -> bool:

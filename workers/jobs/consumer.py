@@ -55,8 +55,12 @@ class JobConsumer:
         records: Records,
         objects: ObjectStore,
         completion: Completion,
+        *,
+        in_steps: bool = False,
     ) -> None:
         self.model = model
+        self.computes_steps = in_steps
+        """Whether items join and leave a batch of the model between steps."""
         self.queue = ModelQueue(model, completion)
         self.batches = BatchResults(model, self.queue, completion, records)
         self.cancellation = Cancellation(self.queue, completion, records)
@@ -84,11 +88,6 @@ class JobConsumer:
     def canary(self) -> CanaryPart | None:
         """The part in the comparison of two revisions. None: the model has no canary."""
         return self._completion.canary
-
-    @property
-    def computes_steps(self) -> bool:
-        """Whether items join and leave a batch of the model between steps."""
-        return WORKER_TASKS[self.model.task].computes_steps
 
     @property
     def is_connected(self) -> bool:

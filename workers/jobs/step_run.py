@@ -6,9 +6,10 @@ Items join it between two steps, and leave one by one. It ends when nothing is l
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from workers.job import QueuedItem
+from workers.jobs.batch_results import PROGRESS_EVERY_S
 from workers.jobs.consumer import JobConsumer
 from workers.jobs.token_output import to_compute
 from workers.runtime.pool import ModelProcessDied, PooledProcess
@@ -17,6 +18,8 @@ from workers.runtime.protocol import (
     Chunks,
     Failure,
     ItemEnded,
+    ItemPicture,
+    ItemsProgress,
     Preempted,
     StepMessage,
 )
@@ -60,6 +63,7 @@ class StepRun:
         self._inside: dict[int, QueuedItem] = {}
         self._dropped: set[int] = set()
         self._counted: dict[Lane, float] = {}
+        self._reported_s = 0.0
 
     async def run(self, batch: Sequence[QueuedItem]) -> str:
         """Runs until no item is left. Returns why the process died, or nothing.
@@ -124,6 +128,11 @@ class StepRun:
                     if place in self._inside
                 ]
                 self._consumer.tokens.pass_on(chunks)
+            case ItemsProgress():
+                self._tell_progress(message)
+            case ItemPicture():
+                if (queued := self._inside.get(message.place)) is not None:
+                    self._consumer.batches.pass_on_picture(queued, message)
             case ItemEnded():
                 self._end(message)
                 self.join_waiting()
@@ -132,6 +141,20 @@ class StepRun:
                     if (queued := self._inside.pop(place, None)) is not None:
                         self._consumer.queue.preempted(queued)
                 self._count()
+
+    def _tell_progress(self, message: ItemsProgress) -> None:
+        if (now_s := time.monotonic()) - self._reported_s < PROGRESS_EVERY_S:
+            return
+        self._reported_s = now_s
+        progress = {
+            self._inside[place]: steps
+            for place, steps in message.progress.items()
+            if place in self._inside
+        }
+        self._consumer.batches.report_items(progress, self._watch)
+
+    def _watch(self, watched: Collection[QueuedItem]) -> None:
+        self._process.watch([place for place, queued in self._inside.items() if queued in watched])
 
     def _end(self, message: ItemEnded) -> None:
         queued = self._inside.pop(message.place, None)

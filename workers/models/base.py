@@ -195,6 +195,17 @@ class SteppedModel(LoadedModel, Protocol):
 
 
 @runtime_checkable
+class ProgressTeller(Protocol):
+    """A SteppedModel whose items have a known number of steps, and can be drawn between two."""
+
+    def progress(self) -> dict[int, tuple[int, int]]:
+        """How many steps of how many each item has, by place."""
+
+    def picture(self, place: int) -> Picture | None:
+        """A small picture of an item. None where it can't be drawn."""
+
+
+@runtime_checkable
 class Previewer(Protocol):
     """A model that can draw what its items look like between two steps."""
 

@@ -5,9 +5,9 @@ model process gets RunBatch, Watch and Cancel. It sends Ready or Refused once, t
 Progress, Previews and BatchResult.
 
 Items of a model that computes in steps join with Join and leave with Drop while their batch runs.
-The process sends Chunks, ItemEnded and Preempted, and StepsEnded when no item is left. A Join can
-cross with that. So the process ignores one for a batch that is over, and the I/O process queues
-the items again that StepsEnded left without an end.
+The process sends Chunks, ItemsProgress, ItemPicture, ItemEnded and Preempted, and StepsEnded when
+no item is left. A Join can cross with that. So the process ignores one for a batch that is over,
+and the I/O process queues the items again that StepsEnded left without an end.
 """
 
 from __future__ import annotations
@@ -194,6 +194,23 @@ class Chunks(msgspec.Struct, tag="chunks"):
     chunks: dict[int, TokenChunk]
 
 
+class ItemsProgress(msgspec.Struct, tag="items_progress"):
+    """How many steps of how many the places of batch `number` have."""
+
+    number: int
+    progress: dict[int, tuple[int, int]]
+
+
+class ItemPicture(msgspec.Struct, tag="picture"):
+    """What a place of batch `number` looks like after step `step` of `steps`."""
+
+    number: int
+    place: int
+    step: int
+    steps: int
+    picture: Picture
+
+
 class ItemEnded(msgspec.Struct, tag="ended"):
     """One place of batch `number` has ended. `done` is about this item alone."""
 
@@ -221,7 +238,7 @@ class StepsEnded(msgspec.Struct, tag="steps_ended"):
     """The models that were loaded and evicted for this batch. None if there were none."""
 
 
-StepMessage = Chunks | ItemEnded | Preempted | StepsEnded
+StepMessage = Chunks | ItemsProgress | ItemPicture | ItemEnded | Preempted | StepsEnded
 ServerMessage = Ready | Refused | Progress | Previews | BatchResult | StepMessage
 ClientMessage = RunBatch | Cancel | Watch | Join | Drop
 

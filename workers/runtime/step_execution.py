@@ -11,7 +11,7 @@ from typing import cast
 
 from shared.errors import Canceled, PenstockError
 from shared.tasks import Result
-from workers.models.base import OutOfMemory, PreparedItem, SteppedModel
+from workers.models.base import OutOfMemory, PreparedItem, ProgressTeller, SteppedModel
 from workers.runtime import memory
 from workers.runtime.protocol import (
     BatchResult,
@@ -25,10 +25,12 @@ from workers.runtime.protocol import (
     RunBatch,
     ServerMessage,
     StepsEnded,
+    Watch,
     encode_server_message,
     read_client_message,
 )
 from workers.runtime.resident_models import ResidentModels
+from workers.runtime.step_pictures import StepPictures
 
 CHUNKS_EVERY_S = 0.05
 """At most 20 events a second reach the readers of an item."""
@@ -59,6 +61,7 @@ class StepExecution:
         self._batch = batch
         self._items: dict[int, _Item] = {}
         self._told_s = time.monotonic()
+        self._pictures: StepPictures | None = None
 
     def run(self) -> None:
         """Computes steps, and tells the I/O process what comes of them."""
@@ -75,6 +78,8 @@ class StepExecution:
 
     def _run(self, model: SteppedModel) -> None:
         failure = None
+        if isinstance(model, ProgressTeller):
+            self._pictures = StepPictures(model, self._batch.number, self._send)
         try:
             self._admit(model, 0, self._batch.items)
             while self._obey(model):
@@ -104,6 +109,8 @@ class StepExecution:
                 self._drop(model, message.places)
             elif isinstance(message, Cancel):
                 self._drop(model, list(self._items))
+            elif isinstance(message, Watch) and self._pictures is not None:
+                self._pictures.watch(message.places)
         return bool(self._items)
 
     def _admit(self, model: SteppedModel, first: int, items: list[PreparedItem]) -> None:
@@ -143,6 +150,8 @@ class StepExecution:
             for place in end.preempted:
                 del self._items[place]
             self._send(Preempted(self._batch.number, end.preempted))
+        if self._pictures is not None:
+            self._pictures.tell()
         if (now_s := time.monotonic()) - self._told_s >= CHUNKS_EVERY_S:
             self._told_s = now_s
             if chunks := model.take_chunks():
@@ -150,7 +159,7 @@ class StepExecution:
 
     def _end(self, place: int, item: _Item, result: Result | Exception) -> None:
         batch_items = max(1, round(item.beside / item.steps)) if item.steps else 1
-        tokens = getattr(result, "tokens", 0)
+        work = int(getattr(result, "tokens", 0)) or int(getattr(result, "pixel_steps", 0))
         done = BatchResult(
             number=self._batch.number,
             results=[Failure.from_error(result) if isinstance(result, Exception) else result],
@@ -158,8 +167,8 @@ class StepExecution:
             finished_at_s=time.time(),
             # Divided by the items of the batch, as everywhere, it is the item's part of the time.
             inference_ms=item.share_s * batch_items * 1000,
-            real_work=tokens,
-            padded_work=tokens,
+            real_work=work,
+            padded_work=work,
             memory_bytes=memory.resident_bytes(),
             cpu_s=item.cpu_s,
             loaded_at_s=self._resident_models.loaded_at_s(self._batch.model),

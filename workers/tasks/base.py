@@ -36,8 +36,6 @@ class WorkerTask(ABC):
     """Whether a worker measures which backend computes a model fastest (workers/autotune)."""
     optimizer: ClassVar[str]
     """The module in workers/optimize that makes the variants. Its function is `make_variants`."""
-    computes_steps: ClassVar[bool] = False
-    """Whether its models are SteppedModels: items join and leave a batch between steps."""
     variants: ClassVar[tuple[str, ...]]
     """Names of the variants that `penstock optimize` can make, in the order it tries them."""
     variant_prefix: ClassVar[str]
@@ -51,6 +49,13 @@ class WorkerTask(ABC):
             has_gpu: whether there is a GPU here.
             cuts: whether neurons or heads are to be pruned.
         """
+
+    def computes_steps(self, entry: Model, folder: Path) -> bool:
+        """Whether items join and leave a batch of this model between steps.
+
+        Its class is a SteppedModel then. By default: no.
+        """
+        return False
 
     @abstractmethod
     def preparer(self, entry: Model, folder: Path) -> Preparer:

@@ -21,20 +21,27 @@ class ImageWorker(WorkerTask):
         """Compiling pays on GPUs."""
         return ("tuned", "bf16", "int8") + (("compiled",) if has_gpu else ())
 
+    def computes_steps(self, entry: Model, folder: Path) -> bool:
+        """Pipelines of Stable Diffusion, unless the entry says otherwise."""
+        from workers.models.image.preprocessing import can_join
+
+        return entry.image.join == "auto" and can_join(folder)
+
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """Checks sizes and steps, and decodes sources."""
         from workers.models.image.preprocessing import ImagePreparer
 
-        return ImagePreparer(entry.image)
+        return ImagePreparer(entry.image, joins=self.computes_steps(entry, folder))
 
     def model(self, entry: Model, folder: Path, resources: Resources) -> InferenceModel:
         """A pipeline."""
         from workers.models.device import Device
+        from workers.models.image.joining import JoiningImageModel
         from workers.models.image.model import ImageModel
 
-        return ImageModel(
-            entry, folder, Device(resources.device, resources.threads, resources.memory_fraction)
-        )
+        kind = JoiningImageModel if self.computes_steps(entry, folder) else ImageModel
+        device = Device(resources.device, resources.threads, resources.memory_fraction)
+        return kind(entry, folder, device)
 
 
 TASK = ImageWorker()

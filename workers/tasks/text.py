@@ -13,7 +13,6 @@ class TextWorker(WorkerTask):
     """Rendering a chat template and reading its tokens takes up to milliseconds."""
 
     prepares_on_thread = True
-    computes_steps = True
     optimizer = "text"
     variants = ()
     variant_prefix = "text"
@@ -21,6 +20,10 @@ class TextWorker(WorkerTask):
     def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
         """None yet."""
         return ()
+
+    def computes_steps(self, entry: Model, folder: Path) -> bool:
+        """All of them."""
+        return True
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """A chat template and a tokenizer."""

@@ -146,18 +146,23 @@ class ImageModel:
         Each has its own generator, so its noise depends only on its seed.
         """
         items = [item for item in batch if isinstance(item, PreparedImage)]
-        first = items[0]
-        if first.source is not None and self._image_to_image is None:
-            return [BadInput("this model draws from text only", field="image") for _ in items]
-        if first.scheduler != OWN_SCHEDULER and "beta_start" not in self._own_scheduler.config:
-            return [
-                BadInput(f"this model takes only scheduler {OWN_SCHEDULER!r}", field="scheduler")
-                for _ in items
-            ]
-        settled = only_what_is_compiled() if self._plan.is_compiled else contextlib.nullcontext()
-        with torch.inference_mode(), settled:
+        if (refusal := self.refusal(items[0])) is not None:
+            return [refusal] * len(items)
+        with torch.inference_mode(), self.settled():
             pictures = self._pictures(items, on_step)
         return self._results(items, pictures)
+
+    def refusal(self, item: PreparedImage) -> BadInput | None:
+        """Why this model can't draw an item. None: it can."""
+        if item.source is not None and self._image_to_image is None:
+            return BadInput("this model draws from text only", field="image")
+        if item.scheduler != OWN_SCHEDULER and "beta_start" not in self._own_scheduler.config:
+            return BadInput(f"this model takes only scheduler {OWN_SCHEDULER!r}", field="scheduler")
+        return None
+
+    def settled(self) -> contextlib.AbstractContextManager[None]:
+        """Within it nothing is compiled that the warm-up has not compiled."""
+        return only_what_is_compiled() if self._plan.is_compiled else contextlib.nullcontext()
 
     def _pictures(self, items: Sequence[PreparedImage], on_step: OnStep) -> list[np.ndarray | None]:
         """As to_host.
@@ -169,7 +174,7 @@ class ImageModel:
             with memory_errors():
                 return to_host(self._draw(padded, on_step)[: len(items)])
         except OutOfMemory:
-            if not _spare_memory(getattr(self._text_to_image, "vae", None), len(padded)):
+            if not spare_memory(getattr(self._text_to_image, "vae", None), len(padded)):
                 raise
             log.warning(
                 "memory is short: the VAE decodes in parts from now on",
@@ -265,7 +270,7 @@ def _arguments(items: Sequence[PreparedImage], after_step: AfterStep) -> dict[st
     }
 
 
-def _spare_memory(vae: Any, count: int) -> bool:
+def spare_memory(vae: Any, count: int) -> bool:
     """Makes the VAE process images one by one, or a single one in tiles.
 
     False if it does so already.

@@ -6,8 +6,10 @@ Decodes and resizes a source image once.
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -27,10 +29,16 @@ SEED_LIMIT = 2**63
 
 
 class ImagePreparer:
-    """Prepares ImageInput within the limits of the catalog."""
+    """Prepares ImageInput within the limits of the catalog.
 
-    def __init__(self, bounds: ImageDefaults) -> None:
+    Args:
+        bounds: of the catalog.
+        joins: whether images of any size, steps and scheduler are computed together.
+    """
+
+    def __init__(self, bounds: ImageDefaults, *, joins: bool = False) -> None:
         self._bounds = bounds
+        self._joins = joins
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedImage | BadInput]:
         """One outcome per input, in order. A BadInput names the invalid field of ImageInput."""
@@ -41,7 +49,7 @@ class ImagePreparer:
             if not isinstance(value, ImageInput):
                 raise BadInput("an image model takes image requests", field="input")
             self._check(value)
-            return _prepared(value)
+            return _prepared(value, joins=self._joins)
         except BadInput as error:
             return error
 
@@ -81,7 +89,16 @@ class ImagePreparer:
             )
 
 
-def _prepared(value: ImageInput) -> PreparedImage:
+def can_join(folder: Path) -> bool:
+    """Whether images of the pipeline in `folder` can join a batch between two steps."""
+    try:
+        index = json.loads((folder / "model_index.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(index, dict) and index.get("_class_name") == "StableDiffusionPipeline"
+
+
+def _prepared(value: ImageInput, *, joins: bool) -> PreparedImage:
     strength = source = None
     steps_run = value.steps
     if value.image is not None:
@@ -91,8 +108,9 @@ def _prepared(value: ImageInput) -> PreparedImage:
     pixel_steps = value.width * value.height * steps_run
     # For some pipelines an empty negative prompt differs from none, so the two never share a batch.
     negative = "negative" if value.negative_prompt else ""
+    key = f"{value.width}x{value.height}/{value.steps}/{value.guidance_scale}"
     return PreparedImage(
-        key=f"{value.width}x{value.height}/{value.steps}/{value.guidance_scale}/{value.scheduler}/{strength}/{negative}",
+        key="" if joins else f"{key}/{value.scheduler}/{strength}/{negative}",
         length=pixel_steps,
         prompt=value.prompt,
         negative_prompt=value.negative_prompt,

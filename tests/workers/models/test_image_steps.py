@@ -1,0 +1,261 @@
+"""Images that join others between two steps: their pixels are those of an image alone."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shared.catalog import Catalog
+from shared.diffusion_schedulers import SCHEDULER_NAMES
+from shared.errors import BadInput, ModelFailed, PenstockError
+from shared.tasks import Result
+from shared.tasks.image import ImageInput, ImageResult
+from tests.workers.models.test_image import FROM_IMAGE, TEXT, drawn, pixels
+from workers.models.base import (
+    InferenceModel,
+    OutOfMemory,
+    PreparedImage,
+    Preparer,
+    ProgressTeller,
+    SteppedModel,
+)
+from workers.models.device import Device
+from workers.models.image.joining import JoiningImageModel
+from workers.tasks import WORKER_TASKS, model_for, preparer_for
+
+# Some schedulers of diffusers go between torch and numpy 2 in an old way.
+pytestmark = pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")
+
+OTHERS = [
+    msgspec.structs.replace(TEXT, seed=5, steps=9, scheduler="euler_a", guidance_scale=3.0),
+    msgspec.structs.replace(TEXT, seed=6, steps=4, scheduler="default", guidance_scale=1.0),
+    msgspec.structs.replace(FROM_IMAGE, seed=7, steps=8, negative_prompt="fog"),
+    msgspec.structs.replace(TEXT, seed=8, width=72, height=48, image=None),
+]
+"""Each differs in what an equal key demanded of a whole batch."""
+
+
+@pytest.fixture(scope="session")
+def stepped(tiny: InferenceModel) -> SteppedModel:
+    assert isinstance(tiny, SteppedModel)
+    assert isinstance(tiny, ProgressTeller)
+    return tiny
+
+
+def prepared(preparer: Preparer, value: ImageInput) -> PreparedImage:
+    (item,) = preparer.prepare([value])
+    assert isinstance(item, PreparedImage)
+    return item
+
+
+def run(
+    model: SteppedModel,
+    preparer: Preparer,
+    arrivals: Sequence[tuple[int, ImageInput]],
+    drops: Mapping[int, int] | None = None,
+) -> dict[int, Result | PenstockError]:
+    """Admits each input before its step, drops places before theirs, and runs until all is done."""
+    results: dict[int, Result | PenstockError] = {}
+    inside: set[int] = set()
+    for step in range(1000):
+        for place, (joins, value) in enumerate(arrivals):
+            if joins == step:
+                model.admit(place, prepared(preparer, value))
+                inside.add(place)
+        for place, at in (drops or {}).items():
+            if at == step:
+                model.drop(place)
+                inside.discard(place)
+        if inside:
+            ended = model.step().results
+            results |= ended
+            inside -= ended.keys()
+        elif step >= max(joins for joins, _ in arrivals):
+            return results
+    raise AssertionError("the images never ended")
+
+
+def difference(result: Result | PenstockError, alone: ImageResult) -> int:
+    assert isinstance(result, ImageResult)
+    assert (result.seed, result.pixel_steps) == (alone.seed, alone.pixel_steps)
+    return int(np.abs(pixels(result) - pixels(alone)).max())
+
+
+@pytest.mark.parametrize("request_", [TEXT, FROM_IMAGE], ids=["text", "image"])
+@pytest.mark.parametrize("scheduler", SCHEDULER_NAMES)
+def test_pixels_are_those_of_an_image_alone(
+    tiny: InferenceModel,
+    stepped: SteppedModel,
+    tiny_preparer: Preparer,
+    scheduler: str,
+    request_: ImageInput,
+) -> None:
+    """Whoever is beside it, and whenever they come and go."""
+    mine = msgspec.structs.replace(request_, scheduler=scheduler)
+    arrivals = [(0, OTHERS[0]), (2, mine), (3, OTHERS[1]), (3, OTHERS[2]), (4, OTHERS[3])]
+    results = run(stepped, tiny_preparer, arrivals)
+    for place, (_, value) in enumerate(arrivals):
+        (alone,) = drawn(tiny, tiny_preparer, [value])
+        assert difference(results[place], alone) <= 1, value
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 6),
+            st.sampled_from(SCHEDULER_NAMES),
+            st.integers(1, 6),
+            st.sampled_from([1.0, 2.0, 7.5]),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_any_company_leaves_the_pixels_as_they_are(
+    tiny: InferenceModel,
+    stepped: SteppedModel,
+    tiny_preparer: Preparer,
+    plan: list[tuple[int, str, int, float, bool]],
+) -> None:
+    arrivals = []
+    for seed, (joins, scheduler, steps, scale, has_source) in enumerate(plan):
+        value = FROM_IMAGE if has_source else TEXT
+        if has_source:
+            steps = max(2, steps)
+        value = msgspec.structs.replace(
+            value, seed=seed, scheduler=scheduler, steps=steps, guidance_scale=scale
+        )
+        arrivals.append((joins, value))
+    results = run(stepped, tiny_preparer, arrivals)
+    for place, (_, value) in enumerate(arrivals):
+        (alone,) = drawn(tiny, tiny_preparer, [value])
+        assert difference(results[place], alone) <= 1, value
+
+
+def test_dropped_image_changes_nothing_for_the_others(
+    tiny: InferenceModel, stepped: SteppedModel, tiny_preparer: Preparer
+) -> None:
+    results = run(stepped, tiny_preparer, [(0, OTHERS[0]), (1, TEXT), (1, OTHERS[3])], {1: 4})
+    assert results.keys() == {0, 2}
+    for place, value in ((0, OTHERS[0]), (2, OTHERS[3])):
+        (alone,) = drawn(tiny, tiny_preparer, [value])
+        assert difference(results[place], alone) <= 1
+
+
+def test_short_image_does_not_wait_for_a_long_one(
+    stepped: SteppedModel, tiny_preparer: Preparer
+) -> None:
+    long, short = (msgspec.structs.replace(TEXT, steps=steps) for steps in (30, 3))
+    stepped.admit(0, prepared(tiny_preparer, long))
+    stepped.step()
+    stepped.admit(1, prepared(tiny_preparer, short))
+    ended = [stepped.step().results.keys() for _ in range(3)]
+    assert ended == [set(), set(), {1}]
+    teller = cast(ProgressTeller, stepped)
+    assert teller.progress() == {0: (4, 30)}
+    picture = teller.picture(0)
+    assert picture is not None
+    assert len(picture.pixels) == picture.width * picture.height * 3
+    assert teller.picture(1) is None
+    stepped.drop(0)
+
+
+def test_image_that_can_not_be_drawn_is_refused_alone(
+    catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer
+) -> None:
+    model = own_model(catalog, tiny_folder)
+    model._image_to_image = None
+    model.admit(0, prepared(tiny_preparer, TEXT))
+    with pytest.raises(BadInput) as caught:
+        model.admit(1, prepared(tiny_preparer, FROM_IMAGE))
+    assert caught.value.field == "image"
+    while not (results := model.step().results):
+        pass
+    assert results.keys() == {0}
+
+
+def own_model(catalog: Catalog, folder: Path) -> JoiningImageModel:
+    """A model to spoil."""
+    entry = catalog.default("image")
+    model = JoiningImageModel(entry, folder, Device("cpu", threads=1, memory_fraction=1.0))
+    model.setup()
+    return model
+
+
+def test_youngest_waits_where_memory_is_short(
+    catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The UNet takes two rows here, as many as one guided image has."""
+    model = own_model(catalog, tiny_folder)
+    unet = model._text_to_image.unet
+    forward = unet.forward
+
+    def small(sample: torch.Tensor, *given: Any, **named: Any) -> Any:
+        if len(sample) > 2:
+            raise torch.OutOfMemoryError("too large")
+        return forward(sample, *given, **named)
+
+    monkeypatch.setattr(unet, "forward", small)
+    for place in range(3):
+        model.admit(place, prepared(tiny_preparer, msgspec.structs.replace(TEXT, seed=place)))
+    assert [model.step().preempted for _ in range(3)] == [[2], [1], []]
+    while not (results := model.step().results):
+        pass
+    assert isinstance(results[0], ImageResult)
+    monkeypatch.setattr(unet, "forward", lambda *given, **named: small(torch.empty(3)))
+    model.admit(0, prepared(tiny_preparer, TEXT))
+    with pytest.raises(OutOfMemory):
+        model.step()
+
+
+def test_image_of_nan_fails_alone(
+    catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = own_model(catalog, tiny_folder)
+    for place in range(2):
+        model.admit(place, prepared(tiny_preparer, msgspec.structs.replace(TEXT, seed=place)))
+    model._drawings[1].latents = model._drawings[1].latents * float("nan")
+    while not (results := model.step().results):
+        pass
+    assert isinstance(results[0], ImageResult)
+    assert isinstance(results[1], ModelFailed)
+
+
+@pytest.mark.parametrize(
+    ("join", "pipeline", "joins"),
+    [
+        ("auto", "StableDiffusionPipeline", True),
+        ("never", "StableDiffusionPipeline", False),
+        ("auto", "StableDiffusionXLPipeline", False),
+        ("auto", None, False),
+    ],
+)
+def test_catalog_and_pipeline_decide_who_joins(
+    catalog: Catalog, tmp_path: Path, join: str, pipeline: str | None, joins: bool
+) -> None:
+    if pipeline is not None:
+        (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
+    entry = catalog.default("image")
+    entry = entry.model_copy(update={"image": entry.image.model_copy(update={"join": join})})
+    assert WORKER_TASKS["image"].computes_steps(entry, tmp_path) == joins
+    assert isinstance(model_for(entry, tmp_path, "cpu"), JoiningImageModel) == joins
+    items = preparer_for(entry, tmp_path).prepare([TEXT, msgspec.structs.replace(TEXT, steps=3)])
+    keys = {item.key for item in items if isinstance(item, PreparedImage)}
+    assert len(keys) == (1 if joins else 2)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"_class_name": 1}', "\u0000"])
+def test_folder_without_an_index_joins_nothing(catalog: Catalog, tmp_path: Path, text: str) -> None:
+    (tmp_path / "model_index.json").write_text(text)
+    assert not WORKER_TASKS["image"].computes_steps(catalog.default("image"), tmp_path)
