@@ -16,6 +16,7 @@ MODULES = {
     "hits": "cache_hits",
     "multi_model": "multi_model",
     "shapes": "shapes",
+    "image_steps": "image_steps",
     "broker": "broker",
     "soak": "soak",
     "footprint": "footprint",

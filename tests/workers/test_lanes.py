@@ -33,8 +33,10 @@ def waiter(
     return PulledJob(Job(envelope, JobBody([item])), message, None, 0.0), item  # type: ignore[arg-type]
 
 
-def text(length: int, lane: str = "", queued_at_s: float = NOW_S, **fields: float) -> QueuedItem:
-    prepared = PreparedText(key="", length=length, ids=b"")
+def text(
+    length: int, lane: str = "", queued_at_s: float = NOW_S, *, room: int = 0, **fields: float
+) -> QueuedItem:
+    prepared = PreparedText(key="", length=length, room=room, ids=b"")
     return QueuedItem(prepared, None, queued_at_s, [waiter(lane=lane, **fields)])  # type: ignore[arg-type]
 
 
@@ -327,3 +329,22 @@ def test_an_item_larger_than_a_halved_budget_runs_alone() -> None:
     queue.add(large)
     queue.add(text(5))
     assert joined(queue, []) == [large]
+
+
+def test_an_item_larger_than_the_whole_budget_runs_alone() -> None:
+    queue = LaneQueue(100, max_items=4)
+    large, small = text(101), text(1)
+    queue.add(large)
+    queue.add(small)
+    assert joined(queue, []) == [large]
+    queue.batch_ended([large])
+    assert joined(queue, []) == [small]
+
+
+def test_room_and_not_work_decides_who_joins() -> None:
+    """A long item beside others takes no more room than a short one of the same size."""
+    queue = LaneQueue(100, max_items=4)
+    items = [text(length, room=40) for length in (90, 90, 5)]
+    for queued in items:
+        queue.add(queued)
+    assert len(joined(queue, [])) == 2

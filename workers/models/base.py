@@ -21,14 +21,16 @@ class Prepared(msgspec.Struct, kw_only=True):
 
     `key`: only items with equal keys may share a batch. `length`: the work of the item, in tokens
     or pixel-steps, which counts against the batch budget. If a model pads, every item of a call
-    costs as much as the longest.
+    costs as much as the longest. `room`: what it takes of the budget where items join and leave
+    between steps. 0: its length.
     """
 
     key: str
     length: int
+    room: int = 0
 
 
-class PreparedText(Prepared, tag="text"):
+class PreparedText(Prepared, tag="text", omit_defaults=True):
     """One text as token ids: `length` little-endian uint32, special tokens included.
 
     `type_ids` has the same form, and is empty if all are 0, as nearly always. `truncated_tokens`

@@ -128,10 +128,12 @@ class StepExecution:
                 self._items[place] = admitted
 
     def _drop(self, model: SteppedModel, places: list[int]) -> None:
+        progress = model.progress() if isinstance(model, ProgressTeller) else {}
         for place in places:
             if (item := self._items.pop(place, None)) is not None:
                 model.drop(place)
-                self._end(place, item, Canceled())
+                steps = progress.get(place)
+                self._end(place, item, Canceled(), steps and steps[1] - steps[0])
 
     def _step(self, model: SteppedModel) -> None:
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
@@ -157,7 +159,13 @@ class StepExecution:
             if chunks := model.take_chunks():
                 self._send(Chunks(self._batch.number, chunks))
 
-    def _end(self, place: int, item: _Item, result: Result | Exception) -> None:
+    def _end(
+        self,
+        place: int,
+        item: _Item,
+        result: Result | Exception,
+        steps_saved: int | None = None,
+    ) -> None:
         batch_items = max(1, round(item.beside / item.steps)) if item.steps else 1
         work = int(getattr(result, "tokens", 0)) or int(getattr(result, "pixel_steps", 0))
         done = BatchResult(
@@ -173,6 +181,7 @@ class StepExecution:
             cpu_s=item.cpu_s,
             loaded_at_s=self._resident_models.loaded_at_s(self._batch.model),
             beside=batch_items,
+            steps_saved=steps_saved,
         )
         self._send(ItemEnded(self._batch.number, place, done))
 

@@ -166,6 +166,7 @@ class BatchQueue(Generic[ItemT]):
         *,
         key: str | None = None,
         is_wanted: Callable[[ItemT], bool] = always,
+        room_of: Callable[[ItemT], float] | None = None,
     ) -> list[ItemT]:
         """Removes and returns items that join a running batch, strictly in the order of turns.
 
@@ -173,18 +174,20 @@ class BatchQueue(Generic[ItemT]):
 
         Args:
             at_most: items.
-            room: work.
+            room: work, or what `room_of` measures.
             key: of the running batch. None: any, and the others have the key of the first.
             is_wanted: items that are not wanted are removed without a charge.
+            room_of: the room that an item takes. None: its work.
         """
         joining: list[ItemT] = []
         while len(joining) < at_most and (leader := self._lead(is_wanted)) is not None:
             key = leader.key if key is None else key
-            if leader.key != key or leader.length > room:
+            takes = leader.length if room_of is None else room_of(leader)
+            if leader.key != key or takes > room:
                 break
             self._charge(self._filed[leader])
             joining.append(leader)
-            room -= leader.length
+            room -= takes
         return joining
 
     def fill(

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
+from math import inf
 
 from workers.job import QueuedItem
 from workers.scheduling.batch_lane import BatchLanePolicy
@@ -172,16 +173,18 @@ class LaneQueue:
     ) -> list[QueuedItem]:
         """Items of a lane that join those which are here.
 
-        Where nothing runs one joins even if it is larger than a budget that was halved.
+        Where nothing runs one joins even if it is larger than the budget: it would wait for ever.
         """
         joining: list[QueuedItem] = []
         if not here:
-            joining = lane.take_in_turn(min(1, at_most), self._full_budget, is_wanted=is_wanted)
+            joining = lane.take_in_turn(min(1, at_most), inf, is_wanted=is_wanted)
             if not joining:
                 return []
-        key, room = (here or joining)[0].key, lane.budget - _work([*here, *joining])
+        key, taken = (here or joining)[0].key, sum(map(_room_of, [*here, *joining]))
         at_most -= len(joining)
-        return joining + lane.take_in_turn(at_most, room, key=key, is_wanted=is_wanted)
+        return joining + lane.take_in_turn(
+            at_most, lane.budget - taken, key=key, is_wanted=is_wanted, room_of=_room_of
+        )
 
     def _room_of_batch_lane(self, here: Sequence[QueuedItem], now_s: float) -> int:
         """How many items of the lane `batch` may join.
@@ -287,6 +290,10 @@ class LaneQueue:
         for lane in self._lanes:
             target = lane.budget // 2 if was_short else int(lane.budget * BUDGET_GROWTH) + 1
             lane.budget = max(1, min(self._full_budget, target))
+
+
+def _room_of(queued: QueuedItem) -> int:
+    return queued.prepared.room or queued.prepared.length
 
 
 def _work(batch: Iterable[QueuedItem]) -> int:

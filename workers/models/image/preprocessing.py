@@ -49,7 +49,7 @@ class ImagePreparer:
             if not isinstance(value, ImageInput):
                 raise BadInput("an image model takes image requests", field="input")
             self._check(value)
-            return _prepared(value, joins=self._joins)
+            return _prepared(value, self._bounds.steps, joins=self._joins)
         except BadInput as error:
             return error
 
@@ -98,7 +98,7 @@ def can_join(folder: Path) -> bool:
     return isinstance(index, dict) and index.get("_class_name") == "StableDiffusionPipeline"
 
 
-def _prepared(value: ImageInput, *, joins: bool) -> PreparedImage:
+def _prepared(value: ImageInput, usual_steps: int, *, joins: bool) -> PreparedImage:
     strength = source = None
     steps_run = value.steps
     if value.image is not None:
@@ -112,6 +112,8 @@ def _prepared(value: ImageInput, *, joins: bool) -> PreparedImage:
     return PreparedImage(
         key="" if joins else f"{key}/{value.scheduler}/{strength}/{negative}",
         length=pixel_steps,
+        # Each has its steps to itself, so only its pixels lie beside those of others.
+        room=value.width * value.height * usual_steps if joins else 0,
         prompt=value.prompt,
         negative_prompt=value.negative_prompt,
         width=value.width,
