@@ -31,7 +31,10 @@ from workers.models.image.joining import JoiningImageModel
 from workers.tasks import WORKER_TASKS, model_for, preparer_for
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
-pytestmark = pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
+]
 
 OTHERS = [
     msgspec.structs.replace(TEXT, seed=5, steps=9, scheduler="euler_a", guidance_scale=3.0),
@@ -191,6 +194,35 @@ def own_model(catalog: Catalog, folder: Path) -> JoiningImageModel:
     model = JoiningImageModel(entry, folder, Device("cpu", threads=1, memory_fraction=1.0))
     model.setup()
     return model
+
+
+def test_compiled_sizes_are_filled_up(
+    catalog: Catalog, tiny: InferenceModel, tiny_folder: Path, tiny_preparer: Preparer
+) -> None:
+    """Three items are computed as two and one, or as four, with the compiler itself left out."""
+    entry = catalog.default("image")
+    image = entry.image.model_copy(update={"compile": "always"})
+    batch = entry.batch.model_copy(update={"max_items": 4})
+    entry = entry.model_copy(update={"image": image, "batch": batch})
+    model = JoiningImageModel(entry, tiny_folder, Device("cpu", threads=1, memory_fraction=1.0))
+    model.setup()
+    with torch.compiler.set_stance("force_eager"):
+        model.warmup()
+        rows: list[int] = []
+        unet = model._text_to_image.unet
+        forward = unet.forward
+
+        def counted(sample: torch.Tensor, *given: Any, **named: Any) -> Any:
+            rows.append(len(sample))
+            return forward(sample, *given, **named)
+
+        unet.forward = counted
+        values = [msgspec.structs.replace(TEXT, seed=seed, steps=3 + seed) for seed in range(3)]
+        results = run(model, tiny_preparer, [(0, value) for value in values])
+    assert set(rows) <= {2, 4, 8}, "each image has two rows"
+    for place, value in enumerate(values):
+        (alone,) = drawn(tiny, tiny_preparer, [value])
+        assert difference(results[place], alone) <= 1
 
 
 def test_youngest_waits_where_memory_is_short(
