@@ -34,9 +34,9 @@ def waiter(
 
 
 def text(
-    length: int, lane: str = "", queued_at_s: float = NOW_S, *, room: int = 0, **fields: float
+    length: int, lane: str = "", queued_at_s: float = NOW_S, *, room: float = 0, **fields: float
 ) -> QueuedItem:
-    prepared = PreparedText(key="", length=length, room=room, ids=b"")
+    prepared = PreparedText(key="", length=length, room=int(room), ids=b"")
     return QueuedItem(prepared, None, queued_at_s, [waiter(lane=lane, **fields)])  # type: ignore[arg-type]
 
 
