@@ -100,6 +100,26 @@ def test_batch_is_what_the_budget_holds(
     assert batch_items(entry(**fields), rate(tokens_per_item=tokens)) == items
 
 
+TEXT: dict[str, Any] = {
+    "task": "text",
+    "dimensions": None,
+    "batch": {"max_tokens": 8192, "max_items": 16},
+    "generation": {"context_tokens": 2048, "default_tokens": 256, "longest_tokens": 1024},
+}
+
+
+def test_texts_are_sized_by_their_tokens() -> None:
+    # 8192 tokens of keys and values are 16 texts of 300 tokens, or 8 of 1,000.
+    for tokens, items in ((300, 16), (1000, 8)):
+        asked = {"texts": rate(10, seconds_per_item=0.2, tokens_per_item=tokens)}
+        plan = plan_of(entry(**TEXT), rates=asked)
+        (workers,) = plan.sites[0].workers
+        assert workers.batch == items
+        assert workers.batch_s == pytest.approx(items * 0.2), "each takes a part of the steps"
+        # 10 texts a second x 0.2 s = 2 Erlangs; 2 / 0.7 = 2.9.
+        assert workers.processes_peak == 3
+
+
 def test_instances_of_the_api_hold_what_is_in_flight() -> None:
     # An answer takes about 0.1 s of way and 0.16 s of batch: 1,000 a second are some 270 at a time.
     plan = plan_of(entry(), rates={"texts": rate(1000)})
