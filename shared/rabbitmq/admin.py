@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from aiormq.abc import AbstractChannel
+from aiormq import Channel
 
 from shared.backoff import backoff
 from shared.errors import BadInput, Unavailable
@@ -61,7 +61,7 @@ class RabbitAdmin:
         if await self._exists(exchange=name):
             return False
 
-        async def declare(channel: AbstractChannel) -> None:
+        async def declare(channel: Channel) -> None:
             for exchange in (exchange_name(self._project), name):
                 await channel.exchange_declare(exchange, exchange_type="direct", durable=True)
 
@@ -79,7 +79,7 @@ class RabbitAdmin:
         if await self._exists(queue=queue):
             return False
 
-        async def declare(channel: AbstractChannel) -> None:
+        async def declare(channel: Channel) -> None:
             if settings.push_endpoint and settings.retry_min_s is not None:
                 for delay_s in delays_between(settings.retry_min_s, settings.retry_max_s):
                     await channel.queue_declare(
@@ -143,7 +143,7 @@ class RabbitAdmin:
             f"look at {queue or exchange}",
         )
 
-    async def _run(self, call: Callable[[AbstractChannel], Awaitable[object]], what: str) -> None:
+    async def _run(self, call: Callable[[Channel], Awaitable[object]], what: str) -> None:
         async def on_own_channel() -> None:
             channel = await self._connection.channel()
             try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import aiormq
-from aiormq.abc import AbstractChannel, AbstractConnection
+from aiormq import Channel, Connection
 from yarl import URL
 
 from shared.backoff import backoff
@@ -44,12 +45,12 @@ class BrokerConnection:
 
     def __init__(self, url: URL, name: str) -> None:
         self._url = url.update_query(heartbeat=HEARTBEAT_S, name=name)
-        self._current: AbstractConnection | None = None
+        self._current: Connection | None = None
         self._lock = asyncio.Lock()
         self._pauses = backoff(longest_s=LONGEST_PAUSE_S)
         self._is_closed = False
 
-    async def channel(self, *, confirms: bool = False) -> AbstractChannel:
+    async def channel(self, *, confirms: bool = False) -> Channel:
         """Opens a channel.
 
         Args:
@@ -62,7 +63,10 @@ class BrokerConnection:
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S):
                 connection = await self._connected()
-                return await connection.channel(publisher_confirms=confirms, on_return_raises=False)
+                opened = await connection.channel(
+                    publisher_confirms=confirms, on_return_raises=False
+                )
+                return cast(Channel, opened)
         except BROKEN as error:
             raise translate(error, f"connect to {self._where}") from error
 
@@ -77,7 +81,7 @@ class BrokerConnection:
         """The broker without its password."""
         return f"{self._url.host}:{self._url.port}"
 
-    async def _connected(self) -> AbstractConnection:
+    async def _connected(self) -> Connection:
         async with self._lock:
             if self._is_closed:
                 raise Unavailable("the connection to the broker is closed")

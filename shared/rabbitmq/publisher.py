@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from uuid import uuid4
 
 import aiormq
-from aiormq import spec
-from aiormq.abc import AbstractChannel, DeliveredMessage
+from aiormq import Channel, spec
+from aiormq.abc import DeliveredMessage
 
 from shared.backoff import backoff
 from shared.errors import BadInput, InputTooLarge, Overloaded, Unavailable
@@ -46,7 +46,7 @@ class ConfirmedPublisher:
         self._topic_exists = topic_exists
         self._known: set[str] = set()
         self._opening = asyncio.Lock()
-        self._channel: AbstractChannel | None = None
+        self._channel: Channel | None = None
         self._sender = uuid4().hex[:16]
         self._numbers = itertools.count(1)
         self._messages = 0
@@ -123,6 +123,8 @@ class ConfirmedPublisher:
                     routing_key=topic_id,
                     properties=properties,
                     mandatory=True,
+                    # The confirmation is waited for, so the socket need not be.
+                    wait=False,
                 )
             except aiormq.DeliveryError as error:
                 raise Overloaded(f"publish to {topic_id}: the queue takes no more") from error
@@ -133,7 +135,7 @@ class ConfirmedPublisher:
                 await self._check_topic(topic_id)
             return
 
-    async def _open_channel(self) -> AbstractChannel:
+    async def _open_channel(self) -> Channel:
         channel = self._channel
         if channel is not None and not channel.is_closed:
             return channel
@@ -142,7 +144,7 @@ class ConfirmedPublisher:
                 self._channel = await self._new_channel()
             return self._channel
 
-    async def _new_channel(self) -> AbstractChannel:
+    async def _new_channel(self) -> Channel:
         channel = await self._connection.channel(confirms=True)
         try:
             # A publish to an exchange that is not there would end the channel for all.

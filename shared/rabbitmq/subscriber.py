@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from aiormq.abc import AbstractChannel, DeliveredMessage
+from aiormq import Channel
+from aiormq.abc import DeliveredMessage
 
 from shared.backoff import backoff
 from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
@@ -27,7 +28,7 @@ RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
 RabbitMQ itself delivers it again at once, so it stays in hand for so long.
 """
 
-OpenChannel = Callable[[], Awaitable[AbstractChannel]]
+OpenChannel = Callable[[], Awaitable[Channel]]
 DelayedReturn = Callable[[DeliveredMessage, int], Awaitable[None]]
 """Puts a message, after so many attempts, where it waits to be delivered again."""
 
@@ -71,7 +72,7 @@ class QueueSubscription:
         self._all_settled = asyncio.Event()
         self._arrival = asyncio.Event()
         self._opened = asyncio.Event()
-        self._channel: AbstractChannel | None = None
+        self._channel: Channel | None = None
         self._consumer_tag = ""
         self._end: PenstockError | None = None
         self._is_stopped = False
