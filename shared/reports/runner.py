@@ -109,7 +109,8 @@ class ReportRunner:
             result = job.result(
                 retry=retry, job_retry=None, timeout=limit_s, max_results=self._most_rows + 1
             )
-            rows = [tuple(row.values()) for row in result]
+            # Not values(), which copies each of them deeply: a third of the time of a long answer.
+            rows = [row[:] for row in result]
             columns = [ReportColumn(field.name, field.field_type) for field in result.schema]
             read_bytes = int(job.total_bytes_processed or 0)
         if len(rows) > self._most_rows:
