@@ -28,6 +28,7 @@ from infra.kubernetes.site import (
     EmbeddedRows,
     GivenRedis,
     GoogleBroker,
+    RabbitBroker,
     SelfHostedSite,
     VolumeObjects,
     read_site,
@@ -88,7 +89,7 @@ def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_
     clear_overlay(out)
     write_overlay(out / "workers", catalog, models_file, worker_deployment(site))
     clients = [name for name in CLIENTS if name != "batches" or site.batches]
-    if not isinstance(site.broker, EmbeddedBroker):
+    if isinstance(site.broker, GoogleBroker):
         # Google's broker pushes to the functions that Terraform makes.
         clients.remove("functions")
     _write_clients(out / "clients", clients, site, models_file)
@@ -199,6 +200,8 @@ def _client_patch(name: str, site: SelfHostedSite) -> dict[str, Any]:
     ]
     container: dict[str, Any] = {"name": name, "envFrom": variables}
     pod: dict[str, Any] = {"containers": [container]}
+    if name == "functions" and isinstance(site.broker, RabbitBroker):
+        container |= _taking_functions()
     if name != "functions":
         pod["volumes"] = [{"name": "keys", "secret": {"secretName": site.keys_secret}}]
     if name != "api":
@@ -212,6 +215,18 @@ def _client_patch(name: str, site: SelfHostedSite) -> dict[str, Any]:
     return deployment_patch(name, pod, replicas=site.api.replicas)
 
 
+def _taking_functions() -> dict[str, Any]:
+    """What is different where functions take messages: RabbitMQ pushes to nobody."""
+    return {
+        "command": ["python", "-m", "workers.functions"],
+        "args": [],
+        "env": [{"name": "PENSTOCK_HEALTH_PORT", "value": "8080"}],
+        "readinessProbe": {"httpGet": {"path": "/readyz", "port": "http"}},
+        # Alive, not connected: a restart would not bring the broker back.
+        "livenessProbe": {"httpGet": {"path": "/metrics", "port": "http"}},
+    }
+
+
 def _provisioning(site: SelfHostedSite) -> dict[str, Any]:
     """A container that makes topics, subscriptions and tables before the API starts."""
     pushed = isinstance(site.broker, EmbeddedBroker)
@@ -220,7 +235,7 @@ def _provisioning(site: SelfHostedSite) -> dict[str, Any]:
         "image": "penstock-servers",
         "imagePullPolicy": "IfNotPresent",
         "args": ["provision", *(["--functions-url", "http://functions"] if pushed else [])],
-        "envFrom": [{"configMapRef": {"name": "settings"}}],
+        "envFrom": [{"configMapRef": {"name": "settings"}}, *_secret_of_broker(site)],
         "resources": {
             "requests": {"cpu": "100m", "memory": "512Mi", "ephemeral-storage": "64Mi"},
             "limits": {"memory": "512Mi", "ephemeral-storage": "128Mi"},
@@ -237,9 +252,16 @@ def _provisioning(site: SelfHostedSite) -> dict[str, Any]:
     }
 
 
+def _secret_of_broker(site: SelfHostedSite) -> list[dict[str, Any]]:
+    if not isinstance(site.broker, RabbitBroker):
+        return []
+    return [{"secretRef": {"name": site.broker.secret}}]
+
+
 def _patches_of_all(site: SelfHostedSite) -> list[dict[str, Any]]:
     """What every pod gets that computes or answers: the object store, and Google's credentials."""
     added: list[tuple[str, dict[str, Any]]] = []
+    added += [("envFrom", one) for one in _secret_of_broker(site)]
     if isinstance(site.objects, VolumeObjects):
         claim = {"name": "objects", "persistentVolumeClaim": {"claimName": "objects"}}
         added += [("volumes", claim), ("mount", {"name": "objects", "mountPath": OBJECTS_DIR})]

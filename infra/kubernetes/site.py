@@ -79,6 +79,17 @@ class GoogleBroker(_Part):
         return self
 
 
+class RabbitBroker(_Part):
+    """A RabbitMQ that is there already."""
+
+    kind: Literal["rabbitmq"]
+    secret: Name
+    """A Secret with the variable PENSTOCK_BROKER, because the URL has a password."""
+    networks: tuple[Network, ...] = Field(min_length=1)
+    """Its addresses, for the network policies."""
+    port: int = Field(5672, ge=1, le=65535)
+
+
 class EmbeddedRows(_Part):
     """Our own BigQuery, one pod with a volume."""
 
@@ -179,7 +190,7 @@ class SelfHostedSite(_Part):
     region: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")] = "local"
     """For rows, traces and status."""
     images: Images
-    broker: Annotated[EmbeddedBroker | GoogleBroker, Field(discriminator="kind")]
+    broker: Annotated[EmbeddedBroker | GoogleBroker | RabbitBroker, Field(discriminator="kind")]
     rows: Annotated[EmbeddedRows | GoogleRows, Field(discriminator="kind")]
     redis: Annotated[EmbeddedRedis | GivenRedis, Field(discriminator="kind")]
     objects: Annotated[VolumeObjects | BucketObjects, Field(discriminator="kind")]
@@ -203,8 +214,8 @@ class SelfHostedSite(_Part):
 
     @property
     def has_servers(self) -> bool:
-        """Whether topics or tables are made on servers of ours."""
-        return "embedded" in (self.broker.kind, self.rows.kind)
+        """Whether topics or tables are made on servers that are not Google's."""
+        return self.broker.kind == "rabbitmq" or "embedded" in (self.broker.kind, self.rows.kind)
 
     @property
     def uses_google(self) -> bool:

@@ -16,6 +16,7 @@ from infra.kubernetes.site import (
     EmbeddedRows,
     GivenRedis,
     Ingress,
+    RabbitBroker,
     SelfHostedSite,
     SiteVolume,
     VolumeObjects,
@@ -83,6 +84,8 @@ def write_network(folder: Path, site: SelfHostedSite) -> None:
     """Writes the folder of network policies, with the private addresses that the site names."""
     folder.mkdir()
     rules = []
+    if isinstance(site.broker, RabbitBroker):
+        rules.append(_egress(site.broker.networks, site.broker.port))
     if isinstance(site.redis, GivenRedis):
         rules.append(_egress(site.redis.networks, site.redis.port))
     if isinstance(site.objects, BucketObjects) and site.objects.networks:

@@ -77,6 +77,13 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Objects:
     return rendered(tmp_path_factory.mktemp("elsewhere") / "site", **GIVEN)
 
 
+@pytest.fixture(scope="module")
+def over_rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Objects:
+    """RabbitMQ from elsewhere, and every other server of our own."""
+    broker = {"kind": "rabbitmq", "secret": "penstock-broker", "networks": ["10.3.0.0/16"]}
+    return rendered(tmp_path_factory.mktemp("rabbitmq") / "site", broker=broker)
+
+
 def pods_of(objects: Objects) -> dict[str, dict[str, Any]]:
     """Every pod by the name of what makes it."""
     found = of_kind(objects, "Deployment") | of_kind(objects, "StatefulSet")
@@ -100,6 +107,28 @@ def test_every_part_is_there(inside: Objects) -> None:
     }
     assert len(workers(inside)) == len(read_catalog(MODELS).models)
     assert set(of_kind(inside, "Service")) == {"api", "functions", "pubsub", "bigquery", "redis"}
+
+
+def test_rabbitmq_is_reached_by_all_and_asked_by_functions(over_rabbitmq: Objects) -> None:
+    found = pods_of(over_rabbitmq)
+    assert "pubsub" not in found
+    clients = {"api", "batches", "functions", *workers(over_rabbitmq)}
+    for name in clients:
+        (container,) = found[name]["containers"]
+        assert {"secretRef": {"name": "penstock-broker"}} in container["envFrom"], name
+        assert "PENSTOCK_PUBSUB_ENDPOINT" not in environment(over_rabbitmq, name)
+    (provision,) = found["api"]["initContainers"]
+    assert provision["args"] == ["provision"]
+    assert {"secretRef": {"name": "penstock-broker"}} in provision["envFrom"]
+    (functions,) = found["functions"]["containers"]
+    assert (functions["command"], functions["args"]) == (["python", "-m", "workers.functions"], [])
+    assert functions["env"] == [{"name": "PENSTOCK_HEALTH_PORT", "value": "8080"}]
+    assert functions["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    egress = of_kind(over_rabbitmq, "NetworkPolicy")["clients"]["spec"]["egress"]
+    assert {
+        "to": [{"ipBlock": {"cidr": "10.3.0.0/16"}}],
+        "ports": [{"port": 5672, "protocol": "TCP"}],
+    } in egress
 
 
 def test_nothing_of_google_is_asked_for(inside: Objects) -> None:
