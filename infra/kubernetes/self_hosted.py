@@ -200,9 +200,11 @@ def _client_patch(name: str, site: SelfHostedSite) -> dict[str, Any]:
     ]
     container: dict[str, Any] = {"name": name, "envFrom": variables}
     pod: dict[str, Any] = {"containers": [container]}
-    if name == "functions" and isinstance(site.broker, RabbitBroker):
-        container |= _taking_functions()
-    if name != "functions":
+    if name == "functions":
+        container["env"] = [{"name": "PENSTOCK_BILLING_TZ", "value": site.billing_tz}]
+        if isinstance(site.broker, RabbitBroker):
+            container |= _taking_functions(container["env"])
+    else:
         pod["volumes"] = [{"name": "keys", "secret": {"secretName": site.keys_secret}}]
     if name != "api":
         return deployment_patch(name, pod)
@@ -215,12 +217,12 @@ def _client_patch(name: str, site: SelfHostedSite) -> dict[str, Any]:
     return deployment_patch(name, pod, replicas=site.api.replicas)
 
 
-def _taking_functions() -> dict[str, Any]:
+def _taking_functions(variables: list[dict[str, str]]) -> dict[str, Any]:
     """What is different where functions take messages: RabbitMQ pushes to nobody."""
     return {
         "command": ["python", "-m", "workers.functions"],
         "args": [],
-        "env": [{"name": "PENSTOCK_HEALTH_PORT", "value": "8080"}],
+        "env": [*variables, {"name": "PENSTOCK_HEALTH_PORT", "value": "8080"}],
         "readinessProbe": {"httpGet": {"path": "/readyz", "port": "http"}},
         # Alive, not connected: a restart would not bring the broker back.
         "livenessProbe": {"httpGet": {"path": "/metrics", "port": "http"}},

@@ -6,6 +6,7 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
+from zoneinfo import available_timezones
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -15,6 +16,12 @@ from shared.errors import ConfigurationError
 
 def _is_network(value: str) -> str:
     ip_network(value)
+    return value
+
+
+def _is_zone(value: str) -> str:
+    if value not in available_timezones():
+        raise ValueError(f"{value!r} is not a time zone")
     return value
 
 
@@ -200,6 +207,8 @@ class SelfHostedSite(_Part):
     signing_secret: Name = "penstock-signing"
     """Has PENSTOCK_SECRET and PENSTOCK_WEBHOOK_SECRETS, as variables."""
     api: SiteApi = SiteApi()
+    billing_tz: Annotated[str, AfterValidator(_is_zone)] = "UTC"
+    """Where a day of scheduled reports and invoices begins."""
     batches: bool = True
     """Whether a runner of batches runs."""
     ingress: Ingress | None = None

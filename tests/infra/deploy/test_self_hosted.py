@@ -122,13 +122,21 @@ def test_rabbitmq_is_reached_by_all_and_asked_by_functions(over_rabbitmq: Object
     assert {"secretRef": {"name": "penstock-broker"}} in provision["envFrom"]
     (functions,) = found["functions"]["containers"]
     assert (functions["command"], functions["args"]) == (["python", "-m", "workers.functions"], [])
-    assert functions["env"] == [{"name": "PENSTOCK_HEALTH_PORT", "value": "8080"}]
+    assert functions["env"][-1] == {"name": "PENSTOCK_HEALTH_PORT", "value": "8080"}
     assert functions["readinessProbe"]["httpGet"]["path"] == "/readyz"
     egress = of_kind(over_rabbitmq, "NetworkPolicy")["clients"]["spec"]["egress"]
     assert {
         "to": [{"ipBlock": {"cidr": "10.3.0.0/16"}}],
         "ports": [{"port": 5672, "protocol": "TCP"}],
     } in egress
+
+
+def test_days_of_reports_begin_where_the_site_says(tmp_path: Path) -> None:
+    objects = rendered(tmp_path / "site", billing_tz="Europe/Berlin")
+    (functions,) = pods_of(objects)["functions"]["containers"]
+    assert {"name": "PENSTOCK_BILLING_TZ", "value": "Europe/Berlin"} in functions["env"]
+    with pytest.raises(ValueError, match="not a time zone"):
+        SelfHostedSite.model_validate(example(billing_tz="Mars"))
 
 
 def test_nothing_of_google_is_asked_for(inside: Objects) -> None:
