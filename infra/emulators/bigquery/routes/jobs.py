@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from infra.emulators.bigquery.engine.jobs import BigQueryJob, new_job_id
 from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.routes.messages import json_body, page, service_of
+from infra.emulators.bigquery.routes.messages import RowsResponse, json_body, page, service_of
 from infra.emulators.bigquery.routes.options import RowOptions, query_options
 from infra.emulators.bigquery.routes.tabledata import read_page
 from infra.emulators.bigquery.tables.fields import read_fields
@@ -163,7 +163,7 @@ async def query(request: Request) -> Response:
     wait_ms = int(body.get("timeoutMs", _DEFAULT_WAIT_MS))
     count = int(body.get("maxResults", _DEFAULT_PAGE_ROWS))
     found = await _results(service, job, wait_ms, 0, count, is_micros)
-    return JSONResponse({**found, "kind": "bigquery#queryResponse"})
+    return RowsResponse({**found, "kind": "bigquery#queryResponse"})
 
 
 async def query_results(request: Request) -> Response:
@@ -180,7 +180,7 @@ async def query_results(request: Request) -> Response:
         int(options.get("maxResults", _DEFAULT_PAGE_ROWS)),
         options.get("formatOptions.useInt64Timestamp", False),
     )
-    return JSONResponse({**found, "kind": "bigquery#getQueryResultsResponse"})
+    return RowsResponse({**found, "kind": "bigquery#getQueryResultsResponse"})
 
 
 async def _results(

@@ -4,6 +4,7 @@ import json
 import zlib
 from collections.abc import AsyncIterator
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -16,6 +17,16 @@ from infra.emulators.bigquery.tables.schema import Json
 MOST_BODY_BYTES = 32 * 1024 * 1024
 _GZIP_WINDOW_BITS = 31
 _UNPACKED_BYTES = 1024 * 1024
+
+
+class RowsResponse(Response):
+    """A page of rows. It can have a million values, so the faster encoder writes it."""
+
+    media_type = "application/json"
+
+    def render(self, content: Json) -> bytes:
+        """The body."""
+        return msgspec.json.encode(content)
 
 
 def service_of(request: Request) -> BigQueryService:

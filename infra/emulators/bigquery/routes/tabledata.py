@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.routes.messages import json_body, service_of, table_key
+from infra.emulators.bigquery.routes.messages import RowsResponse, json_body, service_of, table_key
 from infra.emulators.bigquery.routes.options import RowOptions, query_options
 from infra.emulators.bigquery.tables.fields import read_fields
 from infra.emulators.bigquery.tables.job_fields import InsertAllRequest
@@ -185,7 +185,7 @@ async def list_rows(request: Request) -> Response:
     }
     if start + len(rows) < total:
         found["pageToken"] = str(start + len(rows))
-    return JSONResponse(found)
+    return RowsResponse(found)
 
 
 def read_page(
