@@ -79,6 +79,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """The name of a test's parameter that is bytes: its length; None leaves other values to pytest.
+
+    Two processes collect the tests and must come to the same names. Packed bytes hold the second
+    at which they were packed.
+    """
+    return f"{argname}-{len(val)}-bytes" if isinstance(val, bytes) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives each test its group, file or folder, that pytest-xdist keeps on one worker, and async
     tests their loop.

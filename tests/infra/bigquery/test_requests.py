@@ -116,11 +116,12 @@ def test_numbers_may_be_text_null_is_not_set_and_the_unknown_is_ignored(
 @pytest.mark.parametrize(
     ("body", "encoding", "status"),
     [
-        (gzip.compress(b"{}")[:-4], "gzip", 400),
+        # No time of day: the tests' names must be the same in every process that collects them.
+        (gzip.compress(b"{}", mtime=0)[:-4], "gzip", 400),
         (b"{}", "gzip", 400),
         (b"{}", "br", 400),
         # A bomb: 40 KB that would be 40 MB.
-        (gzip.compress(b" " * 40_000_000), "gzip", 413),
+        (gzip.compress(b" " * 40_000_000, mtime=0), "gzip", 413),
         (b"[" * 100_000, "identity", 400),
         (
             b'{"query": "SELECT ?", "queryParameters": [{"parameterType": ' + DEEP_TYPE + b"}]}",

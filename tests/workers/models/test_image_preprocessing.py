@@ -63,7 +63,10 @@ PICTURE = encoded(Image.linear_gradient("L").convert("RGB"))
         {"image": Blob("image/png", (PICTURE.data or b"")[:60])},
         {"image": encoded(Image.new("RGB", (8, 8)), "BMP")},
     ],
-    ids=str,
+    ids=lambda fields: "-".join(
+        f"{name}-{len(value.data or b'')}-bytes" if isinstance(value, Blob) else f"{name}-{value}"
+        for name, value in fields.items()
+    ),
 )
 def test_a_bad_field_is_named_and_harms_no_neighbor(fields: dict[str, Any]) -> None:
     first, error, last = PREPARER.prepare([GOOD, changed(**fields), GOOD])
