@@ -2,15 +2,19 @@
 
 import json
 import random
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
+import pytest
 from google.cloud import bigquery
 
 from infra.local.process import free_port, listens
 from tests.infra.bigquery.connecting import connected, request, rows_of
 from tests.infra.bigquery.test_process import process
-from tests.limits import START_LIMIT_S
+from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
 MIB = 1024 * 1024
 LIMIT_BYTES = 20 * MIB
@@ -49,3 +53,17 @@ def test_a_full_disk_is_told_of_and_left_behind(tmp_path: Path) -> None:
         assert insert(endpoint, 100) == 200
         kept = {row[0] for row in rows_of(client, "SELECT id FROM d.t")}
         assert kept >= {number for number, status in answered.items() if status == 200} | {100}
+
+
+def test_kills_on_a_disk_that_gets_full_lose_nothing_that_was_answered(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    unshare = ["unshare", "--map-root-user", "--mount"]
+    probe = [*unshare, "mount", "-t", "tmpfs", "tmpfs", str(disk)]
+    if not shutil.which("unshare") or subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip("this machine lets no test mount a disk of its own")
+    # The third kill finds the disk full.
+    story = "tests.infra.bigquery.full_disk_kills"
+    command = [*unshare, sys.executable, "-m", story, str(disk), "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_LIMIT_S)
+    assert done.returncode == 0, done.stderr

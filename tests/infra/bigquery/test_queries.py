@@ -3,6 +3,7 @@ canceling.
 """
 
 import datetime as dt
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -18,7 +19,7 @@ from google.cloud.bigquery import (
     StructQueryParameter,
 )
 
-from tests.infra.bigquery.connecting import rows_of
+from tests.infra.bigquery.connecting import request, rows_of
 from tests.limits import WAIT_LIMIT_S
 
 # Too many pairs to count in the time of a test.
@@ -27,6 +28,16 @@ ENDLESS = (
     " UNNEST(GENERATE_ARRAY(1, 1000000)) AS b"
     " WHERE MOD(a * b, 7) = 8"
 )
+
+
+@pytest.mark.parametrize("value", ['"x"', '{"a":"é"}', "[1,null]", "99999999999999999999"])
+def test_a_parameter_of_json_keeps_its_value(bigquery_endpoint: str, value: str) -> None:
+    kind = {"name": "v", "parameterType": {"type": "JSON"}, "parameterValue": {"value": value}}
+    asked = {"query": "SELECT @v AS v", "useLegacySql": False, "queryParameters": [kind]}
+    body = json.dumps(asked | {"parameterMode": "NAMED"}).encode()
+    path = "/bigquery/v2/projects/p/queries"
+    _, _, answer = request(bigquery_endpoint, "POST", path, body)
+    assert answer["rows"] == [{"f": [{"v": value}]}], answer
 
 
 @pytest.mark.parametrize(

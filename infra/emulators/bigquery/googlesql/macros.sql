@@ -43,6 +43,13 @@ CREATE OR REPLACE MACRO bq.numeric_divide(a, b) AS
       WHEN abs(a) >= 10000000000 THEN bq.fail('NUMERIC division of 10,000,000,000 and more is not supported by the embedded BigQuery')
       ELSE bq.numeric_quotient(CAST(CAST(a AS DECIMAL(38,9)) * 1000000000 AS HUGEINT), CAST(CAST(b AS DECIMAL(38,9)) * 1000000000 AS HUGEINT)) END;
 
+-- NULL above the 29 digits before the point of a NUMERIC. DuckDB's product has 20 of them.
+CREATE OR REPLACE MACRO bq.safe_numeric_multiply(a, b) AS CASE
+    WHEN abs(CAST(a AS DOUBLE) * CAST(b AS DOUBLE)) > 1.000001e29 THEN NULL
+    WHEN abs(CAST(a AS DOUBLE) * CAST(b AS DOUBLE)) > 9.9e19
+      THEN bq.fail('SAFE_MULTIPLY of NUMERIC above 99,000,000,000,000,000,000 is not supported by the embedded BigQuery')
+    ELSE CAST(a * b AS DECIMAL(38,9)) END;
+
 CREATE OR REPLACE MACRO bq.div(a, b) AS CASE WHEN b = 0 AND a IS NOT NULL THEN bq.fail('division by zero') ELSE a // b END;
 
 CREATE OR REPLACE MACRO bq.mod(a, b) AS CASE WHEN b = 0 AND a IS NOT NULL THEN bq.fail('division by zero') ELSE a % b END;
@@ -74,6 +81,19 @@ CREATE OR REPLACE MACRO bq.shift_right(v, n) AS
     CASE WHEN n < 0 THEN bq.fail('Bitwise binary shift by negative offset')
       WHEN n > 63 THEN 0
       ELSE CAST(CAST(CAST(v AS BIT) AS BIT) >> CAST(n AS INTEGER) AS BIGINT) END;
+
+CREATE OR REPLACE MACRO bq.in_domain(v, a, name) AS
+    CASE WHEN isnan(v) AND NOT isnan(a) OR isinf(v) AND NOT isinf(a) THEN bq.fail('Floating point error in function: ' || name) ELSE v END;
+
+CREATE OR REPLACE MACRO bq.arc(v, name) AS
+    CASE WHEN abs(v) > 1 THEN bq.fail('Floating point error in function: ' || name) ELSE CASE name WHEN 'ASIN' THEN asin(v) ELSE acos(v) END END;
+
+-- How many of the bounds, which rise, are not above the point.
+CREATE OR REPLACE MACRO bq.range_bucket(point, bounds) AS CASE
+    WHEN point IS NULL OR bounds IS NULL THEN NULL
+    WHEN len(list_filter(bounds, lambda b: b IS NULL)) > 0 OR list_sort(bounds) <> bounds
+      THEN bq.fail('Array elements must be in ascending order')
+    ELSE CAST(len(list_filter(bounds, lambda b: b <= point)) AS BIGINT) END;
 
 -- Casts.
 
@@ -173,15 +193,16 @@ CREATE OR REPLACE MACRO bq.text_timestamp_at(v, zone) AS CASE
 
 -- Text.
 
+-- No sum may overflow, nor one in a branch that is not taken: DuckDB computes constants first.
 CREATE OR REPLACE MACRO bq.substr(v, position) AS
     CASE WHEN position IS NULL THEN NULL
-      WHEN position < 0 THEN substring(v, greatest(len(v) + position + 1, 1))
-      ELSE substring(v, greatest(position, 1)) END,
+      WHEN position < 0 THEN substring(v, greatest(len(v) + 1 + least(position, 0), 1))
+      ELSE substring(v, least(greatest(position, 1), 2147483647)) END,
   (v, position, size) AS CASE
     WHEN size < 0 THEN CAST(bq.fail('Third argument in SUBSTR() cannot be negative') AS VARCHAR)
     WHEN position IS NULL THEN NULL
-    WHEN position < 0 THEN substring(v, greatest(len(v) + position + 1, 1), size)
-    ELSE substring(v, greatest(position, 1), size) END;
+    WHEN position < 0 THEN substring(v, greatest(len(v) + 1 + least(position, 0), 1), least(size, 2147483647))
+    ELSE substring(v, least(greatest(position, 1), 2147483647), least(size, 2147483647)) END;
 
 CREATE OR REPLACE MACRO bq.trim_spaces(v) AS regexp_replace(regexp_replace(v, '^[\s\p{Z}\x{85}\x{b}]+', ''), '[\s\p{Z}\x{85}\x{b}]+$', '');
 
@@ -226,11 +247,86 @@ CREATE OR REPLACE MACRO bq.format_digits(pattern, v) AS
 CREATE OR REPLACE MACRO bq.regexp_extract(v, pattern, part) AS
     CASE WHEN v IS NOT NULL AND regexp_matches(v, pattern) THEN regexp_extract(v, pattern, part) END;
 
+CREATE OR REPLACE MACRO bq.regexp_instr(v, pattern, before) AS
+    CASE WHEN regexp_matches(v, pattern) THEN CAST(length(regexp_extract(v, before, 1)) + 1 AS BIGINT) WHEN v IS NOT NULL THEN 0 END;
+
 CREATE OR REPLACE MACRO bq.format_float(pattern, v) AS CASE
     WHEN isnan(v) OR isinf(v) THEN CAST(bq.fail('FORMAT of NaN and inf is not supported by the embedded BigQuery') AS VARCHAR)
     ELSE printf(pattern, v) END;
 
+CREATE OR REPLACE MACRO bq.translate(v, old, new) AS CASE
+    WHEN len(list_distinct(string_split(old, ''))) < length(old)
+      THEN CAST(bq.fail('Duplicate character in TRANSLATE source characters') AS VARCHAR)
+    ELSE translate(v, old, new) END;
+
+CREATE OR REPLACE MACRO bq.instr(v, wanted, position, occurrence) AS CASE
+    WHEN position < 1 THEN bq.fail('INSTR from a position that is not above 0 is not supported by the embedded BigQuery')
+    WHEN occurrence < 1 THEN bq.fail('Occurrence must be positive')
+    WHEN wanted = '' THEN bq.fail('INSTR of an empty text is not supported by the embedded BigQuery')
+    WHEN v IS NULL OR wanted IS NULL OR position IS NULL OR occurrence IS NULL THEN NULL
+    ELSE coalesce(list_extract(list_filter(range(position, length(v) - length(wanted) + 2),
+        lambda p: substring(v, p, length(wanted)) = wanted), occurrence), 0) END;
+
+CREATE OR REPLACE MACRO bq.code_points(v) AS CASE WHEN v = '' THEN CAST([] AS BIGINT[])
+    ELSE list_transform(string_split(v, ''), lambda c: CAST(unicode(c) AS BIGINT)) END;
+
+CREATE OR REPLACE MACRO bq.code_points_text(points) AS CASE
+    WHEN len(list_filter(points, lambda p: p IS NULL)) > 0 THEN NULL
+    WHEN len(list_filter(points, lambda p: p < 0 OR p > 1114111 OR p BETWEEN 55296 AND 57343)) > 0
+      THEN CAST(bq.fail('Invalid codepoint') AS VARCHAR)
+    WHEN points IS NOT NULL
+      THEN array_to_string(list_transform(points, lambda p: chr(CAST(greatest(0, least(p, 1114111)) AS INTEGER))), '') END;
+
+-- Some spaces of Unicode part words in GoogleSQL and others do not.
+CREATE OR REPLACE MACRO bq.initcap(v, words) AS CASE
+    WHEN regexp_matches(v, '[\x{85}\x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}]')
+      THEN CAST(bq.fail('INITCAP of a space beyond ASCII is not supported by the embedded BigQuery') AS VARCHAR)
+    ELSE array_to_string(list_transform(regexp_extract_all(v, words),
+        lambda w: replace(upper(substring(w, 1, 1)), 'ẞ', substring(w, 1, 1)) || lower(substring(w, 2))), '') END;
+
+-- The digit of the first letter, if it has one, leads. A digit again is left out, also after vowels.
+CREATE OR REPLACE MACRO bq.soundex_digits(letters) AS
+    regexp_replace(regexp_replace(regexp_replace(regexp_replace(regexp_replace(regexp_replace(
+      translate(upper(letters), 'BFPVCGJKQSXZDTLMNRAEIOUHWY', '111122222222334556'),
+      '1+', '1', 'g'), '2+', '2', 'g'), '3+', '3', 'g'), '4+', '4', 'g'), '5+', '5', 'g'), '6+', '6', 'g');
+
+CREATE OR REPLACE MACRO bq.letters_soundex(letters) AS substring(letters, 1, 1) || rpad(substring(
+    bq.soundex_digits(letters), CASE WHEN regexp_matches(letters, '^[AEIOUHWYaeiouhwy]') THEN 1 ELSE 2 END, 3), 3, '0');
+
+CREATE OR REPLACE MACRO bq.soundex(v) AS CASE WHEN regexp_matches(v, '[A-Za-z]')
+    THEN bq.letters_soundex(regexp_replace(v, '[^A-Za-z]', '', 'g')) WHEN v IS NOT NULL THEN '' END;
+
+-- BYTES by their digits, of which each byte has two.
+CREATE OR REPLACE MACRO bq.byte_digits(v) AS regexp_extract_all(to_hex(v), '..');
+
+CREATE OR REPLACE MACRO bq.reverse_bytes(v) AS from_hex(array_to_string(list_reverse(bq.byte_digits(v)), ''));
+
+CREATE OR REPLACE MACRO bq.byte_points(v) AS list_transform(bq.byte_digits(v), lambda d: CAST('0x' || d AS BIGINT));
+
+CREATE OR REPLACE MACRO bq.code_points_bytes(points) AS CASE
+    WHEN len(list_filter(points, lambda p: p IS NULL)) > 0 THEN NULL
+    WHEN len(list_filter(points, lambda p: p < 0 OR p > 255)) > 0 THEN CAST(CAST(bq.fail('Invalid extended ASCII code point') AS VARCHAR) AS BLOB)
+    WHEN points IS NOT NULL THEN from_hex(array_to_string(list_transform(points, lambda p: printf('%02x', p)), '')) END;
+
+CREATE OR REPLACE MACRO bq.substr_bytes(v, position) AS
+    from_hex(substring(to_hex(v), 2 * (CASE WHEN position < 0 THEN greatest(octet_length(v) + position, 0) ELSE greatest(position, 1) - 1 END) + 1)),
+  (v, position, size) AS CASE
+    WHEN size < 0 THEN CAST(CAST(bq.fail('Third argument in SUBSTR() cannot be negative') AS VARCHAR) AS BLOB)
+    ELSE from_hex(substring(to_hex(v), 2 * (CASE WHEN position < 0 THEN greatest(octet_length(v) + position, 0) ELSE greatest(position, 1) - 1 END) + 1, 2 * size)) END;
+
+CREATE OR REPLACE MACRO bq.left_bytes(v, size) AS
+    CASE WHEN size < 0 THEN CAST(CAST(bq.fail('Second argument in LEFT() cannot be negative') AS VARCHAR) AS BLOB) ELSE from_hex(substring(to_hex(v), 1, 2 * size)) END;
+
+CREATE OR REPLACE MACRO bq.right_bytes(v, size) AS
+    CASE WHEN size < 0 THEN CAST(CAST(bq.fail('Second argument in RIGHT() cannot be negative') AS VARCHAR) AS BLOB)
+      ELSE from_hex(substring(to_hex(v), 2 * greatest(octet_length(v) - size, 0) + 1)) END;
+
 -- Arrays.
+
+-- The values that come most, NULL among them, with their counts below zero: so the highest are first.
+CREATE OR REPLACE MACRO bq.top_count(list, most) AS CASE WHEN list IS NOT NULL THEN list_slice(list_sort(list_concat(
+    list_transform(map_entries(list_aggregate(list, 'histogram')), lambda e: {'c': -CAST(e.value AS BIGINT), 'v': e.key}),
+    CASE WHEN list_count(list) < len(list) THEN [{'c': CAST(list_count(list) AS BIGINT) - len(list), 'v': list_extract(list, 0)}] END)), 1, most) END;
 
 CREATE OR REPLACE MACRO bq.at(list, position) AS CASE
     WHEN position < 1 OR position > len(list)
@@ -325,6 +421,23 @@ CREATE OR REPLACE MACRO bq.date_array(a, b, step) AS CAST(generate_series(CAST(a
 CREATE OR REPLACE MACRO bq.timestamp_array(a, b, step) AS
     CAST(generate_series(CAST(a AS TIMESTAMP), CAST(b AS TIMESTAMP), step) AS TIMESTAMPTZ[]);
 
+CREATE OR REPLACE MACRO bq.last_day_of_week(v, shift) AS
+    CAST(date_trunc('week', v + to_days(shift)) - to_days(shift) + to_days(6) AS DATE);
+
+-- Past midnight a clock starts over.
+CREATE OR REPLACE MACRO bq.time_add_us(v, us) AS
+    CAST(make_timestamp(((epoch_us(v) + us) % 86400000000 + 86400000000) % 86400000000) AS TIME);
+
+CREATE OR REPLACE MACRO bq.clock_diff(unit_us, later, earlier) AS epoch_us(later) // unit_us - epoch_us(earlier) // unit_us;
+
+CREATE OR REPLACE MACRO bq.offset_digits(local, v, colon) AS
+    CASE WHEN epoch_us(local) < epoch_us(CAST(v AS TIMESTAMP)) THEN '-' ELSE '+' END
+      || printf('%02d', abs(epoch_us(local) - epoch_us(CAST(v AS TIMESTAMP))) // 3600000000) || colon
+      || printf('%02d', abs(epoch_us(local) - epoch_us(CAST(v AS TIMESTAMP))) // 60000000 % 60);
+
+CREATE OR REPLACE MACRO bq.seconds_text(v) AS
+    strftime(v, '%S') || rtrim(rtrim(printf('.%06d', microsecond(v) % 1000000), '0'), '.');
+
 -- JSON.
 
 CREATE OR REPLACE MACRO bq.json_value(v, path) AS
@@ -333,3 +446,97 @@ CREATE OR REPLACE MACRO bq.json_value(v, path) AS
 CREATE OR REPLACE MACRO bq.json_string(v) AS CASE
     WHEN json_type(v) = 'VARCHAR' THEN json_extract_string(v, '$')
     WHEN v IS NOT NULL THEN CAST(bq.fail('The provided JSON input is not a string') AS VARCHAR) END;
+
+-- DuckDB writes 1.50 as 1.5. A number in a STRING keeps its digits: it goes in as a text, with a mark that no STRING here may have.
+CREATE OR REPLACE MACRO bq.json_marked(v, mark) AS array_to_string(list_transform(
+    regexp_extract_all(v, '"(?:[^"\\]|\\.)*"|-?[0-9][-+.0-9eE]*|[^"0-9-]+'),
+    lambda t: CASE WHEN regexp_matches(t, '^[-0-9]') THEN '"' || mark || t || '"' ELSE t END), '');
+
+CREATE OR REPLACE MACRO bq.text_json(v) AS CASE
+    WHEN NOT regexp_matches(v, '[0-9][.eE]') THEN TRY_CAST(v AS JSON)
+    WHEN TRY_CAST(v AS JSON) IS NOT NULL THEN CAST(bq.json_marked(v, '') AS JSON) END;
+
+CREATE OR REPLACE MACRO bq.marked_json(v) AS CASE
+    WHEN TRY_CAST(v AS JSON) IS NULL THEN NULL
+    WHEN NOT regexp_matches(v, '[0-9][.eE]') THEN CAST(v AS JSON)
+    WHEN contains(lower(v), '\u0001') THEN CAST(CAST(bq.fail('JSON with U+0001 is not supported by the embedded BigQuery') AS VARCHAR) AS JSON)
+    ELSE CAST(bq.json_marked(v, '\u0001') AS JSON) END;
+
+CREATE OR REPLACE MACRO bq.json_unmarked(v) AS regexp_replace(v, '"\\u0001([^"]*)"', '\1', 'g');
+
+CREATE OR REPLACE MACRO bq.json_query_text(v, path) AS CASE
+    WHEN json_type(bq.marked_json(v), path) <> 'NULL' THEN bq.json_unmarked(CAST(json_extract(bq.marked_json(v), path) AS VARCHAR)) END;
+
+CREATE OR REPLACE MACRO bq.json_query_array(v, path) AS CASE
+    WHEN json_type(v, path) = 'ARRAY' THEN list_transform(CAST(json_extract(v, path) AS JSON[]), lambda e: coalesce(e, CAST('null' AS JSON))) END;
+
+CREATE OR REPLACE MACRO bq.json_query_array_text(v, path) AS
+    list_transform(bq.json_query_array(bq.marked_json(v), path), lambda e: bq.json_unmarked(CAST(e AS VARCHAR)));
+
+CREATE OR REPLACE MACRO bq.json_value_array(v, path) AS CASE
+    WHEN len(list_filter(bq.json_query_array(v, path), lambda e: json_type(e) IN ('ARRAY', 'OBJECT'))) = 0
+      THEN list_transform(bq.json_query_array(v, path), lambda e: json_extract_string(e, '$')) END;
+
+CREATE OR REPLACE MACRO bq.json_value_array_text(v, path) AS bq.json_value_array(bq.text_json(v), path);
+
+CREATE OR REPLACE MACRO bq.json_type_name(v) AS CASE json_type(v)
+    WHEN 'OBJECT' THEN 'object' WHEN 'ARRAY' THEN 'array' WHEN 'VARCHAR' THEN 'string' WHEN 'BOOLEAN' THEN 'boolean'
+    WHEN 'NULL' THEN 'null' ELSE CASE WHEN v IS NOT NULL THEN 'number' END END;
+
+CREATE OR REPLACE MACRO bq.json_bool(v) AS CASE
+    WHEN json_type(v) = 'BOOLEAN' THEN CAST(v AS BOOLEAN)
+    WHEN v IS NOT NULL THEN CAST(bq.fail('The provided JSON input is not a boolean') AS BOOLEAN) END;
+
+CREATE OR REPLACE MACRO bq.json_int64(v) AS CASE
+    WHEN json_type(v) IN ('BIGINT', 'UBIGINT') AND TRY_CAST(CAST(v AS VARCHAR) AS BIGINT) IS NOT NULL THEN CAST(CAST(v AS VARCHAR) AS BIGINT)
+    WHEN json_type(v) = 'DOUBLE' AND CAST(v AS DOUBLE) = trunc(CAST(v AS DOUBLE)) AND abs(CAST(v AS DOUBLE)) < 9007199254740992
+      THEN CAST(CAST(v AS DOUBLE) AS BIGINT)
+    WHEN v IS NOT NULL THEN CAST(bq.fail('The provided JSON input is not an integer') AS BIGINT) END;
+
+CREATE OR REPLACE MACRO bq.json_float64(v) AS CASE
+    WHEN json_type(v) = 'DOUBLE' THEN CAST(v AS DOUBLE)
+    WHEN json_type(v) IN ('BIGINT', 'UBIGINT') AND abs(CAST(v AS DOUBLE)) <= 9007199254740992 THEN CAST(v AS DOUBLE)
+    WHEN json_type(v) IN ('BIGINT', 'UBIGINT') THEN CAST(bq.fail('FLOAT64 of a large JSON number is not supported by the embedded BigQuery') AS DOUBLE)
+    WHEN v IS NOT NULL THEN CAST(bq.fail('The provided JSON input is not a number') AS DOUBLE) END;
+
+CREATE OR REPLACE MACRO bq.json_of_int64(v) AS
+    CASE WHEN abs(CAST(v AS HUGEINT)) > 9007199254740992 THEN '"' || CAST(v AS VARCHAR) || '"' ELSE CAST(v AS VARCHAR) END;
+
+CREATE OR REPLACE MACRO bq.json_of_float64(v) AS CASE
+    WHEN isnan(v) THEN '"NaN"' WHEN isinf(v) THEN CASE WHEN v > 0 THEN '"Infinity"' ELSE '"-Infinity"' END
+    WHEN v = 0 THEN '0' ELSE bq.float_text(v) END;
+
+CREATE OR REPLACE MACRO bq.json_of_text(v) AS
+    replace(replace(CAST(to_json(CAST(v AS VARCHAR)) AS VARCHAR), chr(8232), '\u2028'), chr(8233), '\u2029');
+
+CREATE OR REPLACE MACRO bq.is_decimal_text(v) AS regexp_full_match(v, '[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?');
+
+CREATE OR REPLACE MACRO bq.json_lax_bool(v) AS CASE
+    WHEN json_type(v) = 'BOOLEAN' THEN CAST(v AS BOOLEAN)
+    WHEN json_type(v) IN ('BIGINT', 'UBIGINT', 'DOUBLE') THEN TRY_CAST(v AS DOUBLE) <> 0
+    WHEN json_type(v) = 'VARCHAR' THEN CASE lower(json_extract_string(v, '$')) WHEN 'true' THEN true WHEN 'false' THEN false END END;
+
+CREATE OR REPLACE MACRO bq.json_lax_string(v) AS CASE
+    WHEN json_type(v) IN ('VARCHAR', 'BOOLEAN', 'BIGINT', 'UBIGINT') THEN json_extract_string(v, '$')
+    WHEN json_type(v) = 'DOUBLE' THEN CASE WHEN TRY_CAST(v AS DOUBLE) = 0 THEN '0' ELSE bq.float_text(TRY_CAST(v AS DOUBLE)) END END;
+
+-- A text may have spaces around it, and 18 digits after the point that count.
+CREATE OR REPLACE MACRO bq.text_lax_int64(v) AS
+    CASE WHEN bq.is_decimal_text(v) THEN TRY_CAST(round(TRY_CAST(v AS DECIMAL(38,18))) AS BIGINT) END;
+
+CREATE OR REPLACE MACRO bq.json_lax_int64(v) AS CASE
+    WHEN json_type(v) = 'BOOLEAN' THEN CAST(CAST(v AS BOOLEAN) AS BIGINT)
+    WHEN json_type(v) IN ('BIGINT', 'UBIGINT') THEN TRY_CAST(CAST(v AS VARCHAR) AS BIGINT)
+    WHEN json_type(v) = 'DOUBLE' THEN TRY_CAST(round(TRY_CAST(v AS DOUBLE)) AS BIGINT)
+    WHEN json_type(v) = 'VARCHAR' THEN bq.text_lax_int64(trim(json_extract_string(v, '$'), E' \t\n\r\f\v')) END;
+
+CREATE OR REPLACE MACRO bq.text_lax_float64(v) AS CASE
+    WHEN bq.is_decimal_text(v) AND isfinite(TRY_CAST(v AS DOUBLE)) THEN TRY_CAST(v AS DOUBLE)
+    WHEN regexp_matches(v, '^[-+]?0[xX]') OR bq.is_decimal_text(v)
+      THEN CAST(bq.fail('LAX_FLOAT64 of this text is not supported by the embedded BigQuery: ' || v) AS DOUBLE)
+    WHEN regexp_full_match(v, '(?i)[-+]?inf(?:inity)?') THEN CASE WHEN v[1] = '-' THEN CAST('-inf' AS DOUBLE) ELSE CAST('inf' AS DOUBLE) END
+    WHEN lower(v) = 'nan' THEN CAST('NaN' AS DOUBLE) END;
+
+CREATE OR REPLACE MACRO bq.json_lax_float64(v) AS CASE
+    WHEN json_type(v) IN ('BIGINT', 'UBIGINT', 'DOUBLE') THEN TRY_CAST(v AS DOUBLE)
+    WHEN json_type(v) = 'VARCHAR' THEN bq.text_lax_float64(trim(json_extract_string(v, '$'), E' \t\n\r\f\v')) END;

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from infra.emulators.bigquery.errors import InvalidQueryError
 from infra.emulators.bigquery.googlesql.analysis.analyzer import ParameterTypes
 from infra.emulators.bigquery.googlesql.analysis.types import (
@@ -93,5 +95,6 @@ def _scalar(name: str, value: Any, values: dict[str, Any]) -> str:
         canonical_scalar("BYTES", value)
         values[placeholder] = base64.b64decode(value)
     else:
-        values[placeholder] = canonical_scalar(kind.type, value)
+        found = canonical_scalar(kind.type, value)
+        values[placeholder] = bytes(found).decode() if isinstance(found, msgspec.Raw) else found
     return f"CAST(${placeholder} AS {kind.duckdb_type})"

@@ -87,15 +87,21 @@ async def insert_all(request: Request) -> Response:
 def _insert(
     service: BigQueryService, insert_ids: InsertIds, key: TableKey, options: Json, rows: list[Any]
 ) -> list[Json]:
-    with service.catalog.shapes.held():
-        return _insert_into(service, insert_ids, key, options, rows)
+    key, partition_id = undecorated(key)
+    with service.catalog.shapes.adding(key):
+        table = service.catalog.table(key)
+        return _insert_into(service, insert_ids, table, partition_id, options, rows)
 
 
 def _insert_into(
-    service: BigQueryService, insert_ids: InsertIds, key: TableKey, options: Json, rows: list[Any]
+    service: BigQueryService,
+    insert_ids: InsertIds,
+    table: TableResource,
+    partition_id: str | None,
+    options: Json,
+    rows: list[Any],
 ) -> list[Json]:
-    key, partition_id = undecorated(key)
-    table = service.catalog.table(key)
+    key = table.key
     if table.view_query is not None:
         raise InvalidError(f"Cannot add rows to a view: {key}")
     moment = None if partition_id is None else _ingested(table, partition_id)

@@ -1,7 +1,7 @@
 """The catalog of data sets, tables and views, stored in the database and cached in memory.
 
 Between the API or a query's DDL and the store. Methods that change something run in the server's
-writer. Rows are streamed beside it, so what changes a table that has rows locks the shapes.
+writer. Rows are streamed beside it, so what changes a table that has rows keeps new ones from it.
 """
 
 import re
@@ -37,7 +37,7 @@ from infra.emulators.bigquery.tables.settings import (
     merged,
     table_settings,
 )
-from infra.emulators.bigquery.tables.shapes import ShapeLock
+from infra.emulators.bigquery.tables.shapes import Shapes
 
 
 class TableCatalog:
@@ -53,7 +53,7 @@ class TableCatalog:
     ) -> None:
         self._store = store
         self._now_ms = now_ms
-        self.shapes = ShapeLock()
+        self.shapes = Shapes()
         self.datasets: dict[DatasetKey, DatasetResource] = {}
         self.tables: dict[TableKey, TableResource] = {}
 
@@ -185,7 +185,7 @@ class TableCatalog:
                     physical.fill(cursor, table, schema, filled_by)
                 if old is not None:
                     # Only now: the old table takes rows for as long as the new one is filled.
-                    held.enter_context(self.shapes.held())
+                    held.enter_context(self.shapes.changing(key))
                     stored.drop_table(cursor, old)
                 stored.keep_table(cursor, table)
             self.tables[key] = table
@@ -223,7 +223,7 @@ class TableCatalog:
         table = replace(
             old, schema=wanted, settings=settings, modified_ms=self._later(old.modified_ms)
         )
-        with self.shapes.held():
+        with self.shapes.changing(key):
             with self._store.transaction() as cursor:
                 physical.alter(cursor, old, table, tuple(changed))
                 stored.keep_table(cursor, table)
@@ -248,7 +248,7 @@ class TableCatalog:
         settings = table_settings(schema, settings, self.dataset(key.dataset), old.created_ms)
         later_ms = self._later(old.modified_ms)
         table = replace(old, schema=schema, settings=settings, modified_ms=later_ms)
-        with self.shapes.held():
+        with self.shapes.changing(key):
             with self._store.transaction() as cursor:
                 physical.rebuild(cursor, old, table, sources)
                 stored.keep_table(cursor, table)
@@ -267,16 +267,17 @@ class TableCatalog:
         if new in self.tables:
             raise DuplicateError(f"Already Exists: Table {new}")
         table = replace(old, key=new, modified_ms=self._later(old.modified_ms))
-        with self._store.transaction() as cursor:
-            stored.keep_table(cursor, table)
-        del self.tables[key]
-        self.tables[new] = table
+        with self.shapes.changing(key):
+            with self._store.transaction() as cursor:
+                stored.keep_table(cursor, table)
+            del self.tables[key]
+            self.tables[new] = table
         return table
 
     def delete_table(self, key: TableKey) -> None:
         """Removes a table or view and its rows."""
         table = self.table(key)
-        with self.shapes.held():
+        with self.shapes.changing(key):
             with self._store.transaction() as cursor:
                 stored.drop_table(cursor, table)
             del self.tables[key]

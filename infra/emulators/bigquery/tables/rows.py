@@ -12,6 +12,8 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any
 
+import msgspec
+
 from infra.emulators.bigquery.errors import InvalidQueryError
 from infra.emulators.bigquery.store import Cursor
 from infra.emulators.bigquery.tables.resources import PARTITION_TIME
@@ -46,7 +48,7 @@ def insert_rows(
         f"INSERT INTO {physical} ({names}) SELECT {values} FROM"
         " (SELECT unnest(from_json(CAST(? AS VARCHAR),"
         f" '{structure.replace(chr(39), chr(39) * 2)}')) AS r)",
-        [json.dumps(rows)],
+        [msgspec.json.encode(rows).decode()],
     )
 
 

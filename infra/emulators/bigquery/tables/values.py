@@ -17,6 +17,8 @@ from decimal import ROUND_HALF_UP, Context, Decimal, InvalidOperation
 from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
+import msgspec
+
 _INT64 = range(-(2**63), 2**63)
 _WIDE = Context(prec=100)
 _NUMERIC_STEP = Decimal("1e-9")
@@ -133,11 +135,15 @@ def _bytes(value: Any, path: str) -> str:
     return "".join(f"\\x{byte:02X}" for byte in raw)
 
 
-def _json(value: Any, path: str) -> Any:
+def _json(value: Any, path: str) -> msgspec.Raw:
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        found = json.loads(value) if isinstance(value, str) else value
     except ValueError:
         raise BadValueError(path, f"Invalid JSON value: {value}") from None
+    # Written here: an integer of any size is JSON, and the encoder of rows refuses large ones.
+    text = json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+    # Half of a surrogate pair is written as its escape, which DuckDB refuses.
+    return msgspec.Raw(text.encode("utf-8", "backslashreplace"))
 
 
 def _timestamp(value: Any, path: str) -> str:

@@ -9,9 +9,11 @@ from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
 from infra.emulators.bigquery.errors import InvalidQueryError
 from infra.emulators.bigquery.googlesql.analysis.tree import Node
+from infra.emulators.bigquery.googlesql.analysis.types import struct_field_names
 from infra.emulators.bigquery.googlesql.calls import unsupported
 from infra.emulators.bigquery.googlesql.translation.expressions import call_of, expression
 from infra.emulators.bigquery.googlesql.translation.functions.registry import Call
+from infra.emulators.bigquery.googlesql.translation.literals import text
 from infra.emulators.bigquery.googlesql.translation.ordering import order_by
 from infra.emulators.bigquery.googlesql.translation.scope import Scope
 
@@ -182,6 +184,18 @@ def _quantiles(one: Aggregate) -> str:
     return one.of("quantile_disc", f"[{points}]")
 
 
+def _top_count(one: Aggregate) -> str:
+    """Exact counts, which an approximation may be. Of equal counts the smaller value is first."""
+    most = one.call.integer(1)
+    if most is None or most < 1:
+        raise InvalidQueryError("Argument 2 to APPROX_TOP_COUNT must be a positive integer literal")
+    if one.node.enum("null_handling_modifier") != "DEFAULT_NULL_HANDLING" or not one.is_plain:
+        raise one.call.refused()
+    value, count = struct_field_names(one.call.type.array_type.element_type)
+    entry = f"{{{text(value)}: e.v, {text(count)}: -e.c}}"
+    return f"list_transform(bq.top_count({one.of('list')}, {most}), lambda e: {entry})"
+
+
 def _statistic(name: str) -> Callable[[Aggregate], str]:
     def write(one: Aggregate) -> str:
         if any(one.call.kind(place) != types.TYPE_DOUBLE for place in range(len(one.call.sql))):
@@ -211,6 +225,7 @@ _AGGREGATES: dict[str, Callable[[Aggregate], str]] = {
     "string_agg": _string_agg,
     "approx_count_distinct": lambda one: f"count(DISTINCT {one.call.sql[0]}){one.over}",
     "approx_quantiles": _quantiles,
+    "approx_top_count": _top_count,
     "stddev": _statistic("stddev_samp"),
     "stddev_samp": _statistic("stddev_samp"),
     "stddev_pop": _statistic("stddev_pop"),

@@ -6,12 +6,13 @@ DuckDB's weeks begin on Monday: a shift moves the wanted first day there.
 
 from __future__ import annotations
 
-import re
-
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
 from infra.emulators.bigquery.errors import InvalidQueryError
-from infra.emulators.bigquery.googlesql.calls import unsupported
+from infra.emulators.bigquery.googlesql.translation.functions.date_formats import (
+    formatted,
+    parsed,
+)
 from infra.emulators.bigquery.googlesql.translation.functions.registry import (
     Call,
     Functions,
@@ -32,9 +33,6 @@ _DAYS = {"DAY": 1, "WEEK": 7}
 _MONTHS = {"MONTH": 1, "QUARTER": 3, "YEAR": 12}
 _UNITS = frozenset({*_UNIT_US, "MONTH", "QUARTER", "YEAR", "ISOYEAR"})
 _WEEKDAYS = ("MONDAY", "SUNDAY", "SATURDAY", "FRIDAY", "THURSDAY", "WEDNESDAY", "TUESDAY")
-_FORMAT_ELEMENTS = frozenset("aAbBdFhHIjmMpRSTyY%")
-"""Those that mean the same in GoogleSQL and in DuckDB's strftime, once some are written out."""
-_WRITTEN_OUT = {"%F": "%Y-%m-%d", "%T": "%H:%M:%S", "%R": "%H:%M", "%h": "%b"}
 
 
 def _unit(part: str) -> tuple[str, int]:
@@ -62,6 +60,8 @@ def _added(sign: str) -> Translate:
     def write(call: Call) -> str:
         value, amount = call.sql[0], f"{sign}({call.sql[1]})"
         part = call.part(2)
+        if call.kind() == _TIME and part in _UNIT_US and part != "DAY":
+            return f"bq.time_add_us({value}, {amount} * {_UNIT_US[part]})"
         kind = {_DATE: "date", _DATETIME: "datetime", _TIMESTAMP: "timestamp"}.get(call.kind())
         if kind is None:
             raise call.refused()
@@ -84,6 +84,8 @@ def _difference(call: Call) -> str:
         if part not in _UNIT_US:
             raise InvalidQueryError(f"TIMESTAMP_DIFF does not support the {part} date part")
         return f"bq.timestamp_diff({_UNIT_US[part]}, {later}, {earlier})"
+    if call.kind() == _TIME and part in _UNIT_US and part != "DAY":
+        return f"bq.clock_diff({_UNIT_US[part]}, {later}, {earlier})"
     if call.kind() not in (_DATE, _DATETIME):
         raise call.refused()
     # The boundaries between two moments.
@@ -181,42 +183,6 @@ def _now(kind: str) -> Translate:
     return write
 
 
-def _formatted(call: Call) -> str:
-    pattern = _pattern(call, 0)
-    value, kind = call.sql[1], call.kind(1)
-    if kind == _TIMESTAMP:
-        zone = f"bq.zone({call.sql[2]})" if len(call.sql) > 2 else "'UTC'"
-        return f"strftime(timezone({zone}, {value}), '{pattern}')"
-    if kind in (_DATE, _DATETIME):
-        return f"strftime(CAST({value} AS TIMESTAMP), '{pattern}')"
-    raise call.refused()
-
-
-def _parsed(kind: str) -> Translate:
-    def write(call: Call) -> str:
-        pattern = _pattern(call, 0)
-        if not re.search("%[yY]", pattern):
-            raise unsupported("PARSE_* with a format that has no year")
-        moment = f"strptime({call.sql[1]}, '{pattern}')"
-        if len(call.sql) > 2:
-            return f"bq.at_zone(bq.zone({call.sql[2]}), {moment})"
-        return f"CAST({moment} AS {kind})"
-
-    return write
-
-
-def _pattern(call: Call, place: int) -> str:
-    pattern = call.text(place)
-    if pattern is None:
-        raise unsupported("A date format that is not a literal")
-    wrong = [one for one in re.findall(r"%(.?)", pattern) if one not in _FORMAT_ELEMENTS]
-    if wrong:
-        raise unsupported(f"Date format element in {pattern!r}")
-    for short, written in _WRITTEN_OUT.items():
-        pattern = re.sub(rf"(?<!%)((?:%%)*){short}", rf"\g<1>{written}", pattern)
-    return pattern.replace("'", "''")
-
-
 def _from_unix(unit_us: int) -> Translate:
     return lambda call: f"bq.checked_micros({call.sql[0]} * {unit_us})"
 
@@ -232,6 +198,9 @@ def _last_day(call: Call) -> str:
         return f"last_day({value})"
     if part in _MONTHS:
         return f"bq.last_day('{part.lower()}', {value}, {_MONTHS[part]})"
+    unit, shift = _unit(part)
+    if unit == "week":
+        return f"bq.last_day_of_week({value}, {shift})"
     raise call.refused()
 
 
@@ -276,12 +245,11 @@ DATES: Functions = {
     "current_date": _now("DATE"),
     "current_datetime": _now("TIMESTAMP"),
     "current_time": _now("TIME"),
-    "format_date": _formatted,
-    "format_datetime": _formatted,
-    "format_timestamp": _formatted,
-    "parse_date": _parsed("DATE"),
-    "parse_datetime": _parsed("TIMESTAMP"),
-    "parse_timestamp": _parsed("TIMESTAMPTZ"),
+    **{f"format_{kind}": formatted for kind in _KINDS},
+    "parse_date": parsed("DATE"),
+    "parse_time": parsed("TIME"),
+    "parse_datetime": parsed("TIMESTAMP"),
+    "parse_timestamp": parsed("TIMESTAMPTZ"),
     "timestamp_seconds": _from_unix(1_000_000),
     "timestamp_millis": _from_unix(1_000),
     "timestamp_micros": _from_unix(1),

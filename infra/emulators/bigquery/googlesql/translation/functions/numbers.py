@@ -49,6 +49,15 @@ def _log(call: Call) -> str:
     return call.put("bq.ln({0})") if len(call.sql) == 1 else call.put("bq.log({0}, {1})")
 
 
+def _safe(operator: str) -> Translate:
+    """An operator that gives NULL for a result out of range."""
+    plain = f"TRY({{0}} {operator} {{1}})"
+    of_float = f"CASE WHEN isfinite({{0}} {operator} {{1}}) THEN {{0}} {operator} {{1}} END"
+    # DuckDB's sum and difference of two DECIMAL(38,9) are one, and fail where it overflows.
+    numeric = "bq.safe_numeric_multiply({0}, {1})" if operator == "*" else plain
+    return _by_type(int=plain, double=of_float, numeric=numeric)
+
+
 NUMBERS: Functions = {
     "abs": _by_type(int="bq.int_abs({0})", double="abs({0})", numeric="abs({0})"),
     "sign": _by_type(
@@ -61,9 +70,9 @@ NUMBERS: Functions = {
     "safe_divide": _by_type(
         double="bq.safe_divide({0}, {1})", numeric="TRY(bq.numeric_divide({0}, {1}))"
     ),
-    "safe_add": _by_type(int="TRY({0} + {1})"),
-    "safe_subtract": _by_type(int="TRY({0} - {1})"),
-    "safe_multiply": _by_type(int="TRY({0} * {1})"),
+    "safe_add": _safe("+"),
+    "safe_subtract": _safe("-"),
+    "safe_multiply": _safe("*"),
     "safe_negate": _by_type(
         int="TRY(CAST(0 AS BIGINT) - {0})", double="(-({0}))", numeric="(-({0}))"
     ),
@@ -80,6 +89,16 @@ NUMBERS: Functions = {
     "is_nan": "isnan({0})",
     "is_inf": "isinf({0})",
     "rand": lambda call: "random()",
+    "cbrt": _by_type(double="cbrt({0})"),
+    "asin": _by_type(double="bq.arc({0}, 'ASIN')"),
+    "acos": _by_type(double="bq.arc({0}, 'ACOS')"),
+    "sinh": _by_type(double="bq.in_domain(sinh({0}), {0}, 'SINH')"),
+    "cosh": _by_type(double="bq.in_domain(cosh({0}), {0}, 'COSH')"),
+    "tanh": _by_type(double="tanh({0})"),
+    "asinh": _by_type(double="asinh({0})"),
+    "atanh": _by_type(double="bq.in_domain(atanh({0}), {0}, 'ATANH')"),
+    "bit_count": _by_type(int="CAST(bit_count({0}) AS BIGINT)"),
+    "range_bucket": _by_type(int="bq.range_bucket({0}, {1})", numeric="bq.range_bucket({0}, {1})"),
     "cos": _by_type(double="cos({0})"),
     "sin": _by_type(double="sin({0})"),
     "tan": _by_type(double="tan({0})"),

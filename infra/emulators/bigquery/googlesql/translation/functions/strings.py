@@ -16,6 +16,8 @@ from infra.emulators.bigquery.googlesql.translation.functions.registry import (
 from infra.emulators.bigquery.googlesql.translation.literals import text
 
 _STRING, _BYTES = types.TYPE_STRING, types.TYPE_BYTES
+_WORD_BREAKS = r"""\s\x0b\[\](){}/|\\<>!?@"^#$&~_,.:;*%+\-"""
+"""What INITCAP has between words, as characters of a class of RE2."""
 _FORMAT_PART = re.compile(r"%([-+ 0#']*)(\d*)(?:\.(\d+))?(.)")
 
 
@@ -45,9 +47,8 @@ def _concat(call: Call) -> str:
 
 
 def _substr(call: Call) -> str:
-    if call.kind() != _STRING:
-        raise call.refused()
-    return f"bq.substr({', '.join(call.sql)})"
+    macro = "substr_bytes" if call.kind() == _BYTES else "substr"
+    return f"bq.{macro}({', '.join(call.sql)})"
 
 
 def _trimmed(name: str) -> Translate:
@@ -116,6 +117,16 @@ def _can_be_empty(pattern: str) -> bool:
         return re.search(re.sub(r"\\[bB]", "", pattern), "") is not None
     except re.error:
         return True
+
+
+def _regexp_instr(call: Call) -> str:
+    pattern = call.text(1)
+    if call.kind() != _STRING or len(call.sql) > 2 or pattern is None:
+        raise call.refused()
+    if _groups(pattern):
+        raise unsupported("REGEXP_INSTR with a group")
+    # What is before the first match.
+    return f"bq.regexp_instr({call.sql[0]}, {call.sql[1]}, {text(f'(?s)^(.*?)(?:{pattern})')})"
 
 
 def _regexp_replace(call: Call) -> str:
@@ -190,11 +201,51 @@ def _shown(call: Call, place: int) -> str:
 
 def _edge(name: str) -> Translate:
     def write(call: Call) -> str:
-        if call.kind() != _STRING:
-            raise call.refused()
-        return f"bq.{name}({call.sql[0]}, {call.sql[1]})"
+        macro = f"{name}_bytes" if call.kind() == _BYTES else name
+        return f"bq.{macro}({call.sql[0]}, {call.sql[1]})"
 
     return write
+
+
+def _with_edge(name: str) -> Translate:
+    """Whether a value begins or ends with another one. The digits of BYTES do so alike."""
+
+    def write(call: Call) -> str:
+        if call.kind() == _BYTES:
+            return call.put(f"{name}(to_hex({{0}}), to_hex({{1}}))")
+        return call.put(f"{name}({{0}}, {{1}})")
+
+    return write
+
+
+def _by_kind(of_text: str, of_bytes: str) -> Translate:
+    """A form for a STRING, and one for BYTES."""
+
+    def write(call: Call) -> str:
+        return call.put(of_bytes if call.kind() == _BYTES else of_text)
+
+    return write
+
+
+def _initcap(call: Call) -> str:
+    if len(call.sql) == 1:
+        breaks = _WORD_BREAKS
+    else:
+        given = call.text(1)
+        if given is None or any(letter.isalpha() for letter in given):
+            raise unsupported("INITCAP with delimiters that are letters or not a literal")
+        breaks = "".join(f"\\x{{{ord(letter):x}}}" for letter in given)
+    words = f"[{breaks}]|[^{breaks}]+" if breaks else "(?s).+"
+    return f"bq.initcap({call.sql[0]}, {text(words)})"
+
+
+def _instr(call: Call) -> str:
+    if call.kind() != _STRING:
+        raise call.refused()
+    if len(call.sql) == 2:
+        return call.put("CAST(strpos({0}, {1}) AS BIGINT)")
+    value, wanted, position, *occurrence = call.sql
+    return f"bq.instr({value}, {wanted}, {position}, {(occurrence or ['1'])[0]})"
 
 
 def _strpos(call: Call) -> str:
@@ -219,11 +270,13 @@ STRINGS: Functions = {
     "rpad": _padded("rpad"),
     "replace": _of_text("bq.replace({0}, {1}, {2})"),
     "repeat": _of_text("bq.repeat({0}, {1})"),
-    "reverse": _of_text("reverse({0})"),
+    "reverse": _by_kind("reverse({0})", "bq.reverse_bytes({0})"),
+    "initcap": _initcap,
+    "soundex": _of_text("bq.soundex({0})"),
     "left": _edge("left"),
     "right": _edge("right"),
-    "starts_with": _of_text("starts_with({0}, {1})"),
-    "ends_with": _of_text("ends_with({0}, {1})"),
+    "starts_with": _with_edge("starts_with"),
+    "ends_with": _with_edge("ends_with"),
     "strpos": _strpos,
     "split": _split,
     "regexp_contains": _regexp("regexp_matches({0}, {1})"),
@@ -242,5 +295,12 @@ STRINGS: Functions = {
     "generate_uuid": lambda call: "CAST(uuid() AS VARCHAR)",
     "ascii": _of_text("bq.ascii({0})"),
     "chr": "chr(CAST({0} AS INTEGER))",
-    "instr": _of_text("CAST(strpos({0}, {1}) AS BIGINT)"),
+    "instr": _instr,
+    "translate": _of_text("bq.translate({0}, {1}, {2})"),
+    "unicode": _of_text("CAST(CASE WHEN {0} = '' THEN 0 ELSE unicode({0}) END AS BIGINT)"),
+    "to_code_points": _by_kind("bq.code_points({0})", "bq.byte_points({0})"),
+    "code_points_to_string": "bq.code_points_text({0})",
+    "code_points_to_bytes": "bq.code_points_bytes({0})",
+    "regexp_substr": _regexp("bq.regexp_extract({0}, {1}, 0)", "bq.regexp_extract({0}, {1}, 1)"),
+    "regexp_instr": _regexp_instr,
 }
