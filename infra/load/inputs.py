@@ -12,6 +12,7 @@ from infra.load.trace import Arrival
 from shared.errors import BadInput
 from shared.tasks.embedding import EMBEDDING
 from shared.tasks.image import IMAGE
+from shared.tasks.text import TEXT
 
 _WORDS = """
 river engine violin glacier market comet harbor orchard lantern meadow copper thunder window garden
@@ -25,6 +26,7 @@ sailor child friend family history science music
 WORDS = tuple(_WORDS.split())
 COLORS, SHAPES = ("red", "green", "blue", "yellow", "white"), ("circle", "square", "triangle")
 USUAL_WORDS = 12
+ANSWER_TOKENS = 32
 SEEDS = 2**31
 
 
@@ -40,6 +42,8 @@ class Endpoint(NamedTuple):
     """Of the inputs of a day."""
     items: Mix
     """Of the requests of a day."""
+    counts_input_once: bool = False
+    """Whether the answer counts what all items read once."""
 
 
 def _texts(arrival: Arrival, group: str) -> dict[str, Any]:
@@ -72,6 +76,18 @@ def _picture(arrival: Arrival, group: str) -> dict[str, Any]:
     return body | ({"num_inference_steps": arrival.size} if arrival.size else {})
 
 
+def _chat(arrival: Arrival, group: str) -> dict[str, Any]:
+    """A question of so many words, and a short answer."""
+    asked = arrival.input or _text(group, arrival.size or USUAL_WORDS)
+    return {
+        "model": arrival.model,
+        "messages": [{"role": "user", "content": asked}],
+        "max_tokens": ANSWER_TOKENS,
+        "n": arrival.items,
+        "seed": int.from_bytes(hashlib.blake2b(group.encode(), digest_size=4).digest()) % SEEDS,
+    }
+
+
 ENDPOINTS: Mapping[str, Endpoint] = {
     EMBEDDING.name: Endpoint(
         "/v1/embeddings",
@@ -82,6 +98,14 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     ),
     IMAGE.name: Endpoint(
         "/v1/images/generations", _picture, 1.0, ((1.0, 0, 0),), ((0.9, 1, 1), (0.1, 2, 4))
+    ),
+    TEXT.name: Endpoint(
+        "/v1/chat/completions",
+        _chat,
+        1.0,
+        ((0.7, 5, 40), (0.3, 40, 120)),
+        ((0.95, 1, 1), (0.05, 2, 2)),
+        counts_input_once=True,
     ),
 }
 """By the name of a task."""

@@ -62,6 +62,7 @@ class _Open(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     total_tokens: int | None = None
+    prompt_tokens: int = 0
 
 
 class _Error(msgspec.Struct):
@@ -235,10 +236,18 @@ class Replay:
             status=exchange.status if is_answered else 0,
             code=(answer.error.code or "") if answer.error else "",
             cache=exchange.cache,
-            tokens=answer.usage.total_tokens if answer.usage else None,
+            tokens=self._tokens(arrival, answer.usage),
             cost_usd=exchange.cost_usd if is_answered else None,
             key_id=caller.key_id,
         )
+
+    def _tokens(self, arrival: Arrival, usage: _Usage | None) -> int | None:
+        """The tokens of all items, each of which has a row."""
+        if usage is None or usage.total_tokens is None:
+            return None
+        if self._endpoints[arrival.model].counts_input_once:
+            return usage.total_tokens + (arrival.items - 1) * usage.prompt_tokens
+        return usage.total_tokens
 
     def _read(self, body: bytes) -> _Answer:
         try:

@@ -16,6 +16,9 @@
 -- column canceled: items that were canceled
 -- column cached: delivered items from the cache, or joined
 -- column tokens: of texts, whoever pays
+-- column input_tokens: of texts, those that were read
+-- column output_tokens: of texts, those that were written
+-- column cached_tokens: of input_tokens, those that were not computed again
 -- column pixel_steps: width x height x steps of images, whoever pays
 -- column device_s: seconds of a whole device; a batch's time belongs to its items in equal parts
 -- column list_price_usd: what the work costs before any share
@@ -38,6 +41,9 @@ SELECT
   COUNTIF(status = 'canceled') AS canceled,
   COUNTIF(status = 'succeeded' AND cache IN ('memory', 'redis', 'joined')) AS cached,
   COALESCE(SUM(tokens), 0) AS tokens,
+  COALESCE(SUM(input_tokens), 0) AS input_tokens,
+  COALESCE(SUM(output_tokens), 0) AS output_tokens,
+  COALESCE(SUM(cached_tokens), 0) AS cached_tokens,
   COALESCE(SUM(pixel_steps), 0) AS pixel_steps,
   COALESCE(SUM(inference_ms / 1000 * device_share / batch_size), 0) AS device_s,
   COALESCE(SUM(list_price_usd), 0) AS list_price_usd,

@@ -1,0 +1,81 @@
+"""`penstock load` with a model that writes: the ledger has each token that the rows have."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from infra.load.ledger import read_ledger
+from shared.settings import environment_with
+from shared.usage.bigquery import open_client
+from tests.faults.world import APIS, World
+from tests.limits import WAIT_LIMIT_S
+from tests.workers.models.text import tiny
+
+MODEL = "tiny-text"
+CATALOG = """models:
+  - name: {model}
+    task: text
+    source: local:{folder}
+    precision: fp32
+    batch: {{max_tokens: 8192, max_items: 16}}
+    generation: {{context_tokens: 256, default_tokens: 16, longest_tokens: 64, chunk_tokens: 64}}
+    price: {{per_million_tokens_usd: 0.1, per_million_output_tokens_usd: 0.3}}
+    cache: {{ttl_s: 3600, scope: global}}
+    deadline: {{default_s: 60, longest_s: 120}}
+"""
+TRACE = """at_s,size,group,items
+0,5,a,1
+0.1,9,b,2
+0.2,5,a,1
+0.3,30,c,1
+0.4,3,d,3
+"""
+
+
+def load(world: World, *words: str) -> tuple[int, dict[str, Any]]:
+    """The status and what it says in JSON."""
+    settings = world.settings
+    environment = environment_with(
+        {
+            "PENSTOCK_PROJECT": settings.project,
+            "PENSTOCK_BIGQUERY_ENDPOINT": settings.bigquery_endpoint,
+        }
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "infra.cli", "load", "--json", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_LIMIT_S,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_ledger_and_rows_agree_to_the_token(tmp_path: Path) -> None:
+    folder, trace, ledger = tmp_path / "model", tmp_path / "trace.csv", tmp_path / "ledger.jsonl"
+    folder.mkdir()
+    tiny.write_folder(folder)
+    trace.write_text(TRACE)
+    served = (MODEL, CATALOG.format(model=MODEL, folder=folder))
+    with World(tmp_path, workers=1, served=served) as world:
+        words = ["--url", world.url(APIS[0]), "--trace", str(trace), "--ledger", str(ledger)]
+        status, sent = load(world, *words)
+        assert (status, sent["outcomes"]) == (0, {"200": 5})
+        status, found = load(world, "--check", str(ledger))
+        assert (status, found["differences"], found["rows"]) == (0, [], 8)
+        assert found["cost_usd"] > 0
+        with open_client(world.settings.project, world.settings.bigquery_endpoint) as client:
+            sql = (
+                "SELECT SUM(input_tokens), SUM(output_tokens), SUM(tokens)"
+                " FROM penstock.usage_hourly WHERE day >= '2020-01-01'"
+            )
+            (line,) = client.query_and_wait(sql, wait_timeout=WAIT_LIMIT_S)
+    told = sum(one.tokens or 0 for one in read_ledger(ledger).lines)
+    assert told == line[2] == line[0] + line[1]
+    assert line[1] > 0
