@@ -20,8 +20,8 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with everything pinned; again only when pyproject.toml or constraints.txt change
 
-demo: $(STAMP) ## start the whole pipeline, send real input, show what came of it, stop; PROMPT="a green star": draws that
-	@$(BIN)/penstock demo $(if $(PROMPT),--prompt "$(PROMPT)") $(if $(EDIT_PROMPT),--edit-prompt "$(EDIT_PROMPT)")
+demo: $(STAMP) ## start the whole pipeline, send real input, show what came of it, stop; PROMPT="a green star": draws that; BROKER=rabbitmq: over RabbitMQ
+	@$(BIN)/penstock demo $(if $(BROKER),--broker $(BROKER)) $(if $(PROMPT),--prompt "$(PROMPT)") $(if $(EDIT_PROMPT),--edit-prompt "$(EDIT_PROMPT)")
 
 up: $(STAMP) ## start the whole pipeline and keep it up; BROKER=rabbitmq: over RabbitMQ; ARGS="--host 0.0.0.0": options of penstock up
 	@$(BIN)/penstock up $(if $(BROKER),--broker $(BROKER)) $(ARGS)

@@ -17,6 +17,7 @@ from shared.errors import ConfigurationError
 from shared.logs import configure_logs
 from shared.settings import ApiSettings, read_settings
 from shared.tracing.setup import traced
+from shared.usage.senders import sender_of
 from shared.usage.writer import RowWriter
 
 
@@ -41,9 +42,7 @@ def _serve(settings: ApiSettings) -> int:
         transport_of(settings),
         admin_of(settings),
         RowWriter(
-            project=settings.project,
-            dataset=settings.dataset,
-            endpoint=settings.bigquery_endpoint,
+            sender_of(settings),
             spool_dir=settings.spool_dir,
             spool_max_bytes=settings.spool_max_bytes,
         ),
@@ -54,7 +53,13 @@ def _serve(settings: ApiSettings) -> int:
         if settings.metrics_port
         else nullcontext()
     )
-    traces = traced("penstock-api", project=settings.project, region=settings.region, decides=True)
+    traces = traced(
+        "penstock-api",
+        project=settings.project,
+        region=settings.region,
+        broker=settings.messaging_system,
+        decides=True,
+    )
     with counted, traces:
         server.run()
     return 0 if server.started else 1

@@ -25,6 +25,7 @@ MODULES = {
     "fairness": "fairness.all_parts",
     "recovery": "recovery",
     "rows": "rows",
+    "row_outage": "row_outage",
     "batches": "batches",
     "tracing": "tracing",
     "keys": "keys",

@@ -31,8 +31,8 @@ from shared.catalog_entry import Replies
 from shared.errors import ConfigurationError
 from shared.message_encoding import encode_reply
 from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody
-from shared.pubsub.names import jobs_topic_id, workers_subscription_id
 from shared.settings import ApiSettings
+from shared.topics import jobs_topic_id, workers_subscription_id
 from shared.transport import SubscriptionSettings, Transport
 
 SLOTS = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -25,7 +26,7 @@ from bench.load.generator import LoadOrder, LoadReport, drive, embedding_bodies
 from bench.load.texts import Texts
 from infra.local.ports import Ports
 from infra.local.process import Process, answers, free_port
-from infra.local.stack import Stack
+from infra.local.stack import Broker, Stack
 from infra.local.up import served_stack
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
@@ -37,6 +38,8 @@ from workers.runtime.template_process import MODEL_PROCESS_NAME
 
 MODEL = "all-MiniLM-L6-v2"
 MODELS_FILE = Path("models.yaml")
+BROKER: Broker = "rabbitmq" if os.environ.get("BENCH_BROKER") == "rabbitmq" else "pubsub"
+"""Of what is measured. The embedded Pub/Sub if nothing else is said."""
 READY_LIMIT_S = 60.0
 SCRAPE_LIMIT_S = 5.0
 WARM_UP_TEXTS = 256
@@ -118,7 +121,8 @@ class Pipeline:
         self.model_folder = model_folder
         self.api = Part(stack.ports.api)
         self.worker = Part(stack.ports.health[0])
-        self._pubsub = Part(stack.ports.pubsub)
+        is_rabbit = stack.broker == "rabbitmq"
+        self._broker = Part(stack.ports.rabbitmq if is_rabbit else stack.ports.pubsub)
         self._redis = Part(stack.ports.redis)
         self._bigquery = Part(stack.ports.bigquery)
 
@@ -126,7 +130,7 @@ class Pipeline:
         """CPU seconds so far, by part."""
         return {
             "API": self.api.cpu_s(),
-            "Pub/Sub": self._pubsub.cpu_s(),
+            "broker": self._broker.cpu_s(),
             "worker, I/O": self.worker.cpu_s(),
             "worker, model": self.worker.children_cpu_s(),
             "Redis": self._redis.cpu_s(),
@@ -258,7 +262,7 @@ def running(changes: Mapping[str, object] | None = None, **settings: object) -> 
         model = read_catalog(models_file).find(MODEL)
         model_folder = resolve(model.source, model.revision, state_dir)
         texts = Texts(model_folder, seed=1)
-        with served_stack(state_dir, Ports.free(), given, say_nothing) as stack:
+        with served_stack(state_dir, Ports.free(), given, say_nothing, BROKER) as stack:
             pipeline = Pipeline(stack, texts, model_folder)
             pipeline.ask(texts.mixed(WARM_UP_TEXTS), 32, cache="miss")
             yield pipeline

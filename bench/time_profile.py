@@ -17,7 +17,7 @@ from infra.load.exchange import Exchange
 
 REQUESTS = {1: 300, 32: 640, 128: 768}
 MIDDLE = (0.4, 0.6)
-OWN = ("API", "Pub/Sub", "worker, I/O", "Redis")
+OWN = ("API", "broker", "worker, I/O", "Redis")
 """The parts that count as the pipeline. Rows are written in the background."""
 OWN_LIMIT_MS = 2.5
 BUSY_LIMIT_PERCENT = 90.0

@@ -34,6 +34,10 @@ STATE_DIR = Path("var")
 """Where `penstock up` keeps logs, rows and objects."""
 
 Port = Annotated[int, typer.Option(metavar="PORT")]
+BrokerOption = Annotated[
+    Literal["pubsub", "rabbitmq"],
+    typer.Option(help="rabbitmq needs a rabbitmq-server on this machine"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
 
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -87,10 +91,8 @@ def up(
     metrics_port: Annotated[int, typer.Option(metavar="PORT", help="of the API")] = Ports.metrics,
     health_port: Annotated[int, typer.Option(metavar="PORT", help="of the first worker")] = 8091,
     rabbitmq_port: Port = Ports.rabbitmq,
-    broker: Annotated[
-        Literal["pubsub", "rabbitmq"],
-        typer.Option(help="rabbitmq needs a rabbitmq-server on this machine"),
-    ] = "pubsub",
+    row_archive_port: Port = Ports.row_archive,
+    broker: BrokerOption = "pubsub",
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="where the API listens; needs keys off loopback")
     ] = "",
@@ -111,6 +113,7 @@ def up(
         functions_port,
         metrics_port,
         rabbitmq_port,
+        row_archive_port,
     )
     named = {
         "PENSTOCK_HOST": host,
@@ -127,11 +130,13 @@ def demo(
     edit_prompt: Annotated[
         str, typer.Option(metavar="TEXT", help="of the edit of that image")
     ] = "",
+    broker: BrokerOption = "pubsub",
 ) -> None:
     """Start everything, send real input, show the results, stop."""
     from infra.local.demo import EDIT_PROMPT, PROMPT, run_demo
 
-    raise typer.Exit(run_demo(STATE_DIR / "demo", prompt or PROMPT, edit_prompt or EDIT_PROMPT))
+    made = run_demo(STATE_DIR / "demo", prompt or PROMPT, edit_prompt or EDIT_PROMPT, broker)
+    raise typer.Exit(made)
 
 
 @app.command()

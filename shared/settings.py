@@ -58,6 +58,11 @@ class Settings(BaseSettings):
     """
     objects_url: str = "file://var/objects"
     """The store of large inputs and results: file://, gs:// or s3://."""
+    rows_url: str = ""
+    """The object store that rows go to: file://, gs:// or s3://. Empty: straight to BigQuery.
+
+    From there `python -m infra.row_archive` puts them into BigQuery, and into Parquet files.
+    """
     spool_dir: Path = Path("var/spool")
     """The folder of rows that BigQuery does not have yet, with one folder per kind of worker."""
     spool_max_bytes: int = Field(SPOOL_MAX_BYTES, ge=1)
@@ -71,12 +76,24 @@ class Settings(BaseSettings):
             parse_url(url)  # type: ignore[no-untyped-call]
         return url
 
+    @field_validator("rows_url")
+    @classmethod
+    def _outlives_the_process(cls, url: str) -> str:
+        if url.startswith("memory:"):
+            raise ValueError("memory:// is gone with its process")
+        return url
+
     @field_validator("broker")
     @classmethod
     def _is_broker_url(cls, url: str) -> str:
         if url:
             broker_url(url)
         return url
+
+    @property
+    def messaging_system(self) -> str:
+        """The broker, by its name in OpenTelemetry's conventions."""
+        return "rabbitmq" if self.broker else "gcp_pubsub"
 
     @property
     def records_redis_url(self) -> str:

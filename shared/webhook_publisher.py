@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection
 
 from shared.errors import PenstockError
-from shared.pubsub.names import WEBHOOKS_TOPIC_ID
+from shared.topics import WEBHOOKS_TOPIC_ID
 from shared.tracing.context import current
 from shared.transport import Publisher
 from shared.webhooks import (

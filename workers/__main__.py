@@ -30,8 +30,9 @@ from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.tracing.setup import traced
 from shared.transport import Publisher
+from shared.usage.senders import TABLE, sender_of
 from shared.usage.worker_hour import TABLE as HOURS
-from shared.usage.writer import TABLE, RowWriter
+from shared.usage.writer import RowWriter
 from workers.autotune.candidates import shared_layout
 from workers.autotune.choice import Layout
 from workers.autotune.client import choose_backend, tuned_model
@@ -83,7 +84,11 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
     async with AsyncExitStack() as stack:
         stack.enter_context(
             traced(
-                "penstock-worker", project=settings.project, region=settings.region, instance=name
+                "penstock-worker",
+                project=settings.project,
+                region=settings.region,
+                broker=settings.messaging_system,
+                instance=name,
             )
         )
         stack.enter_context(
@@ -197,12 +202,9 @@ async def _open(
 def _writer(settings: WorkerSettings, models: Sequence[Model], kind: str, table: str) -> RowWriter:
     """A writer with the folder of this kind of rows and of workers with these models."""
     return RowWriter(
-        project=settings.project,
-        dataset=settings.dataset,
-        endpoint=settings.bigquery_endpoint,
+        sender_of(settings, table),
         spool_dir=settings.spool_dir / "-".join([kind, *(model.name for model in models)]),
         spool_max_bytes=settings.spool_max_bytes,
-        table=table,
     )
 
 

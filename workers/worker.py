@@ -23,8 +23,8 @@ from functools import partial
 from typing import Any
 
 from shared.errors import ModelFailed, PenstockError
-from shared.pubsub.names import batch_subscription_id, workers_subscription_id
 from shared.stores.records import Records
+from shared.topics import batch_subscription_id, workers_subscription_id
 from shared.transport import Subscriber
 from workers import metrics
 from workers.hours import ProcessTimes

@@ -17,6 +17,7 @@ from shared.errors import PenstockError
 from shared.gc_tuning import settle_heap
 from shared.logs import configure_logs
 from shared.settings import ApiSettings, read_settings
+from shared.usage.senders import sender_of
 from shared.usage.writer import RowWriter
 
 
@@ -43,9 +44,7 @@ async def _run(settings: ApiSettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     rows = RowWriter(
-        project=settings.project,
-        dataset=settings.dataset,
-        endpoint=settings.bigquery_endpoint,
+        sender_of(settings),
         spool_dir=settings.spool_dir,
         spool_max_bytes=settings.spool_max_bytes,
     )

@@ -60,7 +60,6 @@ def publish_span(topic_id: str, *, items: int, started_s: float) -> SpanBlock:
     facts: Attributes = {
         STAGE: "publish",
         "penstock.items": items,
-        "messaging.system": "gcp_pubsub",
         "messaging.operation.name": "publish",
         "messaging.operation.type": "send",
         "messaging.destination.name": topic_id,

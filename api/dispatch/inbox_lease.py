@@ -14,7 +14,7 @@ from uuid import uuid4
 from prometheus_client import Counter, Gauge
 
 from shared.errors import PenstockError, Unavailable
-from shared.pubsub.reply_inbox import make_inbox, remove_inbox
+from shared.reply_topics import make_inbox, remove_inbox
 from shared.stores.redis_client import Commands, RedisLink
 from shared.stores.redis_scripts import load_script
 from shared.transport import Admin

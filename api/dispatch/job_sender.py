@@ -20,10 +20,10 @@ from shared.catalog import Model
 from shared.catalog_entry import Replies
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable, error_for_code
 from shared.messages import Envelope, Item, ItemOutcome, Reply, ReplyBody
-from shared.pubsub.names import jobs_topic_id
 from shared.stores.objects import ObjectStore, stored_input
 from shared.stores.record_state import record_id
 from shared.stores.records import Records
+from shared.topics import jobs_topic_id
 from shared.transport import Publisher
 
 OUTCOME_BYTES = 512

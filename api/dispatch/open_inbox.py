@@ -12,7 +12,7 @@ from shared.catalog_entry import Replies
 from shared.errors import DeadlineExceeded, UndecodableMessage
 from shared.message_encoding import decode_reply
 from shared.messages import Reply
-from shared.pubsub.names import direct_id, inbox_topic_id, slot_subscription_id
+from shared.topics import direct_id, inbox_topic_id, slot_subscription_id
 from shared.transport import Message, Subscription
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from shared.errors import Overloaded, PenstockError, Unavailable
 from shared.message_encoding import encode_reply_body
 from shared.messages import Envelope, Item, ItemError, ReplyBody
 from shared.predictions import Prediction
-from shared.pubsub.names import jobs_topic_id
 from shared.stores.records import Records
+from shared.topics import jobs_topic_id
 from shared.transport import Publisher
 from shared.webhook_publisher import WebhookPublisher
 

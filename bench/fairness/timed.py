@@ -30,13 +30,13 @@ from shared.message_encoding import decode_reply, encode_job
 from shared.messages import Envelope, Item, Job, JobBody
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
-from shared.pubsub.names import inbox_topic_id, jobs_topic_id, slot_subscription_id
-from shared.pubsub.reply_inbox import make_inbox
+from shared.reply_topics import make_inbox
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.tasks import Input
 from shared.tasks.embedding import EmbeddingResult, TextInput
+from shared.topics import inbox_topic_id, jobs_topic_id, slot_subscription_id
 from shared.transport import Subscription
 from shared.usage.row import Row
 from workers.job import WorkerInfo

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from bench.peers.answers import PLACE
 from bench.pipeline import MODEL
 
+Broker = Literal["pubsub", "rabbitmq"]
 Group = Literal["peer", "tuned", "ours"]
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -38,6 +39,8 @@ class Contender:
             folder, `{model}` the model's.
         environment: variables beside those of this process. The same places are filled in.
         entry: what Penstock's catalog entry of the model has different from the shipped one.
+        broker: `rabbitmq` for a RabbitMQ of this machine. Commands and environment of a peer get
+            its port as `{broker}`.
     """
 
     key: str
@@ -51,6 +54,7 @@ class Contender:
     commands: tuple[tuple[str, ...], ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     entry: Mapping[str, Any] = field(default_factory=dict)
+    broker: Broker = "pubsub"
 
 
 HOST_AND_PORT = ("--host", "127.0.0.1", "--port", "{port}")
@@ -71,6 +75,12 @@ MOSEC_OPTIONS = (
 """Mosec's default timeout is 3 s. With that it answers 408 from 128 in flight on."""
 TUNED = ("{bin}/python", "{home}/tuned.py", *MOSEC_OPTIONS)
 TUNED_NOTE = "two workers of one thread, batches of 32 sorted by length and run by 4, torch"
+CELERY = (
+    ("{bin}/redis-server", "--port", "{spare}", "--bind", "127.0.0.1", "--save", ""),
+    ("{bin}/celery", "--workdir", "{home}", "-A", "tasks", "worker", "--loglevel", "WARNING"),
+    (*UVICORN, "front:app"),
+)
+CELERY_RESULTS = {"PEER_REDIS_URL": "redis://127.0.0.1:{spare}/0"}
 
 PEERS = (
     Contender(
@@ -179,21 +189,22 @@ PEERS = (
         "FastAPI in front, prefork worker with a process per core, no batching",
         "/embed",
         folder="celery",
-        commands=(
-            ("{bin}/redis-server", "--port", "{spare}", "--bind", "127.0.0.1", "--save", ""),
-            (
-                "{bin}/celery",
-                "--workdir",
-                "{home}",
-                "-A",
-                "tasks",
-                "worker",
-                "--loglevel",
-                "WARNING",
-            ),
-            (*UVICORN, "front:app"),
-        ),
-        environment={"PEER_REDIS_URL": "redis://127.0.0.1:{spare}/0"},
+        commands=CELERY,
+        environment=CELERY_RESULTS,
+    ),
+    Contender(
+        "celery-rabbitmq",
+        "Celery + RabbitMQ",
+        "peer",
+        "the same with RabbitMQ as the broker, and Redis for results",
+        "/embed",
+        folder="celery",
+        commands=CELERY,
+        environment={
+            **CELERY_RESULTS,
+            "PEER_BROKER_URL": "amqp://guest:guest@127.0.0.1:{broker}//",
+        },
+        broker="rabbitmq",
     ),
     Contender(
         "mlserver",
@@ -242,14 +253,16 @@ PEERS = (
 )
 
 
-def penstock(key: str, name: str, note: str, **entry: Any) -> Contender:
+def penstock(key: str, name: str, note: str, broker: Broker = "pubsub", **entry: Any) -> Contender:
     """Penstock with `entry` changed in the catalog.
 
     It answers JSON lists of floats, as the peers do.
     """
     body = {"model": MODEL, "input": PLACE, "encoding_format": "float"}
     return Contender(
-        key, name, "ours", note, "/v1/embeddings", body, ("data", 0, "embedding"), entry=entry
+        *(key, name, "ours", note, "/v1/embeddings", body, ("data", 0, "embedding")),
+        entry=entry,
+        broker=broker,
     )
 
 
@@ -271,6 +284,12 @@ OURS = (
         backend="onnx",
         precision="int8",
         tolerance={"cosine": 0.99},
+    ),
+    penstock(
+        "penstock-rabbitmq",
+        "Penstock on RabbitMQ",
+        "as `make up BROKER=rabbitmq` serves it",
+        broker="rabbitmq",
     ),
 )
 CONTENDERS = (*PEERS, *OURS)

@@ -22,6 +22,7 @@ from bench.peers.tree import Tree
 from bench.pipeline import catalog_with
 from infra.local.ports import Ports
 from infra.local.process import Process, free_port
+from infra.local.rabbitmq_server import RabbitServer
 from infra.local.stack import Stack
 from infra.local.up import served_stack
 from shared.settings import environment_with
@@ -87,7 +88,7 @@ def _peer(contender: Contender, log_dir: Path, model_folder: Path, stack: ExitSt
     """Starts a peer's programs and returns its port once it answers with a vector."""
     home = HERE / contender.folder
     port = free_port()
-    places = {
+    places: dict[str, object] = {
         "port": port,
         "spare": free_port(),
         "spare2": free_port(),
@@ -95,6 +96,9 @@ def _peer(contender: Contender, log_dir: Path, model_folder: Path, stack: ExitSt
         "bin": programs_of(home / "requirements.txt"),
         "model": model_folder,
     }
+    if contender.broker == "rabbitmq":
+        rabbit = stack.enter_context(RabbitServer(log_dir / "rabbitmq", log_dir))
+        places["broker"] = rabbit.port
     own = {name: value.format_map(places) for name, value in contender.environment.items()}
     environment = environment_with(OFFLINE | own)
     for number, command in enumerate(contender.commands):
@@ -131,7 +135,7 @@ def stack_of(contender: Contender, state_dir: Path) -> Stack:
         settings["PENSTOCK_MODELS_FILE"] = str(catalog_with(state_dir, contender.entry))
         # Of its own: an artifact made for one way of serving lacks what another may choose from.
         settings["PENSTOCK_ARTIFACTS_DIR"] = str((FOLDER / "artifacts" / contender.key).resolve())
-    return served_stack(state_dir, Ports.free(), settings, _say_nothing)
+    return served_stack(state_dir, Ports.free(), settings, _say_nothing, contender.broker)
 
 
 def _say_nothing(line: str) -> None:

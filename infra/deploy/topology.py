@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from infra.deploy.platform_variables import INBOX_STRIDE, Platform
 from infra.kubernetes.deployment import GpuType, gpu_class
 from shared.catalog import Model
-from shared.pubsub.names import (
+from shared.topics import (
     WEBHOOKS_SUBSCRIPTION_ID,
     WEBHOOKS_TOPIC_ID,
     batch_subscription_id,

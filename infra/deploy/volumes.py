@@ -15,8 +15,8 @@ from shared.catalog import Model
 from shared.catalog_entry import Replies
 from shared.message_encoding import encode_job, encode_reply
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Receipt, Reply, ReplyBody
-from shared.pubsub.names import direct_id, inbox_topic_id
 from shared.tasks import Input, Result
+from shared.topics import direct_id, inbox_topic_id
 from shared.usage.row import row_of
 
 HOURS = 730.0

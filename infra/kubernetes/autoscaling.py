@@ -20,7 +20,7 @@ from typing import Any
 
 from infra.kubernetes.deployment import Deployment
 from shared.catalog import Model
-from shared.pubsub.names import batch_subscription_id, workers_subscription_id
+from shared.topics import batch_subscription_id, workers_subscription_id
 
 UTILIZATION = 0.7
 """The part of their time that workers spend on what arrives. The rest is for growth while nodes

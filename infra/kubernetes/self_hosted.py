@@ -50,7 +50,7 @@ CREDENTIALS_DIR = "/etc/penstock-google"
 KEYS_URL = "file:///etc/penstock-keys/keys.json"
 NO_NETWORK = ("127.0.0.1/32",)
 """The addresses of a Redis in the cluster. Its pods are let through by their label instead."""
-CLIENTS = ("api", "batches", "functions")
+CLIENTS = ("api", "batches", "functions", "row-archive")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,11 +88,7 @@ def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_
     """
     clear_overlay(out)
     write_overlay(out / "workers", catalog, models_file, worker_deployment(site))
-    clients = [name for name in CLIENTS if name != "batches" or site.batches]
-    if isinstance(site.broker, GoogleBroker):
-        # Google's broker pushes to the functions that Terraform makes.
-        clients.remove("functions")
-    _write_clients(out / "clients", clients, site, models_file)
+    _write_clients(out / "clients", _clients(site), site, models_file)
     servers = server_patches(site)
     for name, patch in servers.items():
         write_server(out / name, name, site, patch)
@@ -108,6 +104,21 @@ def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_
     write_kustomization(out, folders, patches=_patches_of_all(site))
 
 
+def _clients(site: SelfHostedSite) -> list[str]:
+    """Those of CLIENTS that run there."""
+    has = {
+        "batches": site.batches,
+        # Google's broker pushes to the functions that Terraform makes.
+        "functions": not isinstance(site.broker, GoogleBroker),
+        "row-archive": _has_archive(site),
+    }
+    return [name for name in CLIENTS if has.get(name, True)]
+
+
+def _has_archive(site: SelfHostedSite) -> bool:
+    return isinstance(site.rows, EmbeddedRows) and site.rows.archive
+
+
 def worker_deployment(site: SelfHostedSite) -> Deployment:
     """What workers there are given."""
     redis_url = site.redis.url if isinstance(site.redis, GivenRedis) else "redis://redis:6379/0"
@@ -116,9 +127,7 @@ def worker_deployment(site: SelfHostedSite) -> Deployment:
         region=site.region,
         namespace=site.namespace,
         dataset=site.dataset,
-        objects_url=site.objects.url
-        if isinstance(site.objects, BucketObjects)
-        else f"file://{OBJECTS_DIR}",
+        objects_url=_objects_url(site),
         redis_url=redis_url,
         records_url=redis_url,
         redis_cidrs=NO_NETWORK,
@@ -131,6 +140,10 @@ def worker_deployment(site: SelfHostedSite) -> Deployment:
     )
 
 
+def _objects_url(site: SelfHostedSite) -> str:
+    return site.objects.url if isinstance(site.objects, BucketObjects) else f"file://{OBJECTS_DIR}"
+
+
 def _endpoints(site: SelfHostedSite) -> dict[str, str]:
     """Where the servers are that are not Google's, and how to reach what is."""
     found = {}
@@ -138,6 +151,8 @@ def _endpoints(site: SelfHostedSite) -> dict[str, str]:
         found["PENSTOCK_PUBSUB_ENDPOINT"] = "pubsub:8085"
     if isinstance(site.rows, EmbeddedRows):
         found["PENSTOCK_BIGQUERY_ENDPOINT"] = "http://bigquery:9050"
+    if _has_archive(site):
+        found["PENSTOCK_ROWS_URL"] = f"{_objects_url(site)}/usage"
     if site.google is not None:
         found["GOOGLE_APPLICATION_CREDENTIALS"] = f"{CREDENTIALS_DIR}/credentials.json"
         found["GOOGLE_CLOUD_PROJECT"] = site.google.project
@@ -194,6 +209,8 @@ def _write_clients(
 
 
 def _client_patch(name: str, site: SelfHostedSite) -> dict[str, Any]:
+    if name == "row-archive":
+        return deployment_patch(name, {"containers": [{"name": name}]})
     variables = [
         {"configMapRef": {"name": "settings"}},
         {"secretRef": {"name": site.signing_secret}},
@@ -222,7 +239,11 @@ def _taking_functions(variables: list[dict[str, str]]) -> dict[str, Any]:
     return {
         "command": ["python", "-m", "workers.functions"],
         "args": [],
-        "env": [*variables, {"name": "PENSTOCK_HEALTH_PORT", "value": "8080"}],
+        "env": [
+            *variables,
+            {"name": "PENSTOCK_HEALTH_HOST", "value": "0.0.0.0"},
+            {"name": "PENSTOCK_HEALTH_PORT", "value": "8080"},
+        ],
         "readinessProbe": {"httpGet": {"path": "/readyz", "port": "http"}},
         # Alive, not connected: a restart would not bring the broker back.
         "livenessProbe": {"httpGet": {"path": "/metrics", "port": "http"}},

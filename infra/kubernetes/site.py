@@ -102,6 +102,10 @@ class EmbeddedRows(_Part):
 
     kind: Literal["embedded"]
     volume: SiteVolume = SiteVolume(size="50Gi")
+    archive: bool = False
+    """Whether rows go to the object store first, into Parquet files below `usage/`. Then the volume
+    can be lost.
+    """
 
 
 class GoogleRows(_Part):

@@ -20,7 +20,7 @@ import openai
 from PIL import Image
 
 from infra.local.ports import Ports
-from infra.local.stack import Stack
+from infra.local.stack import Broker, Stack
 from infra.reports.runs import run_report
 from infra.text_table import table, transposed
 from models.shapes.judge import UNNAMED, DetectedShape, read
@@ -67,13 +67,19 @@ class DemoCall:
         return (self.what, self.cache, *(f"{part:.1f}" for part in parts))
 
 
-def run_demo(demo_dir: Path, prompt: str = PROMPT, edit_prompt: str = EDIT_PROMPT) -> int:
+def run_demo(
+    demo_dir: Path,
+    prompt: str = PROMPT,
+    edit_prompt: str = EDIT_PROMPT,
+    broker: Broker = "pubsub",
+) -> int:
     """Runs the demo. Images, logs and rows are in `demo_dir` afterwards.
 
     Args:
         demo_dir: its state is deleted first.
         prompt: of the first image.
         edit_prompt: of the edit of the first image.
+        broker: as for Stack.
 
     Raises:
         PenstockError: a process did not start, or an answer was missing or wrong.
@@ -82,7 +88,7 @@ def run_demo(demo_dir: Path, prompt: str = PROMPT, edit_prompt: str = EDIT_PROMP
     state_dir = demo_dir / "state"
     shutil.rmtree(state_dir, ignore_errors=True)
     _print("Penstock: the whole pipeline on this machine, started, used and stopped.\n\nStarting")
-    with Stack(state_dir, ports=Ports.free(), say=_print) as stack:
+    with Stack(state_dir, ports=Ports.free(), broker=broker, say=_print) as stack:
         visitor = Visitor(stack, read_catalog(stack.settings.models_file))
         visitor.compare_sentences()
         visitor.draw_pictures(demo_dir, prompt, edit_prompt)

@@ -27,9 +27,9 @@ from infra.reports.tables import check_bigquery
 from shared.brokers import admin_of
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError, PenstockError, Unavailable
-from shared.pubsub.names import WEBHOOKS_SUBSCRIPTION_ID
 from shared.settings import ApiSettings, Settings, read_settings
 from shared.stores.objects import ObjectStore
+from shared.topics import WEBHOOKS_SUBSCRIPTION_ID
 
 FREE_DISK_BYTES = 2 * 1024**3
 FREE_MEMORY_BYTES = 2 * 1024**3
@@ -43,6 +43,7 @@ _PLACES = {
     "redis_url",
     "records_url",
     "objects_url",
+    "rows_url",
 }
 Try = tuple[str, str, Callable[[Settings], Coroutine[Any, Any, None]]]
 """The variable that names a place, the place, and what reaches it."""
@@ -239,6 +240,8 @@ def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
     if settings.records_url:
         place = _without_password(settings.records_url)
         tries["records"] = ("PENSTOCK_RECORDS_URL", place, _reach_records)
+    if settings.rows_url:
+        tries["rows"] = ("PENSTOCK_ROWS_URL", settings.rows_url, _reach_rows)
     api = read_settings(ApiSettings)
     if api.inbox_pool:
         place = f"the pool of {api.inbox_pool} from {api.inbox_first}"
@@ -305,3 +308,7 @@ async def _ping(redis_url: str) -> None:
 
 async def _reach_objects(settings: Settings) -> None:
     await ObjectStore(settings.objects_url).check()
+
+
+async def _reach_rows(settings: Settings) -> None:
+    await ObjectStore(settings.rows_url, setting="rows_url").check()

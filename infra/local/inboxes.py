@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shared.brokers import admin_of
 from shared.errors import Unavailable
-from shared.pubsub.names import direct_id, slot_subscription_id
 from shared.settings import ApiSettings
+from shared.topics import direct_id, slot_subscription_id
 
 
 async def check_inboxes(settings: ApiSettings, limit_s: float) -> None:

@@ -21,6 +21,8 @@ class Ports:
     metrics: int = 9464
     """Where the API's metrics are read."""
     rabbitmq: int = 5672
+    row_archive: int = 8089
+    """Where the row archive's metrics are read."""
 
     @classmethod
     def free(cls, workers: int = 8) -> Ports:
@@ -32,6 +34,7 @@ class Ports:
             free_port(),
             free_port(),
             health,
+            free_port(),
             free_port(),
             free_port(),
             free_port(),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from shared.catalog import Catalog, Model
-from shared.pubsub.names import (
+from shared.reply_topics import make_inbox
+from shared.topics import (
     BATCH_FILTER,
     DEAD_LETTER_RETRY_S,
     INTERACTIVE_FILTER,
@@ -19,7 +20,6 @@ from shared.pubsub.names import (
     jobs_topic_id,
     workers_subscription_id,
 )
-from shared.pubsub.reply_inbox import make_inbox
 from shared.transport import Admin, SubscriptionSettings
 
 JOB_RETENTION_S = 3600

@@ -115,6 +115,8 @@ class RabbitServer(Process):
             "RABBITMQ_DIST_PORT": str(free_port()),
             "ERL_EPMD_PORT": mapper_port,
             "ERL_EPMD_ADDRESS": "127.0.0.1",
+            # The port for other nodes of a cluster, which there are none of.
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
         }
         return {**os.environ, **own}
 

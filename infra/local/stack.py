@@ -79,7 +79,7 @@ class Stack:
         self.ports = ports
         self.processes: dict[str, Process] = {}
         """The processes by name: redis, pubsub or rabbitmq, bigquery, worker-<model>, api,
-        batches, functions."""
+        batches, functions, row-archive."""
         self._given = dict(settings or {})
         self.broker: Broker = broker
         self._make = StackProcesses(
@@ -182,6 +182,7 @@ class Stack:
         wanted = {"metrics of the API": self.ports.metrics}
         wanted |= {name: getattr(self.ports, name) for name in self._own_servers()}
         wanted |= {"functions": self.ports.functions} if self.functions_url else {}
+        wanted |= {"row archive": self.ports.row_archive} if self.settings.rows_url else {}
         wanted |= {
             f"health of worker {n}": port for n, port in enumerate(self.ports.health[:workers])
         }
@@ -263,6 +264,8 @@ class Stack:
         self._start(undo, self._make.batches(self._sockets))
         if self.functions_url:
             self._start(undo, self._make.functions(self._sockets | signing))
+        if self.settings.rows_url:
+            self._start(undo, self._make.row_archive())
         for name in await_graphs(makers, self.tell):
             workers[name].start()
         api = partial(answers, self.ports.api, "/readyz", host=self._api_host, tls=self._has_tls)
@@ -277,6 +280,9 @@ class Stack:
                 FUNCTIONS_LIMIT_S,
                 facts,
             )
+        if self.settings.rows_url:
+            archive = partial(answers, self.ports.row_archive, "/metrics")
+            self._await("row-archive", archive, SERVER_LIMIT_S, self.settings.rows_url)
 
     def _start(self, undo: ExitStack, process: Process) -> None:
         self.processes[process.name] = undo.enter_context(process)

@@ -135,6 +135,11 @@ class StackProcesses:
         where = ["--host", "127.0.0.1", "--port", str(self._ports.functions)]
         return self.module("functions", ["functions_framework", *target, *where], settings)
 
+    def row_archive(self) -> Process:
+        """Takes rows from the object store."""
+        own = {"PENSTOCK_HEALTH_PORT": str(self._ports.row_archive)}
+        return self.module("row-archive", ["infra.row_archive"], own, stop_limit_s=30.0)
+
     def module(
         self,
         name: str,

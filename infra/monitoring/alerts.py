@@ -158,8 +158,15 @@ OFF_GOOGLE = (
         "CRITICAL",
         "sum(increase(penstock_functions_dead_letters_total[15m])) > 0",
     ),
+    Alert(
+        "rows-not-archived",
+        "Rows: not archived",
+        "WARNING",
+        "max(penstock_row_archive_oldest_seconds) > 900",
+        for_s=300,
+    ),
 )
-"""In place of the alerts on Google's own metrics."""
+"""In place of the alerts on Google's own metrics, and on what only runs there."""
 
 OF_FUNCTIONS = (
     Alert(

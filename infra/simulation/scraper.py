@@ -9,8 +9,8 @@ from infra.simulation.parts import Parts
 from infra.simulation.scenario import Metrics
 from infra.simulation.timeseries import TimeSeries
 from infra.simulation.worker import Steps
-from shared.pubsub.names import batch_subscription_id, workers_subscription_id
 from shared.settings import ApiSettings
+from shared.topics import batch_subscription_id, workers_subscription_id
 
 BROKER_WAIT_S = float(ApiSettings.model_fields["broker_wait_s"].default)
 

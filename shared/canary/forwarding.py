@@ -14,7 +14,7 @@ from shared.catalog import CANARY_SUFFIX
 from shared.errors import BadInput
 from shared.message_encoding import decode_job, encode_job
 from shared.messages import Job
-from shared.pubsub.names import jobs_topic_id
+from shared.topics import jobs_topic_id
 from shared.transport import Message, Publisher
 
 

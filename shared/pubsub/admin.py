@@ -15,7 +15,7 @@ from grpc import StatusCode, aio
 
 from shared.errors import ConfigurationError
 from shared.pubsub.channel import Channels, Method, RawMessage, translate
-from shared.pubsub.names import subscription_path, topic_path
+from shared.pubsub.paths import subscription_path, topic_path
 from shared.transport import SubscriptionSettings
 
 CALLS_IN_FLIGHT = 32

@@ -40,7 +40,7 @@ from grpc import aio
 
 from shared.pubsub.channel import Channels, Method, PubsubMessage, StreamingPullRequest
 from shared.pubsub.leaser import AckQueue, Leases
-from shared.pubsub.names import subscription_path, topic_path
+from shared.pubsub.paths import subscription_path, topic_path
 from shared.pubsub.publisher import PublishQueue
 from shared.pubsub.subscriber import StreamSubscription
 

@@ -14,7 +14,7 @@ from shared.errors import BadInput, Unavailable
 from shared.rabbitmq.connection import BROKEN, BrokerConnection, translate
 from shared.rabbitmq.delays import delay_queue, delays_between
 from shared.rabbitmq.routing import binding_key, exchange_name, queue_name, topic_name
-from shared.rabbitmq.topology import exists
+from shared.rabbitmq.topology import exists, waiting
 from shared.rabbitmq.url import broker_url
 from shared.transport import SubscriptionSettings
 
@@ -110,6 +110,14 @@ class RabbitAdmin:
     async def subscription_exists(self, subscription_id: str) -> bool:
         """Returns whether the subscription exists."""
         return await self._exists(queue=queue_name(self._project, subscription_id))
+
+    async def waiting_messages(self, subscription_id: str) -> int | None:
+        """Returns how many messages no consumer has in hand. None: the subscription is not there.
+
+        Pub/Sub has no such call, but a metric.
+        """
+        queue = queue_name(self._project, subscription_id)
+        return await self._until(lambda: waiting(self._connection, queue), f"look at {queue}")
 
     async def missing_subscriptions(self, subscription_ids: list[str]) -> list[str]:
         """Those of `subscription_ids` that do not exist, in their order."""

@@ -92,6 +92,16 @@ def message_of(delivered: DeliveredMessage, ack_id: str, now_s: float) -> Messag
     )
 
 
+def check_topic(topic_id: str) -> None:
+    """Refuses what AMQP can't carry as a routing key.
+
+    Raises:
+        BadInput: the topic's id is too long.
+    """
+    if len(topic_id.encode()) > NAME_LIMIT_BYTES:
+        raise BadInput(f"a topic can't be named {topic_id[:64]!r}…: above {NAME_LIMIT_BYTES} bytes")
+
+
 def _check(attributes: Mapping[str, str]) -> None:
     if len(attributes) > ATTRIBUTE_LIMIT:
         raise BadInput(f"{len(attributes)} attributes, at most {ATTRIBUTE_LIMIT}")

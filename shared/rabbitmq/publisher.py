@@ -14,7 +14,7 @@ from aiormq.abc import DeliveredMessage
 from shared.backoff import backoff
 from shared.errors import BadInput, InputTooLarge, Overloaded, Unavailable
 from shared.rabbitmq.connection import BROKEN, LONGEST_PAUSE_S, BrokerConnection, translate
-from shared.rabbitmq.properties import properties_of
+from shared.rabbitmq.properties import check_topic, properties_of
 from shared.rabbitmq.routing import message_keys
 
 MESSAGE_LIMIT_BYTES = 10_000_000
@@ -68,6 +68,7 @@ class ConfirmedPublisher:
             raise BadInput(f"publish to {topic_id}: an empty message")
         size_bytes = len(data) + sum(len(name) + len(value) for name, value in attributes.items())
         self._check_room(size_bytes)
+        check_topic(topic_id)
         keys = message_keys(topic_id, attributes)
         message_id = f"{self._sender}-{next(self._numbers)}"
         properties = properties_of(attributes, keys, message_id, ordering_key)

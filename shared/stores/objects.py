@@ -46,7 +46,7 @@ ERRORS = Counter(
 )
 T = TypeVar("T")
 
-_SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._=-]*"
 _KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*")
 _EXTENSIONS = {
     "image/png": ".png",
@@ -115,14 +115,15 @@ class ObjectStore:
         url: `file://DIR` (relative to the working directory, or absolute with a third slash),
             `gs://BUCKET/PREFIX`, `s3://BUCKET/PREFIX`, or `memory://` (this object's own, gone with
             it).
+        setting: that has the URL, for errors.
 
     Raises:
         ConfigurationError: the URL is of no such form, or its folder can't be made.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, setting: str = "objects_url") -> None:
         self._url = url
-        self._store = _open(url)
+        self._store = _open(url, setting)
         # The store has its own threads, because a store that hangs would block those of others.
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="objects")
         # A folder keeps no media types, so the extension of the key names the type.
@@ -255,7 +256,7 @@ def _read(source: Any, key: str, max_bytes: int) -> bytes:
     return bytes(found.bytes())
 
 
-def _open(url: str) -> Any:
+def _open(url: str, setting: str) -> Any:
     scheme, separator, rest = url.partition("://")
     try:
         if scheme == "file" and rest:
@@ -268,11 +269,12 @@ def _open(url: str) -> Any:
             return store.from_url(url, **_CLOUD)
     except (BaseError, OSError, ValueError) as error:
         raise ConfigurationError(
-            f"PENSTOCK_OBJECTS_URL: {url}: {_reason(error)}", field="objects_url"
+            f"PENSTOCK_{setting.upper()}: {url}: {_reason(error)}", field=setting
         ) from error
     raise ConfigurationError(
-        f"PENSTOCK_OBJECTS_URL: {url!r} is none of file://DIR, gs://BUCKET, s3://BUCKET, memory://",
-        field="objects_url",
+        f"PENSTOCK_{setting.upper()}: {url!r} is none of file://DIR, gs://BUCKET, s3://BUCKET, "
+        "memory://",
+        field=setting,
     )
 
 

@@ -68,6 +68,7 @@ class OtlpTracer:
         facts: attributes of this process, below those of the environment.
         sampler: decides which traces are kept. None: the one in the environment.
         exporter: where spans go. None: to the endpoint in the environment.
+        broker: the `messaging.system` of spans about messages.
 
     Raises:
         ValueError: a variable is wrong.
@@ -78,7 +79,10 @@ class OtlpTracer:
         facts: Mapping[str, str],
         sampler: Sampler | None,
         exporter: SpanExporter | None = None,
+        *,
+        broker: str = "",
     ) -> None:
+        self._broker = broker
         self._exporter = _CountedExporter(exporter or OTLPSpanExporter())
         self._queue = _BoundedQueue(self._exporter)
         self._ids = _ChosenIds()
@@ -122,7 +126,7 @@ class OtlpTracer:
         found, tracestate = span.get_span_context(), parent.tracestate if parent else ""
         ids = f"00-{found.trace_id:032x}-{found.span_id:016x}"
         context = TraceContext(f"{ids}-{found.trace_flags:02x}", tracestate)
-        return context, OtlpSpan(span) if span.is_recording() else None
+        return context, OtlpSpan(span, self._broker) if span.is_recording() else None
 
     def _keeps_new_trace(self, name: str) -> bool:
         """Whether a trace that begins here is kept. Its id, if so, is the next one."""
@@ -142,13 +146,17 @@ class OtlpTracer:
 class OtlpSpan:
     """A RecordedSpan of the SDK."""
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: Span, broker: str) -> None:
         self._span = span
+        self._broker = broker
 
     def end(self, name: str, attributes: Attributes, error: str, ended_s: float) -> None:
         """Ends the span. See RecordedSpan."""
         self._span.update_name(name)
         self._span.set_attributes(attributes)
+        # Whoever makes such a span knows of no broker.
+        if "messaging.operation.type" in attributes:
+            self._span.set_attribute("messaging.system", self._broker)
         if error:
             self._span.set_attribute("error.type", error)
             self._span.set_status(Status(StatusCode.ERROR))

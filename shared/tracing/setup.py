@@ -31,7 +31,13 @@ _SAMPLERS = (
 
 @contextmanager
 def traced(
-    service: str, *, project: str, region: str, instance: str = "", decides: bool = False
+    service: str,
+    *,
+    project: str,
+    region: str,
+    broker: str,
+    instance: str = "",
+    decides: bool = False,
 ) -> Iterator[None]:
     """Exports the spans of this process during the block, if a collector is configured.
 
@@ -39,6 +45,7 @@ def traced(
         service: `service.name`, unless the environment names another.
         project: Google's project, which the Telemetry API asks for.
         region: where this process runs.
+        broker: `messaging.system` of spans about messages.
         instance: the name of this process. Empty: host and process id.
         decides: whether this process decides which traces are kept. Others follow the flag that
             came with the message.
@@ -62,7 +69,7 @@ def traced(
         "cloud.region": region,
     }
     try:
-        tracer = OtlpTracer(facts, _sampler(os.environ, decides=decides))
+        tracer = OtlpTracer(facts, _sampler(os.environ, decides=decides), broker=broker)
     except (ValueError, RuntimeError, GoogleAuthError) as error:
         raise ConfigurationError(f"OTEL_*: {error}", field="OTEL_*") from error
     install(tracer)

@@ -21,7 +21,6 @@ from shared.catalog import Model
 from shared.errors import BadInput, DeadlineExceeded, ModelFailed
 from shared.message_encoding import decode_job, encode_reply, encode_reply_body
 from shared.messages import Item, ItemError, ItemOutcome, Job, Receipt, Reply, ReplyBody, failure
-from shared.pubsub.names import jobs_topic_id, workers_subscription_id
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore, object_key
 from shared.stores.records import Records
@@ -31,6 +30,7 @@ from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.tasks.image import ImageInput, ImageResult
 from shared.tasks.similarity import SimilarityInput, SimilarityResult
 from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk, TokenLogprob
+from shared.topics import jobs_topic_id, workers_subscription_id
 from shared.transport import Admin, Subscription, SubscriptionSettings, Transport
 from tests.limits import WAIT_LIMIT_S
 from workers.models.base import PreparedText, Preparer

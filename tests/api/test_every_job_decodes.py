@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 
 from infra.local.redis_server import RedisServer
 from shared.message_encoding import decode_job
-from shared.pubsub.names import jobs_topic_id
+from shared.topics import jobs_topic_id
 from tests.api.asked import Asked, Headers, headers, requests
 from tests.api.harness import CATALOG, ApiUnderTest, running_api, settings_for
 from tests.fakes import InMemoryTransport

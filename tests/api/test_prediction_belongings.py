@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from replicate.client import Client
 
-from shared.pubsub.names import WEBHOOKS_TOPIC_ID
 from shared.stores.records import Records
 from shared.stores.webhook_log import MOST_KEPT, WebhookAttempt
 from shared.tenants.plan import Plan
+from shared.topics import WEBHOOKS_TOPIC_ID
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, until_over
 from tests.keys import bearer, key_for, keys_url

@@ -14,7 +14,7 @@ from api.dispatch.inbox_lease import ERRORS, InboxLost
 from infra.local.redis_server import RedisServer
 from shared.catalog_entry import Replies
 from shared.errors import ConfigurationError, DeadlineExceeded, Unavailable
-from shared.pubsub.reply_inbox import make_inbox
+from shared.reply_topics import make_inbox
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest
 from tests.api.inboxes import Broker, counted, embedded, in_memory, next_inbox, until
 from tests.fakes import InMemoryTransport

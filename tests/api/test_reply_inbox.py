@@ -13,7 +13,7 @@ import redis
 from api.dispatch.open_inbox import PendingReply
 from api.dispatch.reply_inbox import ReplyInbox
 from shared.errors import BadInput, ConfigurationError, Unavailable
-from shared.pubsub.reply_inbox import make_inbox
+from shared.reply_topics import make_inbox
 from tests.api.inboxes import Broker, counted, embedded, in_memory, next_inbox
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S

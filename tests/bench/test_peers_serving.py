@@ -9,7 +9,7 @@ from bench.pipeline import MODEL, MODELS_FILE, catalog_with
 from infra.local.up import served_stack
 from shared.catalog import read_catalog
 
-SHIPPED, FP32, _ = OURS
+SHIPPED, FP32, *_ = OURS
 
 
 def test_penstock_is_measured_as_penstock_up_serves_it(tmp_path: Path) -> None:

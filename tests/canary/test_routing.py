@@ -14,8 +14,8 @@ from shared.canary.verdict import CanaryCounts
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Canary
 from shared.errors import Unavailable
-from shared.pubsub.names import jobs_topic_id
 from shared.tasks.embedding import TextInput
+from shared.topics import jobs_topic_id
 from tests.canary.world import CANARY, MODEL, running_world
 
 pytestmark = pytest.mark.anyio

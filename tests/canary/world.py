@@ -22,11 +22,11 @@ from shared.canary.board import JUDGE_EVERY_S, CanaryBoard
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Batch, Canary, Price
 from shared.errors import ModelFailed
-from shared.pubsub.names import dead_letter_subscription_id
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.tasks.embedding import EmbeddingResult
+from shared.topics import dead_letter_subscription_id
 from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import ApiUnderTest, running_api, settings_for

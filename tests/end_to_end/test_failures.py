@@ -20,7 +20,7 @@ from shared.brokers import admin_of, transport_of
 from shared.message_encoding import decode_reply
 from shared.messages import Envelope, ReplyBody
 from shared.pubsub.admin import PubSubAdmin
-from shared.pubsub.names import dead_letter_subscription_id, jobs_topic_id
+from shared.topics import dead_letter_subscription_id, jobs_topic_id
 from shared.transport import Message, Subscriber, SubscriptionSettings
 from tests.end_to_end.conftest import EMBEDDER, KEY
 from tests.end_to_end.rows import Rows, eventually

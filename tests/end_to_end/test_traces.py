@@ -14,7 +14,7 @@ import pytest
 
 from infra.local.stack import Stack
 from shared.brokers import transport_of
-from shared.pubsub.names import jobs_topic_id
+from shared.topics import jobs_topic_id
 from tests.end_to_end.conftest import EMBEDDER, REPORTING_KEY
 from tests.limits import WAIT_LIMIT_S
 from tests.otlp import Collector, ReceivedSpan
@@ -72,7 +72,9 @@ def test_seven_spans_of_one_trace(stack: Stack, collector: Collector, asked: str
         assert spans[stage].parent_id == spans["publish"].span_id
     assert {span.trace_state for span in spans.values()} == {"vendor=their-own"}
     check_times(spans)
-    check_conventions(spans, path, str(body["model"]), OPERATION[asked])
+    check_conventions(
+        spans, path, str(body["model"]), OPERATION[asked], stack.settings.messaging_system
+    )
     assert {stage: spans[stage].resource["service.name"] for stage in STAGES} == {
         **dict.fromkeys(("receive", "cache", "publish"), "penstock-api"),
         **dict.fromkeys(("queue", "batch", "infer", "reply"), "penstock-worker"),
@@ -95,7 +97,7 @@ def check_times(spans: dict[str, ReceivedSpan]) -> None:
 
 
 def check_conventions(
-    spans: dict[str, ReceivedSpan], path: str, model: str, operation: str
+    spans: dict[str, ReceivedSpan], path: str, model: str, operation: str, broker: str
 ) -> None:
     receive, publish, queue, infer = (
         spans[stage] for stage in ("receive", "publish", "queue", "infer")
@@ -108,7 +110,7 @@ def check_conventions(
     assert (publish.name, publish.kind) == (f"publish jobs.{model}", "producer")
     assert (queue.name, queue.kind) == (f"receive jobs.{model}", "consumer")
     for span in (publish, queue, spans["reply"]):
-        assert span.attributes["messaging.system"] == "gcp_pubsub"
+        assert span.attributes["messaging.system"] == broker
     assert queue.attributes["messaging.destination.subscription.name"] == f"jobs.{model}.workers"
     assert (infer.name, infer.attributes["gen_ai.request.model"]) == (f"{operation} {model}", model)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 from tests.faults.suite import run
-from tests.faults.world import BrokerKind
+from tests.faults.world import BrokerKind, RowsKind
 
 FLAWS_SHOWN = 20
 
@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--in-flight", type=int, default=48)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--broker", choices=get_args(BrokerKind), default="pubsub")
+    parser.add_argument("--rows", choices=get_args(RowsKind), default="bigquery")
     parser.add_argument(
         "--folder", type=Path, help="keeps state and logs here; default: a folder that goes"
     )
@@ -39,6 +40,7 @@ def main() -> int:
             seed=given.seed,
             say=lambda line: print(line, flush=True),
             broker=given.broker,
+            rows=given.rows,
         )
     print()
     for kind, count in sorted(found.faults.items()):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from tests.faults.world import APIS, INSTANCE_LINKS, SERVERS, WORKERS, World
+from tests.faults.world import APIS, ARCHIVE, INSTANCE_LINKS, SERVERS, WORKERS, World
 
 SHORTEST_S, LONGEST_S = 0.3, 3.0
 """How long a fault lasts before it is healed."""
@@ -29,26 +29,28 @@ class Fault:
     lasts_s: float
 
 
-def kinds() -> list[tuple[str, str]]:
+def kinds(*, has_archive: bool = False) -> list[tuple[str, str]]:
     """Every kind of fault with every part it may befall."""
-    parts = (*APIS, *WORKERS, *SERVERS)
+    archive = (ARCHIVE,) if has_archive else ()
+    parts = (*APIS, *WORKERS, *SERVERS, *archive)
     links = [f"{one}.{server}" for one in (*APIS, *WORKERS) for server in INSTANCE_LINKS]
     return [
         *(("killed", part) for part in parts),
         *(("stopped", part) for part in parts),
-        *(("restarted", part) for part in (*APIS, *WORKERS)),
+        *(("restarted", part) for part in (*APIS, *WORKERS, *archive)),
         *(("model killed", worker) for worker in WORKERS),
         *(("cut off", link) for link in links),
         *(("frozen", link) for link in links),
     ]
 
 
-def faults(seed: int, count: int) -> Iterator[Fault]:
+def faults(seed: int, count: int, *, has_archive: bool = False) -> Iterator[Fault]:
     """`count` faults; all kinds come before any comes again."""
     drawn = random.Random(seed)
     bag: list[tuple[str, str]] = []
     for _ in range(count):
-        bag = bag or drawn.sample(kinds(), len(kinds()))
+        all_kinds = kinds(has_archive=has_archive)
+        bag = bag or drawn.sample(all_kinds, len(all_kinds))
         kind, target = bag.pop()
         yield Fault(kind, target, drawn.uniform(SHORTEST_S, LONGEST_S))
 

@@ -18,7 +18,7 @@ from google.cloud import bigquery
 
 from tests.faults.schedule import Fault, faults, inject
 from tests.faults.traffic import Tally, Traffic
-from tests.faults.world import APIS, BrokerKind, World
+from tests.faults.world import APIS, BrokerKind, RowsKind, World
 from tests.limits import WAIT_LIMIT_S
 
 
@@ -71,6 +71,7 @@ def run(
     seed: int,
     say: Callable[[str], None],
     broker: BrokerKind = "pubsub",
+    rows: RowsKind = "bigquery",
 ) -> Findings:
     """Runs traffic and faults side by side and counts what came of it.
 
@@ -82,14 +83,16 @@ def run(
         seed: of texts and faults.
         say: gets a line for each fault.
         broker: the one to break.
+        rows: where they go first.
     """
     began_s = time.monotonic()
-    with World(folder, broker=broker) as world:
+    with World(folder, broker=broker, rows=rows) as world:
         say(f"all parts ready after {time.monotonic() - began_s:.1f} s")
         traffic = Traffic(
             [world.url(api) for api in APIS], in_flight=in_flight, requests=requests, seed=seed
         )
-        done = asyncio.run(_run(world, traffic, faults(seed, faults_count), say))
+        plan = faults(seed, faults_count, has_archive=world.has_archive)
+        done = asyncio.run(_run(world, traffic, plan, say))
         missing, double, wrong = _check_rows(world, traffic.tally)
     return Findings(done, traffic.tally, missing, double, wrong, time.monotonic() - began_s)
 

@@ -3,13 +3,12 @@ runs it in full.
 """
 
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from tests.faults.schedule import faults, kinds
 from tests.faults.suite import run
-from tests.faults.world import BrokerKind
+from tests.faults.world import BrokerKind, RowsKind
 from tests.rabbitmq import needs_rabbitmq
 
 FAULTS = 6
@@ -18,11 +17,20 @@ SEED = 16247
 """Its first faults are one of each kind; among them are a killed worker, a Pub/Sub that hangs, a
 restarted API.
 """
+SEED_WITH_ARCHIVE = 9392
+"""The same with a row archive that is killed and a BigQuery that hangs."""
 
 
-@pytest.mark.parametrize("broker", get_args(BrokerKind))
+@pytest.mark.parametrize(
+    ("broker", "rows", "seed"),
+    [
+        ("pubsub", "bigquery", SEED),
+        ("rabbitmq", "bigquery", SEED),
+        ("pubsub", "objects", SEED_WITH_ARCHIVE),
+    ],
+)
 def test_nothing_is_lost_doubled_or_wrong_while_parts_fail(
-    broker: BrokerKind, tmp_path: Path
+    broker: BrokerKind, rows: RowsKind, seed: int, tmp_path: Path
 ) -> None:
     if broker == "rabbitmq":
         needs_rabbitmq()
@@ -31,9 +39,10 @@ def test_nothing_is_lost_doubled_or_wrong_while_parts_fail(
         requests=REQUESTS,
         faults_count=FAULTS,
         in_flight=24,
-        seed=SEED,
+        seed=seed,
         say=print,
         broker=broker,
+        rows=rows,
     )
     assert found.flaws() == []
     assert found.faults.total() == FAULTS

@@ -48,6 +48,8 @@ WORKERS = ("worker-0", "worker-1")
 SERVERS = ("broker", "redis", "bigquery")
 INSTANCE_LINKS = ("broker", "redis")
 BrokerKind = Literal["pubsub", "rabbitmq"]
+RowsKind = Literal["bigquery", "objects"]
+ARCHIVE = "row-archive"
 
 
 class World:
@@ -61,6 +63,7 @@ class World:
         backend: of the model, `onnx` or `torch`; both in fp32.
         served: another model than that of embeddings: its name and the catalog.
         broker: the embedded Pub/Sub, or a RabbitMQ of this machine.
+        rows: where they go first: to BigQuery, or to the object store.
     """
 
     def __init__(
@@ -72,8 +75,10 @@ class World:
         backend: str = "onnx",
         served: tuple[str, str] | None = None,
         broker: BrokerKind = "pubsub",
+        rows: RowsKind = "bigquery",
     ) -> None:
         self._broker = broker
+        self.has_archive = rows == "objects"
         self._needs_graph = served is None
         self._model, self._catalog = served or (MODEL, CATALOG.format(backend=backend))
         self._workers = WORKERS[:workers]
@@ -81,7 +86,7 @@ class World:
         self._folder = folder
         self._models_file = folder / "models.yaml"
         self._log_dir = folder / "log"
-        self._ports = {name: free_port() for name in (*SERVERS, *APIS, *WORKERS)}
+        self._ports = {name: free_port() for name in (*SERVERS, *APIS, *WORKERS, ARCHIVE)}
         targets = {
             f"{one}.{server}": self._ports[server]
             for one in (*APIS, *WORKERS)
@@ -107,9 +112,10 @@ class World:
             settings = self.settings
             asyncio.run(_provision(settings))
             create_tables(settings)
-            for name in (*self._workers, *APIS):
+            own = [*self._workers, *APIS, *([ARCHIVE] if self.has_archive else [])]
+            for name in own:
                 self._start(undo, self._instance(name))
-            for name in (*self._workers, *APIS):
+            for name in own:
                 self.wait_ready(name)
             self._undo = undo.pop_all()
         return self
@@ -141,6 +147,7 @@ class World:
             "PENSTOCK_SPOOL_DIR": str(self._folder / "spool"),
             "PENSTOCK_SECRET": "one for all instances",
             "PENSTOCK_MAX_IN_FLIGHT": "256",
+            "PENSTOCK_ROWS_URL": f"file://{self._folder / 'rows'}" if self.has_archive else "",
         }
 
     def _broker_at(self, port: int) -> dict[str, str]:
@@ -180,6 +187,17 @@ class World:
         return Process(name, command, self._log_dir)
 
     def _instance(self, name: str) -> Process:
+        if name == ARCHIVE:
+            given = {"PENSTOCK_ARCHIVE_EVERY_S": "1", "PENSTOCK_HEALTH_PORT": self._ports[name]}
+            return Process(
+                name,
+                [sys.executable, "-m", "infra.row_archive"],
+                self._log_dir,
+                environment=environment_with(
+                    self._variables() | {key: str(value) for key, value in given.items()}
+                ),
+                stop_limit_s=30.0,
+            )
         own = self._variables() | self._broker_at(self.links.port(f"{name}.broker"))
         own |= {
             "PENSTOCK_REDIS_URL": f"redis://127.0.0.1:{self.links.port(f'{name}.redis')}/0",

@@ -56,8 +56,8 @@ def running_up(
     catalog(folder, MINI)
     command = [sys.executable, *program, "up", "--health-port", str(ports.health[0])]
     command += options
-    for name in ("api", "pubsub", "bigquery", "redis", "functions", "metrics"):
-        command += [f"--{name}-port", str(getattr(ports, name))]
+    for name in ("api", "pubsub", "bigquery", "redis", "functions", "metrics", "row_archive"):
+        command += [f"--{name.replace('_', '-')}-port", str(getattr(ports, name))]
     log_path = folder / "up.log"
     environment = os.environ | settings | {"PYTHONPATH": str(ROOT)}
     with (

@@ -11,7 +11,7 @@ import pytest
 
 from infra.reports.tables import create_tables
 from shared.pubsub.admin import PubSubAdmin
-from shared.pubsub.reply_inbox import make_inbox
+from shared.reply_topics import make_inbox
 from shared.settings import Settings, read_settings
 from tests.limits import WAIT_LIMIT_S
 

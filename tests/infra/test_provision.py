@@ -14,7 +14,7 @@ from infra.local.provision import provision
 from shared.catalog import read_catalog
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
-from shared.pubsub.names import (
+from shared.topics import (
     WEBHOOKS_TOPIC_ID,
     batch_subscription_id,
     dead_letter_subscription_id,

@@ -15,8 +15,8 @@ from infra.reports.tables import check_bigquery
 from shared.catalog import read_catalog
 from shared.errors import Unavailable
 from shared.pubsub.admin import PubSubAdmin
-from shared.pubsub.names import WEBHOOKS_SUBSCRIPTION_ID, workers_subscription_id
 from shared.settings import Settings, read_settings
+from shared.topics import WEBHOOKS_SUBSCRIPTION_ID, workers_subscription_id
 from tests.infra.bigquery.connecting import connected
 from tests.limits import WAIT_LIMIT_S
 

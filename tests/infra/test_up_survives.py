@@ -27,6 +27,7 @@ PARTS = {
     "batches": "api.batches",
     "functions": "functions_framework",
     "worker-mini": "workers",
+    "row-archive": "infra.row_archive",
 }
 """The parts, and a word of their command."""
 CLEAR_REFUSALS = {429, 503, 504}
@@ -130,6 +131,7 @@ def is_vector(body: bytes) -> bool:
 
 def test_every_part_comes_back_while_requests_go_on(tmp_path: Path) -> None:
     own = {"PENSTOCK_ARTIFACTS_DIR": str(tmp_path / "artifacts"), "PENSTOCK_PROCESSES": "1"}
+    own |= {"PENSTOCK_ROWS_URL": f"file://{tmp_path}/rows", "PENSTOCK_ARCHIVE_EVERY_S": "1"}
     with running_up(tmp_path, own) as up:
         url = f"http://127.0.0.1:{up.ports.api}"
         with Callers(url) as callers:

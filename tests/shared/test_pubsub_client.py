@@ -14,9 +14,9 @@ from bench.google_emulator import find_emulator, running_emulator
 from shared.errors import BadInput, InputTooLarge, Unavailable
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
-from shared.pubsub.names import slot_filter
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
+from shared.topics import slot_filter
 from shared.transport import Admin, Message, Subscription, SubscriptionSettings, Transport
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S

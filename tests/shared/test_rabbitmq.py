@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from uuid import uuid4
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,12 +16,12 @@ from infra.emulators.pubsub.state.filter import parse_filter
 from infra.local.process import Process, free_port
 from infra.local.rabbitmq_server import RabbitServer
 from shared.errors import BadInput, ConfigurationError, Unavailable
-from shared.pubsub.names import BATCH_FILTER, INTERACTIVE_FILTER, slot_filter
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
 from shared.rabbitmq.delays import delays_between
 from shared.rabbitmq.routing import binding_key, message_keys
 from shared.rabbitmq.url import broker_url
+from shared.topics import BATCH_FILTER, INTERACTIVE_FILTER, slot_filter
 from shared.transport import Message, Subscription, SubscriptionSettings
 from tests.limits import WAIT_LIMIT_S
 from tests.rabbitmq import needs_rabbitmq
@@ -201,6 +202,23 @@ async def test_attribute_that_the_broker_would_read_is_refused(rabbit: Pair, nam
     await make(admin)
     with pytest.raises(BadInput, match="named"):
         await transport.publish("jobs", b"1", {name: "elsewhere"})
+
+
+@pytest.mark.anyio
+async def test_topic_that_no_routing_key_can_name_is_refused(rabbit: Pair) -> None:
+    transport, _ = rabbit
+    with pytest.raises(BadInput, match="named"):
+        await transport.publish("t" * 256, b"1", {})
+
+
+def test_server_listens_on_this_machine_only(rabbitmq_server: RabbitServer) -> None:
+    """Neither clients nor nodes of other machines may reach it: its password is known."""
+    listening = {
+        one.laddr.ip
+        for one in psutil.Process(rabbitmq_server.pid).net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1"}
 
 
 @pytest.mark.anyio

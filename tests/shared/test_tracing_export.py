@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, TraceIdRatioBased
 from prometheus_client import REGISTRY
 
@@ -133,3 +134,21 @@ def test_span_arrives_as_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (span.start_ns, span.end_ns) == (2_250_000_000, 2_250_000_000)
     assert span.attributes == {**facts, "error.type": "bad"}
     assert span.links == [(one.trace_id, one.span_id) for one in linked[:MOST_LINKS]]
+
+
+def test_spans_about_messages_name_the_broker() -> None:
+    kept = InMemorySpanExporter()
+    tracer = OtlpTracer(FACTS, ALWAYS_ON, kept, broker="rabbitmq")
+    install(tracer)
+    try:
+        message = {"messaging.operation.type": "send"}
+        record("publish", "producer", (1.0, 2.0), message, parent=new_trace())
+        record("infer", "internal", (1.0, 2.0), {"a": "b"}, parent=new_trace())
+    finally:
+        install(None)
+        tracer.close()
+    systems = {
+        span.name: (span.attributes or {}).get("messaging.system")
+        for span in kept.get_finished_spans()
+    }
+    assert systems == {"publish": "rabbitmq", "infer": None}

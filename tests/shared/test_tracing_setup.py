@@ -38,7 +38,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, collector: Collector) -> pytest
 
 
 def tracing(*, decides: bool = True) -> AbstractContextManager[None]:
-    return traced("penstock-test", project="p", region="r", decides=decides)
+    return traced("penstock-test", project="p", region="r", broker="b", decides=decides)
 
 
 def kept_share() -> float:
@@ -61,7 +61,7 @@ def test_without_an_endpoint_nothing_of_the_sdk_is_imported() -> None:
     code = (
         "import sys, api.__main__, workers.__main__, workers.functions.dependencies;"
         "from shared.tracing.setup import traced\n"
-        "with traced('penstock-test', project='p', region='r', decides=True):\n"
+        "with traced('penstock-test', project='p', region='r', broker='b', decides=True):\n"
         "    print(sorted(n for n in sys.modules if n.startswith(('opentelemetry.sdk.trace', "
         "'opentelemetry.exporter'))))"
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from shared.errors import BadInput, ConfigurationError, UndecodableMessage
-from shared.pubsub.names import WEBHOOKS_SUBSCRIPTION_ID, WEBHOOKS_TOPIC_ID
+from shared.topics import WEBHOOKS_SUBSCRIPTION_ID, WEBHOOKS_TOPIC_ID
 from shared.transport import SubscriptionSettings
 from shared.webhook_publisher import WebhookPublisher
 from shared.webhooks import (

@@ -16,11 +16,11 @@ from prometheus_client import REGISTRY
 
 from shared.message_encoding import encode_reply_body
 from shared.messages import ItemOutcome, Receipt, ReplyBody
-from shared.pubsub.names import WEBHOOKS_SUBSCRIPTION_ID, inbox_topic_id
 from shared.slo import ENDS
 from shared.stores.cache import ResultCache
 from shared.stores.records import LATE_LOOK_S
 from shared.tasks.embedding import EmbeddingResult
+from shared.topics import WEBHOOKS_SUBSCRIPTION_ID, inbox_topic_id
 from shared.webhooks import decode_webhook_event
 from tests.fakes import InMemoryTransport
 from tests.limits import PATIENCE, WAIT_LIMIT_S

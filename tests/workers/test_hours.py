@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from infra import bigquery
+from shared.usage.bigquery import BigQuerySender
 from shared.usage.worker_hour import HOUR_S, TABLE, WorkerHour
 from shared.usage.writer import RowWriter, fields_by_name
 from tests.limits import WAIT_LIMIT_S
@@ -175,11 +176,8 @@ async def test_bigquery_takes_hours_once(tmp_path: Path) -> None:
     times = ProcessTimes(clock)
     with server.running():
         async with RowWriter(
-            project=PROJECT,
-            dataset=DATASET,
-            endpoint=server.endpoint,
+            BigQuerySender(PROJECT, f"{DATASET}.{TABLE}", server.endpoint),
             spool_dir=tmp_path / "spool",
-            table=TABLE,
         ) as writer:
             sink = Sink()
             async with reports_of(times, sink):

@@ -331,14 +331,19 @@ def test_an_item_larger_than_a_halved_budget_runs_alone() -> None:
     assert joined(queue, []) == [large]
 
 
-def test_an_item_larger_than_the_whole_budget_runs_alone() -> None:
+def test_beside_an_item_larger_than_the_whole_budget_only_small_ones_join() -> None:
     queue = LaneQueue(100, max_items=4)
-    large, small = text(101), text(1)
-    queue.add(large)
-    queue.add(small)
-    assert joined(queue, []) == [large]
-    queue.batch_ended([large])
-    assert joined(queue, []) == [small]
+    oversized, half, small, late = text(101), text(50), text(20), text(10)
+    for queued in (oversized, small, late):
+        queue.add(queued)
+    assert joined(queue, []) == [oversized, small]
+    assert joined(queue, [oversized, small]) == []
+    queue.batch_ended([small])
+    assert joined(queue, [oversized]) == [late]
+    queue.add(half)
+    assert joined(queue, [oversized]) == []
+    queue.batch_ended([oversized])
+    assert joined(queue, []) == [half]
 
 
 def test_room_and_not_work_decides_who_joins() -> None:

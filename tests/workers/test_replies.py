@@ -9,9 +9,9 @@ import pytest
 
 from shared.blob import INLINE_LIMIT_BYTES
 from shared.catalog_entry import Replies
-from shared.pubsub.names import direct_id, inbox_topic_id, jobs_topic_id
 from shared.stores.objects import ObjectStore
 from shared.tasks.image import ImageResult
+from shared.topics import direct_id, inbox_topic_id, jobs_topic_id
 from shared.transport import SubscriptionSettings
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import MODEL, running_worker

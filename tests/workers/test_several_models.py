@@ -22,7 +22,12 @@ from shared.catalog import Model, read_catalog
 from shared.catalog_entry import Cache
 from shared.message_encoding import decode_reply, encode_job
 from shared.messages import Envelope, Item, Job, JobBody
-from shared.pubsub.names import (
+from shared.settings import WorkerSettings, read_settings
+from shared.stores.cache import ResultCache
+from shared.stores.objects import ObjectStore
+from shared.stores.records import Records
+from shared.tasks.embedding import EmbeddingResult, TextInput
+from shared.topics import (
     BATCH_FILTER,
     batch_subscription_id,
     inbox_topic_id,
@@ -30,11 +35,6 @@ from shared.pubsub.names import (
     slot_subscription_id,
     workers_subscription_id,
 )
-from shared.settings import WorkerSettings, read_settings
-from shared.stores.cache import ResultCache
-from shared.stores.objects import ObjectStore
-from shared.stores.records import Records
-from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.transport import SubscriptionSettings
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S

@@ -16,9 +16,9 @@ import pytest
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Cache, Generation, Price
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody
-from shared.pubsub.names import inbox_topic_id
 from shared.stores.record_state import record_id
 from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk
+from shared.topics import inbox_topic_id
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.speller import SpellerPreparer
 from tests.workers.worker_harness import WorkerHarness, running_worker

@@ -14,12 +14,12 @@ from infra.local.redis_server import RedisServer
 from shared.errors import ModelFailed
 from shared.message_encoding import encode_reply_body
 from shared.messages import ReplyBody, failure
-from shared.pubsub.names import (
+from shared.tasks.image import ImageResult
+from shared.topics import (
     WEBHOOKS_SUBSCRIPTION_ID,
     dead_letter_subscription_id,
     workers_subscription_id,
 )
-from shared.tasks.image import ImageResult
 from shared.transport import Message
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import (

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from shared.errors import Unavailable
-from shared.pubsub.names import (
+from shared.topics import (
     dead_letter_subscription_id,
     inbox_topic_id,
     jobs_topic_id,

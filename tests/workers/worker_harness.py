@@ -17,7 +17,13 @@ from shared.catalog_entry import Batch, Cache, Price
 from shared.errors import BadInput, Canceled, ModelFailed, PenstockError, Unavailable
 from shared.message_encoding import decode_reply, encode_job
 from shared.messages import Envelope, Item, Job, JobBody, Reply
-from shared.pubsub.names import (
+from shared.stores.cache import ResultCache
+from shared.stores.objects import ObjectStore
+from shared.stores.records import Records
+from shared.tasks import Input, Result
+from shared.tasks.embedding import EmbeddingResult, TextInput
+from shared.tasks.image import ImageResult
+from shared.topics import (
     BATCH_FILTER,
     INTERACTIVE_FILTER,
     WEBHOOKS_SUBSCRIPTION_ID,
@@ -30,12 +36,6 @@ from shared.pubsub.names import (
     slot_subscription_id,
     workers_subscription_id,
 )
-from shared.stores.cache import ResultCache
-from shared.stores.objects import ObjectStore
-from shared.stores.records import Records
-from shared.tasks import Input, Result
-from shared.tasks.embedding import EmbeddingResult, TextInput
-from shared.tasks.image import ImageResult
 from shared.tracing.context import TraceContext
 from shared.transport import SubscriptionSettings
 from shared.usage.row import Row

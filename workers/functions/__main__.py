@@ -12,11 +12,13 @@ from prometheus_client import generate_latest
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
 from shared.logs import configure_logs
+from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
 from shared.settings import read_settings
 from shared.tracing.setup import traced
 from workers.functions.consumer import FunctionConsumer, sources
 from workers.functions.dependencies import FunctionDependencies
+from workers.functions.queue_depths import QueueDepths
 from workers.functions.settings import FunctionSettings
 
 
@@ -29,7 +31,12 @@ def main() -> int:
                 "functions take messages from RabbitMQ only: Pub/Sub pushes them", field="broker"
             )
         configure_logs(settings.log_level, settings.project)
-        with traced("penstock-functions", project=settings.project, region=settings.region):
+        with traced(
+            "penstock-functions",
+            project=settings.project,
+            region=settings.region,
+            broker=settings.messaging_system,
+        ):
             asyncio.run(_run(settings))
     except ConfigurationError as error:
         print(f"penstock functions: {error.message}", file=sys.stderr)
@@ -43,16 +50,22 @@ async def _run(settings: FunctionSettings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     dependencies = FunctionDependencies(settings)
     handlers = {"dead_letter": dependencies.dead_letter, "webhook": dependencies.webhook}
-    wanted = sources(read_catalog(settings.models_file))
-    async with RabbitTransport(settings.project, settings.broker) as transport:
+    catalog = read_catalog(settings.models_file)
+    async with (
+        RabbitTransport(settings.project, settings.broker) as transport,
+        RabbitAdmin(settings.project, settings.broker) as admin,
+    ):
         consumer = FunctionConsumer(transport, handlers)
+        depths = asyncio.create_task(QueueDepths(admin, catalog).run())
         runner = web.AppRunner(_probes(consumer), access_log=None)
         await runner.setup()
         try:
-            async with consumer.running(wanted):
-                await web.TCPSite(runner, "0.0.0.0", settings.health_port).start()
+            async with consumer.running(sources(catalog)):
+                await web.TCPSite(runner, settings.health_host, settings.health_port).start()
                 await stopped.wait()
         finally:
+            depths.cancel()
+            await asyncio.wait([depths])
             await runner.cleanup()
             await dependencies.close()
 

@@ -9,15 +9,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from shared.catalog import Catalog
-from shared.pubsub.names import (
+from shared.rabbitmq.client import RabbitTransport
+from shared.rabbitmq.delays import delays_between
+from shared.rabbitmq.subscriber import QueueSubscription
+from shared.topics import (
     DEAD_LETTER_RETRY_S,
     WEBHOOK_RETRY_S,
     WEBHOOKS_SUBSCRIPTION_ID,
     dead_letter_push_subscription_id,
 )
-from shared.rabbitmq.client import RabbitTransport
-from shared.rabbitmq.delays import delays_between
-from shared.rabbitmq.subscriber import QueueSubscription
 from workers.functions.handler import Handler, handle_message
 
 MESSAGES_IN_HAND = 128
@@ -29,16 +29,18 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Source:
+class MessageSource:
+    """A queue, the function for its messages, and the pauses before they come again."""
+
     subscription_id: str
     function: str
     delays_s: tuple[float, ...]
 
 
-def sources(catalog: Catalog) -> list[_Source]:
+def sources(catalog: Catalog) -> list[MessageSource]:
     """The queues with the functions' messages."""
     dead_letters = [
-        _Source(
+        MessageSource(
             dead_letter_push_subscription_id(model.name),
             "dead_letter",
             delays_between(*DEAD_LETTER_RETRY_S),
@@ -46,7 +48,7 @@ def sources(catalog: Catalog) -> list[_Source]:
         for model in catalog.deployed
     ]
     return [
-        _Source(WEBHOOKS_SUBSCRIPTION_ID, "webhook", delays_between(*WEBHOOK_RETRY_S)),
+        MessageSource(WEBHOOKS_SUBSCRIPTION_ID, "webhook", delays_between(*WEBHOOK_RETRY_S)),
         *dead_letters,
     ]
 
@@ -72,7 +74,7 @@ class FunctionConsumer:
         )
 
     @asynccontextmanager
-    async def running(self, wanted: list[_Source]) -> AsyncIterator[None]:
+    async def running(self, wanted: list[MessageSource]) -> AsyncIterator[None]:
         """Takes messages while the block runs. What is in hand at its end is finished."""
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as taking:
             self._subscriptions = [

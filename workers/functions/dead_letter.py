@@ -29,10 +29,10 @@ from shared.errors import (
 )
 from shared.message_encoding import decode_job, decode_reply_body, encode_reply, encode_reply_body
 from shared.messages import Envelope, ItemError, Reply, ReplyBody, failure
-from shared.pubsub.names import WEBHOOKS_TOPIC_ID, dead_letter_topic_id
 from shared.salvage import salvage_envelope
 from shared.stores.record_state import Finish, record_id
 from shared.stores.records import Records
+from shared.topics import WEBHOOKS_TOPIC_ID, dead_letter_topic_id
 from shared.tracing.spans import STAGE, Attributes, span
 from shared.transport import Message, Publisher
 from shared.usage.row import Row, row_of
@@ -103,7 +103,6 @@ class DeadLetters:
             )
         facts: Attributes = {
             STAGE: "dead_letter",
-            "messaging.system": "gcp_pubsub",
             "messaging.operation.name": "process",
             "messaging.operation.type": "process",
             "messaging.message.id": message.message_id,

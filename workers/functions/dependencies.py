@@ -17,11 +17,11 @@ from shared.errors import Unavailable
 from shared.stores.records import Records
 from shared.stores.signed_urls import UrlSigner
 from shared.transport import Message
-from shared.usage.bigquery import Sender
 from shared.usage.row import Row
+from shared.usage.senders import TABLE, sender_of
 from shared.usage.spool import Fields
 from shared.usage.webhook_delivery import TABLE as WEBHOOK_DELIVERIES
-from shared.usage.writer import TABLE, fields_of
+from shared.usage.writer import fields_of
 from workers.functions.dead_letter import DeadLetters
 from workers.functions.deliveries import Deliveries
 from workers.functions.delivery_state import DeliveryState
@@ -118,15 +118,14 @@ class _Group:
 
 
 class RowTable:
-    """A table in BigQuery.
+    """A table of rows.
 
-    Unlike RowWriter it waits for BigQuery, because a function has no disk. Rows that come while
-    others are being sent go together with the next call.
+    Unlike RowWriter it waits until they are there, because a function has no disk. Rows that come
+    while others are being sent go together with the next call.
     """
 
     def __init__(self, settings: FunctionSettings, table: str = TABLE) -> None:
-        name = f"{settings.project}.{settings.dataset}.{table}"
-        self._sender = Sender(settings.project, name, settings.bigquery_endpoint)
+        self._sender = sender_of(settings, table)
         self._sending = asyncio.Lock()
         self._waiting = _Group()
 
@@ -135,10 +134,10 @@ class RowTable:
         await self.insert([fields_of(row) for row in rows])
 
     async def insert(self, rows: list[Fields]) -> None:
-        """Returns once BigQuery has `rows`. Rows that it refuses for good are logged.
+        """Returns once `rows` are safe. Those that are refused for good are logged.
 
         Raises:
-            Unavailable: it can't be said that it has them.
+            Unavailable: it can't be said that they are.
         """
         group = self._waiting
         group.rows += rows

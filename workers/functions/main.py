@@ -34,7 +34,14 @@ authenticator = PushAuthenticator(
 dependencies = FunctionDependencies(settings)
 # The framework does not tell a function of its end, but the interpreter does.
 traces = ExitStack()
-traces.enter_context(traced("penstock-functions", project=settings.project, region=settings.region))
+traces.enter_context(
+    traced(
+        "penstock-functions",
+        project=settings.project,
+        region=settings.region,
+        broker=settings.messaging_system,
+    )
+)
 atexit.register(traces.close)
 
 

@@ -27,6 +27,7 @@ class FunctionSettings(ReportSettings):
     """Signs links to results, as the API does."""
     webhook_secrets: str = ""
     """Keys of Standard Webhooks (`whsec_…`). During a rotation: new and old, comma-separated."""
+    health_host: str = "127.0.0.1"
     health_port: int = Field(8090, ge=0, le=65535)
     """Where a process that takes messages from RabbitMQ answers /readyz and /metrics."""
     webhooks_private: bool = False

@@ -20,7 +20,7 @@ from shared.canary.verdict import CanaryCounts
 from shared.catalog import Model
 from shared.errors import BadInput, Canceled, PenstockError, Unavailable, error_for_code
 from shared.messages import ItemOutcome
-from shared.pubsub.names import batch_subscription_id, workers_subscription_id
+from shared.topics import batch_subscription_id, workers_subscription_id
 from shared.transport import Publisher, Subscriber, Subscription
 from workers import metrics
 from workers.job import PulledJob

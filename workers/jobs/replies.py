@@ -8,8 +8,8 @@ import time
 from shared.errors import BadInput, PenstockError, UndecodableMessage
 from shared.message_encoding import encode_reply_body, reply_attributes
 from shared.messages import Envelope, ItemError, ReplyBody
-from shared.pubsub.names import dead_letter_topic_id
 from shared.salvage import salvage_envelope
+from shared.topics import dead_letter_topic_id
 from shared.tracing.context import read_attributes, set_current
 from shared.transport import Message, Publisher, Subscription
 from workers import metrics

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from shared.catalog import Model
 from shared.messages import ItemOutcome
-from shared.pubsub.names import batch_subscription_id, jobs_topic_id, workers_subscription_id
+from shared.topics import batch_subscription_id, jobs_topic_id, workers_subscription_id
 from shared.tracing.spans import STAGE, Attributes, SpanBlock, record, span
 from workers.job import PulledJob, Run
 
@@ -42,7 +42,6 @@ def reply_span(topic_id: str) -> SpanBlock:
     """The span of publishing a reply, below the current one."""
     facts: Attributes = {
         STAGE: "reply",
-        "messaging.system": "gcp_pubsub",
         "messaging.operation.name": "publish",
         "messaging.operation.type": "send",
         "messaging.destination.name": topic_id,
@@ -55,13 +54,12 @@ def _record_queue(pulled: PulledJob, model: str) -> None:
     subscription_of = batch_subscription_id if envelope.lane == "batch" else workers_subscription_id
     facts: Attributes = {
         STAGE: "queue",
-        "messaging.system": "gcp_pubsub",
         "messaging.operation.name": "receive",
         "messaging.operation.type": "receive",
         "messaging.destination.name": topic_id,
         "messaging.destination.subscription.name": subscription_of(model),
         "messaging.message.id": pulled.message.message_id,
-        "messaging.gcp_pubsub.message.delivery_attempt": envelope.attempt,
+        "penstock.attempt": envelope.attempt,
         "penstock.request_id": envelope.request_id,
         "penstock.tenant": envelope.tenant,
     }

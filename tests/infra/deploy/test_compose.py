@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from infra.row_archive.settings import RowArchiveSettings
 from shared.settings import ApiSettings, Settings, WorkerSettings
 from tests.infra.deploy.dockerfiles import image, run
 from workers.functions.settings import FunctionSettings
@@ -103,25 +105,34 @@ def over_rabbitmq(compose: dict[str, Any]) -> dict[str, Any]:
     return merged(compose, override)
 
 
-def follows_the_specification(file: Path) -> None:
-    checked = run(
+@pytest.fixture(scope="module")
+def with_archive(compose: dict[str, Any]) -> dict[str, Any]:
+    text = (FOLDER / "row-archive.yaml").read_text(encoding="utf-8")
+    return merged(compose, filled(yaml.safe_load(text), variables("example.env")))
+
+
+def validate(file: Path) -> subprocess.CompletedProcess[str]:
+    """What the schema of the Compose specification says of a file."""
+    return run(
         Path(sys.executable).parent / "check-jsonschema",
         *("--builtin-schema", "vendor.compose-spec"),
         file,
     )
-    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_file_follows_the_specification() -> None:
-    follows_the_specification(FOLDER / "compose.yaml")
+    checked = validate(FOLDER / "compose.yaml")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+@pytest.mark.parametrize("files", ["over_rabbitmq", "with_archive"])
 def test_files_together_follow_the_specification(
-    over_rabbitmq: dict[str, Any], tmp_path: Path
+    files: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     together = tmp_path / "compose.yaml"
-    together.write_text(yaml.safe_dump(over_rabbitmq))
-    follows_the_specification(together)
+    together.write_text(yaml.safe_dump(request.getfixturevalue(files)))
+    checked = validate(together)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_rabbitmq_takes_the_place_of_pubsub(over_rabbitmq: dict[str, Any]) -> None:
@@ -139,6 +150,31 @@ def test_rabbitmq_takes_the_place_of_pubsub(over_rabbitmq: dict[str, Any]) -> No
         Path(one["source"]) for one in services["rabbitmq"]["volumes"] if "source" in one
     ):
         assert (FOLDER / source).is_file()
+
+
+def test_rows_go_to_the_place_that_the_archive_reads(
+    with_archive: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services = with_archive["services"]
+    archive = services["row-archive"]
+    assert (
+        archive.items()
+        >= {
+            name: services["bigquery"][name]
+            for name in ("image", "user", "read_only", "cap_drop", "security_opt", "restart")
+        }.items()
+    )
+    given = archive["environment"]
+    for name in KINDS.keys() - {"provision"}:
+        assert services[name]["environment"]["PENSTOCK_ROWS_URL"] == given["PENSTOCK_ROWS_URL"]
+        assert archive["volumes"][0] in services[name]["volumes"]
+    for variable, value in given.items():
+        monkeypatch.setenv(variable, value)
+    settings = RowArchiveSettings()
+    assert f":{settings.health_port}/" in archive["healthcheck"]["test"][-1]
+    of_api = services["api"]["environment"]
+    assert settings.bigquery_endpoint == of_api["PENSTOCK_BIGQUERY_ENDPOINT"]
+    assert archive["entrypoint"] == ["python", "-m", "infra.row_archive"]
 
 
 def test_all_that_is_named_is_there(

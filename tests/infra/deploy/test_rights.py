@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shared.catalog import read_catalog
-from shared.pubsub.names import (
+from shared.topics import (
     WEBHOOKS_TOPIC_ID,
     batch_subscription_id,
     dead_letter_topic_id,

@@ -16,6 +16,7 @@ import yaml
 
 from infra.kubernetes.self_hosted import main, write_self_hosted
 from infra.kubernetes.site import SelfHostedSite, read_site
+from infra.row_archive.settings import RowArchiveSettings
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
 from shared.settings import ApiSettings, Settings, WorkerSettings
@@ -84,6 +85,16 @@ def over_rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Objects:
     return rendered(tmp_path_factory.mktemp("rabbitmq") / "site", broker=broker)
 
 
+@pytest.fixture(scope="module")
+def archived(tmp_path_factory: pytest.TempPathFactory) -> Objects:
+    """Rows in a bucket first, and every other server of our own."""
+    return rendered(
+        tmp_path_factory.mktemp("archived") / "site",
+        rows={"kind": "embedded", "archive": True},
+        objects=GIVEN["objects"],
+    )
+
+
 def pods_of(objects: Objects) -> dict[str, dict[str, Any]]:
     """Every pod by the name of what makes it."""
     found = of_kind(objects, "Deployment") | of_kind(objects, "StatefulSet")
@@ -129,6 +140,24 @@ def test_rabbitmq_is_reached_by_all_and_asked_by_functions(over_rabbitmq: Object
         "to": [{"ipBlock": {"cidr": "10.3.0.0/16"}}],
         "ports": [{"port": 5672, "protocol": "TCP"}],
     } in egress
+
+
+def test_rows_go_to_the_bucket_that_the_archive_reads(
+    archived: Objects, inside: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("api", "batches", "functions", "row-archive", *workers(archived)):
+        assert environment(archived, name)["PENSTOCK_ROWS_URL"] == "s3://penstock/objects/usage"
+    (container,) = pods_of(archived)["row-archive"]["containers"]
+    assert container["command"] == ["python", "-m", "infra.row_archive"]
+    assert {"secretRef": {"name": "penstock-s3"}} in container["envFrom"]
+    for variable, value in environment(archived, "row-archive").items():
+        monkeypatch.setenv(variable, value)
+    settings = RowArchiveSettings()
+    assert settings.health_port == container["ports"][0]["containerPort"]
+    assert allows(archived, "row-archive", "bigquery", 9050)
+    assert not allows(archived, "row-archive", "api", 8080)
+    assert "row-archive" not in pods_of(inside)
+    assert "PENSTOCK_ROWS_URL" not in environment(inside, "api")
 
 
 def test_days_of_reports_begin_where_the_site_says(tmp_path: Path) -> None:

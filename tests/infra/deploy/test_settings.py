@@ -12,9 +12,10 @@ import pytest
 
 from infra.local.ports import Ports
 from infra.local.stack import REPLACED_BY, Stack
+from infra.row_archive.settings import RowArchiveSettings
 from shared.catalog import read_catalog
-from shared.pubsub.names import direct_id, inbox_topic_id
 from shared.settings import ApiSettings, Settings, WorkerSettings
+from shared.topics import direct_id, inbox_topic_id
 from tests.infra.deploy.manifests import Objects, settings_of, workers
 from tests.infra.deploy.terraform import PROJECT, REGIONS, Plan, api_settings, function_settings
 from tests.limits import WAIT_LIMIT_S
@@ -22,7 +23,12 @@ from workers.functions.settings import FunctionSettings
 
 CATALOG = read_catalog(Path("models.yaml"))
 WRITTEN_IN = ("*.tf", "*.yaml", "*.sh", "*.md", "*Dockerfile*", "infra/*.py")
-ON_ONE_MACHINE = {"PENSTOCK_PUBSUB_ENDPOINT", "PENSTOCK_BIGQUERY_ENDPOINT", "PENSTOCK_BROKER"}
+ON_ONE_MACHINE = {
+    "PENSTOCK_PUBSUB_ENDPOINT",
+    "PENSTOCK_BIGQUERY_ENDPOINT",
+    "PENSTOCK_BROKER",
+    "PENSTOCK_ROWS_URL",
+}
 """Empty in the cloud: Google's own."""
 OF_TESTS = {"PENSTOCK_TEST_PATIENCE"}
 LEFT_ALONE: dict[type[Settings], set[str]] = {
@@ -168,7 +174,11 @@ def test_workers_are_given_all_that_they_must_be(objects: Objects) -> None:
 
 def test_no_setting_is_misspelt_anywhere() -> None:
     known = (
-        variables(ApiSettings) | variables(WorkerSettings) | variables(FunctionSettings) | OF_TESTS
+        variables(ApiSettings)
+        | variables(WorkerSettings)
+        | variables(FunctionSettings)
+        | variables(RowArchiveSettings)
+        | OF_TESTS
     )
     files = subprocess.run(
         ["git", "ls-files", "--", *WRITTEN_IN],

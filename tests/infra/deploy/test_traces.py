@@ -66,7 +66,9 @@ def test_process_accepts_what_terraform_sets(
         if "CREDENTIAL" not in name:
             monkeypatch.setenv(name, value or "")
     with ExitStack() as opened:
-        opened.enter_context(traced("penstock-api", project="p", region="r", decides=True))
+        opened.enter_context(
+            traced("penstock-api", project="p", region="r", broker="b", decides=True)
+        )
 
 
 def test_workers_get_the_variables_and_reach_the_collector(tmp_path: Path) -> None:

@@ -15,7 +15,13 @@ from shared.usage.charge import SHARED
 from tests.infra.monitoring.promql import asked_by, grafana_queries, queries
 from tests.limits import START_LIMIT_S
 
-MODULES = ("api.__main__", "api.batches.process", "workers.__main__", "workers.functions.main")
+MODULES = (
+    "api.__main__",
+    "api.batches.process",
+    "workers.__main__",
+    "workers.functions.main",
+    "infra.row_archive.__main__",
+)
 """What the processes of the product import at their start. That registers their metrics."""
 _DUMP = """
 import importlib, json, sys

@@ -7,11 +7,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from shared.errors import ConfigurationError
 
+_WHITESPACE = r"(\n[ \t]{0,40}|[ ]{0,2})"
+"""Between the parts of JSON: a new line with its indent, or up to two spaces. A model that repeats
+itself would write line after line until its tokens end.
+"""
 _OPTIONAL = frozenset({"generation_config.json", "tokenizer_config.json"})
 
 
@@ -94,6 +100,16 @@ class Vocabulary:
         return b"\xff" if not found and token in self._byte_ff else found
 
     @cached_property
+    def digits(self) -> NDArray[np.bool_]:
+        """Which tokens begin with a digit, [size] bool."""
+        return np.array([self.token_bytes(one)[:1].isdigit() for one in range(self.size)])
+
+    @cached_property
+    def zeros(self) -> NDArray[np.bool_]:
+        """Which tokens begin with the digit 0, [size] bool."""
+        return np.array([self.token_bytes(one)[:1] == b"0" for one in range(self.size)])
+
+    @cached_property
     def _byte_ff(self) -> frozenset[int]:
         """The tokens of the byte 0xff, which UTF-8 does not have: byte-level, and as a fallback."""
         named = (self.tokenizer.token_to_id(name) for name in ("\u00ff", "<0xFF>"))
@@ -105,9 +121,13 @@ class Vocabulary:
         Raises:
             ValueError: the schema is none, or has parts that are not supported.
         """
-        matcher = LLMatcher(
-            self._grammar_tokens, LLMatcher.grammar_from_json_schema(json_schema), log_level=0
-        )
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(
+                json_schema, overrides={"whitespace_pattern": _WHITESPACE}
+            )
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"the schema is no JSON object: {error}") from error
+        matcher = LLMatcher(self._grammar_tokens, grammar, log_level=0)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         return matcher

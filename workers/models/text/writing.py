@@ -10,6 +10,7 @@ from llguidance import LLMatcher
 from shared.errors import BadInput, ModelFailed
 from shared.tasks.text import FinishReason, GenerationResult, TokenChunk, TokenLogprob
 from workers.models.base import PreparedPrompt
+from workers.models.text.number_length import NumberLength
 from workers.models.text.sampling import Row, choose, largest, log_probabilities, penalize
 from workers.models.text.stops import StopFinder
 from workers.models.text.vocabulary import Vocabulary
@@ -35,6 +36,7 @@ class Writing:
         self._matcher = _matcher(item, vocabulary)
         if self._matcher is not None:
             self._mask = np.empty(-(-vocabulary.grammar_size // 32), np.uint32)
+        self._number = NumberLength()
         self.ids: list[int] = []
         self._text = ""
         self._logprobs = list(item.written_logprobs)
@@ -74,6 +76,14 @@ class Writing:
         allowed: Row = np.where(bits.view(np.bool_), logits, np.float32(-np.inf))
         if not np.isfinite(allowed.max()):
             raise ModelFailed(f"no token continues this JSON: {self._matcher.get_error()}")
+        return self._without_digits(allowed) if self._number.is_full else allowed
+
+    def _without_digits(self, allowed: Row) -> Row:
+        """What ends a long number. Where it can't end yet, as 0.000 above 0, no more zeros."""
+        for unwanted in (self._vocabulary.digits, self._vocabulary.zeros):
+            left: Row = np.where(unwanted, np.float32(-np.inf), allowed)
+            if np.isfinite(left.max()):
+                return left
         return allowed
 
     def add(self, token: int) -> None:
@@ -83,6 +93,8 @@ class Writing:
             raise ModelFailed(f"the text does not match its schema: {self._matcher.get_error()}")
         known = len(self._text)
         self._text += self._characters.decode(self._vocabulary.token_bytes(token))
+        if self._matcher is not None:
+            self._number.read(self._text[known:])
         ended = token in self._vocabulary.ends
         if ended or len(self.ids) >= self._item.max_tokens:
             self._text += self._characters.decode(b"", final=True)

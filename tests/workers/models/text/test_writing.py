@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -202,3 +203,30 @@ def test_any_bytes_become_the_same_text_in_pieces(folder: Path, data: st.DataObj
     writing.add(0)
     assert writing.result(1, 0).text == raw.decode(errors="replace")
     assert raw.decode(errors="replace").startswith(shown)
+
+
+ENDLESS = {
+    "number": {"type": "number"},
+    "integer": {"type": "integer"},
+    "above 0": {"type": "number", "exclusiveMinimum": 0, "maximum": 9.5},
+    "array": {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2},
+    "object": {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}
+    | {"additionalProperties": False},
+    "text of digits": {"type": "string", "minLength": 30, "maxLength": 30},
+}
+
+
+@pytest.mark.parametrize("liked", ["0", "7", "\n", " ", "\t", "-", "."])
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_json_of_a_model_that_repeats_itself_ends(folder: Path, kind: str, liked: str) -> None:
+    """It would write 0.000 or line after line until its tokens end."""
+    schema, vocabulary = ENDLESS[kind], Vocabulary(folder)
+    writing = Writing(tiny.prompt(PROMPT, 400, json_schema=json.dumps(schema)), vocabulary)
+    known = [vocabulary.token_bytes(token) for token in range(vocabulary.size)]
+    logits = np.array([9.0 * one.startswith(liked.encode()) for one in known], np.float32)
+    logits += vocabulary.digits + 0.5 * np.isin(known, [b"]", b"}", b",", b'"'])
+    logits[[*vocabulary.ends]] = -9.0
+    while writing.finish is None:
+        writing.write(logits)
+    assert writing.finish == "stop"
+    jsonschema.validate(json.loads(writing.result(5, 0).text), schema)

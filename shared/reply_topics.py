@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-from shared.pubsub.names import direct_id, inbox_topic_id, slot_filter, slot_subscription_id
+from shared.topics import direct_id, inbox_topic_id, slot_filter, slot_subscription_id
 from shared.transport import Admin, SubscriptionSettings
 
 

@@ -1,4 +1,4 @@
-"""The names of topics and subscriptions. Terraform and the local stack use the same names."""
+"""The ids of topics and subscriptions, on every broker. Terraform uses the same."""
 
 from __future__ import annotations
 
@@ -73,13 +73,3 @@ def slot_subscription_id(inbox: str, slot: int) -> str:
 def slot_filter(slot: int, slots: int) -> str:
     """Returns the filter of a slot. The only slot of an inbox needs none."""
     return "" if slots == 1 else f'attributes.slot = "{slot}"'
-
-
-def topic_path(project: str, topic_id: str) -> str:
-    """`projects/<project>/topics/<topic_id>`."""
-    return f"projects/{project}/topics/{topic_id}"
-
-
-def subscription_path(project: str, subscription_id: str) -> str:
-    """`projects/<project>/subscriptions/<subscription_id>`."""
-    return f"projects/{project}/subscriptions/{subscription_id}"

@@ -1,0 +1,58 @@
+"""What waits in the queues of RabbitMQ is a metric, and none is shown that is not known."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from prometheus_client import REGISTRY
+
+from infra.local.process import free_port
+from infra.local.provision import provision
+from infra.local.rabbitmq_server import RabbitServer
+from shared.catalog import read_catalog
+from shared.rabbitmq.admin import RabbitAdmin
+from shared.rabbitmq.client import RabbitTransport
+from shared.topics import jobs_topic_id, workers_subscription_id
+from tests.limits import WAIT_LIMIT_S
+from workers.functions.queue_depths import MESSAGES, QueueDepths
+
+CATALOG = read_catalog(Path("models.yaml"))
+MODEL = CATALOG.deployed[0].name
+
+
+def depth() -> float | None:
+    labels = {"subscription": workers_subscription_id(MODEL)}
+    return REGISTRY.get_sample_value("penstock_queue_messages", labels)
+
+
+@pytest.mark.anyio
+async def test_depth_is_what_nobody_has_in_hand(rabbitmq_server: RabbitServer) -> None:
+    project = f"depths-{uuid4().hex[:8]}"
+    async with (
+        asyncio.timeout(WAIT_LIMIT_S),
+        RabbitTransport(project, rabbitmq_server.url) as transport,
+        RabbitAdmin(project, rabbitmq_server.url) as admin,
+    ):
+        await provision(admin, CATALOG, 0, 1)
+        depths = QueueDepths(admin, CATALOG)
+        for _ in range(3):
+            await transport.publish(jobs_topic_id(MODEL), b"job", {"lane": "interactive"})
+        while depth() != 3:
+            await depths.look()
+        async with transport.subscribe(workers_subscription_id(MODEL), max_messages=2) as taken:
+            one = await anext(aiter(taken))
+            while depth() != 1:
+                await depths.look()
+            taken.ack(one)
+
+
+@pytest.mark.anyio
+async def test_no_depth_is_shown_while_the_broker_is_away() -> None:
+    MESSAGES.labels(workers_subscription_id(MODEL)).set(7)
+    nowhere = f"rabbitmq://guest:guest@127.0.0.1:{free_port()}/"
+    async with RabbitAdmin("depths", nowhere, timeout_s=0.3) as admin:
+        await QueueDepths(admin, CATALOG).look()
+    assert depth() is None
