@@ -14,6 +14,7 @@ import resource
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -22,16 +23,13 @@ from prometheus_client import REGISTRY
 
 from bench.report import Figure, Outcome
 from bench.row_sink import Counts
+from bench.row_traffic import BURST, RATE_PER_S, RowTraffic
 from infra.local.process import Process, free_port, listens
-from shared.catalog import Model
-from shared.catalog_entry import Batch, Price
-from shared.messages import Envelope, ItemOutcome, Receipt
 from shared.settings import SPOOL_MAX_BYTES
-from shared.usage.row import Row, row_of
+from shared.usage.bigquery import BigQuerySender
 from shared.usage.writer import RowWriter
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
-RATE_PER_S = 5000
 OUTAGE_S = 600
 BACKLOG = RATE_PER_S * OUTAGE_S
 STEADY_S = 20.0
@@ -42,18 +40,8 @@ MOST_BESIDE = 20_000_000
 CHUNK = 100_000
 MOST_UNSAFE = 5000
 """Rows that are not on disk yet. A worker takes no more jobs then, and neither does this."""
-BURST = 50
-"""Rows that are written in one turn of the event loop."""
 DRAIN_LIMIT_S = 1200.0
 MIB = 2**20
-MODEL = Model(
-    name="mini",
-    task="embedding",
-    source="local:x",
-    dimensions=1,
-    batch=Batch(max_tokens=64),
-    price=Price(per_million_tokens_usd=0.01),
-)
 
 
 def run(backlog: int = BACKLOG) -> Outcome:
@@ -78,30 +66,31 @@ class _Run:
         self._spool_dir = spool_dir
         self._backlog = backlog
         self._cores = cores
-        self._written = 0
-        self._tokens = 0
+        self._traffic = RowTraffic()
         self._unsafe = 0
 
     async def measure(self) -> Outcome:
-        writer = RowWriter(project="p", dataset="d", endpoint=self._url, spool_dir=self._spool_dir)
+        writer = RowWriter(BigQuerySender("p", "d.rows", self._url), spool_dir=self._spool_dir)
         os.sched_setaffinity(0, self._cores[:1])  # inherited by the writer's threads
         async with writer:
-            steady = await self._at_rate(writer, STEADY_S)
+            steady = await self._traffic.at_rate(writer, STEADY_S)
             await writer.flush(DRAIN_LIMIT_S)
-            before_mib = _resident_mib()
+            before_mib = resident_mib()
             await self._told("/away")
             outage_s = await self._as_fast_as_possible(writer)
-            disk_bytes, held_mib = self._disk_bytes(), _resident_mib()
+            disk_bytes, held_mib = folder_bytes(self._spool_dir), resident_mib()
             await self._told("/back")
             drained_s, of_drain = await self._drain(writer)
             pending = writer.pending
             found = await self._told("/counts")
-        lost = _metric("penstock_rows_lost_total")
+        lost = metric("penstock_rows_lost_total")
         return Outcome(
             [
-                Figure("rows that did not arrive", self._written - found.different, "", "<=", 0),
+                Figure(
+                    "rows that did not arrive", self._traffic.written - found.different, "", "<=", 0
+                ),
                 Figure("rows that wait at the end, or were given up", pending + lost, "", "<=", 0),
-                Figure("tokens that differ", abs(self._tokens - found.tokens), "", "<=", 0),
+                Figure("tokens that differ", abs(self._traffic.tokens - found.tokens), "", "<=", 0),
                 Figure("rows sent twice, for the view", found.rows - found.different, ""),
                 Figure(f"core at {RATE_PER_S} rows/s", 100 * steady, "%", "<=", 100),
                 Figure("writing and compressing in the outage", self._backlog / outage_s, "rows/s"),
@@ -110,9 +99,13 @@ class _Run:
                 Figure("memory for the outage", held_mib - before_mib, "MiB", "<=", 256),
                 Figure("drained", drained_s, "s"),
                 Figure("core while it drains", 100 * of_drain, "%"),
-                Figure("memory, most", _most_mib(), "MiB"),
+                Figure("memory, most", most_mib(), "MiB"),
             ],
-            {"backlog": self._backlog, "written": self._written, "outage_s": round(outage_s, 1)},
+            {
+                "backlog": self._backlog,
+                "written": self._traffic.written,
+                "outage_s": round(outage_s, 1),
+            },
         )
 
     async def _told(self, path: str) -> Counts:
@@ -120,35 +113,18 @@ class _Run:
             answer = await client.get(path)
         return msgspec.json.decode(answer.content, type=Counts)
 
-    async def _at_rate(self, writer: RowWriter, seconds: float) -> float:
-        """The part of the core that it takes, the making of the rows left out."""
-        began_s, began_cpu_s, made_cpu_s = time.monotonic(), time.process_time(), 0.0
-        while (elapsed_s := time.monotonic() - began_s) < seconds:
-            due = int(elapsed_s * RATE_PER_S)
-            written = 0
-            while due > 0 and written < min(BURST, due):
-                thread_s = time.thread_time()
-                row = self._row()
-                made_cpu_s += time.thread_time() - thread_s
-                writer.write(row)
-                written += 1
-            began_s += written / RATE_PER_S
-            seconds -= written / RATE_PER_S
-            await asyncio.sleep(0 if due > BURST else 0.002)
-        return (time.process_time() - began_cpu_s - made_cpu_s) / STEADY_S
-
     async def _as_fast_as_possible(self, writer: RowWriter) -> float:
         """The seconds that the rows of the outage take, compressing them included.
 
         The writer's thread has an outage of seconds to do what it has ten minutes for. So the rows
         wait for it now and then.
         """
-        began_s, until = time.monotonic(), self._written + self._backlog
-        while self._written < until:
+        began_s, until = time.monotonic(), self._traffic.written + self._backlog
+        while self._traffic.written < until:
             for _ in range(CHUNK // BURST):
                 for _ in range(BURST):
                     self._unsafe += 1
-                    writer.write(self._row(), self._is_safe)
+                    writer.write(self._traffic.row(), self._is_safe)
                 await asyncio.sleep(0 if self._unsafe < MOST_UNSAFE else 0.05)
             await asyncio.to_thread(self._until_packed)
         return time.monotonic() - began_s
@@ -165,50 +141,34 @@ class _Run:
     async def _drain(self, writer: RowWriter) -> tuple[float, float]:
         """Seconds until nothing waits, at first with new rows beside, and the part of the core."""
         began_s, began_cpu_s = time.monotonic(), time.process_time()
-        await self._at_rate(writer, STEADY_S)
+        await self._traffic.at_rate(writer, STEADY_S)
         await writer.flush(DRAIN_LIMIT_S)
         took_s = time.monotonic() - began_s
         return took_s, (time.process_time() - began_cpu_s) / took_s
 
-    def _disk_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self._spool_dir.iterdir())
 
-    def _row(self) -> Row:
-        """A row as a worker writes it, with all columns that it knows."""
-        number, now_s = self._written, time.time()
-        self._written += 1
-        tokens = 3 + number % 250
-        self._tokens += tokens
-        envelope = Envelope(
-            request_id=f"req_{number * 2654435761 % 2**64:032x}{number:08x}",
-            part=0,
-            model=MODEL.name,
-            tenant=f"tenant-{number % 20}",
-            deadline_s=now_s + 30,
-            received_at_s=now_s,
-            published_at_s=now_s,
-            api_instance="api-3f",
-            key_id="4fJ0aQz81LmN",
-            plan="team",
-            user_agent_family="openai-python",
-        )
-        ms = number * 7919 % 100_003 / 1009
-        receipt = Receipt("miss", now_s, now_s, now_s, ms, 2 * ms, 1 + number % 64, tokens)
-        facts = {"worker": "worker-" + "0" * 24, "device": "NVIDIA L4", "region": "europe-west4"}
-        outcome = ItemOutcome(0, "succeeded", receipt)
-        return row_of(envelope, outcome, MODEL, replied_at_s=now_s, device_share=0.25, **facts)
+def folder_bytes(folder: Path) -> int:
+    """What its files take. Those that go meanwhile are left out."""
+    found = 0
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            found += path.stat().st_size
+    return found
 
 
-def _metric(name: str) -> float:
+def metric(name: str) -> float:
+    """A metric of this process. 0 if it has no value."""
     return REGISTRY.get_sample_value(name) or 0.0
 
 
-def _resident_mib() -> float:
+def resident_mib() -> float:
+    """The memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / MIB
 
 
-def _most_mib() -> float:
+def most_mib() -> float:
+    """The most memory that this process had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

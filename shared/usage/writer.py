@@ -1,4 +1,4 @@
-"""Writes rows to a table of BigQuery in the background.
+"""Writes rows to a table in the background: of BigQuery, or of the object store.
 
 They are on disk at once, and removed there when sent.
 
@@ -6,7 +6,7 @@ They are on disk at once, and removed there when sent.
 process. A thread sends the rows, one segment at a time, with row_id as insertId. So BigQuery drops
 repeats (best effort), and the view `rows_deduplicated` always does. Rows that can't be sent stay.
 The thread also sends the rows that other processes left in the same folder. It is a thread, because
-Google's client is synchronous.
+Google's client is synchronous. Where rows go is the sender's matter (shared/usage/senders.py).
 """
 
 from __future__ import annotations
@@ -26,29 +26,23 @@ from prometheus_client import Counter, Gauge
 from shared.backoff import backoff
 from shared.errors import Unavailable
 from shared.settings import SPOOL_MAX_BYTES
-from shared.usage.bigquery import Sender
 from shared.usage.journal import BATCH_ROWS, FIRST_PAUSE_S, LONGEST_PAUSE_S, Journal
 from shared.usage.row import Row
 from shared.usage.row_batch import RowBatch
+from shared.usage.senders import RowSender
 from shared.usage.spool import Fields, Spool
 from shared.usage.worker_hour import WorkerHour
 
 log = logging.getLogger(__name__)
 
-TABLE = "rows"
 SENDERS = 4
 """Batches that are sent at the same time while there is a backlog.
 
 One insertAll takes BigQuery tens of milliseconds or more, and one after the other would make an
 outage of minutes last for hours.
 """
-LINGER_S = 1.0
-"""How long rows wait for more rows.
-
-One insertAll costs as much CPU as a request, and rows are not urgent.
-"""
 HURRY_S = 0.05
-"""The same where jobs wait for BigQuery, because the disk does not take their rows."""
+"""How long rows wait for more where jobs wait for them, because the disk does not take them."""
 CLOSE_S = 2.0
 """Limit of the last sends at close. A container has ten seconds for its whole shutdown."""
 COLUMNS = [
@@ -81,7 +75,7 @@ def fields_by_name(row: msgspec.Struct) -> Fields:
 class _Attempt(threading.Thread):
     """Sends one batch. A daemon, because a process ends while a request hangs."""
 
-    def __init__(self, sender: Sender, batch: RowBatch) -> None:
+    def __init__(self, sender: RowSender, batch: RowBatch) -> None:
         super().__init__(name="rows-sending", daemon=True)
         self.batch = batch
         self.refused: list[tuple[Fields, str]] = []
@@ -104,29 +98,19 @@ _open_writers: list[RowWriter] = []
 
 
 class RowWriter:
-    """Writes rows to `project.dataset.table`.
+    """Writes rows to the table of a sender.
 
     Args:
-        project: the project of the dataset.
-        dataset: the dataset id.
-        endpoint: URL of an embedded BigQuery. Empty for Google's.
+        sender: where they go. Each table has a writer and a folder of its own, so that one that is
+            not there keeps no rows of another one waiting.
         spool_dir: the folder of rows on disk. Processes may share it.
         spool_max_bytes: limit of rows without a living owner. Above it new rows stay in memory.
-        table: which table. Each has a writer and a folder of its own, so that one that is not there
-            keeps no rows of another one waiting.
     """
 
     def __init__(
-        self,
-        *,
-        project: str,
-        dataset: str,
-        endpoint: str,
-        spool_dir: Path,
-        spool_max_bytes: int = SPOOL_MAX_BYTES,
-        table: str = TABLE,
+        self, sender: RowSender, *, spool_dir: Path, spool_max_bytes: int = SPOOL_MAX_BYTES
     ) -> None:
-        self._sender = Sender(project, f"{project}.{dataset}.{table}", endpoint)
+        self._sender = sender
         self._spool = Spool(spool_dir, spool_max_bytes)
         self._journal = Journal(self._spool)
         self._flushes = 0
@@ -270,7 +254,7 @@ class RowWriter:
             changed.notify_all()  # for callers of flush
             # Bounded, so that segments another process left behind are found in time too.
             changed.wait_for(lambda: journal.waiting or self._is_hurried, LONGEST_PAUSE_S)
-            changed.wait_for(lambda: journal.is_full or self._is_hurried, LINGER_S)
+            changed.wait_for(lambda: journal.is_full or self._is_hurried, self._sender.linger_s)
             if journal.is_short_of_disk:
                 changed.wait_for(lambda: self._is_hurried, HURRY_S)
 

@@ -13,6 +13,7 @@ from google.cloud import bigquery
 
 from infra.bigquery import create
 from infra.local.process import Process, free_port, listens
+from shared.usage.bigquery import BigQuerySender
 from shared.usage.row import Row
 from shared.usage.writer import RowWriter
 from tests.limits import START_LIMIT_S
@@ -54,9 +55,11 @@ class Server:
 
 
 def writer(server: Server, spool_dir: Path) -> RowWriter:
-    return RowWriter(
-        project=PROJECT, dataset=DATASET, endpoint=server.endpoint, spool_dir=spool_dir
-    )
+    return writer_to(server.endpoint, spool_dir)
+
+
+def writer_to(endpoint: str, spool_dir: Path, table: str = "rows") -> RowWriter:
+    return RowWriter(BigQuerySender(PROJECT, f"{DATASET}.{table}", endpoint), spool_dir=spool_dir)
 
 
 def row(number: int, **fields: object) -> Row:

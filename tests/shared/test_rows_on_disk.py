@@ -17,9 +17,8 @@ from prometheus_client import REGISTRY
 
 from infra.local.process import free_port
 from shared.usage.spool import Spool
-from shared.usage.writer import RowWriter
 from tests.limits import WAIT_LIMIT_S
-from tests.shared.embedded_bigquery import DATASET, PROJECT, Server, row, segments, writer
+from tests.shared.embedded_bigquery import Server, row, segments, writer, writer_to
 
 pytestmark = pytest.mark.anyio
 
@@ -29,13 +28,10 @@ SAFE_ROWS = 700
 WRITES_UNTIL_KILLED = """
 import asyncio, sys
 from pathlib import Path
-from shared.usage.writer import RowWriter
-from tests.shared.embedded_bigquery import DATASET, PROJECT, row
+from tests.shared.embedded_bigquery import row, writer_to
 
 async def main(endpoint: str, spool_dir: str) -> None:
-    async with RowWriter(
-        project=PROJECT, dataset=DATASET, endpoint=endpoint, spool_dir=Path(spool_dir)
-    ) as rows:
+    async with writer_to(endpoint, Path(spool_dir)) as rows:
         number = 0
         while True:
             for number in range(number, number + 16):
@@ -106,9 +102,7 @@ async def test_rows_said_to_be_safe_survive_sigkill(server: Server, tmp_path: Pa
 async def test_rows_of_a_living_process_are_left_to_it(server: Server, tmp_path: Path) -> None:
     number, nowhere = unused(), f"http://127.0.0.1:{free_port()}"
     spool_dir = tmp_path / "spool"
-    async with RowWriter(
-        project=PROJECT, dataset=DATASET, endpoint=nowhere, spool_dir=spool_dir
-    ) as owner:
+    async with writer_to(nowhere, spool_dir) as owner:
         owner.write(row(number))
         async with writer(server, spool_dir) as other:
             assert other.pending == 0
@@ -176,9 +170,7 @@ async def test_rows_wait_in_memory_while_neither_works_and_go_to_whichever_is_fi
     spool_dir.write_text("no folder")
     nowhere = f"http://127.0.0.1:{free_port()}"
     number = unused()
-    async with RowWriter(
-        project=PROJECT, dataset=DATASET, endpoint=nowhere, spool_dir=spool_dir
-    ) as rows:
+    async with writer_to(nowhere, spool_dir) as rows:
         safe = asyncio.Event()
         rows.write(row(number), safe.set)
         assert not await rows.flush(0.3)
@@ -201,9 +193,7 @@ async def test_rows_beyond_the_bound_of_memory_are_given_up_and_counted_unless_a
     before = metric("penstock_rows_lost_total")
     with socket.create_server(("127.0.0.1", 0)) as hung:  # takes connections and never answers
         nowhere = f"http://127.0.0.1:{hung.getsockname()[1]}"
-        async with RowWriter(
-            project=PROJECT, dataset=DATASET, endpoint=nowhere, spool_dir=spool_dir
-        ) as rows:
+        async with writer_to(nowhere, spool_dir) as rows:
             for _ in range(60):
                 rows.write(row(unused()))
             for _ in range(5):
@@ -281,9 +271,7 @@ async def test_pending_rows_are_measured(tmp_path: Path) -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
     spool_dir = tmp_path / "spool"
     for more in range(2):
-        async with RowWriter(
-            project=PROJECT, dataset=DATASET, endpoint=nowhere, spool_dir=spool_dir
-        ) as rows:
+        async with writer_to(nowhere, spool_dir) as rows:
             rows.write(row(more))
             on_disk = sum(path.stat().st_size for path in spool_dir.glob("*.segment"))
             assert metric("penstock_rows_pending") == rows.pending == more + 1

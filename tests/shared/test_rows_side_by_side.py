@@ -13,9 +13,9 @@ import pytest
 
 from infra.local.process import free_port
 from shared.usage.journal import BATCH_ROWS
-from shared.usage.writer import SENDERS, RowWriter
+from shared.usage.writer import SENDERS
 from tests.limits import WAIT_LIMIT_S
-from tests.shared.embedded_bigquery import DATASET, PROJECT, row
+from tests.shared.embedded_bigquery import row, writer_to
 
 pytestmark = pytest.mark.anyio
 
@@ -66,10 +66,6 @@ class Slow:
             finally:
                 server.shutdown()
                 thread.join()
-
-
-def writer_to(endpoint: str, spool_dir: Path) -> RowWriter:
-    return RowWriter(project=PROJECT, dataset=DATASET, endpoint=endpoint, spool_dir=spool_dir)
 
 
 @pytest.mark.parametrize("failing", [None, 0, BATCH_ROWS * (SENDERS - 1)])

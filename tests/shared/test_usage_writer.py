@@ -17,9 +17,17 @@ from infra.bigquery import create, schema
 from shared.usage.journal import BATCH_ROWS
 from shared.usage.row import Row
 from shared.usage.worker_hour import WorkerHour
-from shared.usage.writer import RowWriter, fields_of
+from shared.usage.writer import fields_of
 from tests.limits import WAIT_LIMIT_S
-from tests.shared.embedded_bigquery import DATASET, PROJECT, Server, row, segments, writer
+from tests.shared.embedded_bigquery import (
+    DATASET,
+    PROJECT,
+    Server,
+    row,
+    segments,
+    writer,
+    writer_to,
+)
 
 pytestmark = pytest.mark.anyio
 HOUR = WorkerHour(
@@ -215,13 +223,7 @@ async def test_table_that_is_missing_keeps_no_other_rows_waiting(
     server: Server, tmp_path: Path
 ) -> None:
     """A worker of a new release starts before the table of hours is there."""
-    hours = RowWriter(
-        project=PROJECT,
-        dataset=DATASET,
-        endpoint=server.endpoint,
-        spool_dir=tmp_path / "hours",
-        table="worker_hours",
-    )
+    hours = writer_to(server.endpoint, tmp_path / "hours", "worker_hours")
     with server.running():
         with server.client() as client:
             client.delete_table(f"{DATASET}.worker_hours")
@@ -233,13 +235,7 @@ async def test_table_that_is_missing_keeps_no_other_rows_waiting(
         assert segments(tmp_path / "hours") == 1
         with server.client() as client:
             create(client, DATASET)
-        again = RowWriter(
-            project=PROJECT,
-            dataset=DATASET,
-            endpoint=server.endpoint,
-            spool_dir=tmp_path / "hours",
-            table="worker_hours",
-        )
+        again = writer_to(server.endpoint, tmp_path / "hours", "worker_hours")
         async with again:
             assert await again.flush(WAIT_LIMIT_S)
         query = f"SELECT row_id FROM {DATASET}.worker_hours WHERE hour > TIMESTAMP '2020-01-01'"

@@ -1,0 +1,95 @@
+"""Loads Parquet files into BigQuery, by jobs with names, so that none is loaded twice."""
+
+from __future__ import annotations
+
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from infra.row_archive.parquet import partition_column
+from shared.errors import Unavailable
+from shared.reports.runner import translated_errors
+from shared.usage.bigquery import open_client
+
+LOAD_LIMIT_S = 120.0
+TRIES = 100
+"""Names of a job. The name of a job that failed is taken too."""
+
+
+class RowLoader(Protocol):
+    """Puts files into tables. Calls block."""
+
+    def load(self, table: str, path: Path, name: str) -> None:
+        """Returns once the table has the rows of a file. A name that was loaded is left alone.
+
+        Raises:
+            Unavailable: it can't be said that it has them.
+        """
+        ...
+
+
+class BigQueryLoader:
+    """Load jobs by Google's client.
+
+    Args:
+        project: of the data set.
+        dataset: its id.
+        endpoint: URL of an embedded BigQuery. Empty for Google's.
+    """
+
+    def __init__(self, project: str, dataset: str, endpoint: str) -> None:
+        self._project = project
+        self._dataset = dataset
+        self._endpoint = endpoint
+
+    def load(self, table: str, path: Path, name: str) -> None:
+        """See RowLoader. BigQuery knows the names of jobs for six months.
+
+        The embedded one knows them until it ends. What it then loads again, the views drop.
+        """
+        from google.api_core.exceptions import GoogleAPICallError
+
+        with translated_errors(), closing(open_client(self._project, self._endpoint)) as client:
+            for number in range(TRIES):
+                job, is_new = self._start(client, table, path, f"rows-{table}-{name}-{number}")
+                if is_new:
+                    job.result(retry=None, timeout=LOAD_LIMIT_S)
+                    return
+                with suppress(GoogleAPICallError):  # an earlier process started it, and it failed
+                    job.result(retry=None, timeout=LOAD_LIMIT_S)
+                    return
+        raise Unavailable(f"BigQuery: {TRIES} loads of {name} have failed")
+
+    def days(self, table: str) -> dict[str, int]:
+        """Returns how many different rows a table has, by day (`2026-11-23`, UTC).
+
+        Raises:
+            Unavailable: BigQuery is out of reach.
+        """
+        column = partition_column(table)
+        sql = (
+            f"SELECT FORMAT_TIMESTAMP('%F', {column}) AS day, COUNT(DISTINCT row_id)"
+            f" FROM `{self._dataset}.{table}` WHERE {column} >= TIMESTAMP '2000-01-01' GROUP BY day"
+        )
+        with translated_errors(), closing(open_client(self._project, self._endpoint)) as client:
+            return {row[0]: row[1] for row in client.query(sql, timeout=LOAD_LIMIT_S).result()}
+
+    def _start(self, client: Any, table: str, path: Path, job_id: str) -> tuple[Any, bool]:
+        """Returns the job of this name, and whether this call has started it."""
+        from google.api_core.exceptions import Conflict
+        from google.cloud.bigquery import LoadJobConfig
+
+        config = LoadJobConfig(source_format="PARQUET", write_disposition="WRITE_APPEND")
+        try:
+            with path.open("rb") as file:
+                job = client.load_table_from_file(
+                    file,
+                    f"{self._project}.{self._dataset}.{table}",
+                    job_id=job_id,
+                    job_config=config,
+                    num_retries=0,
+                    timeout=LOAD_LIMIT_S,
+                )
+        except Conflict:
+            return client.get_job(job_id, retry=None, timeout=LOAD_LIMIT_S), False
+        return job, True

@@ -1,0 +1,112 @@
+"""Rows as Parquet, by DuckDB: lines of JSON become files, and several files become one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import duckdb
+
+from infra.bigquery import schema, table_options
+
+_SQL_TYPES = {
+    "STRING": "VARCHAR",
+    "INTEGER": "BIGINT",
+    "FLOAT": "DOUBLE",
+    "BOOLEAN": "BOOLEAN",
+    "TIMESTAMP": "DOUBLE",
+}
+_MEMORY = "512MB"
+_OPTIONS = "FORMAT parquet, COMPRESSION zstd"
+
+
+def partition_column(table: str) -> str:
+    """The TIMESTAMP column whose day, in UTC, says where a row is."""
+    return str(table_options(table)["timePartitioning"]["field"])
+
+
+class ParquetFiles(NamedTuple):
+    """The rows of some lines."""
+
+    whole: Path
+    """All of them."""
+    by_day: dict[str, Path]
+    """The same by their days, as `2026-11-23`."""
+
+
+def parquet_of_lines(table: str, lines: Path, folder: Path) -> ParquetFiles:
+    """Writes a Parquet file of all rows, and one for each day. Equal rows are written once.
+
+    Args:
+        table: whose rows.
+        lines: a file of JSON lines that were checked.
+        folder: where the files go.
+    """
+    columns = {field["name"]: _SQL_TYPES[field["type"]] for field in schema(table)}
+    read = f"read_json({_text(lines)}, format = 'newline_delimited', columns = {columns})"
+    chosen = ", ".join(
+        f'make_timestamptz(round("{name}" * 1e6)::BIGINT) AS "{name}"'
+        if field["type"] == "TIMESTAMP"
+        else f'"{name}"'
+        for field in schema(table)
+        for name in [field["name"]]
+    )
+    day = f"strftime(\"{partition_column(table)}\" AT TIME ZONE 'UTC', '%Y-%m-%d')"
+    with _connected(folder) as connection:
+        connection.execute(f"CREATE TABLE found AS SELECT DISTINCT {chosen} FROM {read}")
+        days = connection.execute(f"SELECT DISTINCT {day} AS day FROM found ORDER BY day")
+        files = {found: folder / f"{found}.parquet" for (found,) in days.fetchall()}
+        for found, path in files.items():
+            connection.execute(
+                f"COPY (SELECT * FROM found WHERE {day} = ?) TO {_text(path)} ({_OPTIONS})", [found]
+            )
+        if len(files) == 1:
+            return ParquetFiles(next(iter(files.values())), files)
+        whole = folder / "whole.parquet"
+        connection.execute(f"COPY found TO {_text(whole)} ({_OPTIONS})")
+    return ParquetFiles(whole, files)
+
+
+def merge(files: Sequence[Path], merged: Path) -> int:
+    """Makes one file of several, which may be of several releases. Equal rows are written once.
+
+    Args:
+        files: of one table and day.
+        merged: the file to make, in a folder where DuckDB may keep temporary files.
+
+    Returns:
+        How many rows it has.
+    """
+    with _connected(merged.parent) as connection:
+        connection.execute(
+            f"COPY (SELECT DISTINCT * FROM {_read(files)}) TO {_text(merged)} ({_OPTIONS})"
+        )
+        (rows,) = connection.execute(f"SELECT count(*) FROM {_text(merged)}").fetchone() or (0,)
+    return int(rows)
+
+
+def different_rows(files: Sequence[Path]) -> int:
+    """Returns how many rows some files have, with each row_id counted once."""
+    if not files:
+        return 0
+    with _connected(files[0].parent) as connection:
+        query = f"SELECT count(DISTINCT row_id) FROM {_read(files)}"
+        (rows,) = connection.execute(query).fetchone() or (0,)
+    return int(rows)
+
+
+def _read(files: Sequence[Path]) -> str:
+    return f"read_parquet([{', '.join(map(_text, files))}], union_by_name = true)"
+
+
+def _connected(folder: Path) -> duckdb.DuckDBPyConnection:
+    spilled = folder / "spilled"
+    config = {"memory_limit": _MEMORY, "threads": 2, "temp_directory": str(spilled)}
+    connection = duckdb.connect(config=config)
+    connection.execute("SET TimeZone = 'UTC'")
+    return connection
+
+
+def _text(path: Path) -> str:
+    return "'" + str(path).replace("'", "''") + "'"

@@ -1,0 +1,148 @@
+"""What the archive loads into BigQuery is what insertAll writes there, to the last report."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import duckdb
+import pytest
+from google.cloud import bigquery
+
+from infra import bigquery as tables
+from infra.row_archive.archive import RowArchive
+from infra.row_archive.days import ArchivedDays
+from infra.row_archive.loads import BigQueryLoader
+from shared.errors import Unavailable
+from shared.reports.definitions import reports
+from shared.reports.question import ReportQuestion
+from shared.reports.runner import ReportRunner
+from shared.stores.objects import ObjectStore
+from shared.usage.bigquery import BigQuerySender
+from shared.usage.object_rows import ObjectSender
+from shared.usage.spool import Fields
+from tests.infra.bigquery.connecting import connected, rows_of
+from tests.infra.reports import generated
+from tests.infra.row_archive.stores import archive_all
+
+SENT_TOGETHER = 500
+DIRECT, ARCHIVED = "direct", "archived"
+
+
+class Both(NamedTuple):
+    """Two data sets that were given the same rows in two ways."""
+
+    client: bigquery.Client
+    endpoint: str
+    url: str
+
+
+def as_sent(row: Fields) -> Fields:
+    """The row as writers send it: times are Unix seconds."""
+    return {
+        name: value.timestamp() if isinstance(value, dt.datetime) else value
+        for name, value in row.items()
+        if value is not None
+    }
+
+
+@pytest.fixture(scope="module")
+def both(bigquery_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    url = f"file://{tmp_path_factory.mktemp('objects')}"
+    # Each row_id once: insertAll drops the second within a minute, whatever is in it.
+    rows = list({row["row_id"]: as_sent(row) for row in generated.rows(requests=400)}.values())
+    with connected(bigquery_endpoint, f"p-{uuid.uuid4().hex[:12]}") as client:
+        for dataset in (DIRECT, ARCHIVED):
+            tables.create(client, dataset)
+        direct = BigQuerySender(client.project, f"{DIRECT}.rows", bigquery_endpoint)
+        stored = ObjectSender(url, "rows")
+        for first in range(0, len(rows), SENT_TOGETHER):
+            for sender in (direct, stored):
+                assert sender.send(rows[first : first + SENT_TOGETHER]) == []
+        loader = BigQueryLoader(client.project, ARCHIVED, bigquery_endpoint)
+        asyncio.run(archive_all(RowArchive(ObjectStore(url), "rows", loader)))
+        yield Both(client, bigquery_endpoint, url)
+
+
+def all_rows(client: bigquery.Client, dataset: str) -> list[tuple[object, ...]]:
+    query = f"SELECT * FROM {dataset}.rows WHERE received_at >= TIMESTAMP '2000-01-01'"
+    return rows_of(client, f"{query} ORDER BY row_id")
+
+
+def test_tables_have_the_same_rows(both: Both) -> None:
+    direct = all_rows(both.client, DIRECT)
+    assert len(direct) > 400
+    assert all_rows(both.client, ARCHIVED) == direct
+
+
+def test_every_report_says_the_same(both: Both) -> None:
+    question = ReportQuestion(generated.FIRST, generated.AFTER, "Europe/Berlin")
+    direct, archived = (ReportRunner(both.client, dataset) for dataset in (DIRECT, ARCHIVED))
+    for report in reports().values():
+        wanted, found = direct.run(report, question), archived.run(report, question)
+        assert found.heads == wanted.heads
+        assert [list(row) for row in found.rows] == list(map(about, wanted.rows)), report.name
+
+
+def about(row: tuple[object, ...]) -> list[object]:
+    """The row with room for the last digits of sums, which differ by the order of rows."""
+    return [pytest.approx(value, abs=2e-9) if isinstance(value, float) else value for value in row]
+
+
+def test_file_is_loaded_once_by_its_name(both: Both, tmp_path: Path) -> None:
+    loader = BigQueryLoader(both.client.project, ARCHIVED, both.endpoint)
+    path = tmp_path / "hours.parquet"
+    columns = ", ".join(
+        f"{'now()' if one['type'] == 'TIMESTAMP' else 1}::{TYPES[one['type']]} AS {one['name']}"
+        for one in tables.schema("worker_hours")
+    )
+    duckdb.sql(f"COPY (SELECT {columns}) TO '{path}' (FORMAT parquet)")
+    for _ in range(2):
+        loader.load("worker_hours", path, "one")
+    loader.load("worker_hours", path, "another")
+    query = f"SELECT COUNT(*) FROM {ARCHIVED}.worker_hours WHERE hour >= TIMESTAMP '2000-01-01'"
+    assert rows_of(both.client, query) == [(2,)]
+
+
+TYPES = {
+    "STRING": "VARCHAR",
+    "INTEGER": "BIGINT",
+    "FLOAT": "DOUBLE",
+    "BOOLEAN": "BOOLEAN",
+    "TIMESTAMP": "TIMESTAMPTZ",
+}
+
+
+def test_load_that_failed_is_tried_again_under_the_same_name(both: Both, tmp_path: Path) -> None:
+    """The table is made after the archive has started."""
+    dataset = f"late_{uuid.uuid4().hex[:8]}"
+    both.client.create_dataset(dataset)
+    objects, loader = (
+        ObjectStore(both.url),
+        BigQueryLoader(both.client.project, dataset, both.endpoint),
+    )
+    both.client.create_table(
+        bigquery.Table(
+            f"{both.client.project}.{dataset}.rows", [bigquery.SchemaField("other", "STRING")]
+        )
+    )
+    days = ArchivedDays(objects, "rows")
+    with pytest.raises(Unavailable, match="BigQuery"):
+        asyncio.run(days.restore(loader, {}, "2026-10-06", "2026-10-06"))
+    both.client.delete_table(f"{dataset}.rows")
+    tables.create(both.client, dataset)
+    assert asyncio.run(days.restore(loader, {}, "2026-10-06", "2026-10-06")) == ["2026-10-06"]
+    found = loader.days("rows")
+    assert list(found) == ["2026-10-06"]
+    assert asyncio.run(days.restore(loader, found, "2026-10-06", "2026-10-06")) == []
+
+
+def test_bigquery_that_is_away_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    path.write_bytes(b"PAR1")
+    with pytest.raises(Unavailable, match="BigQuery"):
+        BigQueryLoader("p", "d", "http://127.0.0.1:1").load("rows", path, "one")
