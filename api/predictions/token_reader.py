@@ -16,27 +16,54 @@ from shared.stores.token_streams import READER_S, Tokens, TokenStreams
 
 READ_EVERY_S = 0.05
 """Workers write as often."""
+SURE_SHARE = 0.8
+"""Of the time between tokens: before it has passed, nobody looks for the next ones."""
+LONGEST_GAP_S = 0.5
+"""A model that is slower than this is read as if it were not."""
 MOST_IN_A_ROUND_TRIP = 128
 
 log = logging.getLogger(__name__)
 
 
+class ReadPace:
+    """When to look for the next tokens of an item: shortly before they may be there.
+
+    The shorter of the last two gaps counts, so a model that waited once is read as before.
+    """
+
+    def __init__(self) -> None:
+        self._found_s: float | None = None
+        self._gaps_s = (0.0, 0.0)
+
+    def found(self, now_s: float) -> None:
+        """Notes that there were tokens."""
+        if self._found_s is not None:
+            self._gaps_s = (self._gaps_s[1], now_s - self._found_s)
+        self._found_s = now_s
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether it is time to look."""
+        pause_s = SURE_SHARE * min(*self._gaps_s, LONGEST_GAP_S)
+        return self._found_s is None or now_s >= self._found_s + pause_s
+
+
 class _Reader:
-    """One item that is read along. `found` waits to be taken."""
+    """One item that is read along. `tokens` wait to be taken."""
 
     def __init__(self, record: str, item: int, has_news: asyncio.Event) -> None:
         self.record = record
         self.item = item
         self.has_news = has_news
         self.end = 0
-        self.found: Tokens | None = None
+        self.tokens: Tokens | None = None
+        self.pace = ReadPace()
 
     def take(self) -> Tokens | None:
         """What was found since the last call."""
-        found, self.found = self.found, None
-        if found is not None and found.chunks:
-            self.end = found.chunks[-1].end
-        return found
+        tokens, self.tokens = self.tokens, None
+        if tokens is not None and tokens.chunks:
+            self.end = tokens.chunks[-1].end
+        return tokens
 
 
 class TokenReader:
@@ -84,7 +111,7 @@ class TokenReader:
     async def _read_all(self) -> None:
         while self._readers:
             began_s = time.monotonic()
-            due = [reader for reader in self._readers if reader.found is None]
+            due = [one for one in self._readers if not one.tokens and one.pace.is_due(began_s)]
             for first in range(0, len(due), MOST_IN_A_ROUND_TRIP):
                 await self._read(due[first : first + MOST_IN_A_ROUND_TRIP])
             await asyncio.sleep(max(0.0, began_s + READ_EVERY_S - time.monotonic()))
@@ -96,9 +123,11 @@ class TokenReader:
         except Unavailable as error:
             log.debug("tokens could not be read", extra={"reason": error.message})
             return
+        now_s = time.monotonic()
         for reader, tokens in zip(due, found, strict=True):
             if tokens.chunks or tokens.is_over:
-                reader.found = tokens
+                reader.pace.found(now_s)
+                reader.tokens = tokens
                 reader.has_news.set()
 
     async def _mark(self, records: set[str]) -> None:

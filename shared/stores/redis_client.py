@@ -272,6 +272,11 @@ class Commands:
         return answers
 
     async def _pipelined(self, commands: list[tuple[Argument, ...]]) -> list[Any]:
+        if len(commands) == 1:  # a pipeline of one takes more CPU than the command
+            try:
+                return [await self._link.client.execute_command(*commands[0])]
+            except ResponseError as refusal:
+                return [refusal]
         pipeline = self._link.client.pipeline(transaction=False)
         for words in commands:
             pipeline.execute_command(*words)

@@ -1,0 +1,57 @@
+"""When an API instance looks for the next tokens of a text."""
+
+from __future__ import annotations
+
+import pytest
+
+from api.predictions.token_reader import LONGEST_GAP_S, READ_EVERY_S, ReadPace
+
+
+def looks(pace: ReadPace, tokens_s: list[float]) -> tuple[int, float]:
+    """How often a reader looks until it has all tokens, and how late it has one at most.
+
+    Args:
+        pace: of the reader, which wakes up every READ_EVERY_S.
+        tokens_s: when they are written.
+    """
+    count, latest_s, turn = 0, 0.0, 0
+    waiting = list(tokens_s)
+    while waiting:
+        now_s = turn * READ_EVERY_S
+        turn += 1
+        if not pace.is_due(now_s):
+            continue
+        count += 1
+        there = [at_s for at_s in waiting if at_s <= now_s]
+        if there:
+            pace.found(now_s)
+            latest_s = max(latest_s, now_s - there[0])
+            waiting = waiting[len(there) :]
+    return count, latest_s
+
+
+@pytest.mark.parametrize("gap_s", [0.01, 0.05, 0.12, 0.225, 0.31])
+def test_tokens_at_an_even_pace_are_had_at_the_next_turn(gap_s: float) -> None:
+    written_s = [1.0 + gap_s * number for number in range(200)]
+    _, latest_s = looks(ReadPace(), written_s)
+    assert latest_s <= READ_EVERY_S + 1e-9
+
+
+def test_a_slow_model_is_asked_half_as_often() -> None:
+    written_s = [0.225 * number for number in range(1, 201)]
+    count, _ = looks(ReadPace(), written_s)
+    turns = written_s[-1] / READ_EVERY_S
+    assert count < turns / 2
+
+
+def test_one_long_wait_makes_no_reader_late() -> None:
+    written_s = [0.1, 0.2, 0.3, 5.0, 5.1, 5.2, 5.3]
+    _, latest_s = looks(ReadPace(), written_s)
+    assert latest_s <= READ_EVERY_S + 1e-9
+
+
+def test_a_model_that_gets_faster_is_late_once_and_by_a_part_of_the_longest_gap() -> None:
+    slow_s = [2.0 * number for number in range(1, 5)]
+    written_s = slow_s + [slow_s[-1] + 0.05 * number for number in range(1, 20)]
+    _, latest_s = looks(ReadPace(), written_s)
+    assert READ_EVERY_S < latest_s < LONGEST_GAP_S
