@@ -13,12 +13,15 @@ SOURCES := api workers shared infra models bench tests
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up doctor bench bench-peers faults clients clients-lock test test-fast check lint format types imports terraform-check deploy-check unit constraints clean
+.PHONY: help setup text demo up doctor bench bench-peers faults clients clients-lock test test-fast check lint format types imports terraform-check deploy-check unit constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv with everything pinned; again only when pyproject.toml or constraints.txt change
+
+text: $(STAMP) ## add a small model that writes text, which `make demo` then shows
+	@infra/setup.sh "$(PYTHON)" $(EXTRAS),text
 
 demo: $(STAMP) ## start the whole pipeline, send real input, show what came of it, stop; PROMPT="a green star": draws that; BROKER=rabbitmq: over RabbitMQ
 	@$(BIN)/penstock demo $(if $(BROKER),--broker $(BROKER)) $(if $(PROMPT),--prompt "$(PROMPT)") $(if $(EDIT_PROMPT),--edit-prompt "$(EDIT_PROMPT)")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import openai
 from PIL import Image
 
+from infra.local import demo_text
 from infra.local.ports import Ports
 from infra.local.stack import Broker, Stack
 from infra.reports.runs import run_report
@@ -26,6 +28,7 @@ from infra.text_table import table, transposed
 from models.shapes.judge import UNNAMED, DetectedShape, read
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ModelFailed, Unavailable
+from shared.settings import ApiSettings, read_settings
 
 CALL_LIMIT_S = 60.0
 ROWS_LIMIT_S = 20.0
@@ -88,16 +91,30 @@ def run_demo(
     state_dir = demo_dir / "state"
     shutil.rmtree(state_dir, ignore_errors=True)
     _print("Penstock: the whole pipeline on this machine, started, used and stopped.\n\nStarting")
-    with Stack(state_dir, ports=Ports.free(), broker=broker, say=_print) as stack:
+    with Stack(
+        state_dir, ports=Ports.free(), broker=broker, say=_print, settings=_settings(state_dir)
+    ) as stack:
         visitor = Visitor(stack, read_catalog(stack.settings.models_file))
         visitor.compare_sentences()
         visitor.draw_pictures(demo_dir, prompt, edit_prompt)
+        if demo_text.is_installed():
+            visitor.ask_in_words()
         visitor.show_timings()
         visitor.show_usage()
         _print("\nStopping")
     _print(f"\nDone in {time.monotonic() - began_s:.0f} s; logs and rows are in {state_dir}.")
     _print("`make up` keeps it running and prints a curl line to start with.")
     return 0
+
+
+def _settings(state_dir: Path) -> dict[str, str]:
+    """Those of the stack: a catalog with a model that writes, where one is installed."""
+    if not demo_text.is_installed():
+        return {}
+    made = demo_text.with_text_model(
+        read_settings(ApiSettings).models_file, state_dir / "text.yaml"
+    )
+    return {"PENSTOCK_MODELS_FILE": str(made)}
 
 
 class Visitor:
@@ -111,6 +128,7 @@ class Visitor:
             base_url=f"{stack.api_url}/v1", api_key="none", timeout=CALL_LIMIT_S, max_retries=0
         )
         self._calls: list[DemoCall] = []
+        self._items = 0
 
     def compare_sentences(self) -> None:
         """Embeds SENTENCES twice and prints their cosine similarities."""
@@ -168,6 +186,21 @@ class Visitor:
                 _print(f"    it shows   {shown}")
                 _expect(shown == meant.get(words, shown), f"{name} shows {shown}")
 
+    def ask_in_words(self) -> None:
+        """Reads the answer to a question while it is written, and gets it again from the cache."""
+        with _translated("chat"):
+            answer = demo_text.stream_answer(self._client)
+        self._items += 1
+        chat = partial(demo_text.ask_again, self._client)
+        again = self._call("chat, again", chat, "hit").choices[0].message.content
+        _expect(answer.text == again, "the cache gave another text than the model")
+        _print(f"\nText ({demo_text.MODEL}, streamed)\n")
+        _print(f"  {demo_text.QUESTION}\n    {answer.text}")
+        _print(
+            f"    {answer.pieces} pieces, the first after {answer.first_s:.2f} s, "
+            f"all after {answer.whole_s:.2f} s"
+        )
+
     def show_timings(self) -> None:
         """Prints the timings of every call."""
         _print("\nWhere the time went, in milliseconds\n")
@@ -176,16 +209,15 @@ class Visitor:
 
     def show_usage(self) -> None:
         """Prints the usage report, once the rows of all items are in BigQuery."""
-        expected = 2 * len(SENTENCES) + 4
         deadline_s = time.monotonic() + ROWS_LIMIT_S
         while True:
             heads, rows = run_report(self._stack.settings, "usage", days=1)
             items = sum(int(row[heads.index("items")]) for row in rows)
-            if items == expected:
+            if items == self._items:
                 break
             if time.monotonic() > deadline_s:
                 raise Unavailable(
-                    f"BigQuery has {items} rows after {ROWS_LIMIT_S:g} s, not {expected}"
+                    f"BigQuery has {items} rows after {ROWS_LIMIT_S:g} s, not {self._items}"
                 )
             time.sleep(0.2)
         _print("\nThe receipt, from BigQuery (penstock report usage)\n")
@@ -197,7 +229,7 @@ class Visitor:
                 model=self._embedding.name, input=list(SENTENCES)
             )
 
-        answer = self._call(what, create, cache)
+        answer = self._call(what, create, cache, len(SENTENCES))
         return np.array([item.embedding for item in answer.data])
 
     def _draw(self, what: str, call: Callable[[], Any]) -> bytes:
@@ -209,7 +241,7 @@ class Visitor:
         _expect(first == again, f"{what} gave two pictures for one seed")
         return first
 
-    def _call(self, what: str, call: Callable[[], Any], cache: str) -> Any:
+    def _call(self, what: str, call: Callable[[], Any], cache: str, items: int = 1) -> Any:
         began_s = time.perf_counter()
         with _translated(what):
             response = call()
@@ -221,6 +253,7 @@ class Visitor:
             for part in ("queue", "batch", "inference")
         )
         said = headers.get("x-penstock-cache", "nothing")
+        self._items += items
         self._calls.append(DemoCall(what, said, round_trip_ms, queue_ms, batch_ms, inference_ms))
         _expect(said == cache, f"{what}: the cache said {said}, not {cache}")
         return answer

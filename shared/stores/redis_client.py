@@ -274,7 +274,8 @@ class Commands:
     async def _pipelined(self, commands: list[tuple[Argument, ...]]) -> list[Any]:
         if len(commands) == 1:  # a pipeline of one takes more CPU than the command
             try:
-                return [await self._link.client.execute_command(*commands[0])]
+                made = self._link.client.execute_command(*commands[0])  # type: ignore[no-untyped-call]
+                return [await made]
             except ResponseError as refusal:
                 return [refusal]
         pipeline = self._link.client.pipeline(transaction=False)

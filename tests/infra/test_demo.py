@@ -1,12 +1,18 @@
-"""What the demo says of a picture; the demo as a whole is what `make demo` runs."""
+"""What the demo says of a picture, and its catalog with a model that writes.
+
+The demo as a whole is what `make demo` runs.
+"""
 
 import io
+from pathlib import Path
 
 import pytest
 
 from infra.local.demo import what_it_shows
+from infra.local.demo_text import MODEL, with_text_model
 from models.shapes.draw import draw
 from models.shapes.world import DrawnShape, Scene
+from shared.catalog import read_catalog
 
 RED_CIRCLE = DrawnShape("circle", "red", "medium", 17.0, 32.0, 10.0)
 ORANGE_STAR = DrawnShape("star", "orange", "medium", 47.0, 32.0, 10.0)
@@ -28,3 +34,11 @@ def test_demo_says_what_a_picture_shows(scene: Scene, words: str) -> None:
     png = io.BytesIO()
     draw(scene).save(png, "PNG")
     assert what_it_shows(png.getvalue()) == words
+
+
+def test_text_model_joins_the_others_of_the_catalog(tmp_path: Path) -> None:
+    before = [model.name for model in read_catalog(Path("models.yaml")).models]
+    made = with_text_model(Path("models.yaml"), tmp_path / "new" / "models.yaml")
+    catalog = read_catalog(made)
+    assert [model.name for model in catalog.models] == [*before, MODEL]
+    assert catalog.default("text").name == MODEL
