@@ -36,6 +36,7 @@ MODULES = {
     "day": "day",
     "text": "text.engine",
     "text_load": "text.load",
+    "text_cpu": "text.cpu",
     "schemas": "text.schemas",
     "streams": "streams",
     "profile": "time_profile",

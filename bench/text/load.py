@@ -51,7 +51,7 @@ CPU_LIMIT_MS = 0.3
 def run(levels: Sequence[int] = IN_FLIGHT) -> Outcome:
     """Measures everything that is installed here, at the given numbers in flight."""
     try:
-        folder = _folder()
+        folder = smollm2_folder()
     except ConfigurationError as error:
         return Outcome([], {"not measured": error.message})
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -61,7 +61,7 @@ def run(levels: Sequence[int] = IN_FLIGHT) -> Outcome:
     engine = _Engine(folder)
     for level in levels:
         figures += figures_of(f"engine fp32, {level} in flight", engine.write(level))
-    with running_stack() as stack:
+    with running_stack(folder) as stack:
         figures += _measure_stack(stack, levels, tokenizer)
     why_not = missing_for_serve()
     for name, command, model in peers(folder, gguf_file(SOURCE)):
@@ -79,7 +79,12 @@ def run(levels: Sequence[int] = IN_FLIGHT) -> Outcome:
     return Outcome(figures, details)
 
 
-def _folder() -> Path:
+def smollm2_folder() -> Path:
+    """SmolLM2-135M.
+
+    Raises:
+        ConfigurationError: the extra `text` is not installed.
+    """
     return resolve(SOURCE, "main", Path("var/models")).resolve()
 
 
@@ -181,13 +186,8 @@ class _Engine:
 
 
 @contextmanager
-def running_stack() -> Iterator[Stack]:
-    """The stack of `penstock up` with this model alone, as MODEL.
-
-    Raises:
-        ConfigurationError: the extra `text` is not installed.
-    """
-    folder = _folder()
+def running_stack(folder: Path) -> Iterator[Stack]:
+    """The stack of `penstock up` with the model in `folder` alone, as MODEL."""
     with tempfile.TemporaryDirectory() as temporary:
         state_dir = Path(temporary)
         models_file = state_dir / "models.yaml"

@@ -16,7 +16,7 @@ import aiohttp
 from jsonschema import Draft202012Validator, FormatChecker
 
 from bench.report import Figure, Outcome
-from bench.text.load import MODEL, running_stack
+from bench.text.load import MODEL, running_stack, smollm2_folder
 from shared.errors import ConfigurationError
 
 PROMPTS = 200
@@ -140,7 +140,7 @@ _KINDS: dict[str, Callable[[random.Random], Schema]] = {
 def run(count: int = PROMPTS) -> Outcome:
     """Asks for `count` outputs."""
     try:
-        with running_stack() as stack:
+        with running_stack(smollm2_folder()) as stack:
             flaws = asyncio.run(_ask_all(f"http://127.0.0.1:{stack.ports.api}", cases(count)))
     except ConfigurationError as error:
         return Outcome([], {"not measured": error.message})

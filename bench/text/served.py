@@ -18,7 +18,11 @@ LIMIT_S = 600.0
 
 
 def drive(
-    url: str, model: str, prompts: Sequence[MixedPrompt], in_flight: int, tokenizer: Tokenizer
+    url: str,
+    model: str,
+    prompts: Sequence[MixedPrompt],
+    in_flight: int,
+    tokenizer: Tokenizer | None = None,
 ) -> list[TimedText]:
     """Streams a text for each prompt, `in_flight` at a time.
 
@@ -27,7 +31,7 @@ def drive(
         model: its name there.
         prompts: what to continue.
         in_flight: callers at a time.
-        tokenizer: counts the tokens of what came, for all servers alike.
+        tokenizer: counts the tokens of what came, for all servers alike. None: the server does.
 
     Raises:
         RuntimeError: a text did not come.
@@ -36,7 +40,11 @@ def drive(
 
 
 async def _drive(
-    url: str, model: str, prompts: Sequence[MixedPrompt], in_flight: int, tokenizer: Tokenizer
+    url: str,
+    model: str,
+    prompts: Sequence[MixedPrompt],
+    in_flight: int,
+    tokenizer: Tokenizer | None = None,
 ) -> list[TimedText]:
     waiting, found = iter(prompts), list[TimedText]()
     timeout = aiohttp.ClientTimeout(total=LIMIT_S)
@@ -55,7 +63,7 @@ async def _call(
     model: str,
     waiting: Iterator[MixedPrompt],
     found: list[TimedText],
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
 ) -> None:
     for prompt in waiting:
         body: dict[str, Any] = {
@@ -65,23 +73,30 @@ async def _call(
             "temperature": 0,
             "stream": True,
         }
+        if tokenizer is None:
+            body["stream_options"] = {"include_usage": True}
         text, timed = "", TimedText(time.monotonic())
         async with http.post(f"{url}/v1/chat/completions", json=body) as answer:
             if answer.status != 200:
                 raise RuntimeError(f"{answer.status}: {(await answer.text())[:200]}")
             async for raw in answer.content:
-                piece = _piece(raw)
+                event = _event(raw)
+                timed.tokens = (event.get("usage") or {}).get("completion_tokens", timed.tokens)
+                piece = _piece(event)
                 if piece:
                     timed.pieces_s.append(time.monotonic())
                     text += piece
         if not text:
             raise RuntimeError("a stream had no text")
-        timed.tokens = len(tokenizer.encode(text, add_special_tokens=False).ids)
+        if tokenizer is not None:
+            timed.tokens = len(tokenizer.encode(text, add_special_tokens=False).ids)
         found.append(timed)
 
 
-def _piece(line: bytes) -> str:
-    if not line.startswith(b"data: {"):
-        return ""
-    choices = json.loads(line.removeprefix(b"data: ")).get("choices") or [{}]
+def _event(line: bytes) -> dict[str, Any]:
+    return json.loads(line.removeprefix(b"data: ")) if line.startswith(b"data: {") else {}
+
+
+def _piece(event: dict[str, Any]) -> str:
+    choices = event.get("choices") or [{}]
     return choices[0].get("delta", {}).get("content") or ""
