@@ -34,6 +34,8 @@ PACKED_AT_ONCE = 50
 SLOW_DISK_S = 0.1
 """A write that takes longer holds the event loop up: the thread takes over."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
+CLOSE_LIMIT_S = 5.0
+"""So long `close` waits for a write of the other thread."""
 
 DISK_UP = Gauge(
     "penstock_rows_disk_up", "1 while the disk takes rows as they come, 0 while they wait in memory"
@@ -63,6 +65,9 @@ class Journal:
         self._retry_disk_at_s = 0.0
         self._disk_pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._is_losing = False
+        # At the end two threads put rows on disk: the writer's, which may hang in a request, and
+        # that of `close`.
+        self._saving = threading.Lock()
 
     def open(self) -> None:
         """Counts the rows of earlier processes. A disk that fails is noticed at the first row."""
@@ -147,8 +152,12 @@ class Journal:
                 extra={"in_memory": len(self._unsaved)},
             )
 
-    def save(self, is_last: bool = False) -> None:
-        """Writes rows that are only in memory to disk, if a try is due or this `is_last`."""
+    def save(self) -> None:
+        """Writes rows that are only in memory to disk, if a try is due."""
+        with self._saving:
+            self._save()
+
+    def _save(self, is_last: bool = False) -> None:
         while self._unsaved and (is_last or self.is_disk_due):
             with self.changed:
                 rows = list(islice(self._unsaved, BATCH_ROWS))  # they stay until they are on disk
@@ -242,10 +251,16 @@ class Journal:
 
     def close(self) -> None:
         """Leaves everything on disk, rows in flight too, as the thread may hang in a request."""
-        with self.changed:
-            for batch in self._in_flight[::-1]:
-                self.requeue(batch)
-        self.save(is_last=True)
+        has_disk = self._saving.acquire(timeout=CLOSE_LIMIT_S)
+        try:
+            with self.changed:
+                for batch in self._in_flight[::-1]:
+                    self.requeue(batch)
+            if has_disk:  # else the other thread hangs in a write
+                self._save(is_last=True)
+        finally:
+            if has_disk:
+                self._saving.release()
         with self.changed:
             # The others' jobs were never acked: they come again, and so do their rows.
             self._lose(sum(row.on_safe is None for row in self._unsaved))
