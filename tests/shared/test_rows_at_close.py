@@ -47,7 +47,8 @@ async def test_each_row_is_on_disk_once_if_the_writer_closes_while_rows_are_save
     for number in range(ROWS):
         journal.append(fields_of(row(number)), None)
     in_flight = journal.next_batch(takes_open=True)
-    assert in_flight is not None and len(in_flight.rows) == ROWS // 2
+    assert in_flight is not None
+    assert len(in_flight.rows) == ROWS // 2
     folder.unlink()
     spool.go.clear()
     spool.began.clear()
