@@ -134,9 +134,8 @@ class TokenReader:
         """Says now and then that these are read along."""
         now_s = time.monotonic()
         due = [one for one in records if now_s - self._marked_s.get(one, 0.0) > READER_S / 3]
-        for record in due:
-            await self._streams.mark_read(record)
-            self._marked_s[record] = now_s
+        await asyncio.gather(*map(self._streams.mark_read, due))  # in one round trip
+        self._marked_s |= dict.fromkeys(due, now_s)
         if len(self._marked_s) > 2 * len(self._readers) + MOST_IN_A_ROUND_TRIP:
             current = {reader.record for reader in self._readers}
             self._marked_s = {one: at for one, at in self._marked_s.items() if one in current}

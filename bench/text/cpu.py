@@ -29,7 +29,9 @@ from tests.workers.models.text.tiny import tiny_config, write_folder
 IN_FLIGHT = 16
 TOKENS = 64
 MEASURED_S = 15.0
-IDLE_S = 6.0
+SETTLED_S = 3.0
+"""After the last text, until rows and leases of it are done."""
+IDLE_S = 10.0
 LAST_ID = 399
 """Ends a text of random weights. A token that is likely would end most at once."""
 SIZES = {"2 layers of 64": (64, 2), "12 layers of 384": (384, 12)}
@@ -76,6 +78,7 @@ def _measured(name: str, folder: Path) -> Iterator[Figure]:
         url = f"http://127.0.0.1:{stack.ports.api}"
         drive(url, MODEL, _prompts(IN_FLIGHT, 0), IN_FLIGHT)
         parts = _parts(stack)
+        time.sleep(SETTLED_S)
         idle = _spent(parts, lambda: time.sleep(IDLE_S))
         began_s, texts = time.monotonic(), list[TimedText]()
 
