@@ -1,6 +1,7 @@
 """Mixed prompts at 1, 4, 16 and 64 in flight: the engine, the whole stack, and other servers.
 
-All compute SmolLM2-135M-Instruct in fp32 on this CPU, but llama.cpp, whose weights have 4 bits.
+All compute SmolLM2-135M-Instruct in fp32 on this CPU, but llama.cpp, whose weights have 4 bits. The
+stack is measured in bf16 too.
 The stack is that of `penstock up`, with everything on the same cores. A text is streamed, and its
 reader notes when each piece comes. Tokens are counted from the text, for all alike.
 """
@@ -61,8 +62,9 @@ def run(levels: Sequence[int] = IN_FLIGHT) -> Outcome:
     engine = _Engine(folder)
     for level in levels:
         figures += figures_of(f"engine fp32, {level} in flight", engine.write(level))
-    with running_stack(folder) as stack:
-        figures += _measure_stack(stack, levels, tokenizer)
+    for precision in ("fp32", "bf16"):
+        with running_stack(folder, precision) as stack:
+            figures += _measure_stack(stack, precision, levels, tokenizer)
     why_not = missing_for_serve()
     for name, command, model in peers(folder, gguf_file(SOURCE)):
         if isinstance(command, str) or (why_not and "serve" in name):
@@ -92,12 +94,12 @@ def _prompts(level: int) -> list[MixedPrompt]:
     return mixed(round(level * PER_CALLER[level]), seed=level)
 
 
-def _entry(folder: Path) -> dict[str, Any]:
+def _entry(folder: Path, precision: str = "fp32") -> dict[str, Any]:
     return {
         "name": MODEL,
         "task": "text",
         "source": f"local:{folder}",
-        "precision": "fp32",
+        "precision": precision,
         "batch": {"max_tokens": 64 * 640, "max_items": 64},
         "generation": {
             "context_tokens": 640,
@@ -186,25 +188,31 @@ class _Engine:
 
 
 @contextmanager
-def running_stack(folder: Path) -> Iterator[Stack]:
+def running_stack(folder: Path, precision: str = "fp32") -> Iterator[Stack]:
     """The stack of `penstock up` with the model in `folder` alone, as MODEL."""
     with tempfile.TemporaryDirectory() as temporary:
         state_dir = Path(temporary)
         models_file = state_dir / "models.yaml"
-        models_file.write_text(yaml.safe_dump({"models": [_entry(folder)]}), encoding="utf-8")
+        models_file.write_text(
+            yaml.safe_dump({"models": [_entry(folder, precision)]}), encoding="utf-8"
+        )
         given = {"PENSTOCK_MODELS_FILE": str(models_file)}
         with served_stack(state_dir, Ports.free(), given, say_nothing) as stack:
             yield stack
 
 
-def _measure_stack(stack: Stack, levels: Sequence[int], tokenizer: Tokenizer) -> Iterator[Figure]:
+def _measure_stack(
+    stack: Stack, precision: str, levels: Sequence[int], tokenizer: Tokenizer
+) -> Iterator[Figure]:
     url = f"http://127.0.0.1:{stack.ports.api}"
     drive(url, MODEL, mixed(1, 99), 1, tokenizer)
     api, worker = Part(stack.ports.api), Part(stack.ports.health[0])
     for level in levels:
         before_s = api.cpu_s(), worker.cpu_s()
         found = drive(url, MODEL, _prompts(level), level, tokenizer)
-        yield from figures_of(f"stack fp32, {level} in flight", found)
+        yield from figures_of(f"stack {precision}, {level} in flight", found)
+        if precision != "fp32":  # the model's, of which API and worker know nothing
+            continue
         tokens = sum(one.tokens for one in found)
         for name, part, was_s in (("API", api, before_s[0]), ("worker", worker, before_s[1])):
             cpu_ms = 1000 * (part.cpu_s() - was_s) / tokens
