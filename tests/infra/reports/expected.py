@@ -108,6 +108,12 @@ def counts(rows: Sequence[Fields]) -> Fields:
     }
 
 
+def text_tokens(rows: Sequence[Fields]) -> Fields:
+    """Tokens of models that write, by what became of them."""
+    columns = ("input_tokens", "output_tokens", "cached_tokens")
+    return {column: int(exact(rows, column)) for column in columns}
+
+
 def charged(rows: Iterable[Fields], column: str) -> float:
     return float(sum(Fraction(r.get(column) or 0) * Fraction(share_of(r)) for r in rows))
 

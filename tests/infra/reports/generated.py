@@ -136,11 +136,13 @@ def _item(drawn: random.Random, known: Fields, item: int) -> Fields:
 
 
 def _written(drawn: random.Random, status: str, units: int) -> Fields:
-    """Of a text: what it wrote of its tokens. Nothing, if it ended before."""
+    """Of a text: what it wrote and read of its tokens. Nothing, if it ended before."""
     if status != "succeeded" and drawn.random() < 0.5:
         return {}
     output = drawn.randrange(1, units + 1)
-    return {"output_tokens": output, "input_tokens": units - output}
+    read = units - output
+    # Not drawn, so that all other values stay as they are.
+    return {"output_tokens": output, "input_tokens": read, "cached_tokens": read // 3}
 
 
 def _computed(drawn: random.Random, model: Fields, received: dt.datetime, units: int) -> Fields:

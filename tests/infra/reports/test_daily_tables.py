@@ -61,7 +61,8 @@ def test_day_is_what_plain_python_computes(
     assert found.keys() == groups.keys()
     for key, members in groups.items():
         line = found[key]
-        wanted = expected.counts(members) | {
+        wanted = expected.counts(members) | expected.text_tokens(members)
+        wanted |= {
             "charged_tokens": expected.charged(members, "tokens"),
             "charged_pixel_steps": expected.charged(members, "pixel_steps"),
             "list_price_usd": expected.exact(members, "list_price_usd"),
