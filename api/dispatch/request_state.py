@@ -119,5 +119,7 @@ def _joined(index: int, outcome: ItemOutcome) -> ItemOutcome:
 
 
 def _receipt_of_shared(cache: str, result: Result | None) -> Receipt:
-    tokens, pixel_steps = getattr(result, "tokens", None), getattr(result, "pixel_steps", None)
-    return Receipt(cache=cache, tokens=tokens, pixel_steps=pixel_steps)
+    receipt = Receipt(cache=cache)
+    if result is not None:
+        receipt.count(result)
+    return receipt

@@ -50,6 +50,13 @@ async def test_a_chat_is_answered_as_the_client_reads_it(api: ApiUnderTest) -> N
     assert reply.model == "writer"
 
 
+async def test_row_of_a_joined_text_has_all_its_tokens(api: ApiUnderTest) -> None:
+    await api.openai().completions.create(model="writer", prompt=["say a b", "say a b"], seed=1)
+    (row,) = api.rows
+    assert (row.cache, row.tokens) == ("joined", 9)
+    assert (row.input_tokens, row.output_tokens, row.cached_tokens) == (7, 2, 3)
+
+
 async def test_n_answers_have_consecutive_seeds(api: ApiUnderTest) -> None:
     reply = await api.openai().chat.completions.create(
         model="writer", messages=[{"role": "user", "content": "count"}], n=3, seed=4, max_tokens=2
