@@ -15,6 +15,7 @@ from bench.report import Figure, Outcome
 from bench.text.engine import SOURCE
 from shared.errors import ConfigurationError
 from tests.faults.streams import StreamFindings, StreamReaders, read_while_killing
+from tests.faults.text_catalog import text_catalog
 from tests.faults.world import APIS, WORKERS, World
 from workers.models.source import resolve
 
@@ -25,15 +26,13 @@ IN_FLIGHT = 24
 KILL_EVERY_S = 10.0
 SECONDS_A_STREAM = 0.5
 """From which the number of kills is made. Streams go on until all kills are done."""
-CATALOG = """models:
-  - name: {model}
-    task: text
-    source: local:{folder}
-    precision: fp32
-    batch: {{max_tokens: 16384, max_items: 32}}
-    generation: {{context_tokens: 512, default_tokens: 48, longest_tokens: 256, chunk_tokens: 256}}
-    deadline: {{default_s: 240, longest_s: 300}}
-"""
+BATCH = {"max_tokens": 16384, "max_items": 32}
+GENERATION = {
+    "context_tokens": 512,
+    "default_tokens": 48,
+    "longest_tokens": 256,
+    "chunk_tokens": 256,
+}
 
 
 def run(streams: int = STREAMS) -> Outcome:
@@ -42,7 +41,7 @@ def run(streams: int = STREAMS) -> Outcome:
         folder = resolve(SOURCE, "main", Path("var/models"))
     except ConfigurationError as error:
         return Outcome([], {"not measured": error.message})
-    catalog = CATALOG.format(model=MODEL, folder=folder.resolve())
+    catalog = text_catalog(MODEL, folder.resolve(), batch=BATCH, generation=GENERATION)
     kills = max(4, round(streams * SECONDS_A_STREAM / KILL_EVERY_S))
     with (
         tempfile.TemporaryDirectory(prefix="penstock-streams-") as temporary,

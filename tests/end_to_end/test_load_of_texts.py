@@ -11,22 +11,13 @@ from typing import Any
 from infra.load.ledger import read_ledger
 from shared.settings import environment_with
 from shared.usage.bigquery import open_client
+from tests.faults.text_catalog import text_catalog
 from tests.faults.world import APIS, World
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.text import tiny
 
 MODEL = "tiny-text"
-CATALOG = """models:
-  - name: {model}
-    task: text
-    source: local:{folder}
-    precision: fp32
-    batch: {{max_tokens: 8192, max_items: 16}}
-    generation: {{context_tokens: 256, default_tokens: 16, longest_tokens: 64, chunk_tokens: 64}}
-    price: {{per_million_tokens_usd: 0.1, per_million_output_tokens_usd: 0.3}}
-    cache: {{ttl_s: 3600, scope: global}}
-    deadline: {{default_s: 60, longest_s: 120}}
-"""
+PRICE = {"per_million_tokens_usd": 0.1, "per_million_output_tokens_usd": 0.3}
 TRACE = """at_s,size,group,items
 0,5,a,1
 0.1,9,b,2
@@ -62,7 +53,7 @@ def test_ledger_and_rows_agree_to_the_token(tmp_path: Path) -> None:
     folder.mkdir()
     tiny.write_folder(folder)
     trace.write_text(TRACE)
-    served = (MODEL, CATALOG.format(model=MODEL, folder=folder))
+    served = (MODEL, text_catalog(MODEL, folder, price=PRICE, cache={"scope": "global"}))
     with World(tmp_path, workers=1, served=served) as world:
         words = ["--url", world.url(APIS[0]), "--trace", str(trace), "--ledger", str(ledger)]
         status, sent = load(world, *words)

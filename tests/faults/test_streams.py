@@ -6,19 +6,11 @@ import asyncio
 from pathlib import Path
 
 from tests.faults.streams import StreamReaders, read_while_killing
+from tests.faults.text_catalog import text_catalog
 from tests.faults.world import World
 from tests.workers.models.text import tiny
 
 MODEL = "tiny-text"
-CATALOG = """models:
-  - name: {model}
-    task: text
-    source: local:{folder}
-    precision: fp32
-    batch: {{max_tokens: 8192, max_items: 16}}
-    generation: {{context_tokens: 256, default_tokens: 16, longest_tokens: 224, chunk_tokens: 64}}
-    deadline: {{default_s: 240, longest_s: 300}}
-"""
 STREAMS, KILLS, EVERY_S = 40, 2, 0.5
 
 
@@ -26,7 +18,7 @@ def test_each_stream_is_whole_while_an_instance_and_a_worker_die(tmp_path: Path)
     folder = tmp_path / "model"
     folder.mkdir()
     tiny.write_folder(folder)
-    catalog = CATALOG.format(model=MODEL, folder=folder)
+    catalog = text_catalog(MODEL, folder, generation={"longest_tokens": 224})
     with World(tmp_path, served=(MODEL, catalog)) as world:
         readers = StreamReaders(world, MODEL, tokens=160, in_flight=8)
         found = asyncio.run(
