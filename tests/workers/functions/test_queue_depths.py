@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -28,11 +29,19 @@ def depth() -> float | None:
     return REGISTRY.get_sample_value("penstock_queue_messages", labels)
 
 
+async def settled(depths: QueueDepths, wanted: int) -> float | None:
+    """The depth as soon as it is `wanted`, or as it is when the time is over."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while depth() != wanted:
+                await depths.look()
+    return depth()
+
+
 @pytest.mark.anyio
 async def test_depth_is_what_nobody_has_in_hand(rabbitmq_server: RabbitServer) -> None:
     project = f"depths-{uuid4().hex[:8]}"
     async with (
-        asyncio.timeout(WAIT_LIMIT_S),
         RabbitTransport(project, rabbitmq_server.url) as transport,
         RabbitAdmin(project, rabbitmq_server.url) as admin,
     ):
@@ -40,13 +49,12 @@ async def test_depth_is_what_nobody_has_in_hand(rabbitmq_server: RabbitServer) -
         depths = QueueDepths(admin, CATALOG)
         for _ in range(3):
             await transport.publish(jobs_topic_id(MODEL), b"job", {"lane": "interactive"})
-        while depth() != 3:
-            await depths.look()
+        assert await settled(depths, 3) == 3
         async with transport.subscribe(workers_subscription_id(MODEL), max_messages=2) as taken:
-            one = await anext(aiter(taken))
-            while depth() != 1:
-                await depths.look()
+            one = await asyncio.wait_for(anext(aiter(taken)), WAIT_LIMIT_S)
+            assert await settled(depths, 1) == 1
             taken.ack(one)
+        assert await settled(depths, 2) == 2
 
 
 @pytest.mark.anyio
