@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from shared.tracing.setup import DEFAULT_RATIO, traced
+from shared.tracing.spans import begin
 from tests.infra.deploy.manifests import of_kind, render, settings_of, workers
 from tests.infra.deploy.terraform import Plan, api_settings, function_settings, plan_platform
 
@@ -61,14 +62,14 @@ def test_process_accepts_what_terraform_sets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for the credentials, which this machine does not have."""
-    plan = traced_plan(tmp_path, endpoint=GOOGLE)
+    plan = traced_plan(tmp_path, endpoint=GOOGLE, ratio=1)
     for name, value in of_otel(api_settings(plan, REGION)).items():
         if "CREDENTIAL" not in name:
             monkeypatch.setenv(name, value or "")
-    with ExitStack() as opened:
-        opened.enter_context(
-            traced("penstock-api", project="p", region="r", broker="b", decides=True)
-        )
+    with traced("penstock-api", project="p", region="r", broker="b", decides=True):
+        is_recorded = begin("request", "server", time.time(), None).is_recorded
+    assert is_recorded
+    assert not begin("request", "server", time.time(), None).is_recorded
 
 
 def test_workers_get_the_variables_and_reach_the_collector(tmp_path: Path) -> None:
