@@ -264,17 +264,21 @@ async def test_prediction_is_kept_in_hand_until_its_record_is_ended(
         assert record.state == "succeeded"
 
 
-async def test_job_is_acked_when_its_rows_are_safe(redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("safe", "handed_back"), [(0, 1), (1, 1), (2, 0)])
+async def test_job_is_acked_when_its_rows_are_safe(
+    redis_url: str, tmp_path: Path, safe: int, handed_back: int
+) -> None:
     async with running_worker(redis_url, tmp_path, drain_s=0) as harness:
         harness.rows.held = []
         await harness.send("cat", "dog")
         await harness.reply()
         await harness.until(lambda: len(harness.rows) == 2)
-        harness.rows.held[0]()
+        for tell in harness.rows.held[:safe]:
+            tell()
         harness.stop.set()
-        await harness.until(
-            lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 1
-        )
+        assert harness.running is not None
+        await asyncio.wait_for(harness.running, WAIT_LIMIT_S)
+        assert harness.broker.backlog(workers_subscription_id(MODEL.name)) == handed_back
 
 
 async def test_what_is_handed_back_is_not_suspected(redis_url: str, tmp_path: Path) -> None:
