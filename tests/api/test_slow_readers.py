@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
+import socket
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import redis
+from prometheus_client import REGISTRY
 
+from shared.catalog import Catalog
+from shared.catalog_entry import Generation
 from shared.stores.token_streams import TokenStreams
-from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.harness import WRITER, ApiUnderTest, running_api, settings_for
 from tests.api.test_text import chat, events_of, parsed, said
 from tests.limits import WAIT_LIMIT_S
 
@@ -21,12 +26,28 @@ pytestmark = pytest.mark.anyio
 TOKENS = 64
 COUNT = [{"role": "user", "content": "count"}]
 COUNTED = "".join(f"3-{number} " for number in range(TOKENS))
-LEAVING = 100
+RECEIVED_BYTES = 64 * 1024
+"""A segment of the loopback interface. With less room the kernel sends in bursts, 0.2 s apart."""
+LONG_TOKENS, STEP_TOKENS = 6000, 100
+LEAVING, TOKENS_OF_LEAVING = 1000, 4
+KEY_S = 600
+"""Longer than this takes, so that no key runs out before it is looked at."""
 
 
 @pytest.fixture
 async def api(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
     async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
+        yield api
+
+
+@pytest.fixture
+async def roomy(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
+    """An API with room for all those who leave at once, and for long texts."""
+    room = {"max_in_flight": 2 * LEAVING}
+    settings = settings_for(tmp_path, redis_url=redis_url, **room)
+    size = {"generation": Generation(context_tokens=10_000, longest_tokens=LONG_TOKENS)}
+    catalog = Catalog((WRITER.model_copy(update=room | size),))
+    async with running_api(settings, catalog=catalog) as api:
         yield api
 
 
@@ -73,29 +94,35 @@ def _scope() -> dict[str, Any]:
     }
 
 
-async def test_a_reader_that_stops_holds_up_nobody_and_gets_all_later(
-    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read_to: dict[str, int] = {}
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """By record: what each read that brought tokens has read to."""
+    found: dict[str, list[int]] = defaultdict(list)
     read = TokenStreams.read
 
     async def noted(self: TokenStreams, wanted: Any) -> Any:
-        found = await read(self, wanted)
-        for (record, _, end), tokens in zip(wanted, found, strict=True):
-            news = tokens.chunks[-1].end if tokens.chunks else end
-            read_to[record] = max(read_to.get(record, 0), news)
-        return found
+        answers = await read(self, wanted)
+        for (record, _, _), tokens in zip(wanted, answers, strict=True):
+            if tokens.chunks:
+                found[record].append(tokens.chunks[-1].end)
+        return answers
 
     monkeypatch.setattr(TokenStreams, "read", noted)
+    return found
+
+
+async def test_a_reader_that_stops_holds_up_nobody_and_gets_all_later(
+    api: ApiUnderTest, reads: dict[str, list[int]]
+) -> None:
     api.worker.written = asyncio.Semaphore(1)
     slow = SlowReader(api, chat(messages=COUNT, seed=3, max_tokens=TOKENS, stream=True))
     async with asyncio.timeout(WAIT_LIMIT_S):
         await slow.stopped.wait()
     api.worker.written.release()
     async with asyncio.timeout(WAIT_LIMIT_S):
-        while [*read_to.values()] != [2]:  # noqa: ASYNC110 - there is no event of it
+        while [ends[-1] for ends in reads.values()] != [2]:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.01)
-    (record,) = read_to
+    (record,) = reads
     for _ in range(10 * TOKENS):
         api.worker.written.release()
     others = await asyncio.gather(
@@ -110,7 +137,7 @@ async def test_a_reader_that_stops_holds_up_nobody_and_gets_all_later(
         )
     )
     assert [said(events) for events in others] == [COUNTED] * 4
-    assert read_to[record] == 2, "what it does not take is left in Redis"
+    assert reads[record][-1] == 2, "what it does not take is left in Redis"
     slow.reads.set()
     async with asyncio.timeout(WAIT_LIMIT_S):
         await slow.call
@@ -118,8 +145,50 @@ async def test_a_reader_that_stops_holds_up_nobody_and_gets_all_later(
     assert parsed(slow.got.decode())[-1]["data"] == "[DONE]"
 
 
+async def test_what_a_socket_does_not_take_is_not_read_for_it(
+    roomy: ApiUnderTest, reads: dict[str, list[int]]
+) -> None:
+    """The kernel has room for a few megabytes. The API keeps what one read brought, and no more."""
+    roomy.worker.written = asyncio.Semaphore(0)
+    asked = chat(
+        messages=COUNT, max_tokens=LONG_TOKENS, stream=True, logprobs=True, top_logprobs=20
+    )
+    little_room = (socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED_BYTES)
+    small = httpx.AsyncHTTPTransport(socket_options=[little_room])
+    async with (
+        asyncio.timeout(WAIT_LIMIT_S),
+        httpx.AsyncClient(base_url=roomy.url, timeout=WAIT_LIMIT_S, transport=small) as http,
+        http.stream("POST", "/v1/chat/completions", json=asked) as answer,
+    ):
+        await write_until_unread(roomy, reads)
+        (record,) = reads
+        before = len(reads[record])
+        for _ in range(LONG_TOKENS + TOKENS):
+            roomy.worker.written.release()
+        while await statuses(roomy) != {"succeeded": 1}:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.01)
+        other = chat(messages=COUNT, seed=3, max_tokens=TOKENS, stream=True)
+        events = await events_of(roomy, "POST", "/v1/chat/completions", json=other)
+        assert said(events) == COUNTED
+        assert unread() == 1
+        assert len(reads[record]) <= before + 1, "one more may wait until there is room"
+        text = (await answer.aread()).decode()
+    assert len(said(parsed(text)).split()) == LONG_TOKENS
+
+
+async def write_until_unread(api: ApiUnderTest, reads: dict[str, list[int]]) -> None:
+    """Lets the worker write, each part when the last one was read, until an answer is stuck."""
+    for written in range(STEP_TOKENS, LONG_TOKENS, STEP_TOKENS):
+        for _ in range(STEP_TOKENS):
+            api.worker.written.release()
+        while [ends[-1] for ends in reads.values()] != [written]:
+            if unread():
+                return
+            await asyncio.sleep(0.01)
+
+
 async def test_readers_that_leave_leave_nothing_behind(
-    api: ApiUnderTest, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    roomy: ApiUnderTest, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each text is canceled, as nobody comes back to read it, and every key runs out."""
 
@@ -128,28 +197,44 @@ async def test_readers_that_leave_leave_nothing_behind(
 
     monkeypatch.setattr("api.predictions.text_stream.LEFT_S", 0.0)
     monkeypatch.setattr(TokenStreams, "is_read", nobody)
+    monkeypatch.setattr("shared.stores.token_streams.READER_S", KEY_S)
+    api = roomy
     api.worker.written = asyncio.Semaphore(0)
     before = len(asyncio.all_tasks())
 
     async def leave() -> None:
-        given: dict[str, Any] = {"json": chat(messages=COUNT, max_tokens=TOKENS, stream=True)}
-        async with api.http.stream("POST", "/v1/chat/completions", **given) as answer:
+        body = chat(messages=COUNT, max_tokens=TOKENS_OF_LEAVING, stream=True)
+        async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            assert answer.status_code == 200
             api.worker.written.release()
             async for _ in answer.aiter_text():
                 return
 
-    await asyncio.gather(*(leave() for _ in range(LEAVING)))
+    all_at_once = httpx.Limits(max_connections=LEAVING)
+    async with httpx.AsyncClient(
+        base_url=api.url, timeout=WAIT_LIMIT_S, limits=all_at_once
+    ) as http:
+        await asyncio.gather(*(leave() for _ in range(LEAVING)))
     async with asyncio.timeout(WAIT_LIMIT_S):
         while await statuses(api) != {"canceled": LEAVING}:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    for _ in range(TOKENS * LEAVING):
+    for _ in range(TOKENS_OF_LEAVING * LEAVING):
         api.worker.written.release()
     async with asyncio.timeout(WAIT_LIMIT_S):
         while len(asyncio.all_tasks()) > before + 4:  # noqa: ASYNC110 - there is no event of it
             await asyncio.sleep(0.01)
     with redis.Redis.from_url(redis_url) as client:
-        keys = [*client.scan_iter(match="*tokens:*"), *client.scan_iter(match="*reader:*")]
-        assert [key for key in keys if client.ttl(key) == -1] == []
+        keys = {kind: [*client.scan_iter(match=f"*{kind}:*")] for kind in ("tokens", "reader")}
+        assert {kind: len(found) for kind, found in keys.items()} == {
+            "tokens": LEAVING,
+            "reader": LEAVING,
+        }
+        assert [key for found in keys.values() for key in found if client.ttl(key) == -1] == []
+
+
+def unread() -> float:
+    """How many connections of this process have an answer that their callers do not read."""
+    return REGISTRY.get_sample_value("penstock_api_connections_unread") or 0.0
 
 
 async def statuses(api: ApiUnderTest) -> Counter[str]:
