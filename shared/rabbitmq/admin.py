@@ -16,9 +16,12 @@ from shared.rabbitmq.delays import delay_queue, delays_between
 from shared.rabbitmq.routing import binding_key, exchange_name, queue_name, topic_name
 from shared.rabbitmq.topology import exists, waiting
 from shared.rabbitmq.url import broker_url
+from shared.rabbitmq.waits import ChannelWaits, close_channel
 from shared.transport import SubscriptionSettings
 
 CALLS_IN_FLIGHT = 8
+ATTEMPTS = 3
+"""So often a call is made at least while the broker leaves each without an answer."""
 UNLIMITED = 1_000_000
 """Deliveries of a message whose subscription has no dead letters. RabbitMQ 4 has 20 by default."""
 
@@ -40,7 +43,9 @@ class RabbitAdmin:
 
     def __init__(self, project: str, broker: str, *, timeout_s: float = 30.0) -> None:
         self._project = project
-        self._connection = BrokerConnection(broker_url(broker), f"{project} admin")
+        self._connection = BrokerConnection(
+            broker_url(broker), f"{project} admin", timeout_s / ATTEMPTS
+        )
         self._timeout_s = timeout_s
         self._in_flight = asyncio.Semaphore(CALLS_IN_FLIGHT)
 
@@ -155,11 +160,11 @@ class RabbitAdmin:
         async def on_own_channel() -> None:
             channel = await self._connection.channel()
             try:
-                await call(channel)
+                await ChannelWaits(channel).within(self._connection.answer_limit_s, call(channel))
             except BROKEN as error:
                 raise translate(error, what) from error
             finally:
-                await channel.close()
+                await close_channel(channel)
 
         await self._until(on_own_channel, what)
 

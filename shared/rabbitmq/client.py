@@ -26,6 +26,7 @@ from shared.rabbitmq.routing import exchange_name, queue_name, topic_name
 from shared.rabbitmq.subscriber import DelayedReturn, QueueSubscription
 from shared.rabbitmq.topology import exists
 from shared.rabbitmq.url import broker_url
+from shared.rabbitmq.waits import ANSWER_LIMIT_S
 
 OPEN_S = 5.0
 """How long opening a subscription waits for its consumer. After that it retries in the background.
@@ -42,16 +43,20 @@ class RabbitTransport:
     Args:
         project: the prefix of all names, so that several deployments may share a vhost.
         broker: the URL. See broker_url.
+        answer_limit_s: how long the broker may take to answer before it is asked again. The second
+            time it has twice as long, and so on.
 
     Raises:
         ConfigurationError: the URL is none.
     """
 
-    def __init__(self, project: str, broker: str) -> None:
+    def __init__(
+        self, project: str, broker: str, *, answer_limit_s: float = ANSWER_LIMIT_S
+    ) -> None:
         self.project = project
         url = broker_url(broker)
-        self._publishing = BrokerConnection(url, f"{project} publishes")
-        self._consuming = BrokerConnection(url, f"{project} consumes")
+        self._publishing = BrokerConnection(url, f"{project} publishes", answer_limit_s)
+        self._consuming = BrokerConnection(url, f"{project} consumes", answer_limit_s)
 
     async def __aenter__(self) -> Self:
         self._publisher = ConfirmedPublisher(
@@ -115,6 +120,7 @@ class RabbitTransport:
             queue,
             max_messages,
             self._delayed_return(queue, delays_s) if delays_s else None,
+            self._consuming.answer_limit_s,
         )
         subscription.start()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import cast
 
 import aiormq
@@ -11,6 +12,7 @@ from yarl import URL
 
 from shared.backoff import backoff
 from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
+from shared.rabbitmq.waits import ANSWER_LIMIT_S, CLOSE_LIMIT_S, only_own_cancellation
 
 CONNECT_LIMIT_S = 5.0
 LONGEST_PAUSE_S = 2.0
@@ -41,9 +43,11 @@ class BrokerConnection:
     Args:
         url: the broker's.
         name: what the broker's own pages call it.
+        answer_limit_s: how long an answer may take on an open channel, the first time.
     """
 
-    def __init__(self, url: URL, name: str) -> None:
+    def __init__(self, url: URL, name: str, answer_limit_s: float = ANSWER_LIMIT_S) -> None:
+        self.answer_limit_s = answer_limit_s
         self._url = url.update_query(heartbeat=HEARTBEAT_S, name=name)
         self._current: Connection | None = None
         self._lock = asyncio.Lock()
@@ -62,11 +66,8 @@ class BrokerConnection:
         """
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S):
-                connection = await self._connected()
-                opened = await connection.channel(
-                    publisher_confirms=confirms, on_return_raises=False
-                )
-                return cast(Channel, opened)
+                with only_own_cancellation():
+                    return await self._opened(confirms)
         except BROKEN as error:
             raise translate(error, f"connect to {self._where}") from error
 
@@ -74,12 +75,19 @@ class BrokerConnection:
         """Closes it for good."""
         self._is_closed = True
         if self._current is not None:
-            await self._current.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_LIMIT_S):
+                    await self._current.close()
 
     @property
     def _where(self) -> str:
         """The broker without its password."""
         return f"{self._url.host}:{self._url.port}"
+
+    async def _opened(self, confirms: bool) -> Channel:
+        connection = await self._connected()
+        opened = await connection.channel(publisher_confirms=confirms, on_return_raises=False)
+        return cast(Channel, opened)
 
     async def _connected(self) -> Connection:
         async with self._lock:

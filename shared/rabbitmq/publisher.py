@@ -1,4 +1,4 @@
-"""Publishes with the broker's confirmation, and again after the connection broke."""
+"""Publishes until the broker confirms: again after the connection broke or no answer came."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from uuid import uuid4
 
 import aiormq
-from aiormq import Channel, spec
+from aiormq import spec
 from aiormq.abc import DeliveredMessage
 
 from shared.backoff import backoff
-from shared.errors import BadInput, InputTooLarge, Overloaded, Unavailable
+from shared.errors import BadInput, InputTooLarge, Overloaded, PenstockError, Unavailable
 from shared.rabbitmq.connection import BROKEN, LONGEST_PAUSE_S, BrokerConnection, translate
 from shared.rabbitmq.properties import check_topic, properties_of
 from shared.rabbitmq.routing import message_keys
+from shared.rabbitmq.waits import ChannelWaits, close_channel, longer
 
 MESSAGE_LIMIT_BYTES = 10_000_000
 """Pub/Sub's limit, so that what one broker takes the other takes too."""
@@ -26,7 +27,7 @@ KNOWN_TOPICS = 10_000
 
 
 class ConfirmedPublisher:
-    """Publishes on one channel. What waits for the broker's confirmation is bounded.
+    """Publishes on one channel at a time. What waits for the broker's confirmation is bounded.
 
     Args:
         connection: to publish on. The broker may block it while it is short of memory or disk, so
@@ -46,7 +47,8 @@ class ConfirmedPublisher:
         self._topic_exists = topic_exists
         self._known: set[str] = set()
         self._opening = asyncio.Lock()
-        self._channel: Channel | None = None
+        self._waits: ChannelWaits | None = None
+        self._closing: set[asyncio.Task[None]] = set()
         self._sender = uuid4().hex[:16]
         self._numbers = itertools.count(1)
         self._messages = 0
@@ -62,7 +64,7 @@ class ConfirmedPublisher:
     ) -> str:
         """Sends a message and returns its id. See shared.transport.Publisher.
 
-        A message whose confirmation was lost is sent again with the same id.
+        A message that was not confirmed, or refused by its queue, is sent again with the same id.
         """
         if not data and not attributes:
             raise BadInput(f"publish to {topic_id}: an empty message")
@@ -75,25 +77,21 @@ class ConfirmedPublisher:
         self._messages += 1
         self._bytes += size_bytes
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._until_confirmed(topic_id, data, properties)
-        except TimeoutError:
-            raise Unavailable(f"publish to {topic_id}: no answer within {timeout_s:g} s") from None
+            await self._until_confirmed(topic_id, data, properties, timeout_s)
         finally:
             self._messages -= 1
             self._bytes -= size_bytes
         return message_id
 
     async def send(self, queue: str, data: bytes, properties: spec.Basic.Properties) -> None:
-        """Sends to one queue, past the exchange.
+        """Sends to one queue, past the exchange, once.
 
         Raises:
-            Unavailable: the broker is out of reach, or there is no such queue.
+            Unavailable: the broker is out of reach or did not answer, or there is no such queue.
         """
         try:
-            channel = await self._open_channel()
-            confirmed = await channel.basic_publish(
-                data, routing_key=queue, properties=properties, mandatory=True
+            confirmed = await self._send_once(
+                "", queue, data, properties, self._connection.answer_limit_s
             )
         except BROKEN as error:
             raise translate(error, f"return to {queue}") from error
@@ -112,47 +110,88 @@ class ConfirmedPublisher:
             raise Overloaded("too much waits to be published")
 
     async def _until_confirmed(
-        self, topic_id: str, data: bytes, properties: spec.Basic.Properties
+        self, topic_id: str, data: bytes, properties: spec.Basic.Properties, timeout_s: float
     ) -> None:
         """Publishes until the broker confirms."""
-        for pause_s in backoff(longest_s=LONGEST_PAUSE_S):
-            try:
-                channel = await self._open_channel()
-                confirmed = await channel.basic_publish(
+        what = f"publish to {topic_id}"
+        # Callers in a hurry must not all wait on a channel that gives no confirmation.
+        limit_s = min(self._connection.answer_limit_s, timeout_s / 2)
+        failure: PenstockError = Unavailable(f"{what}: no answer within {timeout_s:g} s")
+        try:
+            async with asyncio.timeout(timeout_s):
+                for pause_s in backoff(longest_s=LONGEST_PAUSE_S):
+                    try:
+                        confirmed = await self._send_once(
+                            self._exchange, topic_id, data, properties, limit_s
+                        )
+                        if isinstance(confirmed, DeliveredMessage):
+                            await self._check_topic(topic_id)
+                        return
+                    except aiormq.DeliveryError:
+                        # Also said of a queue whose node is just away.
+                        failure = Overloaded(f"{what}: the queue takes no more")
+                    except TimeoutError:
+                        limit_s = longer(limit_s)
+                    except (*BROKEN, Unavailable):
+                        pass
+                    await asyncio.sleep(pause_s)
+        except TimeoutError:
+            raise failure from None
+
+    async def _send_once(
+        self,
+        exchange: str,
+        routing_key: str,
+        data: bytes,
+        properties: spec.Basic.Properties,
+        limit_s: float,
+    ) -> object:
+        """Returns the confirmation, or the message if no queue took it."""
+        waits = await self._open_channel()
+        try:
+            return await waits.within(
+                limit_s,
+                waits.channel.basic_publish(
                     data,
-                    exchange=self._exchange,
-                    routing_key=topic_id,
+                    exchange=exchange,
+                    routing_key=routing_key,
                     properties=properties,
                     mandatory=True,
                     # The confirmation is waited for, so the socket need not be.
                     wait=False,
-                )
-            except aiormq.DeliveryError as error:
-                raise Overloaded(f"publish to {topic_id}: the queue takes no more") from error
-            except (*BROKEN, Unavailable):
-                await asyncio.sleep(pause_s)
-                continue
-            if isinstance(confirmed, DeliveredMessage):
-                await self._check_topic(topic_id)
-            return
+                ),
+            )
+        except TimeoutError:
+            # The confirmations of other queues may still come on it, so it stays open for them.
+            if self._waits is waits:
+                self._waits = None
+            raise
+        finally:
+            if waits is not self._waits and waits.is_idle and not waits.channel.is_closed:
+                closing = asyncio.create_task(close_channel(waits.channel))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
 
-    async def _open_channel(self) -> Channel:
-        channel = self._channel
-        if channel is not None and not channel.is_closed:
-            return channel
+    async def _open_channel(self) -> ChannelWaits:
+        waits = self._waits
+        if waits is not None and not waits.channel.is_closed:
+            return waits
         async with self._opening:
-            if self._channel is None or self._channel.is_closed:
-                self._channel = await self._new_channel()
-            return self._channel
+            if self._waits is None or self._waits.channel.is_closed:
+                self._waits = await self._new_channel()
+            return self._waits
 
-    async def _new_channel(self) -> Channel:
-        channel = await self._connection.channel(confirms=True)
+    async def _new_channel(self) -> ChannelWaits:
+        waits = ChannelWaits(await self._connection.channel(confirms=True))
+        # A publish to an exchange that is not there would end the channel for all.
+        declared = waits.channel.exchange_declare(
+            self._exchange, exchange_type="direct", durable=True
+        )
         try:
-            # A publish to an exchange that is not there would end the channel for all.
-            await channel.exchange_declare(self._exchange, exchange_type="direct", durable=True)
+            await waits.within(self._connection.answer_limit_s, declared)
         except BROKEN as error:
             raise translate(error, f"declare {self._exchange}") from error
-        return channel
+        return waits
 
     async def _check_topic(self, topic_id: str) -> None:
         """Nobody subscribes to the topic. That is fine if it exists."""

@@ -16,6 +16,13 @@ from shared.backoff import backoff
 from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
 from shared.rabbitmq.connection import BROKEN, LONGEST_PAUSE_S, translate
 from shared.rabbitmq.properties import message_of
+from shared.rabbitmq.waits import (
+    ANSWER_LIMIT_S,
+    ChannelWaits,
+    close_channel,
+    longer,
+    only_own_cancellation,
+)
 from shared.transport import Message
 
 log = logging.getLogger(__name__)
@@ -27,6 +34,9 @@ RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
 
 RabbitMQ itself delivers it again at once, so it stays in hand for so long.
 """
+
+CANCEL_S = 1.0
+"""How long the broker may take to stop sending."""
 
 OpenChannel = Callable[[], Awaitable[Channel]]
 DelayedReturn = Callable[[DeliveredMessage, int], Awaitable[None]]
@@ -52,6 +62,7 @@ class QueueSubscription:
         max_messages: how many unacked messages the broker sends.
         delayed_return: where messages that are handed back go. None: they stay in hand for a while,
             and then return to their queue.
+        answer_limit_s: how long the broker's answer may take, the first time.
     """
 
     def __init__(
@@ -60,11 +71,13 @@ class QueueSubscription:
         queue: str,
         max_messages: int,
         delayed_return: DelayedReturn | None = None,
+        answer_limit_s: float = ANSWER_LIMIT_S,
     ) -> None:
         self._open_channel = open_channel
         self._queue = queue
         self._max_messages = max_messages
         self._delayed_return = delayed_return
+        self._answer_limit_s = self._limit_s = answer_limit_s
         self._received: deque[Message] = deque()
         self._held: dict[str, _Held] = {}
         self._settled: deque[tuple[_Held, bool]] = deque()
@@ -72,7 +85,7 @@ class QueueSubscription:
         self._all_settled = asyncio.Event()
         self._arrival = asyncio.Event()
         self._opened = asyncio.Event()
-        self._channel: Channel | None = None
+        self._waits: ChannelWaits | None = None
         self._consumer_tag = ""
         self._end: PenstockError | None = None
         self._is_stopped = False
@@ -117,9 +130,7 @@ class QueueSubscription:
         if self._delayed_return is not None or self._is_stopped:
             self._give_back(message.ack_id)
             return
-        pause_s = min(RETRY_MAX_S, RETRY_MIN_S * 2 ** min(30, message.delivery_attempt - 1))
-        loop = asyncio.get_running_loop()
-        held.timer = loop.call_later(pause_s, self._give_back, message.ack_id)
+        self._give_back_later(held)
 
     def start(self) -> None:
         """Begins to consume, in the background."""
@@ -143,10 +154,10 @@ class QueueSubscription:
         if self._is_stopped:
             return
         self._is_stopped = True
-        if self._channel is not None and self._is_open:
-            with suppress(*BROKEN):
+        if self._waits is not None and self._is_open:
+            with suppress(*BROKEN), only_own_cancellation():
                 # The answer comes after the last delivery, so all that were sent are here then.
-                await self._channel.basic_cancel(self._consumer_tag, timeout=1.0)
+                await self._waits.channel.basic_cancel(self._consumer_tag, timeout=CANCEL_S)
         while self._received:
             self.nack(self._received.popleft())
         for ack_id, held in list(self._held.items()):
@@ -164,11 +175,17 @@ class QueueSubscription:
                 while self._settled and self._is_open:
                     self._all_settled.clear()
                     await self._all_settled.wait()
-                if self._channel is not None:
-                    await self._channel.close()
+                if self._waits is not None:
+                    await self._waits.channel.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _give_back_later(self, held: _Held) -> None:
+        message = held.message
+        pause_s = min(RETRY_MAX_S, RETRY_MIN_S * 2 ** min(30, message.delivery_attempt - 1))
+        loop = asyncio.get_running_loop()
+        held.timer = loop.call_later(pause_s, self._give_back, message.ack_id)
 
     def _give_back(self, ack_id: str) -> None:
         held = self._held.pop(ack_id, None)
@@ -188,21 +205,34 @@ class QueueSubscription:
             while self._settled:
                 held, is_done = self._settled[0]
                 # A channel that is gone has returned its messages.
-                with suppress(*BROKEN, PenstockError):
+                with suppress(*BROKEN):
                     await self._send(held, is_done)
                 self._settled.popleft()
             self._all_settled.set()
 
     async def _send(self, held: _Held, is_done: bool) -> None:
-        channel, tag = held.delivered.channel, held.delivered.delivery_tag
+        waits, tag = self._waits, held.delivered.delivery_tag
         assert tag is not None
+        if waits is None or waits.channel is not held.delivered.channel:
+            return
         if not is_done and self._delayed_return is not None and not self._is_stopped:
-            await self._delayed_return(held.delivered, held.message.delivery_attempt)
-            is_done = True
+            try:
+                await self._delayed_return(held.delivered, held.message.delivery_attempt)
+                is_done = True
+            except PenstockError as error:
+                log.warning(
+                    "message not handed back yet",
+                    extra={"queue": self._queue, "reason": error.message},
+                )
+                if not self._is_stopped and not waits.channel.is_closed:
+                    self._held[held.message.ack_id] = held
+                    self._give_back_later(held)
+                    return
         if is_done:
-            await channel.basic_ack(tag, wait=False)
+            settled = waits.channel.basic_ack(tag, wait=False)
         else:
-            await channel.basic_nack(tag, requeue=True, wait=False)
+            settled = waits.channel.basic_nack(tag, requeue=True, wait=False)
+        await waits.within(self._answer_limit_s, settled)
 
     async def _consume(self) -> None:
         pauses, refusals = backoff(longest_s=LONGEST_PAUSE_S), 0
@@ -223,20 +253,25 @@ class QueueSubscription:
 
     async def _consume_on_one_channel(self) -> PenstockError | None:
         """Consumes until the channel ends. Returns what kept it from beginning."""
-        channel = None
         try:
             channel = await self._open_channel()
-            await channel.basic_qos(prefetch_count=self._max_messages)
-            canceled = asyncio.Event()
-            channel.on_consumer_cancel_callbacks.add(lambda _: canceled.set())
-            consuming = await channel.basic_consume(self._queue, self._take)
         except PenstockError as error:
             return error
+        canceled = asyncio.Event()
+        channel.on_consumer_cancel_callbacks.add(lambda _: canceled.set())
+        self._waits = waits = ChannelWaits(channel)
+        try:
+            await waits.within(self._limit_s, channel.basic_qos(prefetch_count=self._max_messages))
+            consuming = await waits.within(
+                self._limit_s, channel.basic_consume(self._queue, self._take)
+            )
         except BROKEN as error:
-            if channel is not None:
-                await channel.close()
+            if isinstance(error, TimeoutError):
+                self._limit_s = longer(self._limit_s)
+            await close_channel(channel)
             return translate(error, self._queue)
-        self._channel, self._consumer_tag = channel, consuming.consumer_tag or ""
+        self._limit_s = self._answer_limit_s
+        self._consumer_tag = consuming.consumer_tag or ""
         self._is_open = True
         self._opened.set()
         waiting = asyncio.create_task(canceled.wait())
@@ -246,7 +281,7 @@ class QueueSubscription:
             waiting.cancel()
             self._is_open = False
         # Closing returns what this consumer still has.
-        await channel.close()
+        await close_channel(channel)
         return None
 
     async def _take(self, delivered: DeliveredMessage) -> None:

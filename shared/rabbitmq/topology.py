@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import aiormq
 from aiormq import Channel
 
 from shared.rabbitmq.connection import BROKEN, BrokerConnection, translate
+from shared.rabbitmq.waits import ChannelWaits, close_channel
+
+T = TypeVar("T")
 
 
 async def exists(connection: BrokerConnection, *, queue: str = "", exchange: str = "") -> bool:
@@ -21,8 +24,7 @@ async def exists(connection: BrokerConnection, *, queue: str = "", exchange: str
     if queue:
         return await waiting(connection, queue) is not None
     try:
-        async with _asking(connection, exchange) as channel:
-            await channel.exchange_declare(exchange, passive=True)
+        await _ask(connection, exchange, lambda on: on.exchange_declare(exchange, passive=True))
     except aiormq.ChannelNotFoundEntity:
         return False
     return True
@@ -36,21 +38,21 @@ async def waiting(connection: BrokerConnection, queue: str) -> int | None:
         ConfigurationError: we may not ask.
     """
     try:
-        async with _asking(connection, queue) as channel:
-            declared = await channel.queue_declare(queue, passive=True)
+        declared = await _ask(connection, queue, lambda on: on.queue_declare(queue, passive=True))
     except aiormq.ChannelNotFoundEntity:
         return None
     return declared.message_count or 0
 
 
-@asynccontextmanager
-async def _asking(connection: BrokerConnection, name: str) -> AsyncIterator[Channel]:
+async def _ask(
+    connection: BrokerConnection, name: str, question: Callable[[Channel], Awaitable[T]]
+) -> T:
     channel = await connection.channel()
     try:
-        yield channel
+        return await ChannelWaits(channel).within(connection.answer_limit_s, question(channel))
     except aiormq.ChannelNotFoundEntity:
         raise
     except BROKEN as error:
         raise translate(error, f"look at {name}") from error
     finally:
-        await channel.close()
+        await close_channel(channel)

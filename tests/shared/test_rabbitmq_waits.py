@@ -1,0 +1,220 @@
+"""RabbitMQ when answers are lost: each wait has a limit, and what it was for is done again."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from uuid import uuid4
+
+import aiormq
+import pytest
+from pamqp.common import FieldValue
+
+from infra.local.rabbitmq_server import RabbitServer
+from shared.errors import Overloaded, Unavailable
+from shared.rabbitmq import connection
+from shared.rabbitmq.admin import RabbitAdmin
+from shared.rabbitmq.client import RabbitTransport
+from shared.rabbitmq.routing import exchange_name, queue_name
+from shared.transport import Message, Subscription, SubscriptionSettings
+from tests.amqp_link import (
+    CONFIRMATION,
+    CONSUME_OK,
+    EXCHANGE_DECLARE_OK,
+    QOS_OK,
+    QUEUE_DECLARE_OK,
+    AmqpLink,
+    Method,
+)
+from tests.limits import WAIT_LIMIT_S
+
+pytestmark = pytest.mark.anyio
+
+SOON_S = 0.2
+"""Until the broker is asked again. The limit doubles, so a slow machine is only asked more often.
+"""
+MANY = 1000
+"""So many that the connection breaks before all are written."""
+LARGE_BYTES = 9_000_000
+"""Three of them do not fit into the buffers of a socket."""
+
+
+@dataclass
+class Linked:
+    """A broker behind a link, with the queue "jobs"."""
+
+    project: str
+    link: AmqpLink
+    admin: RabbitAdmin
+
+    def transport(self, answer_limit_s: float = SOON_S) -> RabbitTransport:
+        return RabbitTransport(self.project, self.link.url, answer_limit_s=answer_limit_s)
+
+
+@pytest.fixture
+async def linked(rabbitmq_server: RabbitServer) -> AsyncIterator[Linked]:
+    project = f"waits-{uuid4().hex[:8]}"
+    async with (
+        AmqpLink(rabbitmq_server.port) as link,
+        RabbitAdmin(project, rabbitmq_server.url) as admin,
+    ):
+        await admin.ensure_topic("jobs")
+        delays = {"retry_min_s": SOON_S, "retry_max_s": SOON_S, "push_endpoint": "http://function"}
+        await admin.ensure_subscription("jobs", SubscriptionSettings("jobs", **delays))  # type: ignore[arg-type]
+        yield Linked(project, link, admin)
+
+
+async def take(subscription: Subscription, count: int) -> list[Message]:
+    messages = aiter(subscription)
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        return [await anext(messages) for _ in range(count)]
+
+
+async def test_message_whose_confirmation_is_lost_is_sent_again_with_its_id(
+    linked: Linked,
+) -> None:
+    linked.link.lose(CONFIRMATION)
+    async with linked.transport() as transport:
+        message_id = await transport.publish("jobs", b"1", {}, timeout_s=WAIT_LIMIT_S)
+        assert linked.link.lost_all
+        async with transport.subscribe("jobs", max_messages=10) as subscription:
+            both = await take(subscription, 2)
+    assert {message.message_id for message in both} == {message_id}
+
+
+async def test_caller_in_a_hurry_has_a_second_chance_too(linked: Linked) -> None:
+    linked.link.lose(CONFIRMATION)
+    async with linked.transport(answer_limit_s=WAIT_LIMIT_S) as transport:
+        assert await transport.publish("jobs", b"1", {}, timeout_s=6.0)
+    assert linked.link.lost_all
+
+
+async def test_others_are_confirmed_while_one_waits(linked: Linked) -> None:
+    linked.link.lose(CONFIRMATION)
+    async with linked.transport(answer_limit_s=WAIT_LIMIT_S) as transport:
+        stuck = asyncio.create_task(transport.publish("jobs", b"stuck", {}, timeout_s=WAIT_LIMIT_S))
+        async with transport.subscribe("jobs", max_messages=10) as subscription:
+            await take(subscription, 1)
+            await transport.publish("jobs", b"2", {})
+        assert not stuck.done()
+        stuck.cancel()
+        await asyncio.gather(stuck, return_exceptions=True)
+
+
+async def test_publishing_goes_on_when_the_exchange_was_not_confirmed(linked: Linked) -> None:
+    linked.link.lose(EXCHANGE_DECLARE_OK)
+    async with linked.transport() as transport:
+        assert await transport.publish("jobs", b"1", {}, timeout_s=WAIT_LIMIT_S)
+    assert linked.link.lost_all
+
+
+async def test_publishes_that_wait_for_room_are_sent_after_the_connection_broke(
+    linked: Linked,
+) -> None:
+    """Nobody empties the queue to the socket any more, and the channel is not closed yet."""
+    async with linked.transport(answer_limit_s=WAIT_LIMIT_S) as transport:
+        await transport.publish("jobs", b"first", {})
+        linked.link.hang_up_unread()
+        publishes = [
+            asyncio.create_task(transport.publish("jobs", data, {}, timeout_s=WAIT_LIMIT_S))
+            for data in [bytes(LARGE_BYTES)] * 3 + [b"1"] * MANY
+        ]
+        with pytest.raises(Unavailable):
+            await transport.publish("jobs", b"in a hurry", {}, timeout_s=0.5)
+        linked.link.cut()
+        async with asyncio.timeout(WAIT_LIMIT_S / 2):
+            await asyncio.gather(*publishes)
+
+
+async def test_publish_outlives_a_connection_that_falls_silent(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEARTBEAT_S", 1)
+    async with linked.transport() as transport:
+        await transport.publish("jobs", b"first", {})
+        linked.link.fall_silent()
+        assert await transport.publish("jobs", b"second", {}, timeout_s=WAIT_LIMIT_S)
+
+
+async def test_message_that_its_queue_refuses_is_sent_once_there_is_room(
+    linked: Linked, rabbitmq_server: RabbitServer
+) -> None:
+    full, exchange = queue_name(linked.project, "full"), exchange_name(linked.project)
+    limits: dict[str, FieldValue] = {"x-max-length": 1, "x-overflow": "reject-publish"}
+    raw = await aiormq.connect(rabbitmq_server.url.replace("rabbitmq:", "amqp:"))
+    channel = await raw.channel()
+    await channel.queue_declare(full, durable=True, arguments=limits)
+    await channel.queue_bind(full, exchange, "full")
+    await raw.close()
+    async with linked.transport() as transport:
+        await transport.publish("full", b"1", {})
+        second = asyncio.create_task(transport.publish("full", b"2", {}, timeout_s=WAIT_LIMIT_S))
+        with pytest.raises(Overloaded, match="takes no more"):
+            await transport.publish("full", b"in a hurry", {}, timeout_s=2.0)
+        async with transport.subscribe("full", max_messages=1) as subscription:
+            for wanted in (b"1", b"2"):
+                [message] = await take(subscription, 1)
+                assert message.data == wanted
+                subscription.ack(message)
+        await second
+
+
+@pytest.mark.parametrize("answer", [QOS_OK, CONSUME_OK])
+async def test_consumer_asks_again_when_the_answer_is_lost(linked: Linked, answer: Method) -> None:
+    linked.link.lose(answer)
+    async with (
+        linked.transport() as transport,
+        transport.subscribe("jobs", max_messages=1) as subscription,
+    ):
+        assert subscription.is_connected
+        assert linked.link.lost_all
+        await transport.publish("jobs", b"1", {})
+        [message] = await take(subscription, 1)
+        subscription.ack(message)
+
+
+async def test_acks_go_on_after_the_connection_broke_while_they_waited_for_room(
+    linked: Linked,
+) -> None:
+    async with linked.transport(answer_limit_s=WAIT_LIMIT_S) as transport:
+        await asyncio.gather(*(transport.publish("jobs", b"1", {}) for _ in range(MANY)))
+        async with transport.subscribe("jobs", max_messages=MANY) as subscription:
+            held = await take(subscription, MANY)
+            linked.link.cut()
+            for message in held:
+                subscription.ack(message)
+            for message in await take(subscription, MANY):
+                subscription.ack(message)
+            # No more come than are acked.
+            await transport.publish("jobs", b"last", {})
+            [message] = await take(subscription, 1)
+    assert message.data == b"last"
+
+
+async def test_message_whose_return_was_not_confirmed_does_not_stop_those_behind_it(
+    linked: Linked,
+) -> None:
+    async with (
+        linked.transport() as transport,
+        transport.subscribe("jobs", max_messages=1, delays_s=(SOON_S,)) as subscription,
+    ):
+        await transport.publish("jobs", b"poor", {})
+        await transport.publish("jobs", b"next", {})
+        [poor] = await take(subscription, 1)
+        linked.link.lose(CONFIRMATION)
+        subscription.nack(poor)
+        seen: list[bytes] = []
+        while not {b"next", b"poor"} <= set(seen):
+            [message] = await take(subscription, 1)
+            subscription.ack(message)
+            seen.append(message.data)
+    assert linked.link.lost_all
+
+
+@pytest.mark.parametrize("answer", [EXCHANGE_DECLARE_OK, QUEUE_DECLARE_OK])
+async def test_admin_asks_again_when_the_answer_is_lost(linked: Linked, answer: Method) -> None:
+    async with RabbitAdmin(linked.project, linked.link.url, timeout_s=6.0) as admin:
+        linked.link.lose(answer)
+        await admin.ensure_topic("more")
+        await admin.ensure_subscription("more", SubscriptionSettings("more"))
+        assert linked.link.lost_all
+        assert await admin.subscription_exists("more")
