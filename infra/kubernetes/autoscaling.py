@@ -6,8 +6,9 @@ Three triggers, of which the highest counts (decision 43):
   are busy with it, and starts the first worker.
 - `work`: the workers that are kept busy, and what it takes to do in time what waits. It sees work
   that arrivals do not tell of: jobs of another region, items that take longer than usual.
-- `messages`: what Pub/Sub has not had acked, one to three minutes late (platform-facts G17), for
-  predictions that no API waits for.
+- `messages`: what Pub/Sub has not had acked, one to three minutes late (platform-facts G17), or
+  what waits in the queues of a RabbitMQ, for predictions that no API waits for. Where neither
+  counts them there is no such trigger.
 
 Lost metrics never take workers away. A trigger without samples fails, so the HPA does not scale
 down. Of those that lose a part, the other one holds the count. Only a model that nobody has asked
@@ -19,130 +20,34 @@ from __future__ import annotations
 from typing import Any
 
 from infra.kubernetes.deployment import Deployment
+from infra.kubernetes.trigger_queries import (
+    MetricSource,
+    TriggerQueries,
+    managed_prometheus,
+    own_prometheus,
+    patient_s,
+)
 from shared.catalog import Model
 from shared.topics import batch_subscription_id, workers_subscription_id
 
 UTILIZATION = 0.7
 """The part of their time that workers spend on what arrives. The rest is for growth while nodes
 start, and for chance."""
-MOST_UTILIZATION = 0.9
-"""The same where only the workers tell how busy they are."""
-PATIENT_SHARE = 0.5
-"""Of the longest deadline: in this time is done what nobody waits for on a connection."""
 HPA_WAIT_SHARE = 0.3
 """Of the default deadline: the work that waits for each worker, where nothing can be added."""
-FRESH = "1m"
-"""A worker whose last sample is older is gone. Managed Prometheus has no markers of staleness."""
-ARRIVED = "90s"
-"""Arrivals are averaged over this time. A shorter one jumps with chance."""
-MEASURED = "30m"
-"""Seconds per item are averaged over this time. It is longer than metrics are usually lost."""
-LARGEST_STEP = 4
-"""Arrivals count up to so many times what workers do. Callers who hang up at once cost no GPUs."""
-QUIET = "10m"
-"""A model without arrivals for this long may have no workers."""
 FALLBACK_FAILURES = 6
 """Failed reads of a trigger until KEDA stands in for it. Until then the HPA keeps the count."""
 
 
-def patient_s(model: Model) -> float:
-    """The seconds in which work is done that nobody waits for on a connection."""
-    return model.deadline.longest_s * PATIENT_SHARE
-
-
-class TriggerQueries:
-    """The PromQL queries of one model in one region.
-
-    Of what callers ask for, only that of this region counts. Workers of all regions pull from one
-    subscription, and each region's autoscaler answers for its own callers and its own workers. So
-    where a region has no GPUs left, the workers of others get busier, and they become more.
-
-    Args:
-        model: as the API labels its items.
-        worker: as the collector labels the pods of this model.
-        region: as Managed Prometheus labels what comes from a region.
-    """
-
-    def __init__(self, model: Model, worker: str, region: str) -> None:
-        self._model = model
-        self._asked = f'model="{model.name}",location="{region}"'
-        self._worker = worker
-        self._here = f'worker="{worker}",location="{region}"'
-
-    def arrivals(self) -> str:
-        """Seconds of work that callers of the region ask for each second.
-
-        Refused items are asked for too. The lane `batch` waits for workers that are idle.
-        """
-        asked = f'{{{self._asked},lane="interactive"}}[{ARRIVED}]'
-        admitted, shed = (
-            f"sum(rate(penstock_api_items_{name}_total{asked}))" for name in ("admitted", "shed")
-        )
-        arrived = f"({admitted} + {shed}) * ({self._item_s()})"
-        most = f"{LARGEST_STEP} * (({self._busy_workers()} or vector(0)) + 1)"
-        return f"({arrived} < {most}) or ({most} and {admitted})"
-
-    def work(self) -> str:
-        """How many workers are busy, and how many more do in time what waits.
-
-        Nothing where workers are lost from sight. Without any, 0 if nobody has asked lately.
-        """
-        admitted = f"penstock_api_items_admitted_total{{{self._asked}}}"
-        busy = f"{self._busy_workers()} or (sum(increase({admitted}[{QUIET}])) == 0)"
-        in_flight = f"penstock_api_items_in_flight{{{self._asked},lane="
-        waiting = (
-            f'sum({in_flight}"interactive"}}) / {self._model.deadline.default_s:g}'
-            f' + sum({in_flight}"batch"}}) / {patient_s(self._model):g}'
-        )
-        return f"({busy}) / {MOST_UTILIZATION:g} + ({waiting}) * ({self._item_s()})"
-
-    def messages(self) -> str:
-        """Seconds of work in the messages of both lanes that Pub/Sub has not had acked."""
-        lanes = (workers_subscription_id, batch_subscription_id)
-        name = "pubsub_googleapis_com:subscription_num_undelivered_messages"
-        kind = 'monitored_resource="pubsub_subscription"'
-        counts = [
-            f'sum({name}{{{kind},subscription_id="{lane(self._model.name)}"}})' for lane in lanes
-        ]
-        # Google may show nothing for a subscription without messages. This trigger only adds.
-        known = " + ".join(f"({count} or vector(0))" for count in counts)
-        return f"({known}) * ({self._item_s()})"
-
-    def _busy_workers(self) -> str:
-        fresh = f'penstock_worker_busy_ratio{{{self._here},lane="interactive"}}[{FRESH}]'
-        return f"sum(last_over_time({fresh}))"
-
-    def _item_s(self) -> str:
-        """What an item takes of a worker, in seconds."""
-        # Of all regions: one without workers learns from the others.
-        seconds, items = (
-            f'sum(rate(penstock_worker_{name}_sum{{worker="{self._worker}"}}[{MEASURED}]))'
-            for name in ("inference_seconds", "batch_items")
-        )
-        guess_s = self._model.definition.first_guesses.item_s
-        return f"{seconds} / ({items} > 0) or vector({guess_s:g})"
-
-
 def keda_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, Any]:
     """What the ScaledObject of one worker has beyond components/keda."""
-    queries = TriggerQueries(model, worker, deployment.region)
-
-    def trigger(name: str, query: str, threshold: float) -> dict[str, Any]:
-        metadata = {
-            "serverAddress": deployment.metrics_url,
-            "query": query,
-            "threshold": f"{threshold:g}",
-            "activationThreshold": "0",
-            # Nothing is an error: 0 would be a reason to stop workers.
-            "ignoreNullValues": "false",
-        }
-        return {
-            "type": "prometheus",
-            "name": name,
-            "metadata": metadata,
-            "authenticationRef": {"name": "worker"},
-        }
-
+    queries = TriggerQueries(model, worker, _source(deployment))
+    triggers = [
+        _trigger("arrivals", queries.arrivals(), UTILIZATION, deployment),
+        _trigger("work", queries.work(), 1, deployment),
+    ]
+    if (messages := queries.messages()) is not None:
+        triggers.append(_trigger("messages", messages, patient_s(model), deployment))
     return {
         "apiVersion": "keda.sh/v1alpha1",
         "kind": "ScaledObject",
@@ -155,13 +60,31 @@ def keda_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, A
                 "replicas": max(1, model.replicas.min),
                 "behavior": "currentReplicasIfHigher",
             },
-            "triggers": [
-                trigger("arrivals", queries.arrivals(), UTILIZATION),
-                trigger("work", queries.work(), 1),
-                trigger("messages", queries.messages(), patient_s(model)),
-            ],
+            "triggers": triggers,
         },
     }
+
+
+def _source(deployment: Deployment) -> MetricSource:
+    if deployment.prometheus is None:
+        return managed_prometheus(deployment.region)
+    given = deployment.prometheus
+    return own_prometheus(given.labels, has_rabbitmq=given.has_rabbitmq)
+
+
+def _trigger(name: str, query: str, threshold: float, deployment: Deployment) -> dict[str, Any]:
+    metadata = {
+        "serverAddress": deployment.metrics_url,
+        "query": query,
+        "threshold": f"{threshold:g}",
+        "activationThreshold": "0",
+        # Nothing is an error: 0 would be a reason to stop workers.
+        "ignoreNullValues": "false",
+    }
+    trigger: dict[str, Any] = {"type": "prometheus", "name": name, "metadata": metadata}
+    if deployment.prometheus is None:
+        trigger["authenticationRef"] = {"name": "worker"}
+    return trigger
 
 
 def hpa_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, Any]:

@@ -52,6 +52,18 @@ class GpuReservation(BaseModel):
     project: str | None = None
 
 
+class OwnPrometheus(BaseModel):
+    """The Prometheus of a cluster outside Google, which KEDA asks without credentials."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str
+    labels: dict[str, str]
+    """Labels that all series of this deployment have there, and those of no other."""
+    has_rabbitmq: bool
+    """Whether the broker is RabbitMQ, whose queues have a metric."""
+
+
 class Deployment(BaseModel):
     """The workers of one region, or of a cluster outside Google.
 
@@ -96,6 +108,10 @@ class Deployment(BaseModel):
     image: str = Field(pattern=r"^[^@\s]+(@sha256:[0-9a-f]{64}|:[A-Za-z0-9._-]+)$")
     """The worker image, by digest or tag."""
     autoscaler: Literal["keda", "hpa"] = "keda"
+    prometheus: OwnPrometheus | None = None
+    """Where the autoscaler reads metrics. None: Managed Prometheus on GKE, and no autoscaler
+    elsewhere.
+    """
     buffer: int = Field(1, ge=0)
     """Places kept warm for each class of GPU nodes."""
     capacity_buffers: bool = False
@@ -107,8 +123,15 @@ class Deployment(BaseModel):
         return bool(self.audience) or self.is_self_hosted
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether an autoscaler says how many workers there are."""
+        return not self.is_outside or self.prometheus is not None
+
+    @property
     def metrics_url(self) -> str:
-        """Where Managed Prometheus answers queries (platform-facts G16)."""
+        """Where Prometheus answers queries. Managed Prometheus: platform-facts G16."""
+        if self.prometheus is not None:
+            return self.prometheus.url
         return f"https://monitoring.googleapis.com/v1/projects/{self.project}/location/global/prometheus"
 
 

@@ -158,9 +158,11 @@ def _write_worker(
         components.append("outside")
         (folder / CREDENTIALS_FILE).write_text(credentials(deployment.audience), encoding="utf-8")
         configs.append({"name": "identity", "files": [CREDENTIALS_FILE]})
-    if not deployment.is_outside:
-        components.append(deployment.autoscaler)
+    if deployment.is_scaled:
         by_keda = deployment.autoscaler == "keda"
+        components.append(deployment.autoscaler)
+        if by_keda and not deployment.is_outside:
+            components.append("keda-google")
         patches.append(
             keda_patch(model, name, deployment) if by_keda else hpa_patch(model, name, deployment)
         )
@@ -231,8 +233,9 @@ def _worker_patch(
     if volumes:
         pod["volumes"] = volumes
     if deployment.is_outside:
-        # Nothing there asks for more or fewer: what scales by our metrics is GKE's.
-        return deployment_patch("worker", pod, replicas=max(1, model.replicas.min))
+        # With an autoscaler, each apply would take its count back.
+        count = {} if deployment.is_scaled else {"replicas": max(1, model.replicas.min)}
+        return deployment_patch("worker", pod, **count)
     patch = deployment_patch("worker", pod)
     if weights.annotations:
         patch["spec"]["template"]["metadata"] = {"annotations": weights.annotations}

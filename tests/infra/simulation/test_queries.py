@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infra.kubernetes.autoscaling import LARGEST_STEP, TriggerQueries
+from infra.kubernetes.trigger_queries import LARGEST_STEP, TriggerQueries, managed_prometheus
 from infra.simulation.promql import PromQuery
 from infra.simulation.timeseries import TimeSeries
 from shared.catalog import read_catalog
 
 MODEL = read_catalog(Path("models.yaml")).find("stable-diffusion-tiny")
 GUESS_S = MODEL.definition.first_guesses.item_s
-QUERIES = TriggerQueries(MODEL, "pictures", "here")
+QUERIES = TriggerQueries(MODEL, "pictures", managed_prometheus("here"))
 NOW_S = 3000.0
 
 
