@@ -24,6 +24,8 @@ from infra.kubernetes.site import (
 
 TREE = "self-hosted"
 CONTAINER = "/spec/template/spec/containers/0"
+NAMESPACE_NAME = "kubernetes.io/metadata.name"
+"""The label of each namespace that has its name."""
 REDIS_DATA_PERCENT = 60
 """Of the pod's memory. The rest is for what changes while the file is rewritten, and for clients.
 """
@@ -90,14 +92,28 @@ def write_network(folder: Path, site: SelfHostedSite) -> None:
         rules.append(_egress(site.redis.networks, site.redis.port))
     if isinstance(site.objects, BucketObjects) and site.objects.networks:
         rules.append(_egress(site.objects.networks, site.objects.port))
-    patch = [{"op": "add", "path": "/spec/egress/-", "value": rule} for rule in rules]
-    target = {"kind": "NetworkPolicy", "name": "clients"}
+    patches = []
+    if rules:
+        added = [{"op": "add", "path": "/spec/egress/-", "value": rule} for rule in rules]
+        patches.append(_policy_patch("clients", added))
+    if isinstance(site.broker, RabbitBroker):
+        # Nothing is pushed to the functions there, and they tell what waits in the queues.
+        source = [{"namespaceSelector": {"matchLabels": {NAMESPACE_NAME: "monitoring"}}}]
+        found = {"op": "replace", "path": "/spec/ingress/0/from", "value": source}
+        patches.append(_policy_patch("functions", [found]))
     write_kustomization(
         folder,
         [path_up_to(folder, f"{TREE}/network")],
         namespace=site.namespace,
-        patches=[{"target": target, "patch": yaml.safe_dump(patch)}] if patch else [],
+        patches=patches,
     )
+
+
+def _policy_patch(name: str, patch: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "target": {"kind": "NetworkPolicy", "name": name},
+        "patch": yaml.safe_dump(patch),
+    }
 
 
 def _egress(networks: Sequence[str], port: int) -> dict[str, Any]:
@@ -115,7 +131,7 @@ def write_ingress(folder: Path, namespace: str, ingress: Ingress) -> None:
         {"op": "replace", "path": "/spec/tls/0/secretName", "value": ingress.tls_secret},
         {"op": "replace", "path": "/spec/rules/0/host", "value": ingress.host},
     ]
-    label = {"kubernetes.io/metadata.name": ingress.namespace}
+    label = {NAMESPACE_NAME: ingress.namespace}
     source = "/spec/ingress/0/from/0/namespaceSelector/matchLabels"
     policy = [{"op": "replace", "path": source, "value": label}]
     write_kustomization(

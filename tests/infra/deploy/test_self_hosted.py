@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import copy
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from infra.kubernetes.self_hosted import main, write_self_hosted
+from infra.kubernetes.self_hosted import main
 from infra.kubernetes.site import SelfHostedSite, read_site
 from infra.row_archive.settings import RowArchiveSettings
 from shared.catalog import read_catalog
@@ -22,48 +20,19 @@ from shared.errors import ConfigurationError
 from shared.settings import ApiSettings, Settings, WorkerSettings
 from tests.infra.deploy.dockerfiles import image
 from tests.infra.deploy.manifests import Objects, of_kind, pod, workers
-from tests.limits import WAIT_LIMIT_S
+from tests.infra.deploy.sites import (
+    EXAMPLE,
+    GIVEN,
+    MODELS,
+    RABBITMQ,
+    allows,
+    environment,
+    example,
+    fits,
+    pods_of,
+    rendered,
+)
 from workers.functions.settings import FunctionSettings
-
-EXAMPLE = Path("infra/kubernetes/site.example.yaml")
-MODELS = Path("models.yaml")
-GIVEN: dict[str, Any] = {
-    "broker": {"kind": "google", "inbox_pool": 4, "inbox_first": 2000, "inbox_slots": 2},
-    "rows": {"kind": "google"},
-    "redis": {"kind": "given", "url": "rediss://redis.corp:6380/1", "networks": ["10.1.0.0/16"]},
-    "objects": {
-        "kind": "bucket",
-        "url": "s3://penstock/objects",
-        "secret": "penstock-s3",
-        "networks": ["10.2.0.9/32"],
-        "port": 9000,
-    },
-    "google": {"project": "example-project", "credentials_secret": "penstock-google"},
-    "ingress": None,
-}
-"""Everything from elsewhere."""
-
-
-def example(**changes: object) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
-    return found | changes
-
-
-def rendered(out: Path, **changes: object) -> Objects:
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl, which has Kustomize built in, is not installed")
-    write_self_hosted(
-        out, SelfHostedSite.model_validate(example(**changes)), read_catalog(MODELS), MODELS
-    )
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +50,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Objects:
 @pytest.fixture(scope="module")
 def over_rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Objects:
     """RabbitMQ from elsewhere, and every other server of our own."""
-    broker = {"kind": "rabbitmq", "secret": "penstock-broker", "networks": ["10.3.0.0/16"]}
-    return rendered(tmp_path_factory.mktemp("rabbitmq") / "site", broker=broker)
+    return rendered(tmp_path_factory.mktemp("rabbitmq") / "site", broker=RABBITMQ)
 
 
 @pytest.fixture(scope="module")
@@ -93,22 +61,6 @@ def archived(tmp_path_factory: pytest.TempPathFactory) -> Objects:
         rows={"kind": "embedded", "archive": True},
         objects=GIVEN["objects"],
     )
-
-
-def pods_of(objects: Objects) -> dict[str, dict[str, Any]]:
-    """Every pod by the name of what makes it."""
-    found = of_kind(objects, "Deployment") | of_kind(objects, "StatefulSet")
-    return {name: pod(one) for name, one in found.items()}
-
-
-def environment(objects: Objects, name: str) -> dict[str, str]:
-    """The variables of a Deployment's container from ConfigMaps."""
-    maps = of_kind(objects, "ConfigMap")
-    given: dict[str, str] = {}
-    for source in pods_of(objects)[name]["containers"][0]["envFrom"]:
-        if "configMapRef" in source:
-            given |= maps[source["configMapRef"]["name"]]["data"]
-    return given
 
 
 def test_every_part_is_there(inside: Objects) -> None:
@@ -140,6 +92,28 @@ def test_rabbitmq_is_reached_by_all_and_asked_by_functions(over_rabbitmq: Object
         "to": [{"ipBlock": {"cidr": "10.3.0.0/16"}}],
         "ports": [{"port": 5672, "protocol": "TCP"}],
     } in egress
+
+
+def test_prometheus_reads_every_process_that_has_metrics(
+    over_rabbitmq: Objects, inside: Objects
+) -> None:
+    served = {"api": "metrics", "batches": "metrics"} | dict.fromkeys(workers(inside), "health")
+    assert lets_prometheus_in(inside) == set(served.items())
+    assert lets_prometheus_in(over_rabbitmq) == {*served.items(), ("functions", "http")}
+
+
+def lets_prometheus_in(objects: Objects) -> set[tuple[str, str]]:
+    """The Deployments and ports that pods of the namespace `monitoring` may reach."""
+    source = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    return {
+        (name, port["port"])
+        for policy in of_kind(objects, "NetworkPolicy").values()
+        for rule in policy["spec"].get("ingress", [])
+        if source in rule["from"]
+        for port in rule["ports"]
+        for name, made in of_kind(objects, "Deployment").items()
+        if fits(policy["spec"]["podSelector"], made["spec"]["template"]["metadata"]["labels"])
+    }
 
 
 def test_rows_go_to_the_bucket_that_the_archive_reads(
@@ -290,36 +264,6 @@ def test_commands_are_those_of_the_images(inside: Objects) -> None:
     (first,) = pods_of(inside)["api"]["initContainers"]
     assert first["args"] == ["provision", "--functions-url", "http://functions"]
     assert "--fsync" in pods_of(inside)["pubsub"]["containers"][0]["args"]
-
-
-def allows(objects: Objects, source: str, target: str, port: int) -> bool:
-    """Whether the policies let a pod of `source` connect to a pod of `target` in the namespace."""
-    labels = {
-        name: made["spec"]["template"]["metadata"]["labels"]
-        for name, made in (of_kind(objects, "Deployment") | of_kind(objects, "StatefulSet")).items()
-    }
-    (container,) = pods_of(objects)[target]["containers"]
-    names = {one["name"]: one["containerPort"] for one in container["ports"]}
-
-    def fits(selector: dict[str, Any], found: dict[str, str]) -> bool:
-        wanted = selector.get("matchLabels", {})
-        among = selector.get("matchExpressions", [])
-        return all(found.get(k) == v for k, v in wanted.items()) and all(
-            found.get(one["key"]) in one["values"] for one in among
-        )
-
-    def one_way(kind: str, peer: str, of: str, other: str) -> bool:
-        for policy in of_kind(objects, "NetworkPolicy").values():
-            if not fits(policy["spec"]["podSelector"], labels[of]):
-                continue
-            for rule in policy["spec"].get(kind, []):
-                ports = {names.get(one["port"], one["port"]) for one in rule["ports"]}
-                peers = [one["podSelector"] for one in rule[peer] if "podSelector" in one]
-                if port in ports and any(fits(one, labels[other]) for one in peers):
-                    return True
-        return False
-
-    return one_way("egress", "to", source, target) and one_way("ingress", "from", target, source)
 
 
 def test_who_may_connect_to_whom(inside: Objects) -> None:
