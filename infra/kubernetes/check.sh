@@ -53,12 +53,18 @@ render token "$work/token.json" --models-file "$work/hub.models.yaml"
 sed -E "s|^(  [a-z]+: \S+):[^ :]+$|\1@sha256:$(printf '0%.0s' {1..64})|" infra/kubernetes/site.example.yaml > "$work/site.yaml"
 .venv/bin/python -m infra.kubernetes.self_hosted --site "$work/site.yaml" --out "$work/site"
 kubectl kustomize "$work/site" > "$objects/site.yaml"
+# The same, scaled by KEDA.
+echo 'autoscaling: {prometheus: http://prometheus.monitoring:9090}' | cat "$work/site.yaml" - > "$work/scaled.yaml"
+.venv/bin/python -m infra.kubernetes.self_hosted --site "$work/scaled.yaml" --out "$work/scaled"
+kubectl kustomize "$work/scaled" > "$objects/scaled.yaml"
 
 for file in "$objects"/*.yaml; do
   # What it warns of are kinds without a schema: KEDA's are checked next, GKE's own by tests/infra/deploy.
   "$tools/kubernetes-validate" --strict --quiet -k 1.35 "$file" 2>&1 | { grep -v "Couldn't find schema" || true; }
 done
-"$tools/python" infra/kubernetes/check_keda.py "$objects/pools.yaml"
+for name in pools scaled; do
+  "$tools/python" infra/kubernetes/check_keda.py "$objects/$name.yaml"
+done
 nice "$tools/checkov" -d infra/terraform --framework terraform --quiet --compact --skip-download
 nice "$tools/checkov" -d "$objects" --framework kubernetes --quiet --compact --skip-download
 echo "manifests and Terraform code: no finding that has no reason beside it"

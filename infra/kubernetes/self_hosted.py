@@ -26,6 +26,7 @@ from infra.kubernetes.site_parts import (
     write_network,
     write_server,
 )
+from infra.kubernetes.site_scraping import write_scraping
 from infra.kubernetes.site_settings import (
     CREDENTIALS_DIR,
     OBJECTS_DIR,
@@ -84,6 +85,8 @@ def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_
         claim = objects_claim(site.namespace, site.objects)
         (out / "objects.yaml").write_text(yaml.safe_dump(claim), encoding="utf-8")
         folders.append("objects.yaml")
+    if site.autoscaling is not None:
+        write_scraping(out, site)
     write_kustomization(out, folders, patches=_patches_of_all(site))
 
 

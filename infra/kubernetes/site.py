@@ -31,6 +31,8 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 """Of an object in Kubernetes."""
 Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")]
 Cores = Annotated[str, Field(pattern=r"^([1-9][0-9]*m?|[0-9]+\.[0-9]+)$")]
+LabelName = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]*$")]
+LabelValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/-]+$")]
 Network = Annotated[str, AfterValidator(_is_network)]
 BUCKET = r"^(gs|s3)://[a-z0-9][a-z0-9._-]*[a-z0-9](/[A-Za-z0-9._/-]*)?$"
 
@@ -186,6 +188,15 @@ class Ingress(_Part):
     annotations: dict[str, str] = {}
 
 
+class Autoscaling(_Part):
+    """How many workers there are, by load. The cluster has KEDA 2.17 or later."""
+
+    prometheus: str = Field(pattern=r"^https?://[^\s@/?#]+(/[^\s/?#]+)*$")
+    """Where it answers queries, without credentials."""
+    labels: dict[LabelName, LabelValue] | None = None
+    """Labels that all series of this site have there, and those of no other. None: `namespace`."""
+
+
 class Google(_Part):
     """How pods reach what is Google's."""
 
@@ -218,6 +229,8 @@ class SelfHostedSite(_Part):
     ingress: Ingress | None = None
     """None: no Ingress is made, and the Service `api` is reached in another way."""
     google: Google | None = None
+    autoscaling: Autoscaling | None = None
+    """None: each model has `replicas.min` workers, at least one."""
 
     @model_validator(mode="after")
     def _can_reach_google(self) -> SelfHostedSite:

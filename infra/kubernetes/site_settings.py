@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from infra.kubernetes.deployment import Deployment
+from infra.kubernetes.deployment import Deployment, OwnPrometheus
 from infra.kubernetes.site import (
     BucketObjects,
     EmbeddedBroker,
@@ -45,7 +45,24 @@ def worker_deployment(site: SelfHostedSite) -> Deployment:
         image=site.images.worker,
         is_self_hosted=True,
         settings=_endpoints(site),
+        prometheus=_prometheus(site),
     )
+
+
+def _prometheus(site: SelfHostedSite) -> OwnPrometheus | None:
+    if site.autoscaling is None:
+        return None
+    return OwnPrometheus(
+        url=site.autoscaling.prometheus,
+        labels=series_labels(site),
+        has_rabbitmq=isinstance(site.broker, RabbitBroker),
+    )
+
+
+def series_labels(site: SelfHostedSite) -> dict[str, str]:
+    """The labels by which the series of a site are told from others in its Prometheus."""
+    given = site.autoscaling.labels if site.autoscaling is not None else None
+    return {"namespace": site.namespace} if given is None else given
 
 
 def _objects_url(site: SelfHostedSite) -> str:

@@ -374,6 +374,22 @@ WRONG: list[tuple[str, object, str]] = [
     ("api.replica", 2, "api.replica: Extra inputs are not permitted"),
     ("ingress.host", "localhost", "ingress.host: String should match"),
     ("ingress.networks", ["everywhere"], "ingress.networks.0: 'everywhere' does not appear"),
+    ("autoscaling", {}, "autoscaling.prometheus: Field required"),
+    (
+        "autoscaling",
+        {"prometheus": "http://user:secret@prometheus:9090"},
+        "autoscaling.prometheus: String should match",
+    ),
+    (
+        "autoscaling",
+        {"prometheus": "http://prometheus:9090/"},
+        "autoscaling.prometheus: String should match",
+    ),
+    (
+        "autoscaling",
+        {"prometheus": "http://prometheus:9090", "labels": {"cluster": 'a",b="c'}},
+        "autoscaling.labels.cluster: String should match",
+    ),
     ("ingress.tls_secret", None, "ingress.tls_secret: Input should be a valid string"),
 ]
 

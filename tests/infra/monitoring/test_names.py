@@ -1,5 +1,5 @@
-"""Every metric, label and label value that an alert or a dashboard asks for is one that a process
-of the product exports.
+"""Every metric, label and label value that an alert, a dashboard or the autoscaler asks for is one
+that a process of the product exports.
 """
 
 import json
@@ -7,9 +7,17 @@ import re
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+from infra.kubernetes.trigger_queries import (
+    MetricSource,
+    TriggerQueries,
+    managed_prometheus,
+    own_prometheus,
+)
+from shared.catalog import read_catalog
 from shared.slo import ENDS
 from shared.usage.charge import SHARED
 from tests.infra.monitoring.promql import asked_by, grafana_queries, queries
@@ -20,12 +28,14 @@ MODULES = (
     "api.batches.process",
     "workers.__main__",
     "workers.functions.main",
+    "workers.functions.__main__",
     "infra.row_archive.__main__",
 )
 """What the processes of the product import at their start. That registers their metrics."""
 _DUMP = """
 import importlib, json, sys
-importlib.import_module(sys.argv[1])
+for module in sys.argv[1:]:
+    importlib.import_module(module)
 from prometheus_client import REGISTRY
 print(json.dumps({c._name: [c._type, list(c._labelnames)] for c in REGISTRY._collector_to_names
                   if hasattr(c, "_labelnames")}))
@@ -35,7 +45,10 @@ FROM_THE_COLLECTOR = "worker"
 """Label of the workers' series: infra/kubernetes/cluster/pod-monitoring.yaml,
 infra/monitoring/scraping.py.
 """
-OF_GOOGLE = {"pubsub_googleapis_com:subscription_oldest_unacked_message_age"}
+OF_GOOGLE = {
+    "pubsub_googleapis_com:subscription_oldest_unacked_message_age",
+    "pubsub_googleapis_com:subscription_num_undelivered_messages",
+}
 RECORDED = re.compile(r"penstock:slo_(errors:ratio|bad:increase)\d+[mhd]")
 
 
@@ -43,18 +56,17 @@ RECORDED = re.compile(r"penstock:slo_(errors:ratio|bad:increase)\d+[mhd]")
 def exported() -> dict[str, set[str]]:
     """The labels of each series of our processes, by its name."""
     found: dict[str, set[str]] = {}
-    for module in MODULES:
-        done = subprocess.run(
-            [sys.executable, "-c", _DUMP, module],
-            capture_output=True,
-            text=True,
-            timeout=START_LIMIT_S,
-            check=True,
-        )
-        for name, (kind, labels) in json.loads(done.stdout).items():
-            for suffix in _SAMPLES[kind]:
-                extra = {"le"} if suffix == "_bucket" else set()
-                found[name + suffix] = {*labels, *extra}
+    done = subprocess.run(
+        [sys.executable, "-c", _DUMP, *MODULES],
+        capture_output=True,
+        text=True,
+        timeout=START_LIMIT_S,
+        check=True,
+    )
+    for name, (kind, labels) in json.loads(done.stdout).items():
+        for suffix in _SAMPLES[kind]:
+            extra = {"le"} if suffix == "_bucket" else set()
+            found[name + suffix] = {*labels, *extra}
     return found
 
 
@@ -73,6 +85,29 @@ def test_metrics_and_labels_are_exported(where: str, query: str) -> None:
             known |= exported()[name]
             known |= {FROM_THE_COLLECTOR} if name.startswith("penstock_worker_") else set()
     assert asked.labels <= known
+
+
+@pytest.mark.parametrize(
+    ("source", "added"),
+    [
+        (managed_prometheus("here"), {"location"}),
+        (own_prometheus({"namespace": "ours"}, has_rabbitmq=True), {"namespace"}),
+    ],
+    ids=["managed", "own"],
+)
+def test_autoscaler_asks_for_what_is_exported(source: MetricSource, added: set[str]) -> None:
+    for model in read_catalog(Path("models.yaml")).deployed:
+        queries = TriggerQueries(model, "worker", source)
+        for query in (queries.arrivals(), queries.work(), queries.messages()):
+            assert query is not None
+            for name, matchers in asked_by(query).metrics.items():
+                labels = {label for label, _ in matchers}
+                if name in OF_GOOGLE:
+                    assert labels == {"subscription_id", "monitored_resource"}
+                    continue
+                of_workers = name.startswith("penstock_worker_")
+                known = exported()[name] | added | ({FROM_THE_COLLECTOR} if of_workers else set())
+                assert labels <= known, name
 
 
 def test_values_of_labels_exist() -> None:
