@@ -24,12 +24,22 @@ EVICTIONS = Counter("penstock_worker_model_evictions_total", "Models dropped to 
 SWITCH_SECONDS = Counter(
     "penstock_worker_switch_seconds_total", "Seconds of model processes spent on switching"
 )
+_ITEMS = (1, 2, 4, 8, 16, 32, 64, 128)
 BATCH_ITEMS = Histogram(
-    "penstock_worker_batch_items", "Items in a batch", buckets=(1, 2, 4, 8, 16, 32, 64, 128)
+    "penstock_worker_batch_items",
+    "Items in a batch. Where items join and leave between steps, each counts by itself.",
+    buckets=_ITEMS,
+)
+ITEMS_AT_A_TIME = Histogram(
+    "penstock_worker_items_at_a_time",
+    "Items in a batch. Where items join and leave between steps, how many were in on average while "
+    "one was.",
+    buckets=_ITEMS,
 )
 INFERENCE_SECONDS = Histogram(
     "penstock_worker_inference_seconds",
-    "Seconds a batch takes in the model",
+    "Seconds a batch takes in the model. Where items join and leave between steps, the part of one "
+    "in the time of its steps.",
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
 BUSY_RATIO = Gauge(
@@ -65,8 +75,11 @@ MODEL_PROCESS_DEATHS = Counter(
 
 def observe_batch(done: BatchResult, exemplar: dict[str, str] | None = None) -> None:
     """Records one batch. `exemplar` names a trace of it."""
-    BATCH_ITEMS.observe(done.batch_items)
-    INFERENCE_SECONDS.observe(done.inference_ms / 1000, exemplar)
+    items = len(done.results)
+    BATCH_ITEMS.observe(items)
+    ITEMS_AT_A_TIME.observe(done.batch_items)
+    # inference_ms is that of all that share the time. Each of them tells of it when it ends.
+    INFERENCE_SECONDS.observe(done.inference_ms / 1000 * items / done.batch_items, exemplar)
     REAL_WORK.inc(done.real_work)
     PADDED_WORK.inc(done.padded_work)
     if done.switched is not None:

@@ -161,8 +161,8 @@ _QUEUE = (
         "count",
         (
             PanelQuery(
-                "sum by (worker) (rate(penstock_worker_batch_items_sum[5m]))"
-                " / sum by (worker) (rate(penstock_worker_batch_items_count[5m]))",
+                "sum by (worker) (rate(penstock_worker_items_at_a_time_sum[5m]))"
+                " / sum by (worker) (rate(penstock_worker_items_at_a_time_count[5m]))",
                 "{{worker}}",
             ),
         ),

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Cache, Generation, Price
@@ -145,6 +146,28 @@ async def test_a_short_text_joins_a_long_one_and_leaves_first(
         await harness.records.cancel(record_id("long", 0))
         name, long = await outcome(harness)
         assert (name, long.status) == ("long", "canceled")
+
+
+async def test_texts_beside_each_other_share_the_seconds_of_the_worker(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with spelling(redis_url, tmp_path) as harness:
+        before = computed()
+        for number in range(4):
+            await ask(harness, f"r{number}", "ab", 200)
+        receipts = [(await outcome(harness))[1].receipt for _ in range(4)]
+        items, seconds, beside = (now - then for now, then in zip(computed(), before, strict=True))
+        assert items == 4
+        assert beside > 4
+        # What each text is told of its part of the time, and no more, was of the worker.
+        shares_ms = [one.inference_ms / one.batch_size for one in receipts]  # type: ignore[operator]
+        assert seconds == pytest.approx(sum(shares_ms) / 1000)
+
+
+def computed() -> list[float]:
+    """Items, seconds in the model, and items at a time, as the worker's metrics add them up."""
+    names = ("batch_items", "inference_seconds", "items_at_a_time")
+    return [REGISTRY.get_sample_value(f"penstock_worker_{name}_sum") or 0.0 for name in names]
 
 
 def running(harness: WorkerHarness) -> list[str]:
