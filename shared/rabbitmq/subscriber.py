@@ -157,8 +157,8 @@ class QueueSubscription:
         if self._waits is not None and self._is_open:
             with suppress(*BROKEN), only_own_cancellation():
                 # The answer comes after the last delivery, so all that were sent are here then.
-                # With aiormq's own limit the acks go first: RabbitMQ 3.10 forgets some of more
-                # than 32 that come between this and the close.
+                # With aiormq's own limit the acks go first: RabbitMQ 3.10 forgot some of 50 that
+                # came between this and the close.
                 await self._waits.channel.basic_cancel(self._consumer_tag, timeout=CANCEL_S)
         while self._received:
             self.nack(self._received.popleft())
