@@ -101,4 +101,5 @@ def test_alerts_link_to_the_runbook_where_it_can_be_read(tmp_path: Path) -> None
 def test_metrics_of_the_runbook_are_exported() -> None:
     exported = {metric.name for metric in REGISTRY.collect()}
     named = {name.removesuffix("_total") for name in re.findall(r"`(penstock_[a-z_]+)`", RUNBOOK)}
+    assert named
     assert named - {name.removesuffix("_total") for name in exported} == set()

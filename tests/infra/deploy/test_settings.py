@@ -166,7 +166,9 @@ def test_api_is_given_all_that_it_must_be(plan: Plan) -> None:
 
 
 def test_workers_are_given_all_that_they_must_be(objects: Objects) -> None:
-    for deployment in workers(objects).values():
+    deployments = workers(objects)
+    assert deployments
+    for deployment in deployments.values():
         given = {name for name in settings_of(objects, deployment) if name.startswith("PENSTOCK_")}
         assert given | LEFT_ALONE[WorkerSettings] | ON_ONE_MACHINE == variables(WorkerSettings)
         assert given & (LEFT_ALONE[WorkerSettings] | ON_ONE_MACHINE) == set()
@@ -187,6 +189,7 @@ def test_no_setting_is_misspelt_anywhere() -> None:
         timeout=WAIT_LIMIT_S,
         check=True,
     )
+    written: set[str] = set()
     for file in files.stdout.split():
         for name, family in re.findall(
             r"\b(PENSTOCK_[A-Z0-9_]*[A-Z0-9])(_\*)?", Path(file).read_text("utf-8")
@@ -194,6 +197,8 @@ def test_no_setting_is_misspelt_anywhere() -> None:
             assert any(one.startswith(name) for one in known) if family else name in known, (
                 f"{file}: {name}"
             )
+            written.add(name)
+    assert "PENSTOCK_PROJECT" in written
 
 
 def test_calls_are_made_for_their_function(plan: Plan) -> None:

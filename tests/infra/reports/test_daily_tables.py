@@ -124,6 +124,7 @@ def test_summaries_add_up_to_the_month(
         assert sum(line["month_usd"] for line in own) == pytest.approx(total)
         first = expected.exact((r for r in month if r["received_at"].day == 1), "cost_usd")
         assert sum(line["week_ago_usd"] for line in own) == pytest.approx(first)
+        assert 0 < first < total
 
 
 def hourly(day: BillingDay, seed: int) -> list[Fields]:

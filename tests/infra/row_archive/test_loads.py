@@ -82,10 +82,14 @@ def test_tables_have_the_same_rows(both: Both) -> None:
 def test_every_report_says_the_same(both: Both) -> None:
     question = ReportQuestion(generated.FIRST, generated.AFTER, "Europe/Berlin")
     direct, archived = (ReportRunner(both.client, dataset) for dataset in (DIRECT, ARCHIVED))
+    without_rows = set()
     for report in reports().values():
         wanted, found = direct.run(report, question), archived.run(report, question)
         assert found.heads == wanted.heads
         assert [list(row) for row in found.rows] == list(map(about, wanted.rows)), report.name
+        if not wanted.rows:
+            without_rows.add(report.name)
+    assert without_rows == {"webhooks"}, "it is about a table that is empty here"
 
 
 def about(row: tuple[object, ...]) -> list[object]:

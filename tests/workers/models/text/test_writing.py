@@ -60,6 +60,7 @@ def test_a_text_goes_on_from_any_point_as_if_never_interrupted(
 ) -> None:
     fields = VARIANTS[variant] | {"is_streamed": True}
     chunks, whole = write(model, tiny.prompt(PROMPT, 40, **fields))
+    assert chunks
     ids: list[int] = []
     text = ""
     logprobs: list[TokenLogprob] = []
@@ -96,8 +97,10 @@ def test_a_text_that_was_complete_already_ends_at_once(model: TextModel) -> None
 
 def test_chunks_are_taken_of_streamed_texts_only(model: TextModel) -> None:
     model.admit(0, tiny.prompt(PROMPT, 20))
-    model.step()
-    assert model.take_chunks() == {}
+    model.admit(1, tiny.prompt(PROMPT, 20, is_streamed=True))
+    for _ in range(4):
+        model.step()
+    assert list(model.take_chunks()) == [1]
 
 
 def test_a_stop_sequence_over_several_tokens_is_never_shown(model: TextModel) -> None:
@@ -107,7 +110,9 @@ def test_a_stop_sequence_over_several_tokens_is_never_shown(model: TextModel) ->
     assert result.text == free.text[: free.text.index(stop)]
     assert result.finish_reason == "stop"
     assert result.output_tokens < free.output_tokens
-    assert result.text.startswith("".join(chunk.text for chunk in chunks))
+    shown = "".join(chunk.text for chunk in chunks)
+    assert shown
+    assert result.text.startswith(shown)
 
 
 def written(folder: Path, text: bytes, **fields: Any) -> tuple[list[str], Writing]:
