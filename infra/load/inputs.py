@@ -30,7 +30,7 @@ ANSWER_TOKENS = 32
 SEEDS = 2**31
 
 
-class Endpoint(NamedTuple):
+class RequestForm(NamedTuple):
     """How one task is asked for."""
 
     path: str
@@ -88,18 +88,18 @@ def _chat(arrival: Arrival, group: str) -> dict[str, Any]:
     }
 
 
-ENDPOINTS: Mapping[str, Endpoint] = {
-    EMBEDDING.name: Endpoint(
+REQUEST_FORMS: Mapping[str, RequestForm] = {
+    EMBEDDING.name: RequestForm(
         "/v1/embeddings",
         _texts,
         100.0,
         ((0.6, 5, 15), (0.3, 36, 88), (0.1, 150, 180)),
         ((0.95, 1, 1), (0.04, 2, 4), (0.01, 5, 16)),
     ),
-    IMAGE.name: Endpoint(
+    IMAGE.name: RequestForm(
         "/v1/images/generations", _picture, 1.0, ((1.0, 0, 0),), ((0.9, 1, 1), (0.1, 2, 4))
     ),
-    TEXT.name: Endpoint(
+    TEXT.name: RequestForm(
         "/v1/chat/completions",
         _chat,
         1.0,
@@ -111,7 +111,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
 """By the name of a task."""
 
 
-def endpoint_of(model: str, tasks: Mapping[str, str]) -> Endpoint:
+def form_of(model: str, tasks: Mapping[str, str]) -> RequestForm:
     """How a model is asked.
 
     Args:
@@ -126,14 +126,14 @@ def endpoint_of(model: str, tasks: Mapping[str, str]) -> Endpoint:
         known = ", ".join(tasks) or "none"
         raise BadInput(f"model: {model[:80]!r} is not served there; served: {known}", field="model")
     if not can_be_replayed(name):
-        known = ", ".join(ENDPOINTS)
+        known = ", ".join(REQUEST_FORMS)
         raise BadInput(
             f"model: {model} has the task {name}, which can't be replayed; known: {known}",
             field="model",
         )
-    return ENDPOINTS[name]
+    return REQUEST_FORMS[name]
 
 
 def can_be_replayed(name: str) -> bool:
     """Whether a task, by its name, is one that can be asked for here."""
-    return name in ENDPOINTS
+    return name in REQUEST_FORMS

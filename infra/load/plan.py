@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from infra.load.day import NUMBERS, Day, DayModel, arrivals_of
-from infra.load.inputs import Endpoint, can_be_replayed, endpoint_of
+from infra.load.inputs import RequestForm, can_be_replayed, form_of
 from infra.load.target import ServedModel, Target
 from infra.load.trace import Arrival, read_trace
 from shared.errors import BadInput, ConfigurationError
@@ -22,7 +22,7 @@ class LoadPlan(NamedTuple):
     """What is sent, and how each model is asked."""
 
     arrivals: Sequence[Arrival]
-    endpoints: Mapping[str, Endpoint]
+    forms: Mapping[str, RequestForm]
 
 
 class DayOptions(NamedTuple):
@@ -51,7 +51,7 @@ def plan_day(target: Target, options: DayOptions) -> LoadPlan:
     """
     served = target.models()
     shares = _shares(options.models, served)
-    endpoints = {name: endpoint_of(name, _tasks(served)) for name in shares}
+    forms = {name: form_of(name, _tasks(served)) for name in shares}
     if target.keys and options.tenants > len(target.keys):
         raise BadInput(
             f"tenants: {options.tenants} tenants, but keys of {len(target.keys)}", field="tenants"
@@ -62,16 +62,16 @@ def plan_day(target: Target, options: DayOptions) -> LoadPlan:
         tenants=known[: options.tenants],
         models={
             name: DayModel(
-                share=share or endpoints[name].share,
-                sizes=endpoints[name].sizes,
-                items=endpoints[name].items,
+                share=share or forms[name].share,
+                sizes=forms[name].sizes,
+                items=forms[name].items,
             )
             for name, share in shares.items()
         },
         seed=options.seed,
         **_numbers(options.numbers),
     )
-    return LoadPlan(arrivals_of(day), endpoints)
+    return LoadPlan(arrivals_of(day), forms)
 
 
 def plan_trace(target: Target, path: Path, requests: int = 0) -> LoadPlan:
@@ -97,11 +97,11 @@ def plan_trace(target: Target, path: Path, requests: int = 0) -> LoadPlan:
     names = {one.model for one in arrivals}
     # Rows have names, so the ledger has no aliases.
     named = {name: served[name or usual].id for name in names if (name or usual) in served}
-    endpoints = {
-        named.get(name, name): endpoint_of(name or usual, _tasks(served)) for name in sorted(names)
+    forms = {
+        named.get(name, name): form_of(name or usual, _tasks(served)) for name in sorted(names)
     }
     return LoadPlan(
-        [msgspec.structs.replace(one, model=named[one.model]) for one in arrivals], endpoints
+        [msgspec.structs.replace(one, model=named[one.model]) for one in arrivals], forms
     )
 
 

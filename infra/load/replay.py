@@ -15,7 +15,7 @@ import msgspec
 
 from infra.load.connection import encode_request
 from infra.load.exchange import Exchange
-from infra.load.inputs import Endpoint
+from infra.load.inputs import RequestForm
 from infra.load.ledger import ENDINGS, Ending, LedgerLine, LedgerWriter
 from infra.load.pool import ConnectionPool
 from infra.load.tally import Look, Tally
@@ -83,7 +83,7 @@ class Replay:
         target: whom to ask, and with which keys.
         run: the start of the id of each request.
         arrivals: in order of time.
-        endpoints: by model, of all models of the arrivals.
+        forms: by model, of all models of the arrivals.
         pace: how fast.
         seed: of inputs that are made.
         ledger: gets a line for each request.
@@ -95,7 +95,7 @@ class Replay:
         target: Target,
         run: str,
         arrivals: Sequence[Arrival],
-        endpoints: Mapping[str, Endpoint],
+        forms: Mapping[str, RequestForm],
         pace: Pace,
         *,
         seed: int,
@@ -103,7 +103,7 @@ class Replay:
         show: Show,
     ) -> None:
         self._target, self._id, self._arrivals = target, run, arrivals
-        self._endpoints, self._pace, self._seed = endpoints, pace, seed
+        self._forms, self._pace, self._seed = forms, pace, seed
         self._ledger, self._show = ledger, show
         self._pool = ConnectionPool(target.server, pace.most_in_flight, self._ended)
         self._open: dict[int, _Open] = {}
@@ -178,9 +178,9 @@ class Replay:
             return
 
     def _send(self, number: int, arrival: Arrival, due_s: float) -> None:
-        endpoint = self._endpoints[arrival.model]
+        form = self._forms[arrival.model]
         group = f"{self._seed}x{arrival.group or f'own{number}'}"
-        content = msgspec.json.encode(endpoint.body(arrival, group))
+        content = msgspec.json.encode(form.body(arrival, group))
         headers = self._target.caller(arrival.tenant).headers | {
             "x-request-id": self._id_of(number)
         }
@@ -188,7 +188,7 @@ class Replay:
             headers["x-penstock-deadline-ms"] = str(max(1, round(arrival.deadline_s * 1000)))
         if arrival.lane:
             headers["x-penstock-lane"] = arrival.lane
-        path = self._target.path + endpoint.path
+        path = self._target.path + form.path
         self._open[number] = _Open(arrival, time.time())
         if arrival.cancel_after_s is not None:
             loop = asyncio.get_running_loop()
@@ -245,7 +245,7 @@ class Replay:
         """The tokens of all items, each of which has a row."""
         if usage is None or usage.total_tokens is None:
             return None
-        if self._endpoints[arrival.model].counts_input_once:
+        if self._forms[arrival.model].counts_input_once:
             return usage.total_tokens + (arrival.items - 1) * usage.prompt_tokens
         return usage.total_tokens
 

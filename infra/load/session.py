@@ -49,7 +49,7 @@ async def _replay(
             target,
             run,
             plan.arrivals,
-            plan.endpoints,
+            plan.forms,
             pace,
             seed=seed,
             ledger=ledger,

@@ -25,7 +25,7 @@ async def asked(made: Callable[[Target], LoadPlan], keys: dict[str, str] | None 
 @pytest.mark.anyio
 async def test_day_has_all_models_that_can_be_replayed() -> None:
     plan = await asked(lambda target: plan_day(target, OPTIONS))
-    assert set(plan.endpoints) == {"mini", "tiny"}
+    assert set(plan.forms) == {"mini", "tiny"}
     assert len(plan.arrivals) == 100
     assert sum(one.model == "tiny" for one in plan.arrivals) == 1
     assert {one.tenant for one in plan.arrivals} == {"tenant-1", "tenant-2", "tenant-3"}

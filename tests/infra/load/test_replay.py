@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from infra.load.inputs import ENDPOINTS
+from infra.load.inputs import REQUEST_FORMS
 from infra.load.ledger import Ledger, LedgerHead, opened_ledger, read_ledger
 from infra.load.replay import Pace, Replay
 from infra.load.tally import Look, Tally
@@ -35,13 +35,13 @@ def no_show(look: Look, tally: Tally) -> None:
 async def replayed(
     path: Path, target: Target, arrivals: Sequence[Arrival], **pace: Any
 ) -> tuple[Ledger, Tally]:
-    endpoints = {"mini": ENDPOINTS["embedding"], "tiny": ENDPOINTS["image"]}
+    forms = {"mini": REQUEST_FORMS["embedding"], "tiny": REQUEST_FORMS["image"]}
     with opened_ledger(path, LedgerHead(RUN, target.url, 0.0)) as ledger:
         one = Replay(
             target,
             RUN,
             arrivals,
-            endpoints,
+            forms,
             Pace(**pace),
             seed=3,
             ledger=ledger,
