@@ -37,7 +37,7 @@ class Preview:
     image: bytes
 
 
-class Previews:
+class PreviewStore:
     """The previews of all predictions.
 
     Args:

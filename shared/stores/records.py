@@ -31,7 +31,7 @@ from redis.exceptions import RedisError
 
 from shared.errors import Overloaded, Unavailable
 from shared.retention import BUDGET_BYTES
-from shared.stores.previews import Previews
+from shared.stores.previews import PreviewStore
 from shared.stores.record_state import Claim, Finish, Record, State, record_from_fields
 from shared.stores.redis_client import RedisLink, RedisStore
 from shared.stores.redis_scripts import load_script
@@ -116,7 +116,7 @@ class Records(RedisStore):
         self.lines = WaitingLines(self._commands, prefix)
         self.webhook_log = WebhookLog(self._commands, prefix)
         # Round trips of their own: pictures are large, and nobody is to wait for them.
-        self.previews = Previews(self._link.commands("the store of previews"), prefix)
+        self.previews = PreviewStore(self._link.commands("the store of previews"), prefix)
         self.tokens = TokenStreams(self._link.commands("the store of tokens"), prefix)
 
     def _key(self, record: str) -> str:
