@@ -18,7 +18,7 @@ from shared.tasks.text import TokenChunk
 from workers.models.base import OutOfMemory, PreparedItem, PreparedPrompt, StepEnd
 from workers.models.device import Device
 from workers.models.text.decoder import Decoder
-from workers.models.text.rows import Row, Rows
+from workers.models.text.rows import TokenRow, TokenRows
 from workers.models.text.vocabulary import Vocabulary
 from workers.models.text.writing import IDS, Writing
 
@@ -34,7 +34,7 @@ class _Text:
         self.ids: list[int] = [*np.frombuffer(item.ids, IDS).tolist(), *writing.ids]
         """All of its tokens. The last one has no keys and values yet."""
         self.cached_tokens = 0
-        self.row: Row | None = None
+        self.row: TokenRow | None = None
 
     @property
     def unread(self) -> int:
@@ -73,7 +73,7 @@ class TextModel:
         capacity = entry.generation.context_tokens
         self._folder = folder
         self._decoder = Decoder(folder, device, entry.precision, rows, capacity)
-        self._rows = Rows(rows)
+        self._rows = TokenRows(rows)
         self._texts: dict[int, _Text] = {}
         self._others_wait = False
         """Whether the last step wrote first tokens only."""

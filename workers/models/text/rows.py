@@ -11,7 +11,7 @@ LEAST_SHARED_TOKENS = 8
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class TokenRow:
     """A row, and the tokens whose keys and values it has. Those of a text that left stay."""
 
     number: int
@@ -23,14 +23,14 @@ class Row:
     """Grows with each row that becomes free."""
 
 
-class Rows:
+class TokenRows:
     """All rows of a cache."""
 
     def __init__(self, rows: int) -> None:
-        self.all = [Row(number) for number in range(rows)]
+        self.all = [TokenRow(number) for number in range(rows)]
         self._clock = count(1)
 
-    def find(self, ids: Sequence[int], owner: str) -> tuple[Row, Row | None, int]:
+    def find(self, ids: Sequence[int], owner: str) -> tuple[TokenRow, TokenRow | None, int]:
         """A free row for a text that begins with `ids`.
 
         Returns:
@@ -54,16 +54,16 @@ class Rows:
         target = oldest if oldest is not best else best
         return target, (None if target is best else best), shared
 
-    def take(self, row: Row, ids: list[int], owner: str) -> None:
+    def take(self, row: TokenRow, ids: list[int], owner: str) -> None:
         """Gives a free row to a text whose first tokens it has."""
         row.ids, row.owner, row.is_taken = list(ids), owner, True
 
-    def free(self, row: Row) -> None:
+    def free(self, row: TokenRow) -> None:
         """Takes a row back. It keeps its tokens until it is given away again."""
         row.is_taken = False
         row.freed = next(self._clock)
 
-    def gather(self, rows: Sequence[Row]) -> Iterator[tuple[int, int, int]]:
+    def gather(self, rows: Sequence[TokenRow]) -> Iterator[tuple[int, int, int]]:
         """Makes `rows` the first ones. Yields exchanges of two rows: numbers, and tokens of them.
 
         Each exchange is to be done at once.
