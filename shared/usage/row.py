@@ -97,58 +97,65 @@ def row_of(
         replied_at_s: unix time of the response. Default: now.
         facts: further fields of the row (worker, region …).
     """
-    receipt, now_s = outcome.receipt, replied_at_s or time.time()
-    queued_s = (
-        (receipt.pulled_at_s or now_s) - envelope.published_at_s
-        if envelope.published_at_s
-        else None
-    )
-    known = {name: getattr(receipt, name) for name in receipt.__struct_fields__}
-    # A repeated answer may be another revision's.
-    del known["is_delivered_in_part"]  # the charge says it
-    revision = known.pop("revision") or (model.revision if model else None)
-    if receipt.batch_size is None:  # no model ran for it
-        known["cold_start"] = None
-    elif receipt.padded_tokens is None and receipt.cache not in SHARED:
-        known["padded_tokens"] = receipt.tokens
-    if model is not None:
-        price = price_of(model, envelope.received_at_s, envelope.price_share)
-        charge = charge_of(price, outcome)
-        known |= {
-            "task": model.task,
-            "cost_usd": charge.cost_usd,
-            "list_price_usd": charge.list_price_usd,
-            "charged_share": charge.charged_share,
-            "price_version": price.version,
-            "batch_capacity": model.batch.max_items if receipt.batch_size is not None else None,
-        }
-    else:
-        known |= {"cost_usd": 0.0, "charged_share": 0.0}
+    now_s = replied_at_s or time.time()
+    known = _work(envelope, outcome, model) | _times(envelope, outcome, now_s)
     return Row(
         row_id=f"{envelope.request_id}:{outcome.index}",
         request_id=envelope.request_id,
         item=outcome.index,
         model=model.public_name if model else envelope.model,
-        revision=revision,
-        received_at_s=envelope.received_at_s,
         status=outcome.status,
         tenant=envelope.tenant,
         api_instance=envelope.api_instance or None,
-        published_at_s=envelope.published_at_s or None,
-        replied_at_s=now_s,
-        queue_ms=None if queued_s is None else queued_s * 1000,
-        total_ms=(now_s - envelope.received_at_s) * 1000,
         error_code=outcome.error.code if outcome.error else None,
         attempt=envelope.attempt,
         client_request_id=envelope.client_request_id or None,
         key_id=envelope.key_id or None,
         plan=envelope.plan or None,
-        input_tokens=(
-            None if receipt.tokens is None else receipt.tokens - (receipt.output_tokens or 0)
-        ),
         priority=envelope.lane or "interactive",
         user_agent_family=envelope.user_agent_family or None,
         batch_id=envelope.batch_id or None,
         **known,
         **facts,
     )
+
+
+def _work(envelope: Envelope, outcome: ItemOutcome, model: Model | None) -> dict[str, Any]:
+    """What was done for the item, and what that costs."""
+    receipt = outcome.receipt
+    known = {name: getattr(receipt, name) for name in receipt.__struct_fields__}
+    del known["is_delivered_in_part"]  # the charge says it
+    # A repeated answer may be another revision's.
+    known["revision"] = receipt.revision or (model.revision if model else None)
+    if receipt.tokens is not None:
+        known["input_tokens"] = receipt.tokens - (receipt.output_tokens or 0)
+    if receipt.batch_size is None:  # no model ran for it
+        known["cold_start"] = None
+    elif receipt.padded_tokens is None and receipt.cache not in SHARED:
+        known["padded_tokens"] = receipt.tokens
+    if model is None:
+        return known | {"cost_usd": 0.0, "charged_share": 0.0}
+    price = price_of(model, envelope.received_at_s, envelope.price_share)
+    charge = charge_of(price, outcome)
+    return known | {
+        "task": model.task,
+        "cost_usd": charge.cost_usd,
+        "list_price_usd": charge.list_price_usd,
+        "charged_share": charge.charged_share,
+        "price_version": price.version,
+        "batch_capacity": model.batch.max_items if receipt.batch_size is not None else None,
+    }
+
+
+def _times(envelope: Envelope, outcome: ItemOutcome, now_s: float) -> dict[str, float | None]:
+    """When the item came and went. What the receipt has of it is not in here."""
+    published_at_s, queue_ms = envelope.published_at_s or None, None
+    if published_at_s is not None:
+        queue_ms = ((outcome.receipt.pulled_at_s or now_s) - published_at_s) * 1000
+    return {
+        "received_at_s": envelope.received_at_s,
+        "published_at_s": published_at_s,
+        "replied_at_s": now_s,
+        "queue_ms": queue_ms,
+        "total_ms": (now_s - envelope.received_at_s) * 1000,
+    }
