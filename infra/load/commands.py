@@ -13,6 +13,9 @@ from shared.errors import BadInput, ConfigurationError
 
 if TYPE_CHECKING:
     from infra.load.comparison import Comparison
+    from infra.load.plan import LoadPlan
+    from infra.load.replay import Pace
+    from infra.load.target import Target
 
 REQUESTS_OF_A_DAY = 1_400_000
 TENANTS_WITHOUT_KEYS = 20
@@ -74,7 +77,7 @@ def load(
         raise typer.Exit(_check(check, wait, int(max_gib * GIB), as_json=as_json))
     if find_spec("httptools") is None:
         raise ConfigurationError("sending needs the extra `api`: pip install 'penstock[api]'")
-    from infra.load.plan import DayOptions, plan_day, plan_trace, run_id
+    from infra.load.plan import DayOptions, plan_day, plan_trace
     from infra.load.replay import Pace
     from infra.load.target import Target, read_keys
 
@@ -83,32 +86,19 @@ def load(
     target = Target(url, key, read_keys(keys) if keys else None)
     if trace is not None and (tenants or model or changes):
         raise BadInput("trace: has tenants and models of its own", field="trace")
-    if trace is None:
-        options = DayOptions(
-            requests or REQUESTS_OF_A_DAY,
-            tenants or len(target.keys) or TENANTS_WITHOUT_KEYS,
-            tuple(model or ()),
-            seed,
-            _numbers(changes or ()),
-        )
-        plan = plan_day(target, options)
-    else:
-        plan = plan_trace(target, trace, requests)
+    options = DayOptions(
+        requests or REQUESTS_OF_A_DAY,
+        tenants or len(target.keys) or TENANTS_WITHOUT_KEYS,
+        tuple(model or ()),
+        seed,
+        _numbers(changes or ()),
+    )
+    plan = plan_day(target, options) if trace is None else plan_trace(target, trace, requests)
     if write_trace is not None:
-        from infra.load.trace import write_trace as write
-
-        write(write_trace, plan.arrivals)
-        typer.echo(f"wrote {len(plan.arrivals):,} requests to {write_trace}")
+        _write(plan, write_trace)
         return
-    from infra.load.session import replay
-
-    run = run_id()
-    path = ledger or Path(f"{run}.jsonl")
     pace = Pace(speed=speed, most_in_flight=max_in_flight, duration_s=duration)
-    summary = replay(target, plan, pace, run=run, seed=seed, path=path)
-    _show_summary(summary, as_json=as_json)
-    if summary["was_stopped"]:
-        raise typer.Exit(130)
+    raise typer.Exit(_send(target, plan, pace, seed, ledger, as_json=as_json))
 
 
 def _numbers(changes: Sequence[str]) -> dict[str, float]:
@@ -120,6 +110,27 @@ def _numbers(changes: Sequence[str]) -> dict[str, float]:
         except ValueError:
             raise BadInput(f"set: {change!r} is not NAME=NUMBER", field="set") from None
     return found
+
+
+def _write(plan: LoadPlan, path: Path) -> None:
+    from infra.load.trace import write_trace
+
+    write_trace(path, plan.arrivals)
+    typer.echo(f"wrote {len(plan.arrivals):,} requests to {path}")
+
+
+def _send(
+    target: Target, plan: LoadPlan, pace: Pace, seed: int, ledger: Path | None, *, as_json: bool
+) -> int:
+    """Returns 130, as a shell does, if it was stopped before its end."""
+    from infra.load.plan import run_id
+    from infra.load.session import replay
+
+    run = run_id()
+    path = ledger or Path(f"{run}.jsonl")
+    summary = replay(target, plan, pace, run=run, seed=seed, path=path)
+    _show_summary(summary, as_json=as_json)
+    return 130 if summary["was_stopped"] else 0
 
 
 def _show_summary(summary: dict[str, Any], *, as_json: bool) -> None:
