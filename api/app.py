@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
@@ -104,7 +104,17 @@ def create_app(
             settle_heap()
             yield
 
-    app = FastRouteApp(
+    app = _app(settings, lifespan)
+    _add_routes(app)
+    add_handlers(app)
+    openapi.describe(app)
+    return app
+
+
+def _app(
+    settings: ApiSettings, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
+) -> FastRouteApp:
+    return FastRouteApp(
         BodyBudget(
             settings.request_max_bytes,
             settings.bodies_max_bytes,
@@ -122,6 +132,9 @@ def create_app(
         # its scheme and host, and clients would send their keys there.
         redirect_slashes=False,
     )
+
+
+def _add_routes(app: FastRouteApp) -> None:
     for routes in (
         embeddings,
         images,
@@ -147,9 +160,6 @@ def create_app(
     for router in (prediction_routes.router, prediction_events.router, prediction_models.router):
         app.include_router(router, prefix="/v1")
         app.include_router(router, include_in_schema=False)
-    add_handlers(app)
-    openapi.describe(app)
-    return app
 
 
 class _Configuration(NamedTuple):
@@ -186,16 +196,7 @@ async def _open(
         instance,
         ImageCodec(pool),
     )
-    store = IdempotencyStore(
-        settings.records_redis_url,
-        keep_s=settings.idempotency_keep_s,
-        lease_s=settings.idempotency_lease_s,
-        max_bytes=settings.answers_max_bytes,
-    )
-    idempotency_store = await opened.enter_async_context(store)
-    idempotency = await opened.enter_async_context(
-        IdempotencyService(idempotency_store, configuration.objects)
-    )
+    idempotency = await _open_idempotency(opened, configuration)
     predictions = Predictions(
         pipeline.records,
         PredictionSender(pipeline.records, pipeline.broker, configuration.catalog.models, instance),
@@ -227,6 +228,21 @@ async def _open(
         follower,
         text_streams,
         ImageCodec(pool),
+    )
+
+
+async def _open_idempotency(
+    opened: AsyncExitStack, configuration: _Configuration
+) -> IdempotencyService:
+    settings = configuration.settings
+    store = IdempotencyStore(
+        settings.records_redis_url,
+        keep_s=settings.idempotency_keep_s,
+        lease_s=settings.idempotency_lease_s,
+        max_bytes=settings.answers_max_bytes,
+    )
+    return await opened.enter_async_context(
+        IdempotencyService(await opened.enter_async_context(store), configuration.objects)
     )
 
 
