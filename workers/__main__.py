@@ -152,16 +152,7 @@ async def _open(
     hours = await stack.enter_async_context(_writer(settings, models, "hours", HOURS))
     starting = WorkerInfo(name, settings.region, "", spot=settings.spot)
     reports = await stack.enter_async_context(HourReports(times, hours, models, starting))
-    pool = await stack.enter_async_context(
-        ModelPool(
-            hosted,
-            device=settings.device,
-            processes=layout.processes,
-            threads=layout.threads,
-            memory_fraction=settings.memory_fraction,
-            memory_budget_bytes=settings.memory_budget_bytes,
-        )
-    )
+    pool = await stack.enter_async_context(_pool(settings, hosted, layout))
     cache = await stack.enter_async_context(
         ResultCache(settings.redis_url, settings.memory_cache_bytes)
     )
@@ -196,6 +187,17 @@ async def _open(
         drain_s=settings.drain_s,
         on_batch=renewal.ran,
         times=times,
+    )
+
+
+def _pool(settings: WorkerSettings, hosted: Sequence[HostedModel], layout: Layout) -> ModelPool:
+    return ModelPool(
+        hosted,
+        device=settings.device,
+        processes=layout.processes,
+        threads=layout.threads,
+        memory_fraction=settings.memory_fraction,
+        memory_budget_bytes=settings.memory_budget_bytes,
     )
 
 
