@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import torch
 from PIL import Image
@@ -221,24 +222,32 @@ def _judge(
         studio = _Studio(entry, folder, device, plan)
     except ConfigurationError as error:
         return Verdict(variant, refusal=f"could not be made: {error.message}")
+    return _measure(variant, studio, original, features, tolerance_of(entry, options), device)
+
+
+def _measure(
+    variant: Variant,
+    studio: _Studio,
+    original: _Studio,
+    features: _VaeFeatures,
+    tolerance_db: float,
+    device: torch.device,
+) -> Verdict:
+    """The verdict on a variant that draws, by its pictures and its speed."""
     quality = _compare(studio.pictures, original.pictures, features)
     # By turns, so that whatever else the machine does disturbs both alike.
     times_s = [(original.time_s(), studio.time_s()) for _ in range(2)]
     original_s, variant_s = (min(column) for column in zip(*times_s, strict=True))
-    tolerance = tolerance_of(entry, options)
-    measured = Variant(
-        name=variant.name,
-        backend="torch",
-        precision=variant.precision,
+    measured = msgspec.structs.replace(
+        variant,
         size_bytes=studio.weights_bytes,
         relative_speed=original_s / variant_s,
-        note=variant.note,
         recipe=variant.recipe
         | {
             "psnr_db": quality.psnr_db,
             "ssim": quality.ssim,
             "feature_distance": quality.features,
-            "tolerance_db": tolerance,
+            "tolerance_db": tolerance_db,
             "device": device.type,
         },
     )
@@ -252,8 +261,8 @@ def _judge(
     }
     refusal = (
         ""
-        if quality.psnr_db >= tolerance
-        else f"least PSNR {quality.psnr_db:.1f} dB is below {tolerance:g} dB"
+        if quality.psnr_db >= tolerance_db
+        else f"least PSNR {quality.psnr_db:.1f} dB is below {tolerance_db:g} dB"
     )
     return Verdict(measured, figures, refusal)
 
