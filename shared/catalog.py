@@ -52,6 +52,11 @@ class Model(CatalogEntry):
 
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
+        if self.precision not in self.definition.precisions:
+            known = ", ".join(self.definition.precisions)
+            raise ValueError(
+                f"precision: {self.definition.noun} has no {self.precision}; it has {known}"
+            )
         self.definition.check_entry(self)
         if self.replies == "slots" and not self.definition.stores_blobs:
             raise ValueError(

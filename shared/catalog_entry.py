@@ -304,8 +304,10 @@ class CatalogEntry(_Entry):
     aliases: tuple[str, ...] = ()
     backend: Literal["auto", "torch", "onnx"] = "auto"
     """What computes. `auto`: the fastest within the tolerance. Image models need torch."""
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
-    """`auto`: the fastest that the tolerance allows. For images, the best for the device."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
+    """`auto`: the fastest that the tolerance allows. For images, the best for the device.
+
+    `int4` is for text models on CPUs."""
     tolerance: Tolerance = Tolerance()
     dimensions: Positive | None = None
     batch: Batch = Batch()

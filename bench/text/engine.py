@@ -44,7 +44,7 @@ def run() -> Outcome:
         return Outcome([], {"not measured": error.message})
     figures: list[Figure] = []
     speeds: dict[tuple[str, int], float] = {}
-    for precision in ("fp32", "bf16"):
+    for precision in ("fp32", "bf16", "int4"):
         engine = _Engine(folder, precision)
         for count in IN_FLIGHT:
             speeds[precision, count] = engine.speed(count)

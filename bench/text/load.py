@@ -1,7 +1,7 @@
 """Mixed prompts at 1, 4, 16 and 64 in flight: the engine, the whole stack, and other servers.
 
 All compute SmolLM2-135M-Instruct in fp32 on this CPU, but llama.cpp, whose weights have 4 bits. The
-stack is measured in bf16 too.
+stack is measured in bf16 and int4 too.
 The stack is that of `penstock up`, with everything on the same cores. A text is streamed, and its
 reader notes when each piece comes. Tokens are counted from the text, for all alike.
 """
@@ -62,7 +62,7 @@ def run(levels: Sequence[int] = IN_FLIGHT) -> Outcome:
     engine = _Engine(folder)
     for level in levels:
         figures += figures_of(f"engine fp32, {level} in flight", engine.write(level))
-    for precision in ("fp32", "bf16"):
+    for precision in ("fp32", "bf16", "int4"):
         with running_stack(folder, precision) as stack:
             figures += _measure_stack(stack, precision, levels, tokenizer)
     why_not = missing_for_serve()

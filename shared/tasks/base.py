@@ -111,6 +111,8 @@ class Task(ABC):
     """The operation of its spans, from OpenTelemetry's GenAI conventions. Empty: its own name."""
     unit: ClassVar[Unit]
     """What its work is counted in: the field of its results that is charged."""
+    precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "bf16", "fp16", "int8")
+    """What its models can be computed in."""
     stores_blobs: ClassVar[bool] = False
     """Whether large inputs and results go to the object store."""
     runs_graphs: ClassVar[bool] = False

@@ -126,14 +126,13 @@ class TextTask(Task):
     noun = "a text model"
     gen_ai_operation = "chat"
     unit = "tokens"
+    precisions: ClassVar = ("auto", "fp32", "bf16", "fp16", "int4")
     first_guesses: ClassVar = FirstGuesses(item_s=2.0, gap_s=0.05, batch_s=2.0)
 
     def check_entry(self, entry: CatalogEntry) -> None:
         """A model needs a budget of tokens, and torch."""
         if entry.backend == "onnx":
             raise ValueError(f"{self.noun} needs backend torch or auto")
-        if entry.precision == "int8":
-            raise ValueError(f"{self.noun} has no precision int8")
         if entry.batch.max_tokens is None:
             raise ValueError(f"{self.noun} needs batch.max_tokens")
         if entry.batch.max_tokens < entry.generation.context_tokens:

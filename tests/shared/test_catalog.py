@@ -202,6 +202,12 @@ def test_no_model_of_a_task() -> None:
         ),
         (
             "dimensions: 4",
+            "dimensions: 4\n    precision: int4",
+            2,
+            "entry: Value error, precision: an embedding model has no int4; it has auto, fp32",
+        ),
+        (
+            "dimensions: 4",
             "dimensions: 4\n    backend: onnx\n    precision: bf16",
             2,
             "entry: Value error, precision bf16 needs backend torch",

@@ -42,4 +42,5 @@ def unmeasured_backend(entry: Model, making_command: str = "") -> Backend:
             f"`{making_command or f'python -m workers.optimize {entry.name}'}`",
             field="backend",
         )
+    assert entry.precision != "int4", "the catalog refuses it for embeddings; this is a bug"
     return Backend(precision="fp32" if entry.precision == "auto" else entry.precision)

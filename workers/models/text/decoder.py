@@ -14,6 +14,7 @@ from shared.errors import ConfigurationError
 from workers.models.cpu import BF16_FLAGS, this_cpu
 from workers.models.device import DTYPES, Device, memory_errors
 from workers.models.embedding.cpu_bf16 import computes_bf16, pack_linear_layers
+from workers.models.text.cpu_int4 import round_linear_layers
 from workers.models.text.sampling import Row
 from workers.models.text.slots import ATTENTION, Reading, SlotCache
 
@@ -23,6 +24,7 @@ _TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.0
 
 A wrong attention gives other numbers altogether.
 """
+_INT4 = "int4"
 
 
 class Decoder:
@@ -72,16 +74,24 @@ class Decoder:
 
     def _load(self) -> Any:
         logging.disable_progress_bar()
-        return AutoModelForCausalLM.from_pretrained(
+        is_rounded = self._precision == _INT4
+        model = AutoModelForCausalLM.from_pretrained(
             self._folder,
-            dtype=self._dtype,
+            dtype=torch.float32 if is_rounded else self._dtype,
             local_files_only=True,
             trust_remote_code=False,
             attn_implementation="eager",
         )
+        if is_rounded:
+            round_linear_layers(model)
+            for weights in model.parameters():  # not the frequencies of positions
+                weights.data = weights.data.to(self._dtype)
+        return model
 
     def _choose_precision(self) -> torch.dtype:
-        if self._precision != "auto":
+        if self._precision == _INT4 and self._device.type != "cpu":
+            raise ConfigurationError("a text model is in int4 on CPUs only", field="precision")
+        if self._precision not in ("auto", _INT4):
             return DTYPES[self._precision]
         if self._device.type == "cuda":
             return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
@@ -111,7 +121,8 @@ class Decoder:
                 field="source",
             ) from error
         off = np.abs(found - right.cpu().numpy()).max() / right.abs().max().item()
-        if not off < _TRIAL_TOLERANCE[self._dtype]:
+        computed_in = torch.bfloat16 if self._precision == _INT4 else self._dtype
+        if not off < _TRIAL_TOLERANCE[computed_in]:
             raise ConfigurationError(
                 f"{self._folder}: {type(self._model).__name__} computes other logits step by step",
                 field="source",
