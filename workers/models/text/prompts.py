@@ -15,6 +15,7 @@ from shared.tasks import Input
 from shared.tasks.text import GenerationInput
 from workers.models.base import PreparedItem, PreparedPrompt
 from workers.models.text.chat_template import ChatTemplate
+from workers.models.text.schema_size import check_size
 from workers.models.text.vocabulary import Vocabulary
 
 _IDS = np.dtype("<u4")
@@ -130,6 +131,7 @@ class PromptPreparer:
             return
         if schema not in self._checked:
             try:
+                check_size(schema)
                 self._vocabulary.matcher(schema)
                 reason = ""
             except ValueError as error:

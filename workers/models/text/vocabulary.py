@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ _WHITESPACE = r"(\n[ \t]{0,40}|[ ]{0,2})"
 """Between the parts of JSON: a new line with its indent, or up to two spaces. A model that repeats
 itself would write line after line until its tokens end.
 """
+_MATCHERS_KEPT = 64
 _OPTIONAL = frozenset({"generation_config.json", "tokenizer_config.json"})
 
 
@@ -42,6 +44,8 @@ class Vocabulary:
         """Control tokens, with their texts."""
         self.ends = frozenset(self._read_ends())
         """Tokens that end a text."""
+        self._making = threading.Lock()
+        self._matchers: dict[str, LLMatcher] = {}
 
     def read(self, name: str) -> dict[str, Any]:
         """A JSON file of the folder.
@@ -116,11 +120,19 @@ class Vocabulary:
         return frozenset(token for token in named if token is not None)
 
     def matcher(self, json_schema: str) -> LLMatcher:
-        """A matcher of texts that are JSON of this schema.
+        """A matcher of texts that are JSON of this schema. The last ones are kept.
 
         Raises:
             ValueError: the schema is none, or has parts that are not supported.
         """
+        with self._making:
+            made = self._matchers.pop(json_schema, None) or self._make_matcher(json_schema)
+            self._matchers[json_schema] = made
+            if len(self._matchers) > _MATCHERS_KEPT:
+                self._matchers.pop(next(iter(self._matchers)))
+            return made.deep_copy()
+
+    def _make_matcher(self, json_schema: str) -> LLMatcher:
         try:
             grammar = LLMatcher.grammar_from_json_schema(
                 json_schema, overrides={"whitespace_pattern": _WHITESPACE}
@@ -128,9 +140,21 @@ class Vocabulary:
         except (TypeError, KeyError) as error:
             raise ValueError(f"the schema is no JSON object: {error}") from error
         matcher = LLMatcher(self._grammar_tokens, grammar, log_level=0)
+        if not matcher.is_error():
+            self._try_token(trial := matcher.deep_copy())
+            if trial.is_error():
+                matcher = trial
         if matcher.is_error():
-            raise ValueError(matcher.get_error())
+            raise ValueError(matcher.get_error().split("\n")[0])
         return matcher
+
+    def _try_token(self, matcher: LLMatcher) -> None:
+        """Some schemas fail here first, such as those with too many parts of which any may come."""
+        mask = np.empty(-(-self.grammar_size // 32), np.uint32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if len(allowed):
+            matcher.consume_token(int(allowed[0]))
 
 
 def _open_tokenizer(path: Path) -> Tokenizer:

@@ -42,8 +42,11 @@ class Writing:
         self._logprobs = list(item.written_logprobs)
         self.finish: FinishReason | None = None
         """Why the text ended. None: it has not."""
-        for token in np.frombuffer(item.written_ids, IDS).tolist():
-            self.add(token)
+        try:
+            for token in np.frombuffer(item.written_ids, IDS).tolist():
+                self.add(token)
+        except BadInput as error:
+            raise ModelFailed(error.message) from error
         # What the readers of another worker have seen.
         self._told_ids = len(self.ids)
         self._told_text = len(item.written_text)
@@ -53,7 +56,8 @@ class Writing:
         """Chooses the next token from its logits (float32 [vocabulary]), and returns it.
 
         Raises:
-            PenstockError: the logits are no numbers, or the grammar failed.
+            ModelFailed: the logits are no numbers.
+            BadInput: the schema can't be followed.
         """
         logits = logits[: self._vocabulary.size]
         if not np.isfinite(logits.max()) or np.isnan(logits).any():
@@ -75,7 +79,7 @@ class Writing:
         bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[: len(logits)]
         allowed: Row = np.where(bits.view(np.bool_), logits, np.float32(-np.inf))
         if not np.isfinite(allowed.max()):
-            raise ModelFailed(f"no token continues this JSON: {self._matcher.get_error()}")
+            raise self._cannot_follow()
         return self._without_digits(allowed) if self._number.is_full else allowed
 
     def _without_digits(self, allowed: Row) -> Row:
@@ -86,11 +90,21 @@ class Writing:
                 return left
         return allowed
 
+    def _cannot_follow(self) -> BadInput:
+        """It contradicts itself, or takes more work than a token may: llguidance has limits."""
+        reason = self._matcher.get_error() if self._matcher is not None else ""
+        reason = reason.split("\n")[0] or "no token continues the text"
+        return BadInput(f"the JSON schema can't be followed: {reason}", field="response_format")
+
     def add(self, token: int) -> None:
-        """Takes a token in, and finds out whether the text ends with it."""
+        """Takes a token in, and finds out whether the text ends with it.
+
+        Raises:
+            BadInput: the schema does not allow it.
+        """
         self.ids.append(token)
         if self._matcher is not None and not self._matcher.consume_token(token):
-            raise ModelFailed(f"the text does not match its schema: {self._matcher.get_error()}")
+            raise self._cannot_follow()
         known = len(self._text)
         self._text += self._characters.decode(self._vocabulary.token_bytes(token))
         if self._matcher is not None:

@@ -88,6 +88,19 @@ def test_no_text_of_a_caller_becomes_a_control_token(
     assert not set(ids_of(prepare(preparer, prompt=text))) & set(vocabulary.special)
 
 
+OPTIONAL = {f"p{number}": {"type": "integer"} for number in range(700)}
+LARGE_SCHEMAS = {
+    json.dumps({"const": "a" * 33_000}): "it has 33013 bytes, and at most 32768",
+    json.dumps({"const": "a" * 4097}): "in it has 4097 characters, and at most 4096",
+    json.dumps({"enum": ["a", "b" * 5000]}): "in it has 5000 characters",
+    json.dumps({"type": "string", "pattern": "c" * 5000}): "in it has 5000 characters",
+    json.dumps({"type": "object", "properties": {"d" * 5000: {}}}): "in it has 5000 characters",
+    json.dumps({"properties": {"description": {"const": "e" * 5000}}}): "has 5000 characters",
+    '{"items":' * 3000 + "{}" + "}" * 3000: "nested too deeply",
+    json.dumps({"type": "object", "properties": OPTIONAL, "additionalProperties": False}): "max is",
+}
+
+
 @pytest.mark.parametrize(
     ("fields", "field", "reason"),
     [
@@ -98,7 +111,12 @@ def test_no_text_of_a_caller_becomes_a_control_token(
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "can't be tokenized"),
         ({"prompt": "a", "json_schema": '{"type": 5}'}, "response_format", "can't be used"),
         ({"prompt": "a", "json_schema": "["}, "response_format", "can't be used"),
+        *(
+            ({"prompt": "a", "json_schema": schema}, "response_format", reason)
+            for schema, reason in LARGE_SCHEMAS.items()
+        ),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_refusals_name_the_field_and_the_reason(
     preparer: PromptPreparer, fields: dict[str, Any], field: str, reason: str
@@ -107,6 +125,40 @@ def test_refusals_name_the_field_and_the_reason(
         prepare(preparer, **fields)
     assert refused.value.field == field
     assert reason in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": "a" * 4096},
+        {"type": "object", "properties": {"description": {"const": "b" * 4096}}},
+        {"type": "string", "description": "c" * 20_000, "title": "d" * 10_000},
+        {"enum": [f"word {number}" for number in range(1500)]},
+    ],
+    ids=lambda schema: next(iter(schema)),
+)
+def test_large_schemas_within_the_limits_are_taken(
+    preparer: PromptPreparer, schema: dict[str, Any]
+) -> None:
+    item = prepare(preparer, prompt="a", json_schema=json.dumps(schema))
+    assert json.loads(item.json_schema) == schema
+
+
+def test_a_matcher_that_is_used_leaves_the_next_one_as_it_was(folder: Path) -> None:
+    vocabulary = Vocabulary(folder)
+    schema = '{"enum": ["abc", "xyz"]}'
+    quote = vocabulary.tokenizer.encode('"', add_special_tokens=False).ids[0]
+    for _ in range(3):
+        matcher = vocabulary.matcher(schema)
+        assert matcher.consume_token(quote)
+        assert not matcher.consume_token(quote)
+
+
+def test_more_schemas_than_are_kept_can_be_used(folder: Path) -> None:
+    vocabulary = Vocabulary(folder)
+    for _ in range(2):
+        for number in range(70):
+            assert not vocabulary.matcher(f'{{"const": {number}}}').is_error()
 
 
 def test_a_prompt_and_its_continuation_fit_the_context(preparer: PromptPreparer) -> None:

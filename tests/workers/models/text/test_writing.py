@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.errors import BadInput
+from shared.errors import BadInput, ModelFailed
 from shared.tasks.text import GenerationResult, TokenChunk, TokenLogprob
 from tests.workers.models.text import tiny
 from workers.models.base import PreparedPrompt
@@ -235,3 +235,29 @@ def test_json_of_a_model_that_repeats_itself_ends(folder: Path, kind: str, liked
         writing.write(logits)
     assert writing.finish == "stop"
     jsonschema.validate(json.loads(writing.result(5, 0).text), schema)
+
+
+def test_a_schema_that_needs_too_much_work_on_its_way_is_the_callers_error(
+    model: TextModel,
+) -> None:
+    """Its third token would begin one of 700 parts of which any may come."""
+    parts = {f"p{number}": {"type": "integer"} for number in range(700)}
+    inner = {"type": "object", "properties": parts, "additionalProperties": False}
+    schema = json.dumps({"type": "array", "items": inner, "minItems": 1})
+    beside = tiny.prompt(PROMPT, 5)
+    (alone,) = tiny.run(model, beside)
+    failed, good = tiny.run(model, tiny.prompt(PROMPT, 40, json_schema=schema), beside)
+    assert isinstance(failed, BadInput), failed
+    assert failed.field == "response_format"
+    assert failed.message.startswith("the JSON schema can't be followed: ")
+    assert "\n" not in failed.message
+    assert good == alone
+
+
+def test_tokens_of_another_worker_that_do_not_match_the_schema_are_no_error_of_the_caller(
+    model: TextModel,
+) -> None:
+    ids = tiny.packed(tiny.ids_of(model._folder, "no JSON"))
+    item = tiny.prompt(PROMPT, 20, json_schema='{"type": "object"}', written_ids=ids)
+    with pytest.raises(ModelFailed, match="can't be followed"):
+        model.admit(0, item)
