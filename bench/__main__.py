@@ -37,6 +37,7 @@ MODULES = {
     "text": "text.engine",
     "text_load": "text.load",
     "text_cpu": "text.cpu",
+    "text_lookup": "text.lookup",
     "schemas": "text.schemas",
     "streams": "streams",
     "profile": "time_profile",

@@ -226,6 +226,8 @@ class Generation(_Entry):
     """The most that a caller may ask for."""
     chunk_tokens: Positive = 256
     """Of a prompt that are read between two steps of the texts that are being written."""
+    lookup_tokens: int = Field(0, ge=0, le=64)
+    """The most that are guessed at a time from what a text said before, while it writes alone."""
 
     @model_validator(mode="after")
     def _fits_the_context(self) -> Self:

@@ -140,8 +140,22 @@ class Decoder:
         starts = torch.tensor([start], device=self._device)
         reading = Reading((row, row + 1), starts, len(ids), self._capacity_now)
         given = torch.as_tensor(ids.astype(np.int64), device=self._device)[None]
-        logits = self._forward(given, reading, ends=ends)
-        return None if logits is None else logits[0]
+        logits = self._forward(given, reading, told=int(ends))
+        return None if logits is None else logits[0, 0]
+
+    def read_all(self, row: int, start: int, ids: np.ndarray) -> Any:
+        """Adds tokens to a row that has `start` tokens.
+
+        Returns:
+            The logits after each of them, float32 [tokens, vocabulary].
+
+        Raises:
+            OutOfMemory: the device has too little memory.
+        """
+        starts = torch.tensor([start], device=self._device)
+        reading = Reading((row, row + 1), starts, len(ids), self._capacity_now)
+        given = torch.as_tensor(ids.astype(np.int64), device=self._device)[None]
+        return self._forward(given, reading, told=len(ids))[0]
 
     def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> Any:
         """Adds one token to each of the first rows, which have `lengths` tokens.
@@ -155,15 +169,16 @@ class Decoder:
         starts = torch.as_tensor(lengths, device=self._device)
         reading = Reading((0, len(tokens)), starts, 1, self._capacity_now)
         given = torch.as_tensor(tokens.astype(np.int64), device=self._device)[:, None]
-        return self._forward(given, reading, ends=True)
+        return self._forward(given, reading, told=1)[:, 0]
 
     @property
     def _capacity_now(self) -> int:
         return self.slots.capacity
 
-    def _forward(self, ids: torch.Tensor, reading: Reading, *, ends: bool) -> Any:
+    def _forward(self, ids: torch.Tensor, reading: Reading, told: int) -> Any:
+        """Logits after the last `told` tokens of each row. None: after none of them."""
         self.slots.reading = reading
-        compute = self._model if ends else self._model.base_model
+        compute = self._model if told else self._model.base_model
         with memory_errors(), torch.inference_mode():
             out = compute(
                 input_ids=ids,
@@ -171,6 +186,6 @@ class Decoder:
                 past_key_values=self.slots,
                 use_cache=True,
                 slots=self.slots,
-                **({"logits_to_keep": 1} if ends else {}),
+                **({"logits_to_keep": told} if told else {}),
             )
-            return out.logits[:, -1].float().cpu().numpy() if ends else None
+            return out.logits[:, -told:].float().cpu().numpy() if told else None

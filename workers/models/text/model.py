@@ -3,6 +3,9 @@
 A step reads at most `generation.chunk_tokens` of prompts, and writes one token of each text whose
 prompt was read. So a long prompt holds the others up for one part of it at a time. A step that
 wrote the first token of a text ends there, so that it is told at once. The others write next.
+
+A text that writes alone may write several tokens in a step, of which all but the first were guessed
+(`generation.lookup_tokens`). In company each token of a guess would take time from the others.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from shared.tasks.text import TokenChunk
 from workers.models.base import OutOfMemory, PreparedItem, PreparedPrompt, StepEnd
 from workers.models.device import Device
 from workers.models.text.decoder import Decoder
+from workers.models.text.lookup import Lookup
 from workers.models.text.rows import TokenRow, TokenRows
 from workers.models.text.vocabulary import Vocabulary
 from workers.models.text.writing import IDS, Writing
@@ -26,7 +30,9 @@ from workers.models.text.writing import IDS, Writing
 class _Text:
     """An item that is in."""
 
-    def __init__(self, place: int, item: PreparedPrompt, writing: Writing) -> None:
+    def __init__(
+        self, place: int, item: PreparedPrompt, writing: Writing, lookup_tokens: int
+    ) -> None:
         self.place = place
         self.item = item
         self.writing = writing
@@ -35,12 +41,18 @@ class _Text:
         """All of its tokens. The last one has no keys and values yet."""
         self.cached_tokens = 0
         self.row: TokenRow | None = None
+        self.lookup = Lookup(lookup_tokens)
 
     @property
     def unread(self) -> int:
         """Tokens without keys and values. 1: it writes, more: its prompt is being read."""
         assert self.row is not None, "a text that ended has no row; this is a bug"
         return len(self.ids) - len(self.row.ids)
+
+    def guess(self, capacity: int) -> list[int]:
+        """What may come next, beside a token that the model chooses."""
+        room = min(capacity - len(self.ids), self.item.max_tokens - len(self.writing.ids) - 1)
+        return self.lookup.guess(self.ids, room)
 
     def chunk(self) -> TokenChunk | None:
         """What it has written since the last call. None: nothing."""
@@ -68,6 +80,7 @@ class TextModel:
     def __init__(self, entry: Model, folder: Path, device: Device) -> None:
         self._budget = entry.batch.max_tokens or entry.generation.context_tokens
         self._chunk_tokens = entry.generation.chunk_tokens
+        self._lookup_tokens = entry.generation.lookup_tokens
         self._shares_with_all = entry.cache.scope == "global"
         rows = min(entry.batch.max_items, self._budget)
         capacity = entry.generation.context_tokens
@@ -108,7 +121,7 @@ class TextModel:
         taken = sum(text.item.length for text in self._texts.values())
         if len(self._texts) >= len(self._rows.all) or taken + item.length > self._budget:
             raise OutOfMemory(f"{taken} of {self._budget} tokens are taken")
-        text = _Text(place, item, Writing(item, self._vocabulary))
+        text = _Text(place, item, Writing(item, self._vocabulary), self._lookup_tokens)
         if text.writing.finish is None:
             self._give_row(text)
         self._texts[place] = text
@@ -181,6 +194,10 @@ class TextModel:
         ]
         if not texts:
             return
+        if self._lookup_tokens and len(texts) == 1:
+            guessed = texts[0].guess(self._decoder.slots.capacity)
+            if guessed and self._check_guess(texts[0], guessed, end):
+                return
         for one, other, tokens in self._rows.gather([text.row for text in texts if text.row]):
             self._decoder.slots.exchange(one, other, tokens)
         texts.sort(key=lambda text: text.row.number if text.row else 0)
@@ -196,6 +213,34 @@ class TextModel:
             assert text.row is not None, "this is a bug"
             text.row.ids.append(text.ids[-1])
             self._add_token(text, row, end)
+
+    def _check_guess(self, text: _Text, guessed: list[int], end: StepEnd) -> bool:
+        """Writes tokens as long as they are those that were guessed, and one more.
+
+        Returns False where the guess gives no numbers. The text may go on without it.
+        """
+        assert text.row is not None, "this is a bug"
+        start = len(text.row.ids)
+        try:
+            given = np.array([text.ids[-1], *guessed])
+            logits = self._decoder.read_all(text.row.number, start, given)
+        except OutOfMemory as error:
+            self._make_room(end, error)
+            return True
+        if np.isnan(logits).any():
+            self._decoder.slots.clear(text.row.number, start)
+            text.lookup.learn(len(guessed), 0)
+            return False
+        right = 0
+        for token, row in zip([*guessed, None], logits, strict=True):
+            text.row.ids.append(text.ids[-1])
+            self._add_token(text, row, end)
+            has_ended = text.place in end.results or text.writing.finish is not None
+            if has_ended or text.ids[-1] != token:
+                break
+            right += 1
+        text.lookup.learn(len(guessed), right)
+        return True
 
     def _add_token(self, text: _Text, logits: np.ndarray, end: StepEnd) -> None:
         try:

@@ -143,10 +143,10 @@ class SlotCache(Cache):  # type: ignore[misc]
             layer[target, :, :tokens] = layer[source, :, :tokens]
 
     @torch.inference_mode()
-    def clear(self, row: int) -> None:
-        """Forgets a row, numbers that are none included."""
+    def clear(self, row: int, start: int = 0) -> None:
+        """Forgets a row from its token `start` on, numbers that are none included."""
         for layer in (*self._keys, *self._values):
-            layer[row].zero_()
+            layer[row, :, start:].zero_()
 
 
 def attend(

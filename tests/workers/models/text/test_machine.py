@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -107,10 +108,11 @@ ALONE: dict[bytes, str] = {}
 OTHER: list[TextModel] = []
 
 
-def test_any_order_gives_each_text_as_alone(folder: Path, model: TextModel) -> None:
+@pytest.mark.parametrize("lookup_tokens", [0, 6])
+def test_any_order_gives_each_text_as_alone(folder: Path, lookup_tokens: int) -> None:
     ALONE.clear()
     OTHER[:] = [tiny.open_model(folder)]
-    Machine.model = model
+    Machine.model = tiny.open_model(folder, lookup_tokens=lookup_tokens)
     run_state_machine_as_test(
         Machine, settings=settings(max_examples=25, stateful_step_count=25, deadline=None)
     )

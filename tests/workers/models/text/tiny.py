@@ -86,8 +86,10 @@ def entry(**changes: object) -> Model:
     return Model.model_validate(fields | changes)
 
 
-def open_model(folder: Path, **changes: object) -> TextModel:
-    model = TextModel(entry(**changes), folder, Device("cpu", 1, 1.0))
+def open_model(folder: Path, lookup_tokens: int = 0, **changes: object) -> TextModel:
+    generation = entry().generation.model_copy(update={"lookup_tokens": lookup_tokens})
+    changed = entry(**{"generation": generation} | changes)
+    model = TextModel(changed, folder, Device("cpu", 1, 1.0))
     model.setup()
     return model
 
