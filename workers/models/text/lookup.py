@@ -38,12 +38,12 @@ class Lookup:
         for at in range(self._known, len(ids)):
             self._next[tuple(ids[at - _MATCHED_TOKENS : at])] = at
         self._known = max(self._known, len(ids))
-        at = self._next.get(tuple(ids[-_MATCHED_TOKENS:]))
-        if at is None:
+        found = self._next.get(tuple(ids[-_MATCHED_TOKENS:]))
+        if found is None:
             return []
-        period = len(ids) - at
+        period = len(ids) - found
         # What reaches the end of the text goes on with itself.
-        return [ids[at + place % period] for place in range(min(self._now, room))]
+        return [ids[found + place % period] for place in range(min(self._now, room))]
 
     def learn(self, guessed: int, right: int) -> None:
         """Makes the next guess longer after one that was right, and as long as was right else."""

@@ -97,7 +97,8 @@ def test_no_text_guesses_in_company(model: TextModel, guessing: TextModel) -> No
             assert not guessing.step().results
     finally:
         guessing._decoder.read_all = read  # type: ignore[method-assign]
-        guessing.drop(0), guessing.drop(1)
+        guessing.drop(0)
+        guessing.drop(1)
 
 
 def test_without_memory_for_a_guess_the_only_text_fails(
