@@ -43,6 +43,7 @@ faults: $(STAMP) ## break the pipeline 66 times under traffic, and count what wa
 
 clients: $(STAMP) ## run real clients of OpenAI and Replicate, LangChain and others; what they need goes into var/
 	@$(BIN)/python -m tests.clients
+	@$(BIN)/python -m tests.clients.go_suite
 
 clients-lock: $(STAMP) ## write anew what is pinned for them
 	@$(BIN)/python -m tests.clients --lock
