@@ -14,18 +14,25 @@ START_LIMIT_S = 120.0
 STOP_LIMIT_S = 30.0
 CONSUMER_TIMEOUT_S = 2 * 3600
 """A message may be in hand for so long. Longer than any deadline, so that no job is taken away."""
+_SERVER = "PENSTOCK_RABBITMQ_SERVER"
+"""Names the script of another version than the machine's package has."""
 _LIBRARY = Path("/usr/lib/rabbitmq/bin")
 """Where Debian has the scripts. Its own one on PATH runs as root or rabbitmq only."""
 _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 
 
 def find_rabbitmq_server() -> Path:
-    """The script `rabbitmq-server` to start.
+    """The script `rabbitmq-server` to start: PENSTOCK_RABBITMQ_SERVER, else that of the package.
 
     Raises:
         ConfigurationError: there is none.
     """
-    found = shutil.which("rabbitmq-server", path=f"{_LIBRARY}:{os.environ.get('PATH', '')}")
+    chosen = os.environ.get(_SERVER)
+    if chosen and not os.access(chosen, os.X_OK):
+        raise ConfigurationError(f"{_SERVER}: no program {chosen}", field="broker")
+    found = chosen or shutil.which(
+        "rabbitmq-server", path=f"{_LIBRARY}:{os.environ.get('PATH', '')}"
+    )
     if found is None or shutil.which("epmd") is None:
         raise ConfigurationError(
             "no rabbitmq-server on this machine: install the package rabbitmq-server, or name a "

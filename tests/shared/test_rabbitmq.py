@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from infra.emulators.pubsub.state.filter import parse_filter
 from infra.local.process import Process, free_port
-from infra.local.rabbitmq_server import RabbitServer
+from infra.local.rabbitmq_server import RabbitServer, find_rabbitmq_server
 from shared.errors import BadInput, ConfigurationError, Unavailable
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
@@ -209,6 +209,18 @@ async def test_topic_that_no_routing_key_can_name_is_refused(rabbit: Pair) -> No
     transport, _ = rabbit
     with pytest.raises(BadInput, match="named"):
         await transport.publish("t" * 256, b"1", {})
+
+
+def test_server_of_another_version_can_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_rabbitmq()
+    script = tmp_path / "rabbitmq-server"
+    monkeypatch.setenv("PENSTOCK_RABBITMQ_SERVER", str(script))
+    with pytest.raises(ConfigurationError, match="PENSTOCK_RABBITMQ_SERVER"):
+        find_rabbitmq_server()
+    script.touch(0o755)
+    assert find_rabbitmq_server() == script
 
 
 def test_server_listens_on_this_machine_only(rabbitmq_server: RabbitServer) -> None:

@@ -31,6 +31,8 @@ ON_ONE_MACHINE = {
 }
 """Empty in the cloud: Google's own."""
 OF_TESTS = {"PENSTOCK_TEST_PATIENCE"}
+OF_THE_STACK = {"PENSTOCK_RABBITMQ_SERVER"}
+"""Which program the stack on one machine starts. No process of a deployment reads it."""
 LEFT_ALONE: dict[type[Settings], set[str]] = {
     ApiSettings: {
         *("PENSTOCK_LOG_LEVEL", "PENSTOCK_MEMORY_CACHE_BYTES", "PENSTOCK_REQUEST_MAX_BYTES"),
@@ -181,6 +183,7 @@ def test_no_setting_is_misspelt_anywhere() -> None:
         | variables(FunctionSettings)
         | variables(RowArchiveSettings)
         | OF_TESTS
+        | OF_THE_STACK
     )
     files = subprocess.run(
         ["git", "ls-files", "--", *WRITTEN_IN],
