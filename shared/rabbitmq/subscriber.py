@@ -14,6 +14,7 @@ from aiormq.abc import DeliveredMessage
 
 from shared.backoff import backoff
 from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
+from shared.rabbitmq.ack_runs import AckRuns
 from shared.rabbitmq.connection import BROKEN, LONGEST_PAUSE_S, translate
 from shared.rabbitmq.properties import message_of
 from shared.rabbitmq.waits import (
@@ -86,6 +87,7 @@ class QueueSubscription:
         self._arrival = asyncio.Event()
         self._opened = asyncio.Event()
         self._waits: ChannelWaits | None = None
+        self._runs = AckRuns()
         self._consumer_tag = ""
         self._end: PenstockError | None = None
         self._is_stopped = False
@@ -157,8 +159,7 @@ class QueueSubscription:
         if self._waits is not None and self._is_open:
             with suppress(*BROKEN), only_own_cancellation():
                 # The answer comes after the last delivery, so all that were sent are here then.
-                # With aiormq's own limit the acks go first: RabbitMQ 3.10 forgot some of 50 that
-                # came between this and the close.
+                # With aiormq's own limit the acks go first.
                 await self._waits.channel.basic_cancel(self._consumer_tag, timeout=CANCEL_S)
         while self._received:
             self.nack(self._received.popleft())
@@ -205,22 +206,38 @@ class QueueSubscription:
             await self._settling.wait()
             self._settling.clear()
             while self._settled:
-                held, is_done = self._settled[0]
-                # A channel that is gone has returned its messages.
-                with suppress(*BROKEN):
-                    await self._send(held, is_done)
-                self._settled.popleft()
+                settled = list(self._settled)
+                await self._send_acks([held for held, is_done in settled if is_done])
+                for held, is_done in settled:
+                    # A channel that is gone has returned its messages.
+                    with suppress(*BROKEN):
+                        if not is_done:
+                            await self._send_back(held)
+                for _ in settled:
+                    self._settled.popleft()
             self._all_settled.set()
 
-    async def _send(self, held: _Held, is_done: bool) -> None:
-        waits, tag = self._waits, held.delivered.delivery_tag
-        assert tag is not None
-        if waits is None or waits.channel is not held.delivered.channel:
+    def _on_channel(self, held: _Held) -> bool:
+        return self._waits is not None and self._waits.channel is held.delivered.channel
+
+    async def _send_acks(self, done: list[_Held]) -> None:
+        waits, tags = self._waits, [_tag(held) for held in done if self._on_channel(held)]
+        if waits is None:
             return
-        if not is_done and self._delayed_return is not None and not self._is_stopped:
+        for tag, multiple in self._runs.join(tags):
+            with suppress(*BROKEN):
+                acked = waits.channel.basic_ack(tag, multiple=multiple, wait=False)
+                await waits.within(self._answer_limit_s, acked)
+
+    async def _send_back(self, held: _Held) -> None:
+        waits = self._waits
+        if waits is None or not self._on_channel(held):
+            return
+        if self._delayed_return is not None and not self._is_stopped:
             try:
                 await self._delayed_return(held.delivered, held.message.delivery_attempt)
-                is_done = True
+                await self._send_acks([held])
+                return
             except PenstockError as error:
                 log.warning(
                     "message not handed back yet",
@@ -230,11 +247,11 @@ class QueueSubscription:
                     self._held[held.message.ack_id] = held
                     self._give_back_later(held)
                     return
-        if is_done:
-            settled = waits.channel.basic_ack(tag, wait=False)
-        else:
-            settled = waits.channel.basic_nack(tag, requeue=True, wait=False)
-        await waits.within(self._answer_limit_s, settled)
+        if self._on_channel(held):
+            self._runs.settle(_tag(held))
+        # Since RabbitMQ 4.3 a nack is no failed attempt, so poison would come again for ever.
+        rejected = waits.channel.basic_reject(_tag(held), requeue=True, wait=False)
+        await waits.within(self._answer_limit_s, rejected)
 
     async def _consume(self) -> None:
         pauses, refusals = backoff(longest_s=LONGEST_PAUSE_S), 0
@@ -261,7 +278,8 @@ class QueueSubscription:
             return error
         canceled = asyncio.Event()
         channel.on_consumer_cancel_callbacks.add(lambda _: canceled.set())
-        self._waits = waits = ChannelWaits(channel)
+        self._waits, self._runs = ChannelWaits(channel), AckRuns()
+        waits = self._waits
         try:
             await waits.within(self._limit_s, channel.basic_qos(prefetch_count=self._max_messages))
             consuming = await waits.within(
@@ -317,3 +335,9 @@ class QueueSubscription:
         self._end = Unavailable(error.message) if is_gone else error
         self._opened.set()
         self._arrival.set()
+
+
+def _tag(held: _Held) -> int:
+    tag = held.delivered.delivery_tag
+    assert tag is not None
+    return tag

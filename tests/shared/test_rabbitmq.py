@@ -16,6 +16,7 @@ from infra.emulators.pubsub.state.filter import parse_filter
 from infra.local.process import Process, free_port
 from infra.local.rabbitmq_server import RabbitServer, find_rabbitmq_server
 from shared.errors import BadInput, ConfigurationError, Unavailable
+from shared.rabbitmq.ack_runs import AckRuns
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
 from shared.rabbitmq.delays import delays_between
@@ -27,6 +28,9 @@ from tests.limits import WAIT_LIMIT_S
 from tests.rabbitmq import needs_rabbitmq
 
 JOBS = 100
+MANY = 256
+"""So many acks that the broker does not pass them on at once."""
+ROUNDS = 4
 
 Pair = tuple[RabbitTransport, RabbitAdmin]
 
@@ -136,6 +140,60 @@ async def test_messages_of_a_killed_process_come_again_at_once(
             again = await take(subscription, 16)
     assert {message.data for message in again} == {b"%d" % number for number in range(16)}
     assert {message.delivery_attempt for message in again} == {2}
+
+
+@pytest.mark.anyio
+async def test_acks_just_before_the_close_are_not_forgotten(rabbit: Pair) -> None:
+    """The broker drops acks of a channel that it has not passed on when the channel is closed."""
+    transport, admin = rabbit
+    for number in range(ROUNDS):
+        name = f"jobs-{number}"
+        await make(admin, name)
+        await asyncio.gather(*(transport.publish(name, b"1", {}) for _ in range(MANY)))
+        async with transport.subscribe(name, max_messages=MANY) as subscription:
+            held = await take(subscription, MANY)
+            await subscription.stop()
+            for message in held:
+                subscription.ack(message)
+        async with transport.subscribe(name, max_messages=MANY) as subscription:
+            await transport.publish(name, b"last", {})
+            [message] = await take(subscription, 1)
+        assert message.data == b"last"
+
+
+@pytest.mark.anyio
+async def test_only_what_was_handed_back_comes_again(rabbit: Pair) -> None:
+    transport, admin = rabbit
+    await make(admin)
+    await asyncio.gather(*(transport.publish("jobs", b"%d" % n, {}) for n in range(16)))
+    async with transport.subscribe("jobs", max_messages=16) as subscription:
+        held = await take(subscription, 16)
+        back = {held[number].data for number in (0, 5, 6, 15)}
+        for message in reversed(held):
+            if message.data not in back:
+                subscription.ack(message)
+    async with transport.subscribe("jobs", max_messages=16) as subscription:
+        again = await take(subscription, len(back))
+        await transport.publish("jobs", b"last", {})
+        [last] = await take(subscription, 1)
+    assert {message.data for message in again} == back
+    assert last.data == b"last"
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(1, 30), st.booleans())), max_size=8))
+def test_joined_acks_are_for_no_delivery_that_was_not_settled(
+    turns: list[list[tuple[int, bool]]],
+) -> None:
+    runs, acked, nacked = AckRuns(), set[int](), set[int]()
+    for turn in turns:
+        fresh = {tag: is_done for tag, is_done in turn if tag not in acked | nacked}
+        wanted = acked | {tag for tag, is_done in fresh.items() if is_done}
+        for tag, multiple in runs.join(tag for tag, is_done in fresh.items() if is_done):
+            acked |= (set(range(1, tag + 1)) - nacked) if multiple else {tag}
+        assert acked == wanted
+        for tag in (tag for tag, is_done in fresh.items() if not is_done):
+            runs.settle(tag)
+            nacked.add(tag)
 
 
 @pytest.mark.anyio
