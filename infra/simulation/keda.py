@@ -3,7 +3,7 @@
 Source: kedacore/keda, pkg/scalers/prometheus_scaler.go (ExecutePromQuery),
 pkg/fallback/fallback.go (GetMetricsWithFallback, doFallback),
 pkg/scaling/scale_handler.go (getScalerState), pkg/scaling/executor/scale_scaledobjects.go
-(RequestScale).
+(RequestScale). As of 2.19: older ones apply no fallback in their own loop, so they stay at zero.
 """
 
 from __future__ import annotations

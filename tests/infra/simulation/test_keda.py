@@ -79,6 +79,15 @@ def test_keda_counts_failures_of_its_own_polls_too() -> None:
     assert one.sync(15, 5) == 9
 
 
+def test_a_model_at_zero_gets_one_worker_when_the_fallback_begins() -> None:
+    fallback = {"failureThreshold": 6, "replicas": 1, "behavior": "currentReplicasIfHigher"}
+    one = autoscaler(gauge(0.0), fallback=fallback)
+    one.is_endpoint_up = False
+    assert [one.poll(turn * 5, 0) for turn in range(7)] == [0] * 6 + [1]
+    assert one.poll(35, 1) == 1
+    assert one.sync(45, 1) == 1
+
+
 def test_a_good_reading_ends_the_fallback() -> None:
     one = autoscaler(gauge(10.0), fallback={"failureThreshold": 0, "replicas": 9})
     one.is_endpoint_up = False
