@@ -276,7 +276,8 @@ async def test_attribute_too_long_is_refused(broker: Broker, attributes: dict[st
     topic = await broker.topic()
     with pytest.raises(BadInput):
         await broker.transport.publish(topic, b"1", attributes)
-    assert await broker.transport.publish(topic, b"1", {"a" * 255: "\u2588" * 341})
+    longest = 128 if broker.kind == "rabbitmq" else 256
+    assert await broker.transport.publish(topic, b"1", {"a" * longest: "\u2588" * 341})
 
 
 async def test_message_too_large_is_refused(broker: Broker) -> None:

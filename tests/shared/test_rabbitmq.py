@@ -263,6 +263,19 @@ async def test_attribute_that_the_broker_would_read_is_refused(rabbit: Pair, nam
 
 
 @pytest.mark.anyio
+async def test_as_many_and_as_long_attributes_as_allowed_arrive_whole(rabbit: Pair) -> None:
+    transport, admin = rabbit
+    await make(admin)
+    attributes = {f"{number:03}".ljust(128, "n"): "v" * 1024 for number in range(100)}
+    async with transport.subscribe("jobs", max_messages=1) as subscription:
+        await transport.publish("jobs", b"1", attributes)
+        [message] = await take(subscription, 1)
+        with pytest.raises(BadInput, match="named"):
+            await transport.publish("jobs", b"1", {"n" * 129: ""})
+    assert message.attributes == attributes
+
+
+@pytest.mark.anyio
 async def test_topic_that_no_routing_key_can_name_is_refused(rabbit: Pair) -> None:
     transport, _ = rabbit
     with pytest.raises(BadInput, match="named"):
