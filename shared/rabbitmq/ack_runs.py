@@ -19,7 +19,7 @@ class AckRuns:
         """Settled ones above that."""
 
     def settle(self, tag: int) -> None:
-        """Says that a delivery was settled, or is about to be."""
+        """Says that a delivery was settled. One that was not must come again, so it ends a run."""
         self._apart.add(tag)
         while self._all_up_to + 1 in self._apart:
             self._all_up_to += 1

@@ -247,11 +247,12 @@ class QueueSubscription:
                     self._held[held.message.ack_id] = held
                     self._give_back_later(held)
                     return
-        if self._on_channel(held):
-            self._runs.settle(_tag(held))
         # Since RabbitMQ 4.3 a nack is no failed attempt, so poison would come again for ever.
         rejected = waits.channel.basic_reject(_tag(held), requeue=True, wait=False)
         await waits.within(self._answer_limit_s, rejected)
+        # Only now: an ack of a run must not cover a message whose reject was not written.
+        if self._on_channel(held):
+            self._runs.settle(_tag(held))
 
     async def _consume(self) -> None:
         pauses, refusals = backoff(longest_s=LONGEST_PAUSE_S), 0
