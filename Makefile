@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := api,worker,functions,optimize,local,simulation,dev
-# Two workers; tests that share a stack or a model stay on one of them (tests/conftest.py says which).
-PYTEST := $(BIN)/pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
+# Two workers; tests that share a stack or a model stay on one of them (tests/groups.py says which).
+PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 SOURCES := api workers shared infra models bench tests
 
 # The tests alone start some hundred processes, each of which would compile our modules again.

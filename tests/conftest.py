@@ -22,6 +22,7 @@ from infra.local.stack import Broker
 from shared.stores.cache import ResultCache
 from shared.stores.key_redis import KeyRedis
 from shared.stores.records import Records
+from tests.groups import GroupScheduling
 from tests.limits import REDIS_LIMIT_S, START_LIMIT_S, TEST_LIMIT_S
 from tests.rabbitmq import needs_rabbitmq
 
@@ -54,8 +55,6 @@ HEAVY = (
 """Files, and folders, whose tests load models, start stacks or many programs; `make test-fast`
 leaves them out.
 """
-SHARING = ("end_to_end/", "workers/models/")
-"""Folders whose tests share what takes long to start."""
 
 # The same examples each time, so that a failure is the change's own; `--hypothesis-profile=explore`
 # tries others.
@@ -79,6 +78,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> GroupScheduling | None:
+    return GroupScheduling(config, log) if config.option.dist == "loadfile" else None
+
+
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """The name of a test's parameter that is bytes: its length; None leaves other values to pytest.
 
@@ -89,9 +93,7 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives each test its group, file or folder, that pytest-xdist keeps on one worker, and async
-    tests their loop.
-    """
+    """Marks the heavy tests and puts them first, and gives async tests their loop."""
     folder = Path(__file__).parent
     for item in items:
         where = item.path.relative_to(folder).as_posix()
@@ -99,11 +101,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.heavy)
         if isinstance(item, pytest.Function) and "anyio_backend" in item.fixturenames:
             item.fixturenames.insert(0, "_one_event_loop")
-        item.add_marker(
-            pytest.mark.xdist_group(
-                next((name for name in SHARING if where.startswith(name)), where)
-            )
-        )
     # What takes longest begins first, so that no worker is left alone with it.
     items.sort(key=lambda item: item.get_closest_marker("heavy") is None)
 

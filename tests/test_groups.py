@@ -1,0 +1,42 @@
+"""Tests that share what takes long to start run on one worker of pytest-xdist."""
+
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.groups import group_of
+from tests.limits import START_LIMIT_S
+
+ROOT = Path(__file__).parents[1]
+FILES = ("tests/shared/test_days.py", "tests/shared/test_webhooks.py")
+
+
+def test_a_file_stays_on_one_worker() -> None:
+    options = re.search(r"(-n 2 .*)", (ROOT / "Makefile").read_text())
+    assert options, "`make test` gives its tests to two workers"
+    command = [sys.executable, "-m", "pytest", "-v", *options[1].split(), *FILES]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=START_LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    workers = defaultdict(set)
+    for worker, file in re.findall(r"^\[(gw\d)\] .*PASSED ([^:]+)::", done.stdout, re.MULTILINE):
+        workers[file].add(worker)
+    assert sorted(workers) == sorted(FILES), done.stdout
+    assert [len(found) for found in workers.values()] == [1, 1], done.stdout
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "group"),
+    [
+        ("tests/end_to_end/test_load.py::test_a[b::c]", "tests/end_to_end/"),
+        ("tests/workers/models/text/test_prompts.py::test_a", "tests/workers/models/"),
+        ("tests/shared/test_days.py::test_a[x/y]", "tests/shared/test_days.py"),
+    ],
+)
+def test_a_folder_that_shares_is_one_group(nodeid: str, group: str) -> None:
+    assert group_of(nodeid) == group
