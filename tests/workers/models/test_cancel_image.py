@@ -3,6 +3,7 @@ it is at.
 """
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from shared.errors import Canceled
 from shared.tasks.image import ImageInput, ImageResult
 from tests.limits import START_LIMIT_S
 from workers.models.base import Prepared, Preparer
-from workers.runtime.pool import HostedModel, ModelPool
+from workers.runtime.pool import HostedModel, ModelPool, PooledProcess
 from workers.runtime.protocol import BatchResult
 
 pytestmark = pytest.mark.anyio
@@ -25,32 +26,35 @@ def asked(preparer: Preparer, steps: int, count: int = 1) -> list[Prepared]:
     return list(prepared)  # type: ignore[arg-type]
 
 
+@pytest.fixture(scope="module")
+async def process(catalog: Catalog, tiny_folder: Path) -> AsyncIterator[PooledProcess]:
+    hosted = HostedModel(catalog.default("image"), tiny_folder)
+    async with ModelPool([hosted], device="cpu", processes=1) as pool:
+        yield pool.processes[0]
+
+
 @pytest.mark.parametrize("images", [1, 2])
 async def test_image_canceled_at_step_3_stops_within_one_step(
-    catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, images: int
+    process: PooledProcess, tiny_preparer: Preparer, images: int
 ) -> None:
-    entry = catalog.default("image")
     told: list[tuple[int, int]] = []
-    async with ModelPool([HostedModel(entry, tiny_folder)], device="cpu", processes=1) as pool:
-        process = pool.processes[0]
 
-        def on_step(step: int, steps: int) -> None:
-            told.append((step, steps))
-            if step >= 3:
-                process.cancel()
+    def on_step(step: int, steps: int) -> None:
+        told.append((step, steps))
+        if step >= 3:
+            process.cancel()
 
-        batch = asked(tiny_preparer, 100, images)
-        done: BatchResult = await process.run(batch, timeout_s=START_LIMIT_S, on_step=on_step)
-        assert all(isinstance(result, Canceled) for result in done.outcomes)
-        assert len(done.results) == images
-        canceled_at = next(step for step, _ in told if step >= 3)
-        assert told[0][1] == 100
-        assert done.steps_saved is not None
-        # The Cancel travels while the next step may be under way; these take some milliseconds
-        # each.
-        assert 0 < done.steps_saved < 100 - canceled_at
-        process.cancel()  # nothing runs: harmless
-        after = await asyncio.wait_for(
-            process.run(asked(tiny_preparer, 2), timeout_s=START_LIMIT_S), START_LIMIT_S
-        )
-        assert isinstance(after.results[0], ImageResult)
+    batch = asked(tiny_preparer, 100, images)
+    done: BatchResult = await process.run(batch, timeout_s=START_LIMIT_S, on_step=on_step)
+    assert all(isinstance(result, Canceled) for result in done.outcomes)
+    assert len(done.results) == images
+    canceled_at = next(step for step, _ in told if step >= 3)
+    assert told[0][1] == 100
+    assert done.steps_saved is not None
+    # The Cancel travels while the next step may be under way; these take some milliseconds each.
+    assert 0 < done.steps_saved < 100 - canceled_at
+    process.cancel()  # nothing runs: harmless
+    after = await asyncio.wait_for(
+        process.run(asked(tiny_preparer, 2), timeout_s=START_LIMIT_S), START_LIMIT_S
+    )
+    assert isinstance(after.results[0], ImageResult)

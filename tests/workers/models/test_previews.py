@@ -41,7 +41,7 @@ async def drawn(
     return [result.image.data for result in done.results if isinstance(result, ImageResult)], seen
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 async def process(catalog: Catalog, tiny_folder: Path) -> AsyncIterator[PooledProcess]:
     hosted = HostedModel(catalog.default("image"), tiny_folder)
     async with ModelPool([hosted], device="cpu", processes=1) as pool:
