@@ -5,10 +5,9 @@ Plain data, no I/O.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from shared.catalog import Model
 from shared.errors import Canceled, DeadlineExceeded, PenstockError
@@ -29,6 +28,14 @@ NOT_SENT = "the answer was on its way"
 """What did not happen before an item's time ran out."""
 
 
+class JobTimer(Protocol):
+    """Fires at a limit of a job."""
+
+    def cancel(self) -> object:
+        """Never fires after this."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class PulledJob:
     """A pulled job, and the outcomes of its items so far."""
@@ -46,7 +53,7 @@ class PulledJob:
     """The caller is gone. Running batches of this job stop after their current step."""
     is_late: bool = False
     """The deadline passed, which ends the job in the same way."""
-    timer: asyncio.TimerHandle | None = None
+    timer: JobTimer | None = None
     """Set until the job is over."""
     unfinished_claims: int = 0
     """How many workers died while they held this job."""

@@ -23,6 +23,7 @@ from shared.topics import inbox_topic_id
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.speller import SpellerPreparer
 from tests.workers.worker_harness import WorkerHarness, running_worker
+from workers.jobs.deadlines import Clock
 from workers.runtime.pool import HostedModel, ModelPool
 
 pytestmark = pytest.mark.anyio
@@ -42,13 +43,23 @@ FOREVER = 10**8
 
 @asynccontextmanager
 async def spelling(
-    redis_url: str, folder: Path, drain_s: float = WAIT_LIMIT_S, model: Model = MODEL
+    redis_url: str,
+    folder: Path,
+    drain_s: float = WAIT_LIMIT_S,
+    model: Model = MODEL,
+    clock: Clock | None = None,
 ) -> AsyncIterator[WorkerHarness]:
     command = (sys.executable, "-m", "tests.workers.speller")
     async with (
         ModelPool([HostedModel(model, folder)], device="cpu", processes=1, command=command) as pool,
         running_worker(
-            redis_url, folder, pool=pool, model=model, preparer=SpellerPreparer(), drain_s=drain_s
+            redis_url,
+            folder,
+            pool=pool,
+            model=model,
+            preparer=SpellerPreparer(),
+            drain_s=drain_s,
+            clock=clock,
         ) as harness,
     ):
         harness.pool = pool  # type: ignore[attr-defined]

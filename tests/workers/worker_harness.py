@@ -45,6 +45,7 @@ from workers.hours import ProcessTimes
 from workers.job import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
+from workers.jobs.deadlines import Clock
 from workers.models.base import PreparedText, Preparer
 from workers.runtime.client import OnPreviews, OnProgress
 from workers.runtime.pool import ModelPool, ModelProcessDied
@@ -300,6 +301,7 @@ async def running_worker(
     model: Model = MODEL,
     times: ProcessTimes | None = None,
     preparer: Preparer | None = None,
+    clock: Clock | None = None,
 ) -> AsyncIterator[WorkerHarness]:
     """Runs a worker, on `pool` or on a fake model process that the test controls."""
     letters = LetterPool()
@@ -343,6 +345,7 @@ async def running_worker(
             objects,
             completion,
             in_steps=WORKER_TASKS[model.task].computes_steps(model, Path()),
+            clock=clock,
         )
         harness.consumer = consumer
         worker = Worker(

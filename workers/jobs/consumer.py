@@ -27,7 +27,7 @@ from workers.jobs.canary_part import CanaryPart
 from workers.jobs.cancellation import Cancellation
 from workers.jobs.claims import Claims
 from workers.jobs.completion import Completion
-from workers.jobs.deadlines import Deadlines
+from workers.jobs.deadlines import Clock, Deadlines, SystemClock
 from workers.jobs.model_queue import ModelQueue
 from workers.jobs.preprocessing import Preprocessor
 from workers.jobs.token_output import TokenOutput
@@ -57,7 +57,9 @@ class JobConsumer:
         completion: Completion,
         *,
         in_steps: bool = False,
+        clock: Clock | None = None,
     ) -> None:
+        clock = clock or SystemClock()
         self.model = model
         self.computes_steps = in_steps
         """Whether items join and leave a batch of the model between steps."""
@@ -73,9 +75,9 @@ class JobConsumer:
         self._completion = completion
         self._forwarding = completion.forwarding
         self._deadlines = (
-            Deadlines(self.cancellation.expire_start, self.cancellation.expire)
+            Deadlines(self.cancellation.expire_start, self.cancellation.expire, clock)
             if self._forwarding is None
-            else Deadlines(self._forward_unstarted, self._forward_late, CANARY_PART)
+            else Deadlines(self._forward_unstarted, self._forward_late, clock, CANARY_PART)
         )
         self._registry = completion.registry
         self._arrived: asyncio.Queue[tuple[Message, Subscription]] = asyncio.Queue(

@@ -5,10 +5,35 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Protocol
 
-from workers.job import PulledJob
+from workers.job import JobTimer, PulledJob
 
 JobCallback = Callable[[PulledJob], None]
+
+
+class Clock(Protocol):
+    """What deadlines are measured by. Tests have one that they move."""
+
+    def now_s(self) -> float:
+        """Unix seconds."""
+        ...
+
+    def call_later(self, delay_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
+        """Calls `act` with the job in so many seconds, unless the timer is canceled before."""
+        ...
+
+
+class SystemClock:
+    """The clock of the system, and timers of the running event loop."""
+
+    def now_s(self) -> float:
+        """Unix seconds."""
+        return time.time()
+
+    def call_later(self, delay_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
+        """Calls `act` with the job in so many seconds, unless the timer is canceled before."""
+        return asyncio.get_running_loop().call_later(delay_s, act, pulled)
 
 
 class Deadlines:
@@ -17,12 +42,18 @@ class Deadlines:
     Args:
         on_start_expired: called at a job's queue limit, if that is before its deadline.
         on_expired: called at a job's deadline.
+        clock: what limits are measured by.
         part: of the time that is left, after which a limit counts as passed.
     """
 
     def __init__(
-        self, on_start_expired: JobCallback, on_expired: JobCallback, part: float = 1.0
+        self,
+        on_start_expired: JobCallback,
+        on_expired: JobCallback,
+        clock: Clock,
+        part: float = 1.0,
     ) -> None:
+        self._clock = clock
         self._part = part
         self._on_start_expired = on_start_expired
         self._on_expired = on_expired
@@ -38,6 +69,6 @@ class Deadlines:
         pulled.timer = self._at(pulled.envelope.deadline_s, self._on_expired, pulled)
         self._on_start_expired(pulled)
 
-    def _at(self, unix_s: float, act: JobCallback, pulled: PulledJob) -> asyncio.TimerHandle:
-        left_s = max(0.0, unix_s - time.time())
-        return asyncio.get_running_loop().call_later(left_s * self._part, act, pulled)
+    def _at(self, unix_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
+        left_s = max(0.0, unix_s - self._clock.now_s())
+        return self._clock.call_later(left_s * self._part, act, pulled)

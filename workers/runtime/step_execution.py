@@ -6,6 +6,7 @@ import logging
 import select
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -51,16 +52,28 @@ class _Item:
 
 
 class StepExecution:
-    """One batch, until no item is left in the model."""
+    """One batch, until no item is left in the model.
+
+    Args:
+        connection: to the I/O process.
+        resident_models: has the model.
+        batch: the items that begin it.
+        clock: returns monotonic seconds, by which readers are told of tokens. Tests replace it.
+    """
 
     def __init__(
-        self, connection: socket.socket, resident_models: ResidentModels, batch: RunBatch
+        self,
+        connection: socket.socket,
+        resident_models: ResidentModels,
+        batch: RunBatch,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._connection = connection
         self._resident_models = resident_models
         self._batch = batch
         self._items: dict[int, _Item] = {}
-        self._told_s = time.monotonic()
+        self._told_s = clock()
         self._pictures: StepPictures | None = None
 
     def run(self) -> None:
@@ -154,7 +167,7 @@ class StepExecution:
             self._send(Preempted(self._batch.number, end.preempted))
         if self._pictures is not None:
             self._pictures.tell()
-        if (now_s := time.monotonic()) - self._told_s >= CHUNKS_EVERY_S:
+        if (now_s := self._clock()) - self._told_s >= CHUNKS_EVERY_S:
             self._told_s = now_s
             if chunks := model.take_chunks():
                 self._send(Chunks(self._batch.number, chunks))
