@@ -43,10 +43,15 @@ def install(client: Client) -> None:
     Raises:
         CannotInstall: node is missing or too old, or the installer failed.
     """
+    if not is_ready(client):
+        _install_anew(client)
     if client.language == "node":
         _check_node(client)
-    if is_ready(client):
-        return
+
+
+def _install_anew(client: Client) -> None:
+    if client.language == "node" and shutil.which("npm") is None:
+        raise CannotInstall("npm is not on this machine")
     folder = folder_of(client)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -68,7 +73,7 @@ def command_of(client: Client) -> list[str]:
     # Node looks for packages beside the script.
     for script in NODE.glob("*.mjs"):
         shutil.copy(script, folder_of(client))
-    return ["node", str(folder_of(client) / f"{client.script}.mjs")]
+    return [_node_of(client), str(folder_of(client) / f"{client.script}.mjs")]
 
 
 def module_of(client: Client) -> list[str]:
@@ -93,12 +98,16 @@ def lock(client: Client) -> None:
     _run([*_uv(), "pip", "compile", *options, "--output-file", str(client.pinned), wanted])
 
 
+def _node_of(client: Client) -> str:
+    """The node that is pinned with a client, if there is one for this machine, or the machine's."""
+    pinned = sorted(folder_of(client).glob("node_modules/node-*/bin/node"))
+    return str(pinned[0]) if pinned else "node"
+
+
 def _check_node(client: Client) -> None:
-    if shutil.which("node") is None or shutil.which("npm") is None:
-        raise CannotInstall("node and npm are not on this machine")
     package = json.loads((NODE / client.name / "package.json").read_text())
     wanted = int(package["engines"]["node"].removeprefix(">="))
-    found = _run(["node", "--version"]).strip()
+    found = _run([_node_of(client), "--version"]).strip()
     if int(found.removeprefix("v").partition(".")[0]) < wanted:
         raise CannotInstall(f"node {wanted} or later is needed; this one is {found}")
 
