@@ -7,6 +7,7 @@ before the API. On Google's own, Terraform makes them.
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from shared.catalog import Catalog, read_catalog
 from shared.errors import Unavailable
 from shared.settings import ApiSettings
 
+CONNECT_LIMIT_S = 5.0
 TAKEN = "taken:"
 """In the place of the functions' URL: with RabbitMQ they take their messages themselves."""
 
@@ -43,7 +45,7 @@ def provision_servers(
         _until(deadline_s, lambda: provision_broker(settings, catalog, TAKEN))
         say(f"topics and subscriptions are on {settings.broker.rpartition('@')[2]}")
     elif settings.pubsub_endpoint:
-        _until(deadline_s, lambda: provision_broker(settings, catalog, functions_url))
+        _until(deadline_s, lambda: _provision_embedded(settings, catalog, functions_url))
         say(f"topics and subscriptions are on {settings.pubsub_endpoint}")
     else:
         say("topics and subscriptions are Terraform's: PENSTOCK_PUBSUB_ENDPOINT is empty")
@@ -61,6 +63,16 @@ def provision_broker(settings: ApiSettings, catalog: Catalog, functions_url: str
         Unavailable: the broker is out of reach or refused.
     """
     asyncio.run(_provision(settings, catalog, functions_url))
+
+
+def _provision_embedded(settings: ApiSettings, catalog: Catalog, functions_url: str) -> None:
+    """Does not wait for a server that is not there: gRPC itself tries for half a minute."""
+    host, _, port = settings.pubsub_endpoint.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_LIMIT_S).close()
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"no Pub/Sub at {settings.pubsub_endpoint}: {error}") from error
+    provision_broker(settings, catalog, functions_url)
 
 
 def _until(deadline_s: float, make: Callable[[], None]) -> None:

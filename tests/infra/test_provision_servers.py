@@ -84,5 +84,5 @@ def test_server_that_does_not_come_is_named() -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     told = provision("--wait-s", "0", PENSTOCK_PUBSUB_ENDPOINT=endpoint)
     assert told.returncode == 1
-    assert told.stderr.startswith("penstock: ")
+    assert told.stderr.startswith(f"penstock: no Pub/Sub at {endpoint}: ")
     assert told.stdout == ""
