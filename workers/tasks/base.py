@@ -34,12 +34,6 @@ class WorkerTask(ABC):
     """Whether preparing an item takes milliseconds, which the event loop can't spare."""
     measures_backends: ClassVar[bool] = False
     """Whether a worker measures which backend computes a model fastest (workers/autotune)."""
-    shares_weights: ClassVar[bool] = False
-    """Whether a step reads all weights once for all of its items, which is most of its time.
-
-    Then a model that has a CPU for itself gets one process with all cores. Processes that divide
-    the items would each read the weights.
-    """
     optimizer: ClassVar[str]
     """The module in workers/optimize that makes the variants. Its function is `make_variants`."""
     variants: ClassVar[tuple[str, ...]]

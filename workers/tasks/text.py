@@ -13,7 +13,6 @@ class TextWorker(WorkerTask):
     """Rendering a chat template and reading its tokens takes up to milliseconds."""
 
     prepares_on_thread = True
-    shares_weights = True
     optimizer = "text"
     variants = ()
     variant_prefix = "text"
