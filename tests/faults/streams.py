@@ -109,7 +109,10 @@ class StreamReaders:
         self.read: list[Stream] = []
 
     async def run(self, streams: int, goes_on: Callable[[], bool]) -> list[str]:
-        """Reads `streams` texts, and more while `goes_on`. Returns those that differ."""
+        """Reads until `streams` texts were read in all, and while `goes_on`.
+
+        Returns those that differ.
+        """
         timeout = aiohttp.ClientTimeout(sock_connect=5.0, sock_read=SILENCE_LIMIT_S)
         connector = aiohttp.TCPConnector(limit=2 * self._in_flight)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._http:
@@ -140,10 +143,10 @@ class StreamReaders:
         }
 
     async def _call(self, streams: int, goes_on: Callable[[], bool]) -> None:
-        while (number := next(self._numbers)) < streams or goes_on():
-            stream = Stream(number)
+        while len(self.read) < streams or goes_on():
+            stream = Stream(next(self._numbers))
             self.read.append(stream)
-            read = self._read_chat if number % 2 else self._read_response
+            read = self._read_chat if stream.number % 2 else self._read_response
             try:
                 async with asyncio.timeout(STREAM_LIMIT_S):
                     await read(stream)
