@@ -1,6 +1,6 @@
 """Linear layers with weights of 4 bits on a CPU, in groups with a scale and an offset each.
 
-One text at a time is written as fast as its weights come out of memory, so a quarter of the bytes
+One text at a time is written as fast as its weights come out of memory, so a third of the bytes
 of bf16 pays there. Many texts at a time share what was read, and are written faster in bf16.
 
 The groups are those of GGUF's Q4_1, whose weights come out as they were, but for scales in bf16. A
