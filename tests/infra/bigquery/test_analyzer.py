@@ -6,6 +6,7 @@ import pytest
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TYPE_INT64, TYPE_TIMESTAMP, TypeProto
 
 from infra.emulators.bigquery.errors import InvalidQueryError, UnsupportedError
+from infra.emulators.bigquery.googlesql.analysis import module
 from infra.emulators.bigquery.googlesql.analysis.analyzer import (
     Analyzer,
     NamedTable,
@@ -70,6 +71,18 @@ def test_a_statement_of_any_depth_is_answered_or_refused(analyzer: Analyzer) -> 
         with contextlib.suppress(InvalidQueryError, UnsupportedError):
             analyzer.analyze(sql, [], ParameterTypes())
         assert analyzer.analyze("SELECT 1", [], ParameterTypes()).kind == "QueryStmt"
+
+
+def test_a_statement_that_takes_too_long_is_refused(
+    analyzer: Analyzer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    analyzer.analyze("SELECT 1", [], ParameterTypes())
+    monkeypatch.setattr(module, "CALL_LIMIT_S", 0.2)
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.01)
+    with pytest.raises(UnsupportedError, match="too deep, or has a part"):  # it takes 10 s
+        analyzer.analyze(f"SELECT {','.join('1' * 50_000)}", [], ParameterTypes())
+    monkeypatch.setattr(module, "CALL_LIMIT_S", 10.0)
+    assert analyzer.analyze("SELECT 1", [], ParameterTypes()).kind == "QueryStmt"
 
 
 def test_a_text_over_the_limit_is_refused(analyzer: Analyzer) -> None:

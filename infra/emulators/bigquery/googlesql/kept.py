@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from infra.emulators.bigquery.errors import NotFoundError
 from infra.emulators.bigquery.tables.resources import TableKey, TableResource
 
 _MOST = 256
@@ -31,7 +32,10 @@ class LookedUp:
 
     def is_current(self) -> bool:
         """Whether every table still is what it was."""
-        now = {key: self.find(key) for key in self.states}
+        try:
+            now = {key: self.find(key) for key in self.states}
+        except NotFoundError:
+            return False
         return {key: (table.number, table.etag) for key, table in now.items()} == self.states
 
 
@@ -43,11 +47,7 @@ class KeptStatements(Generic[Kept]):
         self._kept: OrderedDict[Hashable, tuple[LookedUp, Kept]] = OrderedDict()
 
     def get(self, key: Hashable) -> Kept | None:
-        """The statement, if its tables have not changed.
-
-        Raises:
-            NotFoundError: one of its tables is gone.
-        """
+        """The statement, if its tables have not changed."""
         with self._lock:
             found = self._kept.get(key)
             if found is None:

@@ -6,15 +6,16 @@ list of values.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from infra.emulators.bigquery.errors import InvalidQueryError
+from infra.emulators.bigquery.errors import InvalidQueryError, NotFoundError, UnsupportedError
 from infra.emulators.bigquery.googlesql.analysis.analyzer import NamedTable, Path
 from infra.emulators.bigquery.googlesql.analysis.types import DATE, TIMESTAMP, type_of_field
 from infra.emulators.bigquery.googlesql.calls import unsupported
 from infra.emulators.bigquery.googlesql.partitions import ReadTable, View
-from infra.emulators.bigquery.googlesql.text import name_parts
+from infra.emulators.bigquery.googlesql.text import name_parts, possible_names
 from infra.emulators.bigquery.googlesql.translation.scope import TableSource
 from infra.emulators.bigquery.tables.listing import Listing
 from infra.emulators.bigquery.tables.resources import (
@@ -26,6 +27,7 @@ from infra.emulators.bigquery.tables.resources import (
 from infra.emulators.bigquery.tables.schema import Schema, quoted
 
 PARTITION_DATE = "_PARTITIONDATE"
+_MOST_LIKELY_CHARACTERS = 20_000
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,13 @@ class Names:
                 f'Table "{table_id}" must be qualified with a dataset (e.g. dataset.table).'
             )
         return TableKey(self.default_dataset.project, self.default_dataset.dataset_id, table_id)
+
+    def table_of(self, path: Path) -> TableResource | None:
+        """Returns the table or view of a name, and None where it is no name of one."""
+        try:
+            return self.find(self.table_key(path))
+        except (InvalidQueryError, NotFoundError, UnsupportedError):
+            return None
 
 
 @dataclass(frozen=True)
@@ -113,6 +122,40 @@ def look_up(
         return _source(path, key, table.schema, table.physical, ReadTable(table))
     view = translate_view(table)
     return _source(path, key, view.schema, f"({view.sql})", ReadTable(None, view.view))
+
+
+def likely_sources(sql: str, names: Names) -> tuple[dict[str, NamedSource], list[str]] | None:
+    """Finds the tables that a statement may name, from its words.
+
+    A name that is no table's does no harm: the analyzer looks for those that the statement reads.
+
+    Args:
+        sql: the statement.
+        names: where they are looked up.
+
+    Returns:
+        The tables by their key, and those of their names that stand in one pair of backticks. None
+        if the analyzer has to say which names it reads: the statement is long, may read views, or
+        has two names that differ in upper and lower case, which the analyzer takes for one.
+    """
+    if len(sql) > _MOST_LIKELY_CHARACTERS:
+        return None
+    paths = [(path, tuple(names.parts(path))) for path in possible_names(sql)]
+    spellings = Counter(".".join(parts).lower() for parts in {parts for _, parts in paths})
+    sources: dict[str, NamedSource] = {}
+    whole: list[str] = []
+    for path, parts in paths:
+        if _information_view(list(parts)) is not None:
+            return None
+        table = names.table_of(parts)
+        if table is None:
+            continue
+        key = ".".join(parts)
+        if table.view_query is not None or not table.schema or spellings[key.lower()] > 1:
+            return None
+        sources[key] = _source(parts, key, table.schema, table.physical, ReadTable(table))
+        whole += path if len(path) == 1 else ()
+    return sources, whole
 
 
 def _source(path: Path, key: str, schema: Schema, sql: str, read: ReadTable) -> NamedSource:

@@ -47,6 +47,31 @@ def is_definition(sql: str) -> bool:
     return first in _DEFINITIONS
 
 
+def possible_names(sql: str) -> set[tuple[str, ...]]:
+    """All names in a statement that may be one of a table, in parts, as they are written.
+
+    Names of columns are among them. No table is missing, but where a comment is inside its name.
+    """
+    found: set[tuple[str, ...]] = set()
+    parts: list[str] = []
+    joint = ""
+    for token in _TOKENS.finditer(sql):
+        part = token["word"] or token["name"]
+        if part is None:
+            if not token["space"]:
+                joint = token["other"] or ""
+        elif joint == "." and parts:
+            parts.append(part)
+            joint = ""
+        elif joint == "-" and parts and token["word"]:
+            parts[-1] += f"-{part}"  # as in my-project.dataset.table
+            joint = ""
+        else:
+            found.add(tuple(parts))
+            parts, joint = [part], ""
+    return {*found, tuple(parts)} - {()}
+
+
 class SplitNames:
     """A statement in which each table name of several parts has each part in its own backquotes.
 

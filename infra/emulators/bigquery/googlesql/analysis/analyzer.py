@@ -32,6 +32,7 @@ MOST_CHARACTERS = 1024 * 1024
 _POSITION = re.compile(r"\s*\[at (\d+:\d+)\]$")
 _STATUS = re.compile(r"^Code: (\d+), Message: ", re.DOTALL)
 _NOT_IMPLEMENTED = "12"
+_NOT_READ = "Statement not supported: "
 _MOST_CATALOGS = 64
 
 Path = tuple[str, ...]
@@ -138,7 +139,6 @@ class Analyzer:
         if key not in self._catalogs:
             request = service.RegisterCatalogRequest(simple_catalog=catalog)
             self._catalogs[key] = self._call("RegisterCatalog", request, "Register").registered_id
-            self._generation = self.load().generation
         self._catalogs.move_to_end(key)
         if len(self._catalogs) > _MOST_CATALOGS:
             _, oldest = self._catalogs.popitem(last=False)
@@ -185,6 +185,7 @@ def _as_service_says(message: str) -> InvalidQueryError | UnsupportedError:
     """Turns the analyzer's message into the service's: `... at [1:8]`."""
     status = _STATUS.match(message)
     text = _POSITION.sub(r" at [\1]", _STATUS.sub("", message))
-    if status is not None and status[1] == _NOT_IMPLEMENTED:
+    if text.startswith(_NOT_READ) or (status is not None and status[1] == _NOT_IMPLEMENTED):
+        text = text.removeprefix(_NOT_READ)
         return UnsupportedError(f"{text}: not supported by the embedded BigQuery", "query")
     return InvalidQueryError(text)

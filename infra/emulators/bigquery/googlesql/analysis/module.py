@@ -12,6 +12,8 @@ import logging
 import platform
 import sys
 import threading
+import time
+from collections.abc import Callable
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -19,7 +21,9 @@ import wasmtime
 from google.protobuf.message import Message
 
 CALL_LIMIT_S = 10.0
+_LOOK_EVERY_S = 1.0
 _SIZE_BYTES = 4
+_LEAST_REQUEST_BYTES = 16 * 1024
 _STACK_BYTES = 1_536 * 1024  # wasmtime takes less than 2 MiB
 _MACHINES = ("x86_64", "aarch64")
 
@@ -64,9 +68,10 @@ class AnalyzerModule:
         source = files("zetasql.wasi").joinpath("zetasql.wasm")
         self._module = wasmtime.Module.from_file(self._engine, str(source))
         self._lock = threading.Lock()
+        self._watchdog = _Watchdog(self._engine.increment_epoch)
         self._instance: _Instance | None = None
         self.generation = 0
-        """Counts the instances. What was registered in an earlier one is gone."""
+        """Counts the instances that broke. What was registered in them is gone."""
 
     def call(self, method: str, request: Message, answer: type[Answer]) -> Answer:
         """Calls a method of ZetaSQL's local service.
@@ -83,20 +88,56 @@ class AnalyzerModule:
         with self._lock:
             if self._instance is None:
                 self._instance = _Instance(self._engine, self._module)
-                self.generation += 1
-            timer = threading.Timer(CALL_LIMIT_S, self._engine.increment_epoch)
-            timer.daemon = True
-            timer.start()
+            self._watchdog.begin()
             try:
                 data = self._instance.call(method, request.SerializeToString())
             except (wasmtime.Trap, wasmtime.WasmtimeError) as error:
                 self._instance = None
+                self.generation += 1
                 raise AnalyzerTrappedError(str(error).splitlines()[-1].strip()) from error
             finally:
-                timer.cancel()
+                self._watchdog.end()
         found = answer()
         found.ParseFromString(data)
         return found
+
+
+class _Watchdog:
+    """Stops a call that takes too long. Calls come one at a time.
+
+    One thread looks at all of them, and ends when none came for a while. A timer for each call
+    would start a thread for each.
+    """
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        self._lock = threading.Lock()
+        self._began_s: float | None = None
+        self._is_watching = False
+
+    def begin(self) -> None:
+        """A call begins."""
+        with self._lock:
+            self._began_s = time.monotonic()
+            if self._is_watching:
+                return
+            self._is_watching = True
+        threading.Thread(target=self._watch, name="sql-watchdog", daemon=True).start()
+
+    def end(self) -> None:
+        """The call has ended."""
+        self._began_s = None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_LOOK_EVERY_S)
+            with self._lock:
+                if self._began_s is None:
+                    self._is_watching = False
+                    return
+                is_late = time.monotonic() - self._began_s > CALL_LIMIT_S
+            if is_late:
+                self._stop()
 
 
 class _Instance:
@@ -110,6 +151,8 @@ class _Instance:
         linker.define_wasi()
         self._exports = linker.instantiate(self._store, module).exports(self._store)
         self._run("_initialize")
+        self._size_at = self._run("wasm_malloc", _SIZE_BYTES)
+        self._request_at = self._request_bytes = 0
 
     def call(self, method: str, request: bytes) -> bytes:
         """Returns the encoded response.
@@ -118,21 +161,26 @@ class _Instance:
             AnalyzerRefusedError: with the error's message.
         """
         self._store.set_epoch_deadline(1)
-        sent = self._run("wasm_malloc", max(len(request), 1))
-        size_at = self._run("wasm_malloc", _SIZE_BYTES)
-        ctypes.memmove(self._base() + sent, request, len(request))
-        found = self._run(f"ZetaSqlLocalService_{method}", sent, len(request), size_at)
-        if found:
-            data = self._read(found, int.from_bytes(self._read(size_at, _SIZE_BYTES), "little"))
-            self._run("wasm_free", found)
-        else:
-            size_bytes = self._run("wasm_get_last_error_size")
-            data = self._read(self._run("wasm_get_last_error"), size_bytes)
-        self._run("wasm_free", sent)
-        self._run("wasm_free", size_at)
+        self._reserve(len(request))
+        ctypes.memmove(self._base() + self._request_at, request, len(request))
+        method = f"ZetaSqlLocalService_{method}"
+        found = self._run(method, self._request_at, len(request), self._size_at)
         if not found:
-            raise AnalyzerRefusedError(data.decode(errors="replace"))
+            size_bytes = self._run("wasm_get_last_error_size")
+            message = self._read(self._run("wasm_get_last_error"), size_bytes)
+            raise AnalyzerRefusedError(message.decode(errors="replace"))
+        size_bytes = int.from_bytes(self._read(self._size_at, _SIZE_BYTES), "little")
+        data = self._read(found, size_bytes)
+        self._run("wasm_free", found)
         return data
+
+    def _reserve(self, size_bytes: int) -> None:
+        """Makes room for a request. The room is kept: each call into the module has its price."""
+        if size_bytes > self._request_bytes:
+            if self._request_at:
+                self._run("wasm_free", self._request_at)
+            self._request_bytes = max(size_bytes, _LEAST_REQUEST_BYTES)
+            self._request_at = self._run("wasm_malloc", self._request_bytes)
 
     def _run(self, name: str, *args: int) -> int:
         function: Any = self._exports[name]
