@@ -39,8 +39,11 @@ class Store:
         self._data_dir = data_dir
         self._root: Cursor = None
         self._place = ":memory:"
+        self.changes = 0
+        """Grows with each session that may have changed rows, before its caller is answered."""
         self._is_lost = False
         self._reopening = threading.Lock()
+        self._counting = threading.Lock()
         self._uploads: tempfile.TemporaryDirectory[str] | None = None
 
     def open(self) -> None:
@@ -104,7 +107,17 @@ class Store:
 
     @contextmanager
     def cursor(self) -> Iterator[Cursor]:
-        """Opens a session, which sees one state of the data per statement.
+        """Opens a session that may change the data. See `reading`."""
+        try:
+            with self.reading() as cursor:
+                yield cursor
+        finally:
+            with self._counting:
+                self.changes += 1
+
+    @contextmanager
+    def reading(self) -> Iterator[Cursor]:
+        """Opens a session that does not change `data`, and sees one state of it per statement.
 
         Raises:
             duckdb.IOException: the database was lost to a full disk, and can't be opened yet.
@@ -137,6 +150,7 @@ class Store:
                 reason = str(error).split("\n")[0]
                 raise duckdb.IOException(f"the database is opened again: {reason}") from error
             self._is_lost = False
+            self.changes += 1
             log.warning("%s was opened again after its disk was full", self._place)
 
     def _attach(self) -> None:

@@ -9,7 +9,8 @@ import anyio
 import duckdb
 import pytest
 
-from infra.emulators.bigquery.engine.jobs import BigQueryJob, Jobs
+from infra.emulators.bigquery.engine.job import BigQueryJob
+from infra.emulators.bigquery.engine.jobs import Jobs
 from infra.emulators.bigquery.engine.query import Result
 from infra.emulators.bigquery.errors import BusyError, NotFoundError
 
@@ -38,7 +39,7 @@ async def test_the_oldest_jobs_are_forgotten_with_their_rows() -> None:
     async with running(freed) as jobs:
         for number in range(1_002):
             with anyio.fail_after(5):
-                await (await jobs.start(job(number), work)).done.wait()
+                await jobs.start(job(number), work).done.wait()
         assert [result.physical for result in freed] == ["job0", "job1"]
         with pytest.raises(NotFoundError, match="Not found: Job p:job1"):
             jobs.get("p", "job1")
@@ -54,7 +55,7 @@ async def test_large_results_are_forgotten_sooner() -> None:
     async with running(freed) as jobs:
         for number in range(3):
             with anyio.fail_after(5):
-                await (await jobs.start(job(number), work)).done.wait()
+                await jobs.start(job(number), work).done.wait()
         assert [result.physical for result in freed] == ["job0"]
 
 
@@ -64,14 +65,14 @@ async def test_too_many_jobs_at_once_are_refused() -> None:
 
     async with running([]) as jobs:
         for number in range(100):
-            await jobs.start(job(number), work)
+            jobs.start(job(number), work)
         with pytest.raises(BusyError):
-            await jobs.start(job(100), work)
+            jobs.start(job(100), work)
         first = jobs.get("p", "job0")
         first.cancel()
         with anyio.fail_after(5):
             await first.done.wait()
-        await jobs.start(job(100), work)
+        jobs.start(job(100), work)
 
 
 async def test_a_job_that_breaks_says_so_and_harms_no_other() -> None:
@@ -84,7 +85,7 @@ async def test_a_job_that_breaks_says_so_and_harms_no_other() -> None:
     async with running([]) as jobs:
         for number, what in enumerate((broken, work)):
             with anyio.fail_after(5):
-                await (await jobs.start(job(number), what)).done.wait()
+                await jobs.start(job(number), what).done.wait()
         assert jobs.get("p", "job0").status()["errorResult"]["reason"] == "bug"
         assert jobs.get("p", "job1").status() == {"state": "DONE"}
 
@@ -97,5 +98,31 @@ async def test_a_commit_that_finds_the_disk_full_is_worth_a_retry() -> None:
 
     async with running([]) as jobs:
         with anyio.fail_after(5):
-            await (await jobs.start(job(0), work)).done.wait()
+            await jobs.start(job(0), work).done.wait()
         assert jobs.get("p", "job0").status()["errorResult"]["reason"] == "backendError"
+
+
+async def test_a_job_that_is_deleted_takes_its_rows_with_it() -> None:
+    is_running, goes_on = anyio.Event(), anyio.Event()
+
+    async def work(job: BigQueryJob) -> None:
+        job.result = Result(job.job_id, (), 1)
+
+    async def slow_work(job: BigQueryJob) -> None:
+        await work(job)
+        is_running.set()
+        await goes_on.wait()
+
+    freed: list[Result] = []
+    with anyio.fail_after(5):
+        async with running(freed) as jobs:
+            done, late = jobs.start(job(0), work), jobs.start(job(1), slow_work)
+            await done.done.wait()
+            await is_running.wait()
+            jobs.forget(done)
+            jobs.forget(late)
+            goes_on.set()
+            await late.done.wait()
+            while len(freed) < 2:
+                await anyio.lowlevel.checkpoint()
+            assert {result.physical for result in freed} == {"job0", "job1"}

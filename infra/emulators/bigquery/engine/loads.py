@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import IO, Any
 
-from infra.emulators.bigquery.engine.jobs import BigQueryJob
+from infra.emulators.bigquery.engine.job import BigQueryJob
 from infra.emulators.bigquery.engine.parquet import parquet_file
 from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
@@ -63,12 +63,18 @@ async def run_load(service: BigQueryService, file: IO[bytes], job: BigQueryJob) 
     table = service.catalog.tables.get(destination.key)
     known = None if table is None else table.schema
     if config.get("sourceFormat") == "PARQUET":
-        staged = await service.threads.query(_stage_parquet, service, config, file, known, job)
+        staged = await service.threads.query(
+            _stage_parquet, service, config, file, known, job, interrupt=job.interrupt
+        )
     else:
-        staged = await service.threads.query(_stage_text, service, config, file, known, job)
+        staged = await service.threads.query(
+            _stage_text, service, config, file, known, job, interrupt=job.interrupt
+        )
     schema, physical, loaded = staged
     try:
-        await service.threads.write_in_job(_put, service, destination, schema, physical)
+        await service.threads.write_in_job(
+            _put, service, destination, schema, physical, interrupt=job.interrupt
+        )
     finally:
         await service.threads.tidy(service.queries.drop, physical)
     size_bytes = file.seek(0, io.SEEK_END)

@@ -86,7 +86,7 @@ class ParquetFile:
         return f"read_parquet('{str(self._path).replace(chr(39), chr(39) * 2)}')"
 
     def _fields(self, config: Json) -> Schema:
-        with self._store.cursor() as cursor, self._readable():
+        with self._store.reading() as cursor, self._readable():
             columns = cursor.execute(f"DESCRIBE SELECT * FROM {self._rows}").fetchall()
         found = result_schema([(name, duckdb.sqltype(kind)) for name, kind, *_ in columns])
         if _has_array(found) and not (config.get("parquetOptions") or {}).get(

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import duckdb
 
@@ -29,6 +30,7 @@ from infra.emulators.bigquery.tables.schema import Schema, quoted
 
 _MIB = 1024 * 1024
 _LEAST_BILLED_BYTES = 10 * _MIB
+_KEPT_SIZES = 256
 _RAISED = re.compile(r"[\"']bq: (.*)[\"'](?: to INT32|, expected format)", re.DOTALL)
 """An error of a macro, which is a cast that fails."""
 _UNKNOWN_COLUMN = re.compile(r'Referenced (?:column|table) "([^"]+)" not found')
@@ -55,6 +57,7 @@ class Queries:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._numbers = itertools.count(1)
+        self._column_bytes = lru_cache(_KEPT_SIZES)(self._counted_bytes)
 
     def select(self, statement: Statement, on_cursor: OnCursor) -> Result:
         """Runs a query and keeps its rows.
@@ -69,7 +72,7 @@ class Queries:
         """
         schema = statement.schema
         physical = f"memory.main.r{next(self._numbers)}"
-        with self._store.cursor() as cursor, _translated(statement):
+        with self._store.reading() as cursor, _translated(statement):
             on_cursor(cursor)
             columns = ", ".join(f"{quoted(field.name)} {field.duckdb_type}" for field in schema)
             cursor.execute(f"CREATE TABLE {physical} ({columns})")
@@ -86,14 +89,14 @@ class Queries:
     def stage(self, schema: Schema) -> str:
         """Creates an empty table in memory for incoming rows. Returns its DuckDB name."""
         physical = f"memory.main.r{next(self._numbers)}"
-        with self._store.cursor() as cursor:
+        with self._store.reading() as cursor:
             columns = ", ".join(f"{quoted(field.name)} {field.duckdb_type}" for field in schema)
             cursor.execute(f"CREATE TABLE {physical} ({columns})")
         return physical
 
     def drop(self, physical: str) -> None:
         """Lets go of a result's or a stage's rows."""
-        with self._store.cursor() as cursor:
+        with self._store.reading() as cursor:
             cursor.execute(f"DROP TABLE IF EXISTS {physical}")
 
     def manipulate(self, statement: Statement, on_cursor: OnCursor) -> int:
@@ -120,11 +123,17 @@ class Queries:
 
         BigQuery counts only the partitions that pass the filter. This is the most it would be.
         """
-        with self._store.cursor() as cursor:
-            return sum(
-                _table_bytes(cursor, table, statement.columns[table.number])
-                for table in statement.tables
-            )
+        changes = self._store.changes
+        return sum(
+            self._column_bytes(table.physical, size_sql(_read_fields(statement, table)), changes)
+            for table in statement.tables
+        )
+
+    def _counted_bytes(self, physical: str, row_bytes: str, changes: int) -> int:
+        """Counts the bytes of a table's columns. `changes` says for which state of the data."""
+        with self._store.reading() as cursor:
+            query = f"SELECT coalesce(sum({row_bytes}), 0) FROM {physical}"
+            return int(cursor.execute(query).fetchone()[0])
 
 
 def check_billed(read_bytes: int, limit_bytes: int | None) -> int:
@@ -154,12 +163,9 @@ def table_size(cursor: Cursor, table: TableResource) -> tuple[int, int]:
     return int(rows), int(size_bytes)
 
 
-def _table_bytes(cursor: Cursor, table: TableResource, columns: frozenset[str]) -> int:
-    read = tuple(field for field in table.schema if field.name.lower() in columns)
-    if not read:
-        return 0
-    query = f"SELECT coalesce(sum({size_sql(read)}), 0) FROM {table.physical}"
-    return int(cursor.execute(query).fetchone()[0])
+def _read_fields(statement: Statement, table: TableResource) -> Schema:
+    columns = statement.columns[table.number]
+    return tuple(field for field in table.schema if field.name.lower() in columns)
 
 
 @contextmanager

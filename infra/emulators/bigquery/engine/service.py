@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from infra.emulators.bigquery.engine.definitions.definitions import Definitions
 from infra.emulators.bigquery.engine.definitions.text import query_text
-from infra.emulators.bigquery.engine.jobs import BigQueryJob, Jobs
+from infra.emulators.bigquery.engine.job import BigQueryJob
+from infra.emulators.bigquery.engine.jobs import Jobs
 from infra.emulators.bigquery.engine.query import Queries, Result, check_billed
 from infra.emulators.bigquery.errors import InvalidError, InvalidQueryError, UnsupportedError
 from infra.emulators.bigquery.googlesql.translate import Statement, Translator
@@ -59,7 +60,9 @@ class BigQueryService:
         elif statement.definition is not None:
             await self._define(job, config, statement)
         else:
-            affected = await self.threads.write_in_job(self._manipulated, job, statement)
+            affected = await self.threads.write_in_job(
+                self._manipulated, job, statement, interrupt=job.interrupt
+            )
             details["numDmlAffectedRows"] = str(affected)
             if statement.target is not None:
                 # Where the service says which table it was, and dbt looks for it.
@@ -74,7 +77,7 @@ class BigQueryService:
         job.statistics["query"] = details = {"statementType": statement.kind, "cacheHit": False}
         if statement.kind == "SELECT":
             details["schema"] = {"fields": [field.resource() for field in statement.schema]}
-        await self.threads.query(self._charge, job, statement)
+        await self.threads.query(self._charge, job, statement, interrupt=job.interrupt)
         job.state = "DONE"
 
     async def run_copy(self, job: BigQueryJob) -> None:
@@ -106,7 +109,7 @@ class BigQueryService:
                 within = partition_condition(table, partition_id)
                 rows = f"(SELECT * FROM {table.physical} WHERE {within})"
             put = partial(put_rows, self.store, self.catalog, into, table.schema, rows)
-            await self.threads.write_in_job(_begun, job, put)
+            await self.threads.write_in_job(_begun, job, put, interrupt=job.interrupt)
 
     async def _statement(self, project: str, config: Json, sql: str) -> Statement:
         if config.get("useLegacySql", True):
@@ -119,7 +122,7 @@ class BigQueryService:
         return await self.threads.read(self.translator.translate, sql, project, dataset, parameters)
 
     async def _select(self, job: BigQueryJob, config: Json, statement: Statement) -> None:
-        result = await self.threads.query(self._selected, job, statement)
+        result = await self.threads.query(self._selected, job, statement, interrupt=job.interrupt)
         job.result = result
         if not config.get("destinationTable"):
             config["destinationTable"] = job.anonymous_table.resource()
@@ -128,7 +131,7 @@ class BigQueryService:
         put = partial(
             put_rows, self.store, self.catalog, destination, result.schema, result.physical
         )
-        await self.threads.write_in_job(put)
+        await self.threads.write_in_job(put, interrupt=job.interrupt)
 
     async def _define(self, job: BigQueryJob, config: Json, statement: Statement) -> None:
         tree, sql = statement.definition, config["query"]
@@ -138,13 +141,13 @@ class BigQueryService:
             view_schema = await self.view_schema(query_text(sql), job.project)
         elif statement.kind == "CREATE_TABLE_AS_SELECT":
             inner = await self._statement(job.project, config, query_text(sql))
-            result = await self.threads.query(self._selected, job, inner)
+            result = await self.threads.query(self._selected, job, inner, interrupt=job.interrupt)
         names = self.translator.names(job.project, _default_dataset(job.project, config))
         evaluate = partial(self._evaluated, job)
         definitions = Definitions(self.store, self.catalog, names, evaluate)
         try:
             define = partial(definitions.run, tree, sql, result, view_schema)
-            defined = await self.threads.write_in_job(_begun, job, define)
+            defined = await self.threads.write_in_job(_begun, job, define, interrupt=job.interrupt)
         finally:
             if result is not None:
                 await self.threads.tidy(self.queries.drop, result.physical)
@@ -164,7 +167,7 @@ class BigQueryService:
             raise InvalidQueryError(f"Not a constant expression: {expression}")
         result = self.queries.select(statement, job.watch)
         try:
-            with self.store.cursor() as cursor:
+            with self.store.reading() as cursor:
                 (row,) = read_rows(cursor, result.physical, result.schema, 0, 1, is_micros=False)
         finally:
             self.queries.drop(result.physical)

@@ -10,12 +10,12 @@ import anyio
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from infra.emulators.bigquery.engine.jobs import BigQueryJob, new_job_id
+from infra.emulators.bigquery.engine.job import BigQueryJob, new_job_id
 from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
 from infra.emulators.bigquery.routes.messages import RowsResponse, json_body, page, service_of
 from infra.emulators.bigquery.routes.options import RowOptions, query_options
-from infra.emulators.bigquery.routes.tabledata import read_page
+from infra.emulators.bigquery.routes.tabledata import read_result
 from infra.emulators.bigquery.tables.fields import read_fields
 from infra.emulators.bigquery.tables.job_fields import JobFields, QueryRequest
 from infra.emulators.bigquery.tables.schema import Json
@@ -77,7 +77,7 @@ async def insert(request: Request) -> Response:
     if job.configuration.get("dryRun"):
         await service.dry_run(job)
         return JSONResponse(job.resource())
-    await service.jobs.start(job, service.run_query if job.kind == "QUERY" else service.run_copy)
+    service.jobs.start(job, service.run_query if job.kind == "QUERY" else service.run_copy)
     return JSONResponse(job.resource())
 
 
@@ -158,7 +158,7 @@ async def query(request: Request) -> Response:
         if body.get("dryRun"):
             await service.dry_run(job)
             return JSONResponse(_dry_response(job))
-        await service.jobs.start(job, service.run_query)
+        service.jobs.start(job, service.run_query)
         request_ids.remember(body.get("requestId"), job)
     wait_ms = int(body.get("timeoutMs", _DEFAULT_WAIT_MS))
     count = int(body.get("maxResults", _DEFAULT_PAGE_ROWS))
@@ -209,23 +209,15 @@ async def _results(
     if job.result is None:
         # Without `totalRows`: by that clients tell a statement from a query without rows.
         return found
-    schema = job.result.schema
-    read = partial(
-        read_page,
-        service,
-        job.result.physical,
-        schema,
-        start,
-        min(count, _DEFAULT_PAGE_ROWS),
-        is_micros=is_micros,
-    )
-    total, rows = await service.threads.read(read)
+    result = job.result
+    read = partial(read_result, service, result, start, min(count, _DEFAULT_PAGE_ROWS), is_micros)
+    rows = await service.threads.read(read)
     found |= {
-        "totalRows": str(total),
-        "schema": {"fields": [field.resource() for field in schema]},
+        "totalRows": str(result.rows),
+        "schema": {"fields": [field.resource() for field in result.schema]},
         "rows": rows,
     }
-    if start + len(rows) < total:
+    if start + len(rows) < result.rows:
         found["pageToken"] = str(start + len(rows))
     return found
 

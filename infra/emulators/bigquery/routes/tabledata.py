@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from infra.emulators.bigquery.engine.query import Result
 from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
 from infra.emulators.bigquery.routes.messages import RowsResponse, json_body, service_of, table_key
@@ -20,7 +21,7 @@ from infra.emulators.bigquery.tables.job_fields import InsertAllRequest
 from infra.emulators.bigquery.tables.partition_ids import partition_start, undecorated
 from infra.emulators.bigquery.tables.records import RowReader
 from infra.emulators.bigquery.tables.resources import TableKey, TableResource
-from infra.emulators.bigquery.tables.rows import insert_rows, read_rows
+from infra.emulators.bigquery.tables.rows import insert_rows, read_all_rows, read_rows
 from infra.emulators.bigquery.tables.schema import Json, Schema
 from infra.emulators.bigquery.tables.values import BadValueError
 
@@ -198,9 +199,19 @@ def read_page(
     service: BigQueryService, physical: str, schema: Schema, start: int, count: int, is_micros: bool
 ) -> tuple[int, list[Json]]:
     """Returns how many rows a DuckDB table has, and a page of them in the wire form."""
-    with service.store.cursor() as cursor:
+    with service.store.reading() as cursor:
         (total,) = cursor.execute(f"SELECT count(*) FROM {physical}").fetchone()
         return int(total), read_rows(cursor, physical, schema, start, count, is_micros)
+
+
+def read_result(
+    service: BigQueryService, result: Result, start: int, count: int, is_micros: bool
+) -> list[Json]:
+    """Returns a page of a query's result in the wire form."""
+    with service.store.reading() as cursor:
+        if start == 0 and count >= result.rows:
+            return read_all_rows(cursor, result.physical, result.schema, is_micros)
+        return read_rows(cursor, result.physical, result.schema, start, count, is_micros)
 
 
 def _selected(schema: Schema, names: str | None) -> Schema:

@@ -102,7 +102,7 @@ async def _view_schema(service: BigQueryService, key: TableKey, body: Json) -> S
 
 async def _shown(service: BigQueryService, table: TableResource) -> Json:
     def size() -> tuple[int, int]:
-        with service.store.cursor() as cursor:
+        with service.store.reading() as cursor:
             return table_size(cursor, table)
 
     rows, size_bytes = await service.threads.read(size)

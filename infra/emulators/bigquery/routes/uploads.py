@@ -17,7 +17,7 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from infra.emulators.bigquery.engine.jobs import BigQueryJob
+from infra.emulators.bigquery.engine.job import BigQueryJob
 from infra.emulators.bigquery.engine.loads import run_load
 from infra.emulators.bigquery.engine.service import BigQueryService
 from infra.emulators.bigquery.errors import (
@@ -207,7 +207,7 @@ async def _start(request: Request, session: Session) -> Response:
     except ServiceError:
         session.file.close()
         raise
-    await service.jobs.start(job, partial(_load_and_close, service, session.file))
+    service.jobs.start(job, partial(_load_and_close, service, session.file))
     return JSONResponse(job.resource())
 
 

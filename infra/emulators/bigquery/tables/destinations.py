@@ -161,7 +161,7 @@ def _put_partition(
 
 
 def _count(store: Store, source: str, condition: str = "true") -> int:
-    with store.cursor() as cursor:
+    with store.reading() as cursor:
         (rows,) = cursor.execute(f"SELECT count(*) FROM {source} WHERE {condition}").fetchone()
     return int(rows)
 

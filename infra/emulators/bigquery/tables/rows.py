@@ -74,12 +74,20 @@ def read_rows(
         count: the most rows.
         is_micros: whether a TIMESTAMP is whole microseconds, or seconds as a float.
     """
+    page = f"{physical} ORDER BY rowid LIMIT {int(count)} OFFSET {int(start)}"
+    return _read(cursor, page, schema, is_micros)
+
+
+def read_all_rows(cursor: Cursor, physical: str, schema: Schema, is_micros: bool) -> list[Json]:
+    """As `read_rows`, for a whole table. DuckDB keeps the order by itself then, and is faster."""
+    return _read(cursor, physical, schema, is_micros)
+
+
+def _read(cursor: Cursor, source: str, schema: Schema, is_micros: bool) -> list[Json]:
     if not schema:
         return []
     columns = ", ".join(f"CAST({quoted(field.name)} AS {_readable(field)})" for field in schema)
-    found = cursor.execute(
-        f"SELECT {columns} FROM {physical} ORDER BY rowid LIMIT {int(count)} OFFSET {int(start)}"
-    ).fetchall()
+    found = cursor.execute(f"SELECT {columns} FROM {source}").fetchall()
     # Column by column, because the choice of how a type is written is made once then.
     columns_found = zip(*found, strict=True)
     written = [

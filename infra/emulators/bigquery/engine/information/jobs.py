@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from infra.emulators.bigquery.engine.jobs import BigQueryJob
+from infra.emulators.bigquery.engine.job import BigQueryJob
 from infra.emulators.bigquery.tables.listing import Row, fields
 from infra.emulators.bigquery.tables.schema import Field
 

@@ -81,7 +81,7 @@ class InformationViews:
         if name in _OF_ROWS:
             columns, counted = _OF_ROWS[name]
             tables = self._tables(owning, place)
-            with self.store.cursor() as cursor:
+            with self.store.reading() as cursor:
                 return Listing(columns, [row for one in tables for row in counted(cursor, one)])
         raise UnsupportedError(
             f"INFORMATION_SCHEMA.{name}: not supported by the embedded BigQuery", "query"
