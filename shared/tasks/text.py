@@ -130,9 +130,13 @@ class TextTask(Task):
     first_guesses: ClassVar = FirstGuesses(item_s=2.0, gap_s=0.05, batch_s=2.0)
 
     def check_entry(self, entry: CatalogEntry) -> None:
-        """A model needs a budget of tokens, and torch."""
+        """A model needs a budget of tokens, and torch or vLLM."""
         if entry.backend == "onnx":
-            raise ValueError(f"{self.noun} needs backend torch or auto")
+            raise ValueError(f"{self.noun} needs backend torch, vllm or auto")
+        if entry.backend == "vllm" and entry.precision == "int4":
+            raise ValueError("precision int4 needs backend torch or auto")
+        if entry.backend == "vllm" and entry.generation.lookup_tokens:
+            raise ValueError("generation.lookup_tokens needs backend torch or auto")
         if entry.batch.max_tokens is None:
             raise ValueError(f"{self.noun} needs batch.max_tokens")
         if entry.batch.max_tokens < entry.generation.context_tokens:

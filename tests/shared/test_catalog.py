@@ -186,7 +186,7 @@ def test_no_model_of_a_task() -> None:
             "dimensions: 4",
             "dimensions: 4\n    backend: jax",
             8,
-            "backend: Input should be 'auto', 'torch' or 'onnx'",
+            "backend: Input should be 'auto', 'torch', 'onnx' or 'vllm'",
         ),
         (
             "dimensions: 4",

@@ -42,7 +42,7 @@ from workers.runtime.protocol import (
 from workers.runtime.resident_models import ResidentModels
 from workers.runtime.step_execution import StepExecution
 from workers.runtime.template_protocol import TemplateReady
-from workers.tasks import model_for
+from workers.tasks import WORKER_TASKS, model_for
 
 _BEGAN_S = time.monotonic()
 
@@ -113,6 +113,7 @@ def _load_ahead(given: argparse.Namespace) -> dict[int, LoadedModel]:
                 given.device == "cpu"
                 and not given.memory_budget_bytes
                 and (backend is None or not backend.graph)
+                and _loads_before_fork(given.model[number])
             ):
                 model.setup()
                 loaded[number] = model
@@ -121,6 +122,11 @@ def _load_ahead(given: argparse.Namespace) -> dict[int, LoadedModel]:
             # error.
             log.debug("model could not be loaded ahead", exc_info=True, extra={"model": number})
     return loaded
+
+
+def _loads_before_fork(encoded: str) -> bool:
+    entry = Model.model_validate_json(encoded)
+    return WORKER_TASKS[entry.task].loads_before_fork(entry)
 
 
 def _fork_for(

@@ -57,6 +57,13 @@ class WorkerTask(ABC):
         """
         return False
 
+    def loads_before_fork(self, entry: Model) -> bool:
+        """Whether model processes on a CPU may be forks of one that has loaded this model.
+
+        By default: yes. A model that starts threads can't be forked.
+        """
+        return True
+
     @abstractmethod
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """The preparer of the inputs of a model, whose files are in `folder`.

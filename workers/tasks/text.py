@@ -34,10 +34,19 @@ class TextWorker(WorkerTask):
     def model(self, entry: Model, folder: Path, resources: Resources) -> LoadedModel:
         """A language model with its cache of keys and values."""
         from workers.models.device import Device
-        from workers.models.text.model import TextModel
 
         device = Device(resources.device, resources.threads, resources.memory_fraction)
+        if entry.backend == "vllm":
+            from workers.models.text.vllm_model import VllmTextModel
+
+            return VllmTextModel(entry, folder, device)
+        from workers.models.text.model import TextModel
+
         return TextModel(entry, folder, device)
+
+    def loads_before_fork(self, entry: Model) -> bool:
+        """An engine of vLLM has threads."""
+        return entry.backend != "vllm"
 
 
 TASK = TextWorker()

@@ -23,17 +23,24 @@ class Writing:
 
     Those of `item.written_ids` are taken over as if they had been written here.
 
+    Args:
+        item: what is asked for.
+        vocabulary: the model's.
+        checks_schema: whether the tokens are held to the item's schema here. An engine may do that.
+
     Raises:
         BadInput: the schema can't be used.
         ModelFailed: the tokens that were written before don't match the schema.
     """
 
-    def __init__(self, item: PreparedPrompt, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, item: PreparedPrompt, vocabulary: Vocabulary, *, checks_schema: bool = True
+    ) -> None:
         self._item = item
         self._vocabulary = vocabulary
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = StopFinder(item.stop)
-        self._matcher = _matcher(item, vocabulary)
+        self._matcher = _matcher(item, vocabulary) if checks_schema else None
         if self._matcher is not None:
             self._mask = np.empty(-(-vocabulary.grammar_size // 32), np.uint32)
         self._number = NumberLength()
@@ -64,9 +71,23 @@ class Writing:
             raise ModelFailed("the model computed no numbers for this text")
         token = choose(self._allowed(penalize(logits, self.ids, self._item)), self._item, self._at)
         if self._item.logprobs >= 0 and token not in self._vocabulary.ends:
-            self._logprobs.append(self._tell(log_probabilities(logits), token))
+            row = log_probabilities(logits)
+            best = largest(row, self._item.logprobs).tolist() if self._item.logprobs > 0 else []
+            self._logprobs.append(self._tell(row, token, best))
         self.add(token)
         return token
+
+    def add_chosen(self, token: int, chances: dict[int, float] | None) -> None:
+        """Takes in a token that an engine chose.
+
+        Args:
+            token: the token.
+            chances: the log probabilities of the likeliest tokens and of this one. None: not asked.
+        """
+        if chances is not None and token not in self._vocabulary.ends:
+            best = sorted(chances, key=lambda one: (-chances[one], one))[: self._item.logprobs]
+            self._logprobs.append(self._tell(chances, token, best))
+        self.add(token)
 
     @property
     def _at(self) -> int:
@@ -147,14 +168,12 @@ class Writing:
             logprobs=self._logprobs,
         )
 
-    def _tell(self, row: Row, token: int) -> TokenLogprob:
+    def _tell(self, row: Row | dict[int, float], token: int, best: list[int]) -> TokenLogprob:
         found = self._named(row, token)
-        if self._item.logprobs > 0:
-            best = largest(row, self._item.logprobs).tolist()
-            found.top = [self._named(row, one) for one in best]
+        found.top = [self._named(row, one) for one in best]
         return found
 
-    def _named(self, row: Row, token: int) -> TokenLogprob:
+    def _named(self, row: Row | dict[int, float], token: int) -> TokenLogprob:
         data = (
             self._vocabulary.token_bytes(token) or self._vocabulary.special.get(token, "").encode()
         )

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shared.catalog import Model
-from workers.models.base import PreparedPrompt, StepEnd
+from workers.models.base import PreparedPrompt, StepEnd, SteppedModel
 from workers.models.device import Device
 from workers.models.text.model import TextModel
 from workers.models.text.vocabulary import Vocabulary
@@ -109,14 +109,14 @@ def packed(ids: list[int]) -> bytes:
     return b"".join(one.to_bytes(4, "little") for one in ids)
 
 
-def run(model: TextModel, *items: PreparedPrompt) -> list[Any]:
+def run(model: SteppedModel, *items: PreparedPrompt) -> list[Any]:
     """The outcomes of items that are admitted together."""
     for place, item in enumerate(items):
         model.admit(place, item)
     return finish(model, len(items))
 
 
-def finish(model: TextModel, items: int) -> list[Any]:
+def finish(model: SteppedModel, items: int) -> list[Any]:
     found: dict[int, Any] = {}
     for _ in range(2000):
         if len(found) == items:

@@ -1,0 +1,128 @@
+"""A stand-in of vLLM 0.32's engine, with what Penstock uses of it, over transformers.
+
+It computes each request alone, greedily or by the seed. Tests run over it where vLLM is not
+installed, and over vLLM itself where it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+__all__ = ["EngineArgs", "LLMEngine", "SamplingParams"]
+
+
+@dataclass(kw_only=True)
+class EngineArgs:
+    model: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool
+    enable_prefix_caching: bool
+    block_size: int
+    num_gpu_blocks_override: int
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    generation_config: str
+    disable_log_stats: bool
+    seed: int
+
+
+@dataclass
+class _Request:
+    request_id: str
+    ids: list[int]
+    prompt_tokens: int
+    cached_tokens: int
+    params: SamplingParams
+    generator: torch.Generator = field(default_factory=torch.Generator)
+
+
+class LLMEngine:
+    def __init__(self, arguments: EngineArgs) -> None:
+        self._arguments = arguments
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            arguments.model, dtype=torch.float32
+        ).eval()
+        self._requests: dict[str, _Request] = {}
+        self._seen: list[tuple[str, list[int]]] = []
+
+    @classmethod
+    def from_engine_args(cls, arguments: EngineArgs) -> LLMEngine:
+        return cls(arguments)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    def add_request(self, request_id: str, prompt: dict[str, Any], params: SamplingParams) -> None:
+        ids, salt = list(prompt["prompt_token_ids"]), prompt["cache_salt"]
+        if len(ids) + params.max_tokens > self._arguments.max_model_len:
+            raise ValueError("longer than the maximum model length")
+        same = [_same_start(ids[:-1], other) for key, other in self._seen if key == salt]
+        # Whole blocks are shared.
+        cached = max(same, default=0) // self._arguments.block_size * self._arguments.block_size
+        self._seen.append((salt, ids))
+        request = _Request(request_id, ids, len(ids), cached, params)
+        request.generator.manual_seed(params.seed)
+        self._requests[request_id] = request
+
+    def abort_request(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
+
+    def step(self) -> list[Any]:
+        batch = list(itertools.islice(self._requests.values(), self._arguments.max_num_seqs))
+        return [self._output(request) for request in batch]
+
+    @torch.inference_mode()
+    def _output(self, request: _Request) -> Any:
+        params = request.params
+        logits = self._model(torch.tensor([request.ids])).logits[0, -1].float()
+        chances = logits.log_softmax(-1)
+        written = torch.bincount(
+            torch.tensor(request.ids[request.prompt_tokens :], dtype=torch.int64),
+            minlength=len(logits),
+        )
+        logits -= params.frequency_penalty * written + params.presence_penalty * (written > 0)
+        if params.temperature == 0:
+            token = int(logits.argmax())
+        else:
+            weights = (logits / params.temperature).softmax(-1)
+            token = int(torch.multinomial(weights, 1, generator=request.generator))
+        request.ids.append(token)
+        count = len(request.ids) - request.prompt_tokens
+        ended = token in params.stop_token_ids
+        reason = "stop" if ended else "length" if count >= params.max_tokens else None
+        if reason is not None:
+            del self._requests[request.request_id]
+        assert params.output_kind is RequestOutputKind.DELTA
+        given = SimpleNamespace(
+            token_ids=[token],
+            logprobs=None if params.logprobs is None else [_told(chances, token, params.logprobs)],
+            finish_reason=reason,
+        )
+        return SimpleNamespace(
+            request_id=request.request_id,
+            outputs=[given],
+            finished=reason is not None,
+            num_cached_tokens=request.cached_tokens,
+        )
+
+
+def _same_start(one: list[int], other: list[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _told(chances: torch.Tensor, token: int, count: int) -> dict[int, Any]:
+    best = chances.topk(count).indices.tolist() if count else []
+    return {one: SimpleNamespace(logprob=float(chances[one])) for one in [token, *best]}

@@ -1,0 +1,200 @@
+"""A text model in vLLM, or in a stand-in of its engine where it is not installed."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.errors import ConfigurationError, ModelFailed
+from tests.workers.models.text import tiny
+from workers.models.base import OutOfMemory
+from workers.models.device import Device
+from workers.models.text.vllm_model import VllmTextModel
+
+IS_INSTALLED = importlib.util.find_spec("vllm") is not None
+STAND_IN = Path(__file__).parent / "stand_in"
+WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+"""vLLM's attention on a CPU has no smaller heads."""
+
+
+LOOKUP = tiny.entry().generation.model_copy(update={"lookup_tokens": 4})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny.tiny_config(400)
+    config.update(WIDE)
+    return tiny.write_folder(tmp_path_factory.mktemp("tiny-vllm"), config)
+
+
+@pytest.fixture(scope="module")
+def shared_model(folder: Path) -> Iterator[VllmTextModel]:
+    if not IS_INSTALLED:
+        sys.path.insert(0, str(STAND_IN))
+    try:
+        made = VllmTextModel(tiny.entry(backend="vllm"), folder, Device("cpu", 1, 1.0))
+        made.setup()
+        made.warmup()
+        yield made
+    finally:
+        if not IS_INSTALLED:
+            sys.path.remove(str(STAND_IN))
+            for name in ("vllm", "vllm.sampling_params"):
+                sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def model(shared_model: VllmTextModel) -> VllmTextModel:
+    for place in range(100):
+        shared_model.drop(place)
+    return shared_model
+
+
+PROMPTS = [list(range(3, 3 + length)) for length in (1, 5, 20, 40)]
+
+
+def test_greedy_texts_are_those_of_the_torch_model(model: VllmTextModel, folder: Path) -> None:
+    items = [tiny.prompt(ids, 12, logprobs=2) for ids in PROMPTS]
+    expected = tiny.run(tiny.open_model(folder), *items)
+    found = tiny.run(model, *items)
+    for one, other in zip(found, expected, strict=True):
+        assert one.text == other.text
+        assert one.finish_reason == other.finish_reason
+        assert (one.input_tokens, one.output_tokens) == (other.input_tokens, other.output_tokens)
+        for told, wanted in zip(one.logprobs, other.logprobs, strict=True):
+            assert told.token == wanted.token
+            assert told.logprob == pytest.approx(wanted.logprob, abs=1e-3)
+            assert [top.token for top in told.top] == [top.token for top in wanted.top]
+
+
+def test_a_text_joins_between_steps_and_leaves_when_it_is_done(model: VllmTextModel) -> None:
+    alone = tiny.run(model, tiny.prompt([9, 9], 4))[0]
+    model.admit(0, tiny.prompt([5, 6, 7], 60, stop=["never"]))
+    for _ in range(3):
+        model.step()
+    model.admit(1, tiny.prompt([9, 9], 4))
+    results: dict[int, Any] = {}
+    while 1 not in results:
+        results |= model.step().results
+    assert 0 not in results
+    assert results[1].text == alone.text
+
+
+def test_a_stop_ends_a_text_before_it(model: VllmTextModel) -> None:
+    whole = tiny.run(model, tiny.prompt([9, 9], 12))[0].text
+    stop = whole[4:6]
+    found = tiny.run(model, tiny.prompt([9, 9], 12, stop=[stop]))[0]
+    assert found.text == whole[: whole.index(stop)]
+    assert found.finish_reason == "stop"
+
+
+def test_a_stream_is_told_each_token_once(model: VllmTextModel) -> None:
+    model.admit(0, tiny.prompt([4, 5], 10, is_streamed=True))
+    ids: list[int] = []
+    text, results = "", dict[int, Any]()
+    while not results:
+        results = model.step().results
+        for chunk in model.take_chunks().values():
+            assert chunk.first == len(ids)
+            ids += chunk.ids
+            text += chunk.text
+    assert results[0].text.startswith(text)
+    assert len(ids) < results[0].output_tokens  # the end of a text comes with its result
+
+
+def test_a_text_goes_on_where_another_worker_stopped(model: VllmTextModel, folder: Path) -> None:
+    whole = tiny.run(tiny.open_model(folder), tiny.prompt([4, 5], 10, is_streamed=True))[0]
+    model.admit(0, tiny.prompt([4, 5], 10, is_streamed=True))
+    for _ in range(5):
+        model.step()
+    chunk = model.take_chunks()[0]
+    model.drop(0)
+    later = tiny.prompt(
+        [4, 5],
+        10,
+        is_streamed=True,
+        written_ids=tiny.packed(chunk.ids),
+        written_text=chunk.text,
+    )
+    assert tiny.run(model, later)[0].text == whole.text
+
+
+def test_a_seed_gives_the_same_text_in_company(model: VllmTextModel) -> None:
+    one = tiny.prompt([4, 5], 10, temperature=1.0, seed=-5)
+    alone = tiny.run(model, one)[0].text
+    other = tiny.prompt([4, 5], 10, temperature=1.0, seed=6)
+    together = [found.text for found in tiny.run(model, one, other)]
+    assert together[0] == alone
+    assert together[1] != alone
+
+
+def test_only_an_owner_s_own_prompts_share_their_beginning(model: VllmTextModel) -> None:
+    ids = list(range(50, 90))
+    cached = [
+        tiny.run(model, tiny.prompt(ids, 2, owner=owner))[0].cached_tokens
+        for owner in ("a", "a", "b", "", "")
+    ]
+    assert cached[1] > 0
+    assert [cached[0], *cached[2:]] == [0, 0, 0, 0]
+
+
+def test_no_more_than_the_budget_is_admitted(model: VllmTextModel) -> None:
+    for place in range(4):
+        model.admit(place, tiny.prompt([3], 159))
+    with pytest.raises(OutOfMemory, match="640 of 640 tokens are taken"):
+        model.admit(4, tiny.prompt([3], 10))
+    model.drop(2)
+    model.admit(4, tiny.prompt([3], 10))
+    assert tiny.finish(model, 4)
+
+
+def test_a_canceled_text_is_gone(model: VllmTextModel) -> None:
+    model.admit(0, tiny.prompt([4, 5], 90))
+    model.step()
+    model.drop(0)
+    assert model.step().results == {}
+
+
+def test_a_stream_of_json_can_t_change_its_worker(model: VllmTextModel) -> None:
+    item = tiny.prompt([4], json_schema='{"type": "object"}', written_ids=tiny.packed([5]))
+    with pytest.raises(ModelFailed, match="can't go on at another worker"):
+        model.admit(0, item)
+
+
+@pytest.mark.skipif(not IS_INSTALLED, reason="the stand-in follows no schema")
+def test_a_schema_is_followed(model: VllmTextModel) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    found = tiny.run(model, tiny.prompt([4, 5], 60, json_schema=json.dumps(schema)))[0]
+    assert set(json.loads(found.text)) == {"a"}
+
+
+@pytest.mark.skipif(IS_INSTALLED, reason="vLLM is here")
+def test_a_missing_vllm_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one != str(STAND_IN)])
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    model = VllmTextModel(tiny.entry(backend="vllm"), folder, Device("cpu", 1, 1.0))
+    with pytest.raises(ConfigurationError, match="backend vllm needs vLLM"):
+        model.setup()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"precision": "int4"}, "int4 needs backend torch"),
+        ({"generation": LOOKUP}, "lookup_tokens needs backend torch"),
+    ],
+)
+def test_what_vllm_has_not_is_refused_with_the_catalog(
+    changes: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        tiny.entry(backend="vllm", **changes)

@@ -1,0 +1,269 @@
+"""A text model that vLLM computes, step by step.
+
+vLLM schedules, keeps keys and values in pages, chooses tokens and follows JSON schemas. What a text
+is, where it stops and what its readers are told is decided here, as for every text model.
+
+vLLM is not installed with Penstock, because its versions pin other libraries. This was written for
+0.32. The engine is `LLMEngine`, in this process: one call of its `step` is one of ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shared.catalog import Model
+from shared.errors import BadInput, ConfigurationError, ModelFailed
+from shared.tasks import Result
+from shared.tasks.text import TokenChunk
+from workers.models.base import OutOfMemory, PreparedItem, PreparedPrompt, StepEnd
+from workers.models.device import Device, memory_errors
+from workers.models.text.vocabulary import Vocabulary
+from workers.models.text.writing import IDS, Writing
+
+_BLOCK_TOKENS = 32
+_GPU_MEMORY_SHARE = 0.9
+_ENVIRONMENT = {
+    # The engine runs in this process, so that a step is a call.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # Cores are given out by the worker.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+_DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Another worker goes on with a text with other random numbers, not with the first ones again."""
+
+
+class _Text:
+    """An item that is in."""
+
+    def __init__(self, item: PreparedPrompt, writing: Writing, request_id: str) -> None:
+        self.item = item
+        self.writing = writing
+        self.request_id = request_id
+        self.prompt_tokens = len(item.ids) // IDS.itemsize
+        self.cached_tokens = 0
+
+    def take(self, output: Any) -> None:
+        """Takes in the tokens that a step gave.
+
+        Raises:
+            ModelFailed: vLLM ended the text for a reason of its own.
+        """
+        self.cached_tokens = min(output.num_cached_tokens or 0, self.prompt_tokens)
+        (given,) = output.outputs
+        told = given.logprobs or [None] * len(given.token_ids)
+        for token, chances in zip(given.token_ids, told, strict=True):
+            if self.writing.finish is None:
+                logs = None if chances is None else {t: one.logprob for t, one in chances.items()}
+                self.writing.add_chosen(token, logs)
+        if output.finished and self.writing.finish is None:
+            raise ModelFailed(f"vLLM ended the text: {given.finish_reason}")
+
+    def chunk(self) -> TokenChunk | None:
+        """What it has written since the last call. None: nothing."""
+        chunk = self.writing.take_chunk()
+        if chunk is not None and not chunk.first:
+            chunk.input_tokens, chunk.cached_tokens = self.prompt_tokens, self.cached_tokens
+        return chunk
+
+
+class VllmTextModel:
+    """A causal language model in an engine of vLLM.
+
+    Args:
+        entry: the catalog's.
+        folder: the model's files, as on the Hugging Face hub.
+        device: where to compute. vLLM takes the first GPU that it sees.
+    """
+
+    device_name = ""
+
+    def __init__(self, entry: Model, folder: Path, device: Device) -> None:
+        self._entry = entry
+        self._folder = folder
+        self._wanted = device
+        self._budget = entry.batch.max_tokens or entry.generation.context_tokens
+        self._shares_with_all = entry.cache.scope == "global"
+        self._numbers = itertools.count()
+        self._texts: dict[int, _Text] = {}
+
+    def setup(self) -> None:
+        """Loads the model.
+
+        Raises:
+            ConfigurationError: vLLM is not installed here, or can't compute this model.
+        """
+        self._vocabulary = Vocabulary(self._folder)
+        device, self.device_name = self._wanted.open()
+        os.environ.update(_ENVIRONMENT)
+        try:
+            import vllm
+        except ImportError as error:
+            raise ConfigurationError(
+                f"backend vllm needs vLLM in the environment of the worker: {error}",
+                field="backend",
+            ) from error
+        self._vllm: Any = vllm
+        try:
+            with memory_errors():
+                arguments = vllm.EngineArgs(**self._arguments(device.type))
+                self._engine: Any = vllm.LLMEngine.from_engine_args(arguments)
+        except (ValueError, TypeError, NotImplementedError, KeyError, OSError) as error:
+            raise ConfigurationError(
+                f"{self._folder}: vLLM can't compute it: {error}", field="source"
+            ) from error
+
+    def _arguments(self, device: str) -> dict[str, Any]:
+        items = min(self._entry.batch.max_items, self._budget)
+        return {
+            "model": str(self._folder),
+            "dtype": _DTYPES[self._entry.precision],
+            "max_model_len": self._entry.generation.context_tokens,
+            "max_num_seqs": items,
+            "max_num_batched_tokens": self._entry.generation.chunk_tokens + items,
+            "enable_chunked_prefill": True,
+            "enable_prefix_caching": True,
+            "block_size": _BLOCK_TOKENS,
+            # Room for the budget, with a block of each text that is not full.
+            "num_gpu_blocks_override": -(-self._budget // _BLOCK_TOKENS) + items + 1,
+            "gpu_memory_utilization": min(_GPU_MEMORY_SHARE, self._wanted.memory_fraction),
+            # Compiling for a CPU needs a compiler.
+            "enforce_eager": device == "cpu" and shutil.which("g++") is None,
+            "generation_config": "vllm",
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+
+    def warmup(self) -> None:
+        """Writes a few tokens: the first steps compile what they need."""
+        room = min(16, self._entry.generation.context_tokens - 4)
+        for tokens in (room, 1):
+            item = PreparedPrompt(
+                key="",
+                length=tokens + 2,
+                ids=np.zeros(tokens, IDS).tobytes(),
+                max_tokens=2,
+                seed=0,
+                temperature=0.0,
+            )
+            self.admit(0, item)
+            while self._texts:
+                self.step()
+
+    def admit(self, place: int, item: PreparedItem) -> None:
+        """Takes a prompt in.
+
+        Raises:
+            OutOfMemory: the budget of tokens is spent.
+            BadInput: vLLM can't follow the schema.
+            PenstockError: the item can't be computed.
+        """
+        if not isinstance(item, PreparedPrompt):
+            raise ModelFailed(f"a text model can't compute {type(item).__name__}")
+        if item.json_schema and item.written_ids:
+            raise ModelFailed(
+                "a stream with a JSON schema can't go on at another worker with backend vllm"
+            )
+        taken = sum(text.item.length for text in self._texts.values())
+        is_full = len(self._texts) >= self._entry.batch.max_items
+        if is_full or taken + item.length > self._budget:
+            raise OutOfMemory(f"{taken} of {self._budget} tokens are taken")
+        writing = Writing(item, self._vocabulary, checks_schema=False)
+        text = _Text(item, writing, f"{place}-{next(self._numbers)}")
+        if writing.finish is None:
+            self._add(text)
+        self._texts[place] = text
+
+    def _add(self, text: _Text) -> None:
+        item, written = text.item, text.writing.ids
+        ids = [*np.frombuffer(item.ids, IDS).tolist(), *written]
+        # Only requests of the same salt share keys and values.
+        salt = "*" if self._shares_with_all else item.owner or text.request_id
+        try:
+            self._engine.add_request(
+                text.request_id,
+                {"prompt_token_ids": ids, "cache_salt": salt},
+                self._parameters(item, len(written)),
+            )
+        except ValueError as error:
+            if item.json_schema:
+                reason = f"the JSON schema can't be used: {error}"
+                raise BadInput(reason, field="response_format") from error
+            raise ModelFailed(f"vLLM refused the text: {error}") from error
+
+    def _parameters(self, item: PreparedPrompt, written: int) -> Any:
+        from vllm.sampling_params import (
+            RequestOutputKind,
+            StructuredOutputsParams,
+        )
+
+        schema = StructuredOutputsParams(json=item.json_schema) if item.json_schema else None
+        return self._vllm.SamplingParams(
+            max_tokens=item.max_tokens - written,
+            temperature=item.temperature,
+            top_p=item.top_p,
+            top_k=item.top_k,
+            seed=(item.seed + _SEED_STEP * written) % 2**63,
+            frequency_penalty=item.frequency_penalty,
+            presence_penalty=item.presence_penalty,
+            logprobs=None if item.logprobs < 0 else item.logprobs,
+            structured_outputs=schema,
+            # Ends and stops are looked for in `Writing`.
+            ignore_eos=True,
+            stop_token_ids=sorted(self._vocabulary.ends),
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def step(self) -> StepEnd:
+        """Reads parts of prompts and writes a token of each text, as vLLM schedules them.
+
+        Raises:
+            Exception: the model failed. All texts that are in are dropped.
+        """
+        end = StepEnd()
+        places = {text.request_id: place for place, text in self._texts.items()}
+        try:
+            with memory_errors():
+                outputs = self._engine.step() if self._engine.has_unfinished_requests() else []
+            for output in outputs:
+                place = places[output.request_id]
+                try:
+                    self._texts[place].take(output)
+                except ModelFailed as error:
+                    self.drop(place)
+                    end.results[place] = error
+            for place, text in list(self._texts.items()):
+                if text.writing.finish is not None:
+                    end.results[place] = _result(text)
+                    self.drop(place)
+        except BaseException:
+            for place in list(self._texts):
+                self.drop(place)
+            raise
+        return end
+
+    def take_chunks(self) -> dict[int, TokenChunk]:
+        """What each streamed text has written since the last call."""
+        chunks = {
+            place: text.chunk() for place, text in self._texts.items() if text.item.is_streamed
+        }
+        return {place: chunk for place, chunk in chunks.items() if chunk is not None}
+
+    def drop(self, place: int) -> None:
+        """Removes a text, if it is still in."""
+        text = self._texts.pop(place, None)
+        if text is not None:
+            self._engine.abort_request([text.request_id])
+
+
+def _result(text: _Text) -> Result:
+    return text.writing.result(text.prompt_tokens, text.cached_tokens)
