@@ -15,6 +15,7 @@ from workers.models.cpu import BF16_FLAGS, this_cpu
 from workers.models.device import DTYPES, Device, memory_errors
 from workers.models.embedding.cpu_bf16 import computes_bf16, pack_linear_layers
 from workers.models.text.cpu_int4 import round_linear_layers
+from workers.models.text.llama import LlamaPass, is_llama, join_linear_layers
 from workers.models.text.sampling import Row
 from workers.models.text.slots import ATTENTION, Reading, SlotCache
 
@@ -82,6 +83,9 @@ class Decoder:
             trust_remote_code=False,
             attn_implementation="eager",
         )
+        self._joins = self._device.type == "cpu" and is_llama(model)
+        if self._joins:
+            join_linear_layers(model)
         if is_rounded:
             round_linear_layers(model)
             for weights in model.parameters():  # not the frequencies of positions
@@ -107,6 +111,7 @@ class Decoder:
             if self._device.type == "cpu" and self._dtype == torch.bfloat16:
                 pack_linear_layers(self._model)
             self._model.set_attn_implementation(ATTENTION)
+            self._compute = LlamaPass(self._model) if self._joins else self._compute_by_modules
             self.slots = SlotCache(2, _TRIAL_TOKENS)
             part = ids[:-1].cpu().numpy()
             self.read(1, 0, part[:5])
@@ -178,14 +183,20 @@ class Decoder:
     def _forward(self, ids: torch.Tensor, reading: Reading, told: int) -> Any:
         """Logits after the last `told` tokens of each row. None: after none of them."""
         self.slots.reading = reading
-        compute = self._model if told else self._model.base_model
         with memory_errors(), torch.inference_mode():
-            out = compute(
-                input_ids=ids,
-                position_ids=reading.positions,
-                past_key_values=self.slots,
-                use_cache=True,
-                slots=self.slots,
-                **({"logits_to_keep": told} if told else {}),
-            )
-            return out.logits[:, -told:].float().cpu().numpy() if told else None
+            logits = self._compute(ids, reading, self.slots, told)
+            return None if logits is None else logits[:, -told:].float().cpu().numpy()
+
+    def _compute_by_modules(
+        self, ids: torch.Tensor, reading: Reading, slots: SlotCache, told: int
+    ) -> torch.Tensor | None:
+        """The pass by transformers' modules, whatever the architecture."""
+        out = (self._model if told else self._model.base_model)(
+            input_ids=ids,
+            position_ids=reading.positions,
+            past_key_values=slots,
+            use_cache=True,
+            slots=slots,
+            **({"logits_to_keep": told} if told else {}),
+        )
+        return out.logits if told else None
