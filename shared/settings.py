@@ -239,11 +239,13 @@ class WorkerSettings(Settings):
     artifacts_dir: Path = Path("var/artifacts")
     """The folder of optimized artifacts, and of the backends chosen on this machine."""
     processes: int = Field(0, ge=0)
-    """Model processes. 0: as measured (embeddings on a CPU), else one per GPU or per core (at most
-    4).
+    """Model processes. 0: as measured (embeddings on a CPU), one (a text model that has a CPU for
+    itself), else one per GPU or per core (at most 4).
     """
     threads: int = Field(0, ge=0)
-    """Threads of each model process on a CPU. 0: as measured (embeddings), else 1."""
+    """Threads of each model process on a CPU. 0: as measured (embeddings), one per core (a text
+    model that has a CPU for itself), else 1.
+    """
     memory_fraction: float = Field(1.0, gt=0, le=1)
     """The part of the GPU's memory each model process may take."""
     memory_budget_bytes: int = Field(0, ge=0)

@@ -33,7 +33,7 @@ from shared.transport import Publisher
 from shared.usage.senders import TABLE, sender_of
 from shared.usage.worker_hour import TABLE as HOURS
 from shared.usage.writer import RowWriter
-from workers.autotune.candidates import shared_layout
+from workers.autotune.candidates import shared_layout, unmeasured_layout
 from workers.autotune.choice import Layout
 from workers.autotune.client import choose_backend, tuned_model
 from workers.autotune.hardware import this_machine
@@ -100,7 +100,7 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
             )
         )
         slo.show(model.public_name for model in models)
-        prepared = [await _prepare(settings, model) for model in models]
+        prepared = [await _prepare(settings, model, is_alone=len(models) == 1) for model in models]
         hosted = [one for one, _, _ in prepared]
         layout = prepared[0][1]
         if len(prepared) > 1 and not settings.threads:
@@ -114,9 +114,12 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
 
 
 async def _prepare(
-    settings: WorkerSettings, model: Model
+    settings: WorkerSettings, model: Model, *, is_alone: bool
 ) -> tuple[HostedModel, Layout, TunedModel | None]:
-    """The model with its backend, its processes and threads (0: default), and its tuning."""
+    """The model with its backend, its processes and threads (0: default), and its tuning.
+
+    `is_alone`: it is the only model of this worker.
+    """
     folder = await asyncio.to_thread(
         resolve,
         model.source,
@@ -125,7 +128,11 @@ async def _prepare(
         weights_dir=settings.weights_dir,
     )
     if not WORKER_TASKS[model.task].measures_backends:
-        return HostedModel(model, folder), Layout(settings.processes, settings.threads or 1), None
+        machine = this_machine()
+        shares = model.definition.shares_weights
+        is_wide = shares and is_alone and not machine.computes_on_gpu(settings.device)
+        layout = unmeasured_layout(settings.processes, settings.threads, machine, is_wide=is_wide)
+        return HostedModel(model, folder), layout, None
     choice = await choose_backend(model, folder, settings)
     return (
         HostedModel(model, folder, choice.backend),

@@ -26,6 +26,8 @@ from infra.local.stack import Stack
 from shared.errors import ConfigurationError
 from tests.workers.models.text.tiny import tiny_config, write_folder
 
+PRECISIONS = ("fp32", "auto", "int4")
+"""Of SmolLM2-135M. `auto` is bf16 where the CPU computes it."""
 IN_FLIGHT = 16
 TOKENS = 64
 MEASURED_S = 15.0
@@ -54,7 +56,8 @@ def run() -> Outcome:
     except ConfigurationError as error:
         details["SmolLM2-135M"] = f"not measured: {error.message}"
     else:
-        figures += _measured("SmolLM2-135M", folder)
+        for precision in PRECISIONS:
+            figures += _measured(f"SmolLM2-135M {precision}", folder, precision)
     return Outcome(figures, details)
 
 
@@ -73,8 +76,8 @@ def _config(width: int, layers: int) -> LlamaConfig:
     return config
 
 
-def _measured(name: str, folder: Path) -> Iterator[Figure]:
-    with running_stack(folder) as stack:
+def _measured(name: str, folder: Path, precision: str = "fp32") -> Iterator[Figure]:
+    with running_stack(folder, precision) as stack:
         url = f"http://127.0.0.1:{stack.ports.api}"
         drive(url, MODEL, _prompts(IN_FLIGHT, 0), IN_FLIGHT)
         parts = _parts(stack)

@@ -18,7 +18,7 @@ from shared.errors import ConfigurationError
 TRIP_S = 0.1
 """Pub/Sub round trip, p90, 2 x 47 ms: github.com/davidxia/cloud-message-latency (2021)."""
 CPUS_OF_A_WORKER = int(CPU_ONLY["cpu"])
-"""Of a worker without a GPU, which runs as many model processes."""
+"""Of a worker without a GPU. It computes as much as so many processes of one thread."""
 
 
 @dataclass(frozen=True)

@@ -67,10 +67,13 @@ def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -
     grace_s = PAUSE_S + drain_s + margin_s
     if model.gpu.type == "none":
         # A container sees the cores of the whole node: what it may use is said.
+        processes, threads = CPU_ONLY["cpu"], "1"
+        if model.definition.shares_weights:
+            processes, threads = threads, processes
         settings |= {
             "PENSTOCK_DEVICE": "cpu",
-            "PENSTOCK_PROCESSES": CPU_ONLY["cpu"],
-            "PENSTOCK_THREADS": "1",
+            "PENSTOCK_PROCESSES": processes,
+            "PENSTOCK_THREADS": threads,
         }
         return Placement((), {}, (), _resources(CPU_ONLY), settings, grace_s)
     settings |= {"PENSTOCK_DEVICE": "cuda", "PENSTOCK_PROCESSES": "1"}

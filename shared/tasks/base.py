@@ -117,6 +117,12 @@ class Task(ABC):
     """Whether large inputs and results go to the object store."""
     runs_graphs: ClassVar[bool] = False
     """Whether its models can run as optimized ONNX graphs."""
+    shares_weights: ClassVar[bool] = False
+    """Whether a step reads all weights once for all of its items, which is most of its time.
+
+    Then a model that has a CPU for itself gets one process with all cores. Processes that divide
+    the items would each read the weights.
+    """
 
     def entry_defaults(self) -> Mapping[str, Any]:
         """Fields of a catalog entry that have another default for this task."""

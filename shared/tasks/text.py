@@ -127,6 +127,7 @@ class TextTask(Task):
     gen_ai_operation = "chat"
     unit = "tokens"
     precisions: ClassVar = ("auto", "fp32", "bf16", "fp16", "int4")
+    shares_weights = True
     first_guesses: ClassVar = FirstGuesses(item_s=2.0, gap_s=0.05, batch_s=2.0)
 
     def check_entry(self, entry: CatalogEntry) -> None:

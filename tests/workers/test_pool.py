@@ -18,12 +18,12 @@ from shared.tasks.embedding import EmbeddingResult, TextInput
 from tests.limits import WAIT_LIMIT_S
 from workers.models.base import Prepared, PreparedText
 from workers.models.source import resolve
+from workers.runtime.child_process import child_environment
 from workers.runtime.pool import (
     HostedModel,
     ModelPool,
     ModelProcessDied,
     PooledProcess,
-    child_environment,
 )
 from workers.runtime.protocol import HEADER, Ready, decode_server_message, encode_run
 from workers.tasks import preparer_for

@@ -98,6 +98,20 @@ def layouts(
     return _distinct([Layout(many, _part(cores, many)), Layout(1, cores)])
 
 
+def unmeasured_layout(processes: int, threads: int, machine: Machine, *, is_wide: bool) -> Layout:
+    """The layout of a model that is not measured. Given values (not 0) are kept.
+
+    Args:
+        processes: 0: as many as the cores have room for, with the threads that come out.
+        threads: of each process.
+        machine: this one.
+        is_wide: whether processes divide all cores. Otherwise each has one thread.
+    """
+    if threads:
+        return Layout(processes, threads)
+    return Layout(processes, _part(machine.cores, max(1, processes)) if is_wide else 1)
+
+
 def shared_layout(layout: Layout, machine: Machine) -> Layout:
     """The layout of a worker with several models, of which the first was measured in `layout`.
 

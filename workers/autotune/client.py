@@ -24,8 +24,8 @@ from workers.autotune.hardware import KEPT_OPEN_MAX_BYTES, this_machine
 from workers.autotune.renewal import TunedModel
 from workers.models.artifact import Artifact, find_artifact, source_digest
 from workers.models.backend import unmeasured_backend
+from workers.runtime.child_process import child_environment
 from workers.runtime.memory import free_host_bytes, weights_bytes
-from workers.runtime.pool import child_environment
 
 SCHEME = 4
 """Part of every fingerprint. Increased when choices are made differently."""

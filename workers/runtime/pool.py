@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from shared.cores import usable_cores
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from workers.models.backend import Backend
 from workers.models.base import Prepared
-from workers.runtime.child_process import spawn
+from workers.runtime.child_process import child_environment, spawn
 from workers.runtime.client import (
     Launch,
     ModelClient,
@@ -316,28 +315,3 @@ def _places(device: str, processes: int, threads: int) -> list[str]:
     if device in ("auto", "cpu"):
         return ["cpu"] * (processes or max(1, min(CPU_PROCESSES_MAX, usable_cores() // threads)))
     return [device] * (processes or 1)
-
-
-def child_environment(threads: int) -> dict[str, str]:
-    """The environment of a model process: thread counts for torch, and our packages."""
-    root = str(Path(__file__).resolve().parents[2])
-    count = str(threads)
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": count,
-        "MKL_NUM_THREADS": count,
-        # A process with threads can't be forked: see workers/runtime/template_process.py.
-        "OPENBLAS_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        # Makes torch count GPUs without initializing CUDA, which would not survive a fork.
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        # Keeps glibc from returning each batch's memory to the kernel: 3 to 5 % more tokens per
-        # second.
-        "MALLOC_MMAP_THRESHOLD_": str(256 * 1024 * 1024),
-        "MALLOC_TRIM_THRESHOLD_": str(512 * 1024 * 1024),
-        # By default oneDNN caches 1,024 compiled primitives. Texts have many lengths, so memory
-        # grew for minutes. At 256 it levels off soon, and few are compiled again
-        # (workers/models/embedding/bert.py).
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
-    }

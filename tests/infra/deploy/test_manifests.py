@@ -31,6 +31,13 @@ from tests.infra.deploy.terraform import Plan
 
 CATALOG = read_catalog(Path("models.yaml"))
 GOLDEN = Path("infra/terraform/workloads/tests")
+TEXT = {
+    "name": "writer",
+    "task": "text",
+    "source": "hf:org/writer",
+    "batch": {"max_tokens": 4096},
+    "gpu": {"type": "none"},
+}
 COMPLETE = json.dumps({"europe-west4": DEPLOYMENT.model_dump(exclude={"image"})})
 
 
@@ -42,6 +49,25 @@ def test_a_deployment_a_budget_and_an_autoscaler_per_model(objects: Objects) -> 
         found["spec"]["scaleTargetRef"]["name"]
         for found in of_kind(objects, "ScaledObject").values()
     } == wanted
+
+
+def test_a_model_without_a_gpu_has_its_cores_as_processes_and_a_text_model_as_threads(
+    tmp_path: Path,
+) -> None:
+    models_file = tmp_path / "models.yaml"
+    entries = {
+        model.task: model.model_dump(mode="json", exclude_defaults=True)
+        | {"gpu": {"type": "none"}, "precision": "auto"}
+        for model in CATALOG.models
+        if model.task == "embedding"
+    } | {"text": TEXT}
+    models_file.write_text(yaml.safe_dump({"models": list(entries.values())}))
+    objects = render(tmp_path / "out", models_file)
+    for task, (processes, threads) in {"embedding": ("2", "1"), "text": ("1", "2")}.items():
+        found = workers(objects)[f"worker-{slug(entries[task]['name'])}"]
+        settings = settings_of(objects, found)
+        assert settings["PENSTOCK_PROCESSES"] == processes
+        assert settings["PENSTOCK_THREADS"] == threads
 
 
 def test_canary_has_workers_and_an_autoscaler_of_its_own(tmp_path: Path) -> None:

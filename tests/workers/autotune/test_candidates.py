@@ -1,7 +1,7 @@
 import pytest
 
 from shared.catalog import Model
-from workers.autotune.candidates import candidates, layouts, shared_layout
+from workers.autotune.candidates import candidates, layouts, shared_layout, unmeasured_layout
 from workers.autotune.choice import Layout
 from workers.autotune.hardware import Machine, this_machine
 
@@ -85,6 +85,24 @@ def test_processes_of_several_models_divide_the_cores() -> None:
     assert shared_layout(Layout(2, 2), machine_of(2)) == Layout(2, 1)
     assert shared_layout(Layout(1, 2), machine_of(2)) == Layout(1, 2)
     assert shared_layout(Layout(4, 16), machine_of(16)) == Layout(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("processes", "threads", "wide", "narrow"),
+    [
+        (0, 0, (0, 8), (0, 1)),
+        (2, 0, (2, 4), (2, 1)),
+        (16, 0, (16, 1), (16, 1)),
+        (0, 3, (0, 3), (0, 3)),
+        (2, 3, (2, 3), (2, 3)),
+    ],
+)
+def test_a_layout_without_measurements_is_one_process_with_all_cores_or_threads_of_one(
+    processes: int, threads: int, wide: tuple[int, int], narrow: tuple[int, int]
+) -> None:
+    for is_wide, expected in ((True, wide), (False, narrow)):
+        found = unmeasured_layout(processes, threads, machine_of(8), is_wide=is_wide)
+        assert found == Layout(*expected)
 
 
 def test_what_onednn_is_kept_from_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

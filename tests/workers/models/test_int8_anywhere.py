@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.limits import START_LIMIT_S
-from workers.runtime.pool import child_environment
+from workers.runtime.child_process import child_environment
 
 LARGEST = 255 * 127 * 64
 PRODUCT = """

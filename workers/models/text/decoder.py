@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.utils import logging
 
 from shared.errors import ConfigurationError
 from workers.models.cpu import BF16_FLAGS, this_cpu
+from workers.models.cpu_threads import CpuThreads
 from workers.models.device import DTYPES, Device, memory_errors
 from workers.models.embedding.cpu_bf16 import computes_bf16, pack_linear_layers
 from workers.models.text.cpu_int4 import round_linear_layers
@@ -56,6 +58,7 @@ class Decoder:
             ConfigurationError: the folder is no such model, or it computes in another way.
         """
         self._device, self.device_name = self._wanted.open()
+        self._computing = CpuThreads().computing if self._device.type == "cpu" else nullcontext
         self._dtype = self._choose_precision()
         try:
             with memory_errors():
@@ -183,7 +186,7 @@ class Decoder:
     def _forward(self, ids: torch.Tensor, reading: Reading, told: int) -> Any:
         """Logits after the last `told` tokens of each row. None: after none of them."""
         self.slots.reading = reading
-        with memory_errors(), torch.inference_mode():
+        with memory_errors(), torch.inference_mode(), self._computing():
             logits = self._compute(ids, reading, self.slots, told)
             return None if logits is None else logits[:, -told:].float().cpu().numpy()
 
