@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -31,7 +31,7 @@ from tests.infra.deploy.terraform import Plan
 
 CATALOG = read_catalog(Path("models.yaml"))
 GOLDEN = Path("infra/terraform/workloads/tests")
-TEXT = {
+TEXT: dict[str, Any] = {
     "name": "writer",
     "task": "text",
     "source": "hf:org/writer",
@@ -55,17 +55,12 @@ def test_a_model_without_a_gpu_has_its_cores_as_processes_and_a_text_model_as_th
     tmp_path: Path,
 ) -> None:
     models_file = tmp_path / "models.yaml"
-    entries = {
-        model.task: model.model_dump(mode="json", exclude_defaults=True)
-        | {"gpu": {"type": "none"}, "precision": "auto"}
-        for model in CATALOG.models
-        if model.task == "embedding"
-    } | {"text": TEXT}
-    models_file.write_text(yaml.safe_dump({"models": list(entries.values())}))
+    entry = CATALOG.models[0].model_dump(mode="json", exclude_defaults=True)
+    entry |= {"gpu": {"type": "none"}, "precision": "auto"}
+    models_file.write_text(yaml.safe_dump({"models": [entry, TEXT]}))
     objects = render(tmp_path / "out", models_file)
-    for task, (processes, threads) in {"embedding": ("2", "1"), "text": ("1", "2")}.items():
-        found = workers(objects)[f"worker-{slug(entries[task]['name'])}"]
-        settings = settings_of(objects, found)
+    for name, processes, threads in ((entry["name"], "2", "1"), (TEXT["name"], "1", "2")):
+        settings = settings_of(objects, workers(objects)[f"worker-{slug(name)}"])
         assert settings["PENSTOCK_PROCESSES"] == processes
         assert settings["PENSTOCK_THREADS"] == threads
 
