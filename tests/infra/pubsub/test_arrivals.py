@@ -1,4 +1,4 @@
-"""What a publish brings: after its answer, after its commit, and a slice at a time."""
+"""What a publish brings: before or after its answer and its commit, and a slice at a time."""
 
 import asyncio
 from dataclasses import dataclass
@@ -8,13 +8,14 @@ from typing import Any
 import grpc
 import pytest
 
+from infra.emulators.pubsub.errors import ServerUnavailable
 from infra.emulators.pubsub.protocols import delivery_order, slices
 from infra.emulators.pubsub.protocols.methods import Answer, unary_methods
 from infra.emulators.pubsub.protos import message_class
 from infra.emulators.pubsub.server import PubsubServer, serve
 from infra.emulators.pubsub.state.consumers import Consumer
 from infra.emulators.pubsub.state.topic import STEP_SINKS
-from infra.emulators.pubsub.storage.database import Database
+from infra.emulators.pubsub.storage.database import Database, WriteFailed
 from tests.infra.pubsub.wire import TOPIC, Wire, connect, until
 
 SUBSCRIPTION = "projects/p/subscriptions/one"
@@ -106,8 +107,9 @@ async def test_node_has_a_pause_to_see_the_end_of_its_publish(
     await until(lambda: backlog.take(consumer) != [])
 
 
-async def test_nobody_gets_what_is_not_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("caller", "delivered"), [(PYTHON, 0), (Caller(), 1)])
+async def test_what_googles_libraries_publish_is_delivered_when_it_is_written_and_else_meanwhile(
+    caller: Caller, delivered: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serve(data_dir=tmp_path) as server, connect(server.endpoint) as wire:
         await wire.topic(TOPIC)
@@ -122,10 +124,49 @@ async def test_nobody_gets_what_is_not_committed(
             write(database, changes)
 
         monkeypatch.setattr(Database, "write", watched)
-        await wire.publish(TOPIC, "a")
-        assert seen == [0]
-        (received,) = (await wire.pull(SUBSCRIPTION)).received_messages
-        assert received.message.data == b"a"
+        await answer_of(server, "Publish")(publish_request("a"), caller)
+        assert seen == [delivered]
+        await until(lambda: len(backlog.take(Consumer(lambda: None, 10.0))) == 1 - delivered)
+
+
+async def test_delivery_whose_publish_was_not_written_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve(data_dir=tmp_path) as server, connect(server.endpoint) as wire:
+        await wire.topic(TOPIC)
+        await wire.subscription(SUBSCRIPTION, TOPIC)
+        backlog = server.broker.registry.subscriptions[SUBSCRIPTION].backlog
+        consumer = Consumer(lambda: None, 10.0)
+        delivered: list[Any] = []
+        write = Database.write
+
+        def full(database: Database, changes: Any) -> None:
+            delivered.extend(backlog.take(consumer))
+            raise WriteFailed("database or disk is full")
+
+        monkeypatch.setattr(Database, "write", full)
+        with pytest.raises(ServerUnavailable, match="disk is full"):
+            await answer_of(server, "Publish")(publish_request("a"), Caller())
+        assert [each.message.proto.data for each in delivered] == [b"a"]
+        assert unacked(server) == 0
+        monkeypatch.setattr(Database, "write", write)
+        await until(lambda: is_admitted(server))
+        assert await wire.publish(TOPIC, "b") == await pulled(wire)
+    async with serve(data_dir=tmp_path) as server:
+        assert unacked(server) == 1
+
+
+def is_admitted(server: PubsubServer) -> bool:
+    try:
+        server.broker.journal.admit()
+    except ServerUnavailable:
+        return False
+    return True
+
+
+async def pulled(wire: Wire) -> list[str]:
+    received = (await wire.pull(SUBSCRIPTION)).received_messages
+    return [each.message.message_id for each in received]
 
 
 async def test_what_a_caller_published_before_it_gave_up_comes_all_the_same(

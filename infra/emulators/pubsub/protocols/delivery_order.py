@@ -13,7 +13,8 @@ def pause_before_delivery_s(headers: Iterable[tuple[str, str | bytes]] | None) -
 
     Google's libraries are answered first. A program may wait for the id of what it published and
     look it up when the message comes, as Google's samples do. Others get the delivery as early as
-    it can be, which is before the answer: 0.1 ms less for who waits for the message.
+    it can be, which is before the answer and while a data directory is written: up to 0.6 ms less
+    of a round trip (decision 72).
 
     Args:
         headers: of the publish, their names in lower case.

@@ -1,6 +1,6 @@
-"""The deliveries of one publish, which wait until it is committed and its publisher has the answer.
+"""The deliveries of one publish, which wait until all of it was taken in.
 
-A subscriber must not get a message whose publish then fails, nor before the publisher knows its id.
+What Google's libraries publish waits until it is committed and answered, too.
 """
 
 from collections.abc import Iterator

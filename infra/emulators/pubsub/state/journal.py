@@ -76,13 +76,6 @@ class ChangeJournal:
             Unavailable: it could not be kept. Uncommitted messages were withdrawn.
         """
 
-    def at_commit(self, act: Callable[[], None]) -> None:
-        """Act once all that was noted so far will outlive this process.
-
-        Whoever waits for that in `committed` goes on after it.
-        """
-        act()
-
     def after_commit(self, act: Callable[[], None]) -> None:
         """Act once all that was noted so far will outlive this process.
 

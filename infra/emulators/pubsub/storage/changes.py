@@ -25,10 +25,8 @@ class Changes:
         """By message sequence and holder."""
         self.offered: set[int] = set()
         """Sequences whose publishers wait for the outcome."""
-        self.at_once: list[Callable[[], None]] = []
-        """What is to be done when this is written, before those who wait go on."""
         self.afterwards: list[Callable[[], None]] = []
-        """What is to be done after they went on."""
+        """What is to be done when this is written, after those who wait went on."""
         self.size_bytes = 0
         self.error = ""
         self._settled = asyncio.Event()
@@ -46,6 +44,13 @@ class Changes:
         self.messages[sequence] = data
         self.size_bytes += len(data) + MESSAGE_OVERHEAD_BYTES
 
+    def release(self, sequence: int, holder: int) -> None:
+        """Remove a holder of a message. If the message was added here, no trace is left."""
+        if sequence in self.messages:
+            self.held.pop((sequence, holder), None)
+        else:
+            self.held[sequence, holder] = None
+
     def drop(self, sequence: int) -> None:
         """Remove a message. If it was added here, no trace is left."""
         data = self.messages.pop(sequence, None)
@@ -61,7 +66,6 @@ class Changes:
         both.held = self.held | later.held
         both.dropped = set(self.dropped)
         both.offered = self.offered | later.offered
-        both.at_once = self.at_once + later.at_once
         both.afterwards = self.afterwards + later.afterwards
         for sequence, data in (*self.messages.items(), *later.messages.items()):
             both.keep(sequence, data)

@@ -75,7 +75,7 @@ class DurableJournal(ChangeJournal):
 
     def release(self, message: StoredMessage, holder: int) -> None:
         """Note that a resource no longer holds a message."""
-        self._pending.held[message.sequence, holder] = None
+        self._pending.release(message.sequence, holder)
 
     def admit(self) -> None:
         """Refuse a call that is to last, before it changes anything.
@@ -101,11 +101,6 @@ class DurableJournal(ChangeJournal):
         await changes.wait()
         if changes.error:
             raise _unavailable(changes.error)
-
-    def at_commit(self, act: Callable[[], None]) -> None:
-        """Act once all that was noted so far is in the file, before those who wait for it."""
-        self._pending.at_once.append(act)
-        self._due.set()
 
     def after_commit(self, act: Callable[[], None]) -> None:
         """Act once all that was noted so far is in the file, after those who wait for it."""
@@ -178,8 +173,6 @@ class DurableJournal(ChangeJournal):
                 hung.cancel()
         # Not from here: whatever one of them does, the commits go on.
         call_soon = asyncio.get_running_loop().call_soon
-        for act in self._writing.at_once:
-            call_soon(act)
         self._writing.settle()
         for act in self._writing.afterwards:
             call_soon(act)
