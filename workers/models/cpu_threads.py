@@ -7,9 +7,11 @@ same two cores wrote 114 tokens/s together, and 364 with one thread each (decisi
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -18,30 +20,47 @@ _WINDOW_S = 0.3
 _FREE = 0.75
 """The least part of its time that a thread has a core, unless there are too many."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 4.0, 64.0
-"""Until all threads are tried again. It doubles when they are still too many."""
+"""Until there may be more threads. It doubles when these are too many again."""
+
+
+def idle_s() -> float:
+    """Seconds that the cores of this machine had nothing to do, all together (man 5 proc_stat).
+
+    Where the system does not tell, all of them: then more threads are tried after each pause.
+    """
+    try:
+        ticks = int(Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=5)[4])
+    except (OSError, IndexError, ValueError):
+        return time.monotonic() * (os.cpu_count() or 1)
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class CpuThreads:
-    """Follows what this process gets of the cores, by the CPU time of its threads.
+    """Follows what this process gets of the cores: one thread at first, more where cores are idle.
 
-    The most threads are those that torch has: a forked process gets its own number after the fork.
+    There are too many threads where they have less CPU time than cores. One such computation may
+    take seconds, so more are not tried before cores were idle. The most threads are those that
+    torch has: a forked process gets its own number after the fork.
 
     Args:
         now_s: the time.
         cpu_s: the CPU time of this process.
+        idle_s: the time that cores of the machine were idle.
     """
 
     def __init__(
         self,
         now_s: Callable[[], float] = time.perf_counter,
         cpu_s: Callable[[], float] = time.process_time,
+        idle_s: Callable[[], float] = idle_s,
     ) -> None:
-        self._now_s, self._cpu_s = now_s, cpu_s
-        self._free: int | None = None
-        """Cores that were free when there were fewer than threads. None: there were enough."""
+        self._now_s, self._cpu_s, self._idle_s = now_s, cpu_s, idle_s
+        self._count = 1
         self._wall_s = self._used_s = 0.0
+        self._watched: tuple[float, float] | None = None
+        """The time and the idle time when this window began."""
         self._pause_s = _FIRST_PAUSE_S
-        self._retry_at_s = 0.0
+        self._more_at_s = 0.0
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -51,28 +70,31 @@ class CpuThreads:
             yield
             return
         began_s, cpu_s = self._now_s(), self._cpu_s()
-        if self._free is not None and began_s >= self._retry_at_s:
-            self._free = None
-            self._wall_s = self._used_s = 0.0
-        count = most if self._free is None else min(most, self._free)
-        if count < most:
-            torch.set_num_threads(count)
+        if self._watched is None:
+            self._watched = began_s, self._idle_s()
+        count = min(most, self._count)
+        torch.set_num_threads(count)
         try:
             yield
-        finally:
-            if count < most:  # the number is that of the whole process, with its other models
-                torch.set_num_threads(most)
+        finally:  # the number is that of the whole process, with its other models
+            torch.set_num_threads(most)
         self._wall_s += self._now_s() - began_s
         self._used_s += self._cpu_s() - cpu_s
         if self._wall_s >= _WINDOW_S:
-            self._judge(count)
+            self._judge(count, most)
 
-    def _judge(self, count: int) -> None:
+    def _judge(self, count: int, most: int) -> None:
+        assert self._watched is not None, "a window has a beginning; this is a bug"
+        now_s, idle_s = self._now_s(), self._idle_s()
         cores = self._used_s / self._wall_s
+        idle = (idle_s - self._watched[1]) / max(now_s - self._watched[0], self._wall_s)
         self._wall_s = self._used_s = 0.0
-        if cores < _FREE * count:
-            self._free = max(1, int(cores + 1 - _FREE))
-            self._retry_at_s = self._now_s() + self._pause_s
+        self._watched = None
+        if cores < _FREE * count and count > 1:
+            self._count = max(1, int(cores + 1 - _FREE))
+            self._more_at_s = now_s + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        elif self._free is None:
+        elif count == most:
             self._pause_s = _FIRST_PAUSE_S
+        elif now_s >= self._more_at_s:
+            self._count = min(most, count + int(idle + 1 - _FREE))
