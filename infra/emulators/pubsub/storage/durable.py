@@ -1,7 +1,7 @@
 """Group commit: changes collect while a transaction is written, and form the next one.
 
-Between the broker, which notes each change, and the file. What is published is answered,
-and goes to its subscribers, when it is committed.
+Between the broker, which notes each change, and the file. What is published is answered
+when it is committed.
 """
 
 import asyncio
