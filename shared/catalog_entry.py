@@ -248,11 +248,13 @@ class Tolerance(_Entry):
 
     `cosine`: the least cosine similarity of an embedding to the reference's. The minimum over a
     calibration set counts, not the mean, since a caller gets single vectors. `psnr_db`: the least
-    peak signal-to-noise ratio of an image.
+    peak signal-to-noise ratio of an image. `rouge_l`: the least ROUGE-L of a text of a canary, if
+    these are compared at all. Only texts at temperature 0 are.
     """
 
     cosine: float = Field(0.9999, ge=0, le=1)
     psnr_db: float = Field(30.0, ge=0)
+    rouge_l: float | None = Field(None, gt=0, le=1)
 
 
 class Canary(_Entry):

@@ -21,9 +21,10 @@ from api.dispatch.request import InferenceRequest, InferenceResponse
 from shared.blob import Blob
 from shared.canary.verdict import CanaryCounts
 from shared.catalog import Model
+from shared.catalog_entry import Tolerance
 from shared.errors import PenstockError
 from shared.stores.objects import ObjectStore
-from shared.tasks import Result
+from shared.tasks import Input, Result
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,8 @@ class CanaryComparisons:
         rules = canary.canary
         if rules is None or random.random() >= rules.compare_share or len(self._tasks) >= AT_ONCE:
             return
+        if not canary.definition.compares(_tolerance_of(canary)):
+            return
         results = [
             outcome.result
             for outcome in response.outcomes
@@ -89,28 +92,38 @@ class CanaryComparisons:
         ]
         if len(results) < len(response.outcomes):  # the other revision answered, or the cache
             return
-        task = asyncio.create_task(self._compare(asked, canary, results[:LARGEST_REQUEST]))
+        compared = [
+            (again, result)
+            for given, result in zip(asked.inputs, results[:LARGEST_REQUEST], strict=False)
+            if (again := given.for_comparison()) is not None
+        ]
+        if not compared:
+            return
+        shadow = _shadow_of(asked, [again for again, _ in compared])
+        ours = [result for _, result in compared]
+        task = asyncio.create_task(self._compare(shadow, canary, ours))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _compare(self, asked: InferenceRequest, canary: Model, results: list[Result]) -> None:
+    async def _compare(
+        self, shadow: InferenceRequest, canary: Model, results: list[Result]
+    ) -> None:
         try:
-            response = await self._dispatch(_shadow_of(asked, len(results)))
+            response = await self._dispatch(shadow)
             counts = CanaryCounts()
             for ours, outcome in zip(results, response.outcomes, strict=True):
-                await self._count(counts, canary, ours, outcome.result)
+                if outcome.result is not None:  # else it says nothing
+                    await self._count(counts, canary, ours, outcome.result)
             if counts.compared:
                 await self._board.count(canary, counts)
         except PenstockError as error:
             log.debug("results not compared", extra={"reason": error.message})
 
     async def _count(
-        self, counts: CanaryCounts, canary: Model, ours: Result, theirs: Result | None
+        self, counts: CanaryCounts, canary: Model, ours: Result, theirs: Result
     ) -> None:
-        """Counts one comparison. An item that the other revision has no result of says nothing."""
-        if theirs is None or canary.canary is None:
-            return
-        tolerance = canary.canary.tolerance or canary.tolerance
+        """Counts one comparison."""
+        tolerance = _tolerance_of(canary)
         if ours.blob is not None and theirs.blob is not None:
             deadline_s = time.time() + COMPARE_LIMIT_S
             pngs = await self._bytes_of(ours.blob), await self._bytes_of(theirs.blob)
@@ -131,7 +144,12 @@ class CanaryComparisons:
         return await self._objects.get(blob.object_key or "", LARGEST_PICTURE_BYTES)
 
 
-def _shadow_of(asked: InferenceRequest, items: int) -> InferenceRequest:
+def _tolerance_of(canary: Model) -> Tolerance:
+    rules = canary.canary
+    return (rules and rules.tolerance) or canary.tolerance
+
+
+def _shadow_of(asked: InferenceRequest, inputs: list[Input]) -> InferenceRequest:
     now_s = time.time()
     return replace(
         asked,
@@ -141,7 +159,7 @@ def _shadow_of(asked: InferenceRequest, items: int) -> InferenceRequest:
         key_id="",
         weight=1.0,
         price_share=0.0,
-        inputs=asked.inputs[:items],
+        inputs=inputs,
         is_repeatable=False,
         deadline_s=now_s + asked.model.deadline.longest_s,
         options=replace(

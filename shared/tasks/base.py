@@ -38,6 +38,13 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
         """All that decides the result, as plain values in a fixed order, for the cache key."""
         raise NotImplementedError
 
+    def for_comparison(self) -> Self | None:
+        """The input as another revision gets it, so that the results can be compared.
+
+        None: its result is a matter of chance.
+        """
+        return self
+
 
 class TaskResult(msgspec.Struct, omit_defaults=True):
     """The result of one item. Each task has one subclass, with a tag.
@@ -143,6 +150,10 @@ class Task(ABC):
     @abstractmethod
     def tolerance(self, entry: CatalogEntry) -> float:
         """How close results must be to those of the reference. A part of the cache key."""
+
+    def compares(self, tolerance: Tolerance) -> bool:
+        """Whether results of two revisions are compared at all."""
+        return True
 
     def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
         """Whether two results of one input are within a tolerance. None: it can't be told here."""

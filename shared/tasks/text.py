@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 
-from shared.catalog_entry import CatalogEntry
+from shared.catalog_entry import CatalogEntry, Tolerance
 from shared.tasks.base import ExampleRequest, FirstGuesses, LinkTo, Task, TaskInput, TaskResult
 from shared.tasks.embedding import BYTES_PER_TOKEN, estimate_tokens
+from shared.tasks.rouge import rouge_l
 
 FinishReason = Literal["stop", "length"]
 """`stop`: the model ended its text, or a stop sequence came. `length`: max_tokens were reached."""
@@ -98,6 +99,12 @@ class GenerationInput(TaskInput, tag="generation"):
         fields = {name: getattr(self, name) for name in names}
         return ("generation", msgspec.json.encode(fields).decode())
 
+    def for_comparison(self) -> Self | None:
+        """A text of the most likely tokens, which nobody reads along."""
+        if self.temperature > 0:
+            return None
+        return msgspec.structs.replace(self, is_streamed=False)
+
 
 class GenerationResult(TaskResult, tag="generation"):
     """The text, why it ended, and the tokens that it took.
@@ -153,6 +160,18 @@ class TextTask(Task):
     def tolerance(self, entry: CatalogEntry) -> float:
         """None: a text is not close to another one."""
         return 0.0
+
+    def compares(self, tolerance: Tolerance) -> bool:
+        """Only where the entry says how close they must be."""
+        return tolerance.rouge_l is not None
+
+    def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
+        """By the ROUGE-L of two texts."""
+        if not isinstance(ours, GenerationResult) or not isinstance(theirs, GenerationResult):
+            return None
+        if tolerance.rouge_l is None:
+            return None
+        return rouge_l(ours.text, theirs.text) >= tolerance.rouge_l
 
     def result_bytes(self, entry: CatalogEntry) -> int:
         """A text of the most tokens."""

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 
 from api.dispatch.canary_comparison import TENANT, CanaryComparisons
@@ -15,22 +16,25 @@ from api.inputs.image_codec import ImageCodec
 from shared.blob import Blob
 from shared.canary.verdict import CanaryCounts
 from shared.catalog import Catalog, Model
-from shared.catalog_entry import Canary
+from shared.catalog_entry import Canary, Tolerance
 from shared.errors import BadInput
 from shared.messages import ItemOutcome, Receipt
 from shared.stores.objects import ObjectStore
-from shared.tasks import Result
+from shared.tasks import Input, Result
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.tasks.image import ImageInput, ImageResult
 from shared.tasks.similarity import SimilarityResult
+from shared.tasks.text import GenerationInput, GenerationResult
 from shared.usage.charge import price_of
-from tests.api.harness import IMAGE_MODEL, PAIRS_MODEL, TEXT_MODEL
+from tests.api.harness import IMAGE_MODEL, PAIRS_MODEL, TEXT_MODEL, WRITER
 from tests.canary.test_routing import FakeBoard
 from tests.limits import WAIT_LIMIT_S
 from workers.optimize.quality import psnr_db
 
 pytestmark = pytest.mark.anyio
 RULES = Canary(revision="next", compare_share=1.0)
+LIKE_TEXTS = Tolerance(rouge_l=0.5)
+GREEDY = GenerationInput(16, 3, prompt="a", temperature=0.0)
 
 
 class CountingBoard(FakeBoard):
@@ -61,11 +65,20 @@ def picture(noise: float) -> ImageResult:
     return ImageResult(Blob("image/png", data=png(noise)), 64, 64, 1, 1)
 
 
+def text(words: str) -> GenerationResult:
+    return GenerationResult(words, "stop", 3, 1, 2)
+
+
 async def compared(
-    model: Model, ours: Result, theirs: Result | None, revision: str | None = "next"
+    model: Model,
+    ours: Result,
+    theirs: Result | None,
+    revision: str | None = "next",
+    given: Input | None = None,
+    rules: Canary = RULES,
 ) -> tuple[int, int, list[InferenceRequest]]:
     """What is counted of these results, and the requests that the other revision got."""
-    canary = Catalog((model.model_copy(update={"canary": RULES}),)).canaries[model.name]
+    canary = Catalog((model.model_copy(update={"canary": rules}),)).canaries[model.name]
     asked: list[InferenceRequest] = []
     board = CountingBoard()
 
@@ -77,7 +90,8 @@ async def compared(
         asked.append(request)
         return response(theirs, None)
 
-    given = ImageInput("a", 8, 8, 1, 1.0, 1, "ddim") if ours.blob else TextInput("a")
+    if given is None:
+        given = ImageInput("a", 8, 8, 1, 1.0, 1, "ddim") if ours.blob else TextInput("a")
     request = InferenceRequest(
         request_id="req_1",
         model=model,
@@ -115,6 +129,38 @@ async def test_results_are_judged_by_the_tolerance(
     model: Model, ours: Result, theirs: Result, outside: int
 ) -> None:
     assert (await compared(model, ours, theirs))[:2] == (1, outside)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "outside"),
+    [("a red hen, and a cat", 0), ("a red cat, and a dog", 0), ("no such thing", 1), ("", 1)],
+)
+async def test_texts_are_judged_by_their_common_words(theirs: str, outside: int) -> None:
+    rules = RULES.model_copy(update={"tolerance": LIKE_TEXTS})
+    ours = text("a red hen, and a cat")
+    found = await compared(WRITER, ours, text(theirs), given=GREEDY, rules=rules)
+    assert found[:2] == (1, outside)
+
+
+@pytest.mark.parametrize(
+    ("given", "tolerance"),
+    [(replace(GREEDY, temperature=0.7), LIKE_TEXTS), (GREEDY, Tolerance()), (GREEDY, None)],
+)
+async def test_no_text_is_written_twice_for_nothing(
+    given: GenerationInput, tolerance: Tolerance | None
+) -> None:
+    rules = RULES.model_copy(update={"tolerance": tolerance})
+    found = await compared(WRITER, text("a hen"), text("a hen"), given=given, rules=rules)
+    assert found == (0, 0, [])
+
+
+async def test_nobody_reads_along_what_is_compared() -> None:
+    rules = RULES.model_copy(update={"tolerance": LIKE_TEXTS})
+    streamed = replace(GREEDY, is_streamed=True)
+    counted = await compared(WRITER, text("a hen"), text("a hen"), given=streamed, rules=rules)
+    assert counted[:2] == (1, 0)
+    (asked,) = counted[2]
+    assert asked.inputs == [GREEDY]
 
 
 async def test_comparison_is_nobodys_request() -> None:
