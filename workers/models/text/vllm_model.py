@@ -3,40 +3,30 @@
 vLLM schedules, keeps keys and values in pages, chooses tokens and follows JSON schemas. What a text
 is, where it stops and what its readers are told is decided here, as for every text model.
 
-vLLM is not installed with Penstock, because its versions pin other libraries. This was written for
-0.32. The engine is `LLMEngine`, in this process: one call of its `step` is one of ours.
+The engine is `LLMEngine`, in this process: one call of its `step` is one of ours.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shared.catalog import Model
-from shared.errors import BadInput, ConfigurationError, ModelFailed
+from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.tasks import Result
 from shared.tasks.text import TokenChunk
 from workers.models.base import OutOfMemory, PreparedItem, PreparedPrompt, StepEnd
 from workers.models.device import Device, memory_errors
+from workers.models.text.vllm_engine import import_vllm, open_engine
 from workers.models.text.vocabulary import Vocabulary
 from workers.models.text.writing import IDS, Writing
 
-_BLOCK_TOKENS = 32
-_GPU_MEMORY_SHARE = 0.9
-_ENVIRONMENT = {
-    # The engine runs in this process, so that a step is a call.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    # Cores are given out by the worker.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
-_DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_COMPILE_LIMIT_S = 10.0
+_LOOK_EVERY_S = 0.001
 _SEED_STEP = 0x9E3779B97F4A7C15
 """Another worker goes on with a text with other random numbers, not with the first ones again."""
 
@@ -103,44 +93,9 @@ class VllmTextModel:
         """
         self._vocabulary = Vocabulary(self._folder)
         device, self.device_name = self._wanted.open()
-        os.environ.update(_ENVIRONMENT)
-        try:
-            import vllm
-        except ImportError as error:
-            raise ConfigurationError(
-                f"backend vllm needs vLLM in the environment of the worker: {error}",
-                field="backend",
-            ) from error
-        self._vllm: Any = vllm
-        try:
-            with memory_errors():
-                arguments = vllm.EngineArgs(**self._arguments(device.type))
-                self._engine: Any = vllm.LLMEngine.from_engine_args(arguments)
-        except (ValueError, TypeError, NotImplementedError, KeyError, OSError) as error:
-            raise ConfigurationError(
-                f"{self._folder}: vLLM can't compute it: {error}", field="source"
-            ) from error
-
-    def _arguments(self, device: str) -> dict[str, Any]:
-        items = min(self._entry.batch.max_items, self._budget)
-        return {
-            "model": str(self._folder),
-            "dtype": _DTYPES[self._entry.precision],
-            "max_model_len": self._entry.generation.context_tokens,
-            "max_num_seqs": items,
-            "max_num_batched_tokens": self._entry.generation.chunk_tokens + items,
-            "enable_chunked_prefill": True,
-            "enable_prefix_caching": True,
-            "block_size": _BLOCK_TOKENS,
-            # Room for the budget, with a block of each text that is not full.
-            "num_gpu_blocks_override": -(-self._budget // _BLOCK_TOKENS) + items + 1,
-            "gpu_memory_utilization": min(_GPU_MEMORY_SHARE, self._wanted.memory_fraction),
-            # Compiling for a CPU needs a compiler.
-            "enforce_eager": device == "cpu" and shutil.which("g++") is None,
-            "generation_config": "vllm",
-            "disable_log_stats": True,
-            "seed": 0,
-        }
+        self._vllm = import_vllm()
+        fraction = self._wanted.memory_fraction
+        self._engine = open_engine(self._vllm, self._entry, self._vocabulary, device.type, fraction)
 
     def warmup(self) -> None:
         """Writes a few tokens: the first steps compile what they need."""
@@ -168,10 +123,6 @@ class VllmTextModel:
         """
         if not isinstance(item, PreparedPrompt):
             raise ModelFailed(f"a text model can't compute {type(item).__name__}")
-        if item.json_schema and item.written_ids:
-            raise ModelFailed(
-                "a stream with a JSON schema can't go on at another worker with backend vllm"
-            )
         taken = sum(text.item.length for text in self._texts.values())
         is_full = len(self._texts) >= self._entry.batch.max_items
         if is_full or taken + item.length > self._budget:
@@ -179,7 +130,11 @@ class VllmTextModel:
         writing = Writing(item, self._vocabulary, checks_schema=False)
         text = _Text(item, writing, f"{place}-{next(self._numbers)}")
         if writing.finish is None:
-            self._add(text)
+            try:
+                self._add(text)
+            except PenstockError:
+                self._engine.abort_request([text.request_id])
+                raise
         self._texts[place] = text
 
     def _add(self, text: _Text) -> None:
@@ -188,25 +143,51 @@ class VllmTextModel:
         # Only requests of the same salt share keys and values.
         salt = "*" if self._shares_with_all else item.owner or text.request_id
         try:
-            self._engine.add_request(
+            key = self._engine.add_request(
                 text.request_id,
                 {"prompt_token_ids": ids, "cache_salt": salt},
                 self._parameters(item, len(written)),
             )
-        except ValueError as error:
+            if item.json_schema and written:
+                self._follow(key, written)
+        except (ValueError, self._vllm.exceptions.VLLMClientError) as error:
             if item.json_schema:
                 reason = f"the JSON schema can't be used: {error}"
                 raise BadInput(reason, field="response_format") from error
             raise ModelFailed(f"vLLM refused the text: {error}") from error
 
-    def _parameters(self, item: PreparedPrompt, written: int) -> Any:
-        from vllm.sampling_params import (
-            RequestOutputKind,
-            StructuredOutputsParams,
-        )
+    def _follow(self, key: str, written: list[int]) -> None:
+        """Moves a text's schema behind the tokens that another worker wrote.
 
-        schema = StructuredOutputsParams(json=item.json_schema) if item.json_schema else None
-        return self._vllm.SamplingParams(
+        To vLLM they are a part of the prompt, which it does not look at. It has no call for this,
+        but the engine runs in this process.
+
+        Args:
+            key: of the request inside vLLM.
+            written: those tokens.
+
+        Raises:
+            ValueError: the schema can't be used.
+            ModelFailed: it does not allow them.
+        """
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        asked = scheduler.requests[key].structured_output_request
+        until_s = time.monotonic() + _COMPILE_LIMIT_S
+        while not asked.is_grammar_ready:  # a thread of vLLM compiles it
+            if time.monotonic() > until_s:
+                raise ValueError(f"it was not compiled in {_COMPILE_LIMIT_S:g} s")
+            time.sleep(_LOOK_EVERY_S)
+        if isinstance(asked.grammar, Exception):
+            raise ValueError(str(asked.grammar)) from asked.grammar
+        if not asked.grammar.accept_tokens(key, written):
+            raise ModelFailed("the JSON schema does not allow what another worker wrote")
+
+    def _parameters(self, item: PreparedPrompt, written: int) -> Any:
+        parameters = self._vllm.sampling_params
+        schema = None
+        if item.json_schema:
+            schema = parameters.StructuredOutputsParams(json=item.json_schema)
+        return parameters.SamplingParams(
             max_tokens=item.max_tokens - written,
             temperature=item.temperature,
             top_p=item.top_p,
@@ -220,7 +201,7 @@ class VllmTextModel:
             ignore_eos=True,
             stop_token_ids=sorted(self._vocabulary.ends),
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            output_kind=parameters.RequestOutputKind.DELTA,
         )
 
     def step(self) -> StepEnd:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shared.errors import ConfigurationError, ModelFailed
+from shared.errors import BadInput, ConfigurationError, ModelFailed
 from tests.workers.models.text import tiny
 from workers.models.base import OutOfMemory
 from workers.models.device import Device
@@ -43,8 +43,9 @@ def shared_model(folder: Path) -> Iterator[VllmTextModel]:
     finally:
         if not IS_INSTALLED:
             sys.path.remove(str(STAND_IN))
-            for name in ("vllm", "vllm.sampling_params"):
-                sys.modules.pop(name, None)
+            for name in [*sys.modules]:
+                if name.split(".")[0] == "vllm":
+                    del sys.modules[name]
 
 
 @pytest.fixture
@@ -159,22 +160,52 @@ def test_a_canceled_text_is_gone(model: VllmTextModel) -> None:
     assert model.step().results == {}
 
 
-def test_a_stream_of_json_can_t_change_its_worker(model: VllmTextModel) -> None:
-    item = tiny.prompt([4], json_schema='{"type": "object"}', written_ids=tiny.packed([5]))
-    with pytest.raises(ModelFailed, match="can't go on at another worker"):
-        model.admit(0, item)
+FLAG = {
+    "type": "object",
+    "properties": {"flag": {"type": "boolean"}, "text": {"type": "string", "maxLength": 5}},
+    "required": ["flag", "text"],
+    "additionalProperties": False,
+}
 
 
-@pytest.mark.skipif(not IS_INSTALLED, reason="the stand-in follows no schema")
 def test_a_schema_is_followed(model: VllmTextModel) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "boolean"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    found = tiny.run(model, tiny.prompt([4, 5], 60, json_schema=json.dumps(schema)))[0]
-    assert set(json.loads(found.text)) == {"a"}
+    found = tiny.run(model, tiny.prompt([4, 5], 60, json_schema=json.dumps(FLAG)))[0]
+    assert set(json.loads(found.text)) == {"flag", "text"}
+
+
+def test_a_stream_of_json_goes_on_where_another_worker_stopped(model: VllmTextModel) -> None:
+    asked = {"json_schema": json.dumps(FLAG), "is_streamed": True}
+    model.admit(0, tiny.prompt([4, 5], 60, **asked))
+    ids, text, results = list[int](), [""], dict[int, Any]()
+    while not results:
+        results = model.step().results
+        for chunk in model.take_chunks().values():
+            ids += chunk.ids
+            text.append(text[-1] + chunk.text)
+    assert len(ids) > 5
+    for count in range(1, len(ids) + 1, 3):
+        later = tiny.prompt(
+            [4, 5],
+            60,
+            written_ids=tiny.packed(ids[:count]),
+            written_text=text[count],
+            **asked,
+        )
+        assert tiny.run(model, later)[0].text == results[0].text
+
+
+def test_what_a_schema_does_not_allow_is_not_gone_on_with(model: VllmTextModel) -> None:
+    item = tiny.prompt([4], json_schema=json.dumps(FLAG), written_ids=tiny.packed([5]))
+    with pytest.raises(ModelFailed, match="does not allow what another worker wrote"):
+        model.admit(0, item)
+    assert model.step().results == {}
+
+
+def test_a_schema_that_can_t_be_used_is_the_caller_s_error(model: VllmTextModel) -> None:
+    item = tiny.prompt([4], json_schema='{"type": "no such type"}')
+    with pytest.raises(BadInput, match="JSON schema can't be used"):
+        model.admit(0, item)
+    assert model.step().results == {}
 
 
 @pytest.mark.skipif(IS_INSTALLED, reason="vLLM is here")

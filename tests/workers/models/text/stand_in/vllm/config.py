@@ -1,0 +1,9 @@
+"""How JSON schemas are followed."""
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True)
+class StructuredOutputsConfig:
+    backend: str
+    disable_any_whitespace: bool
