@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.emulators.pubsub.protos import Schema
-from infra.emulators.pubsub.schemas.definition import Definition
+from infra.emulators.pubsub.schemas.definition import Definition, read_definition
 from infra.emulators.pubsub.schemas.mismatch import MAX_DEPTH, Budget, Mismatch
 
 AVRO = 2
@@ -28,7 +28,7 @@ ENUM = {"type": "enum", "name": "E", "symbols": ["A", "B"]}
 
 
 def definition(avro_type: Any) -> Definition:
-    return Definition(Schema(type_=AVRO, definition=json.dumps(avro_type)))
+    return read_definition(Schema(type_=AVRO, definition=json.dumps(avro_type)))
 
 
 def check(avro_type: Any, data: bytes, encoding: str) -> None:

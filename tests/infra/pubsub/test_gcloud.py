@@ -133,3 +133,12 @@ def test_schemas(gcloud: Gcloud) -> None:
     gcloud("topics create typed --schema=user --message-encoding=json")
     gcloud("topics publish typed", '--message={"name":"a"}')
     gcloud("schemas delete user")
+
+
+def test_schemas_of_protocol_buffers(gcloud: Gcloud) -> None:
+    definition = "syntax = 'proto3'; message Message { optional string key = 1; }"
+    written = ("--type=protocol-buffer", f"--definition={definition}")
+    gcloud("schemas create key", *written)
+    message = ('--message={"key": "my-key"}', "--message-encoding=json")
+    gcloud("schemas validate-message", *message, *written)
+    assert gcloud("schemas describe key")["type"] == "PROTOCOL_BUFFER"

@@ -14,7 +14,11 @@ from infra.emulators.pubsub.errors import (
 )
 from infra.emulators.pubsub.names import check_name, check_project
 from infra.emulators.pubsub.protos import Schema, SchemaRevisions, empty, message_class
-from infra.emulators.pubsub.schemas.definition import Definition
+from infra.emulators.pubsub.schemas.definition import (
+    check_revision,
+    kind_of,
+    read_definition,
+)
 from infra.emulators.pubsub.state.registry import Registry
 from infra.emulators.pubsub.state.schema import (
     DELETED_SCHEMA,
@@ -45,7 +49,7 @@ class SchemaCalls:
         check_name(name, "schemas")
         if name in self._registry.schemas:
             raise resource_exists(name)
-        Definition(request.schema)
+        read_definition(request.schema)
         schema = StoredSchema(name, SchemaRevisions(), self._registry.next_sequence())
         self._registry.schemas[name] = schema
         return self._add_revision(schema, request.schema)
@@ -80,9 +84,7 @@ class SchemaCalls:
     def commit_schema(self, request: Any) -> Any:
         """Add a revision of the same type."""
         schema = self._registry.schema(request.name)
-        Definition(request.schema)
-        if request.schema.type_ != schema.latest.type_:
-            raise InvalidArgument("The type of a schema can't be changed by a revision.")
+        check_revision(read_definition(request.schema), read_definition(schema.latest))
         return self._add_revision(schema, request.schema)
 
     def rollback_schema(self, request: Any) -> Any:
@@ -133,7 +135,7 @@ class SchemaCalls:
     def validate_schema(self, request: Any) -> Any:
         """Refuse a definition that is none. Nothing is kept."""
         check_project(request.parent)
-        Definition(request.schema)
+        read_definition(request.schema)
         return _ValidateSchemaResponse()
 
     def validate_message(self, request: Any) -> Any:
@@ -149,13 +151,13 @@ class SchemaCalls:
             raise InvalidArgument("Either name or schema must be set in a ValidateMessageRequest.")
         encoding = check_encoding("encoding", request.encoding)
         if spec == "schema":
-            definition = Definition(request.schema)
-            return MessageCheck("", encoding, [("", lambda: definition)])
+            definition = read_definition(request.schema)
+            return MessageCheck("", definition.kind, encoding, [("", lambda: definition)])
         name, _, revision_id = request.name.partition("@")
         schema = self._registry.schema(name)
         revision = schema.revision(revision_id)
         definitions = [(revision.revision_id, partial(schema.definition, revision))]
-        return MessageCheck(name, encoding, definitions)
+        return MessageCheck(name, kind_of(revision), encoding, definitions)
 
     def _add_revision(self, schema: StoredSchema, source: Schema) -> Schema:
         if len(schema.revisions) >= MAX_REVISIONS:

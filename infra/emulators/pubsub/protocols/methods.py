@@ -5,6 +5,7 @@ The gRPC server and the REST server both answer from this table.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,11 @@ from infra.emulators.pubsub.calls.publishing import Publishing
 from infra.emulators.pubsub.protocols.delivery_order import pause_before_delivery_s
 from infra.emulators.pubsub.protocols.slices import run_later, run_on, run_slice
 from infra.emulators.pubsub.protos import message_class
-from infra.emulators.pubsub.schemas.definition import Definition
+from infra.emulators.pubsub.schemas.definition import (
+    Definition,
+    is_read_slowly,
+    read_definition,
+)
 from infra.emulators.pubsub.state.journal import ChangeJournal
 from infra.emulators.pubsub.state.schema import MessageCheck
 from infra.emulators.pubsub.streaming import pull
@@ -100,7 +105,8 @@ _LASTING_CALLS = frozenset(
     }
 )
 _CALLS_WITH_DEFINITIONS = ("CreateSchema", "CommitSchema", "ValidateSchema")
-_QUICKLY_READ_LENGTH = 8 * 1024
+# Of their own, so that who sends definitions that take long delays others like them and no more.
+_readers = ThreadPoolExecutor(2, "definitions")
 
 
 class Call(Protocol):
@@ -204,22 +210,32 @@ def _with_definition(broker: Broker, name: str) -> Answer:
     answer = _call(broker, name)
 
     async def answer_with_definition(request: Any, call: Call) -> bytes:
-        await _read_definition(request)
-        return await answer(request, call)
+        definitions = await _read_definitions(broker, name, request)
+        response = await answer(request, call)
+        del definitions  # kept until here, so they were not read again
+        return response
 
     return answer_with_definition
 
 
-async def _read_definition(request: Any) -> None:
-    """Read a long definition in a thread, so that others are answered meanwhile."""
-    if len(request.schema.definition) > _QUICKLY_READ_LENGTH:
-        await asyncio.to_thread(Definition, request.schema)
+async def _read_definitions(broker: Broker, name: str, request: Any) -> list[Definition]:
+    """Read what takes long of the definitions that a call needs in a thread."""
+    schemas = [request.schema]
+    if name == "CommitSchema" and request.name in broker.registry.schemas:
+        schemas.append(broker.registry.schemas[request.name].latest)
+    loop = asyncio.get_running_loop()
+    return [
+        await loop.run_in_executor(_readers, read_definition, schema)
+        for schema in schemas
+        if is_read_slowly(schema)
+    ]
 
 
 def _validate_message(broker: Broker) -> Answer:
     async def validate_message(request: Any, call: Call) -> bytes:
-        await _read_definition(request)
+        definitions = await _read_definitions(broker, "ValidateMessage", request)
         await asyncio.to_thread(broker.schemas.validation(request).run, [request.message])
+        del definitions
         return b""
 
     return validate_message

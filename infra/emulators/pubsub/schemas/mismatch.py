@@ -1,4 +1,4 @@
-"""Where and why a message does not fit its schema, and how much of it is looked at."""
+"""Why a definition is none, where a message does not fit, and how much of it is looked at."""
 
 MAX_DEPTH = 100
 """How deep the values of a message may be nested. Schemas may refer to themselves."""
@@ -6,6 +6,12 @@ MAX_VALUES = 5_000_000
 """How many values of the messages of one request are checked, over all revisions: seconds. A few
 bytes of a message can stand for any number of values that take no bytes."""
 _LONGEST_TEXT = 500
+_LONGEST_END = 120
+"""How much of each end of a long place is kept, so that there is room for the reason."""
+
+
+class Malformed(Exception):
+    """A definition is none of its type, with the reason."""
 
 
 class Mismatch(Exception):
@@ -23,6 +29,8 @@ class Mismatch(Exception):
     def __str__(self) -> str:
         """The place and the reason, shortened if the schema has long names."""
         place = "".join(reversed(self._place)).removeprefix(".")
+        if len(place) > 2 * _LONGEST_END:
+            place = f"{place[:_LONGEST_END]}...{place[-_LONGEST_END:]}"
         return (f"{place}: {self._reason}" if place else self._reason)[:_LONGEST_TEXT]
 
 

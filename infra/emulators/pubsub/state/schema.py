@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from infra.emulators.pubsub.errors import MessageRefused, ResourceNotFound
 from infra.emulators.pubsub.protos import PubsubMessage, Schema, SchemaRevisions
-from infra.emulators.pubsub.schemas.definition import Definition
+from infra.emulators.pubsub.schemas.definition import Definition, read_definition
 from infra.emulators.pubsub.schemas.mismatch import Budget, Mismatch
 
 DELETED_SCHEMA = "_deleted-schema_"
@@ -59,7 +59,7 @@ class StoredSchema:
     def definition(self, revision: Schema) -> Definition:
         """Return what messages of a revision are checked against. It is read once."""
         if revision.revision_id not in self._definitions:
-            self._definitions[revision.revision_id] = Definition(revision)
+            self._definitions[revision.revision_id] = read_definition(revision)
         return self._definitions[revision.revision_id]
 
     def remove(self, revision_id: str) -> None:
@@ -84,10 +84,12 @@ class StoredSchema:
 class MessageCheck:
     """The check of messages against revisions of a schema, the newest first.
 
-    It may run in a thread. Definitions are read when a message is checked against them.
+    It may run in a thread. Definitions are read when a message is checked against them. `kind` is
+    that of all of them: AVRO or PROTO.
     """
 
     schema_name: str
+    kind: str
     encoding: str
     definitions: Sequence[tuple[str, Callable[[], Definition]]]
 
@@ -121,7 +123,7 @@ class MessageCheck:
                 return revision_id
         raise MessageRefused(
             self.encoding,
-            "AVRO",
+            self.kind,
             "Could not validate message with any schema revision for schema: "
             f"{self.schema_name}, {why}",
         )

@@ -6,6 +6,7 @@ from functools import partial
 from infra.emulators.pubsub.errors import InvalidArgument, ResourceNotFound
 from infra.emulators.pubsub.names import check_name
 from infra.emulators.pubsub.protos import Topic
+from infra.emulators.pubsub.schemas.definition import kind_of
 from infra.emulators.pubsub.state.schema import DELETED_SCHEMA, MessageCheck, StoredSchema
 
 _ENCODINGS = {1: "JSON", 2: "BINARY"}
@@ -68,4 +69,6 @@ def message_check(topic: Topic, find_schema: FindSchema) -> MessageCheck:
     schema = find_schema(settings.schema)
     revisions = schema.range(settings.first_revision_id, settings.last_revision_id)
     definitions = [(each.revision_id, partial(schema.definition, each)) for each in revisions]
-    return MessageCheck(schema.path, _ENCODINGS[settings.encoding], definitions)
+    return MessageCheck(
+        schema.path, kind_of(schema.latest), _ENCODINGS[settings.encoding], definitions
+    )

@@ -26,6 +26,7 @@ _LACKING = {
     "attribute limits": "takes keys and values of any length",
     "expiration policy": "takes any time to live and never expires",
     "IAM": "answers UNIMPLEMENTED",
+    "PROTOCOL_BUFFER": "answers UNIMPLEMENTED",
     "filters": "keeps the filter, does not check it and delivers everything (before gcloud 555)",
     "range of the ack deadline": "takes any ack deadline",
     "retry policy": "redelivers at once",

@@ -136,6 +136,49 @@ def test_topic_takes_what_fits_its_schema(
         publisher.publish(topic, b'{"name": "a"}').result(timeout=WAIT_LIMIT_S)
 
 
+@pytest.mark.parametrize(
+    ("encoding", "good", "wrong"),
+    [
+        (Encoding.JSON, b'{"name": "Alaska", "postAbbr": "AK"}', b'{"state": "Alaska"}'),
+        (Encoding.BINARY, b"\x0a\x06Alaska\x12\x02AK", b"\x0a\x06Alask"),
+    ],
+)
+def test_topic_takes_what_fits_its_protocol_buffer(
+    target: Target,
+    schemas: SchemaServiceClient,
+    project: str,
+    publisher: PublisherClient,
+    subscriber: SubscriberClient,
+    make_topic: Make,
+    make_subscription: Make,
+    encoding: Encoding,
+    good: bytes,
+    wrong: bytes,
+) -> None:
+    target.requires("PROTOCOL_BUFFER")
+    fields = "string name = 1; string post_abbr = 2;"
+    state, plus, none = (
+        Schema(
+            type_=Schema.Type.PROTOCOL_BUFFER,
+            definition=f'syntax = "proto3"; message State {{ {each} }}',
+        )
+        for each in (fields, f"{fields} int64 population = 3;", "words name = 1;")
+    )
+    schemas.validate_schema(parent=project, schema=state)
+    made = schemas.create_schema(parent=project, schema=state, schema_id="state")
+    latest = schemas.commit_schema(name=made.name, schema=plus)
+    with pytest.raises(exceptions.InvalidArgument):
+        schemas.commit_schema(name=made.name, schema=none)
+    topic = make_topic(schema_settings={"schema": made.name, "encoding": encoding})
+    subscription = make_subscription(topic)
+    publisher.publish(topic, good).result(timeout=WAIT_LIMIT_S)
+    with pytest.raises(exceptions.InvalidArgument):
+        publisher.publish(topic, wrong).result(timeout=WAIT_LIMIT_S)
+    (received,) = subscriber.pull(subscription=subscription, max_messages=5).received_messages
+    assert received.message.data == good
+    assert received.message.attributes["googclient_schemarevisionid"] == latest.revision_id
+
+
 def test_topic_needs_its_schema_and_an_encoding(
     user: Schema, make_topic: Make, project: str
 ) -> None:

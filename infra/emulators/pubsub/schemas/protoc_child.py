@@ -1,0 +1,61 @@
+"""The process of `protoc.py`: compiles its standard input, within limits of time and memory.
+
+It runs without this package and its libraries: `protoc_child.py <libraries> <seconds> <MiB>`.
+"""
+
+import importlib
+import os
+import resource
+import sys
+
+_MIB = 1024**2
+_MAX_OUTPUT_BYTES = 8 * _MIB
+_MAX_ERRORS_BYTES = 64 * 1024
+
+
+def main(libraries: str, cpu_s: int, memory_mib: int) -> int:
+    """Writes a `FileDescriptorSet` to the standard output, or errors to the standard error.
+
+    Returns:
+        The status of the compiler.
+    """
+    limits = {
+        resource.RLIMIT_CPU: cpu_s,
+        resource.RLIMIT_AS: memory_mib * _MIB,
+        resource.RLIMIT_FSIZE: _MAX_OUTPUT_BYTES,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, limit in limits.items():
+        resource.setrlimit(kind, (limit, limit))
+    sys.path.insert(0, libraries)
+    compiler = importlib.import_module("grpc_tools._protoc_compiler")
+    # Files in memory, since a limit holds for what is written to a file: each of thousands of
+    # errors may repeat a name of 100 KB.
+    compiled = os.memfd_create("compiled")
+    errors = os.memfd_create("errors")
+    standard_error = os.dup(2)
+    os.dup2(errors, 2)
+    # No folder is searched, so an import finds nothing.
+    arguments = [
+        "protoc",
+        "--proto_path=definition.proto=/dev/stdin",
+        f"--descriptor_set_out=/dev/fd/{compiled}",
+        "definition.proto",
+    ]
+    status: int = compiler.run_main([argument.encode() for argument in arguments])
+    os.dup2(standard_error, 2)
+    if status:
+        _copy(errors, 2, _MAX_ERRORS_BYTES)
+    else:
+        _copy(compiled, 1, _MAX_OUTPUT_BYTES)
+    return status
+
+
+def _copy(source: int, target: int, size_bytes: int) -> None:
+    left = os.pread(source, size_bytes, 0)
+    while left:
+        left = left[os.write(target, left) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
