@@ -1,20 +1,25 @@
-// Google's Pub/Sub client for Node against the embedded Pub/Sub: ordering keys, seeks, and the
-// order of a publish's answer and its message.
+// Google's Pub/Sub client for Node against the embedded Pub/Sub: ordering keys, seeks, the order of
+// a publish's answer and its message, and schemas of protocol buffers.
 import assert from "node:assert/strict";
 import { randomUUID } from "node:crypto";
-import { PubSub } from "@google-cloud/pubsub";
+import { Encodings, PubSub, Schema, SchemaTypes } from "@google-cloud/pubsub";
 import { LIMIT_MS, PUBSUB, run, Skip } from "./checks.mjs";
 
 const KEYS = 4,
   MESSAGES_OF_A_KEY = 400,
   SAMPLES = 200;
+// As in Google's samples.
+const STATE = 'syntax = "proto3"; message Province { string name = 1; string post_abbr = 2; }';
 
-// Topic and subscription while `use` runs, which also gets a promise of the first error.
-async function subscribed(options, use) {
+function client() {
   if (!PUBSUB) throw new Skip("there is no embedded Pub/Sub at this service");
   process.env.PUBSUB_EMULATOR_HOST = PUBSUB;
-  const pubsub = new PubSub({ projectId: `clients-${randomUUID().slice(0, 8)}` });
-  const [topic] = await pubsub.createTopic("topic", {});
+  return new PubSub({ projectId: `clients-${randomUUID().slice(0, 8)}` });
+}
+
+// Topic and subscription while `use` runs, which also gets a promise of the first error.
+async function subscribed(options, use, pubsub = client(), settings = {}) {
+  const [topic] = await pubsub.createTopic({ name: "topic", ...settings });
   const [subscription] = await topic.createSubscription("subscription", options);
   let timer;
   const failed = new Promise((_, reject) => {
@@ -113,6 +118,24 @@ await run({
       }
       assert.ok(early < SAMPLES / 4, `${early} of ${SAMPLES} came before`);
     }),
+
+  "messages must fit a schema of protocol buffers": async () => {
+    const pubsub = client();
+    const schema = await pubsub.createSchema("state", SchemaTypes.ProtocolBuffer, STATE);
+    await schema.validateMessage(Buffer.from('{"name": "Alberta"}'), Encodings.Json);
+    const settings = { schema: await schema.getName(), encoding: Encodings.Json };
+    const use = async (topic, subscription) => {
+      const first = new Promise((resolve) => subscription.on("message", resolve));
+      const wrong = topic.publishMessage({ data: Buffer.from('{"state": "Alberta"}') });
+      await assert.rejects(wrong, /failed schema validation/);
+      await topic.publishMessage({ data: Buffer.from('{"name": "Alberta", "postAbbr": "AB"}') });
+      const message = await first;
+      message.ack();
+      const { encoding, name } = Schema.metadataFromMessage(message.attributes);
+      assert.deepEqual([encoding, name], [Encodings.Json, settings.schema]);
+    };
+    await subscribed({}, use, pubsub, { schemaSettings: settings });
+  },
 });
 // Its credentials look for Google's network, which keeps the program alive.
 process.exit(0);
