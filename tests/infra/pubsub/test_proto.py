@@ -5,6 +5,7 @@ The library's own decoders are what messages are compared with.
 
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +160,14 @@ def test_compiler_that_has_no_time_is_no_fault_of_the_definition(
     monkeypatch.setattr(protoc, "LIMIT_S", 0.0)
     with pytest.raises(ServerUnavailable):
         definition(f"{PROTO3} message InNoTime {{}}")
+
+
+def test_compiler_that_does_not_run_is_no_fault_of_the_definition(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(protoc, "_LIBRARIES", tmp_path)
+    with pytest.raises(ServerUnavailable, match="does not run here: ModuleNotFoundError"):
+        definition(f"{PROTO3} message InNoPlace {{}}")
 
 
 def test_definition_of_the_longest_kind_is_read() -> None:

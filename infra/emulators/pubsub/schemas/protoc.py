@@ -10,6 +10,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSe
 
 from infra.emulators.pubsub.errors import ServerUnavailable
 from infra.emulators.pubsub.schemas.mismatch import Malformed
+from infra.emulators.pubsub.schemas.protoc_child import FAILED
 
 MAX_CPU_S = 5
 MAX_MEMORY_MIB = 512
@@ -29,7 +30,7 @@ def compile_definition(definition: str) -> FileDescriptorProto:
 
     Raises:
         Malformed: the first error that the compiler reports, with its line and column.
-        ServerUnavailable: the machine is too busy.
+        ServerUnavailable: the machine is too busy, or the compiler does not run on it.
     """
     limits = [str(MAX_CPU_S), str(MAX_MEMORY_MIB)]
     command = [sys.executable, "-I", "-S", str(_CHILD), str(_LIBRARIES), *limits]
@@ -43,6 +44,9 @@ def compile_definition(definition: str) -> FileDescriptorProto:
         raise Malformed(
             f"it takes the compiler more than {MAX_CPU_S} s or {MAX_MEMORY_MIB} MiB of memory"
         )
+    if done.returncode == FAILED:
+        reason = done.stderr.decode(errors="replace").strip()
+        raise ServerUnavailable(f"The compiler of definitions does not run here: {reason}")
     if done.returncode:
         raise Malformed(_first_error(done.stderr.decode(errors="replace")))
     (compiled,) = FileDescriptorSet.FromString(done.stdout).file

@@ -8,6 +8,8 @@ import os
 import resource
 import sys
 
+FAILED = 70
+"""The status of a failure that is not the definition's, EX_SOFTWARE of sysexits.h."""
 _MIB = 1024**2
 _MAX_OUTPUT_BYTES = 8 * _MIB
 _MAX_ERRORS_BYTES = 64 * 1024
@@ -58,4 +60,9 @@ def _copy(source: int, target: int, size_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    try:
+        sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    except Exception as error:
+        # The boundary of this process, whose reader tells it from an error in the definition.
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(FAILED)
