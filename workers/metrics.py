@@ -42,10 +42,16 @@ INFERENCE_SECONDS = Histogram(
     "in the time of its steps.",
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
+SPARE_SECONDS = Counter(
+    "penstock_worker_spare_seconds_total",
+    "Of penstock_worker_inference_seconds, what more items could have used for nothing: where "
+    "items join and leave between steps, the part of the free room in the fixed time of the steps.",
+)
 BUSY_RATIO = Gauge(
     "penstock_worker_busy_ratio",
-    "Part of the last minute in which the model processes ran batches. The lane batch has only "
-    "what may wait for hours: its predictions count as interactive, because they have a deadline.",
+    "Part of what the model processes could do in the last minute that they did: the time of "
+    "batches, less what was spare in it. The lane batch has only what may wait for hours: its "
+    "predictions count as interactive, because they have a deadline.",
     ["lane"],
 )
 REAL_WORK = Counter(
@@ -80,6 +86,7 @@ def observe_batch(done: BatchResult, exemplar: dict[str, str] | None = None) -> 
     ITEMS_AT_A_TIME.observe(done.batch_items)
     # inference_ms is that of all that share the time. Each of them tells of it when it ends.
     INFERENCE_SECONDS.observe(done.inference_ms / 1000 * items / done.batch_items, exemplar)
+    SPARE_SECONDS.inc(done.spare_s)
     REAL_WORK.inc(done.real_work)
     PADDED_WORK.inc(done.padded_work)
     if done.switched is not None:

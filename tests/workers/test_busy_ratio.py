@@ -67,22 +67,45 @@ def test_lanes_have_their_parts_of_a_batch() -> None:
     assert (busy.read("interactive"), busy.read("batch")) == (0.125, 0.375)
 
 
+def test_what_was_spare_is_not_busy() -> None:
+    clock = Clock()
+    busy = BusyRatio(2, clock)
+    parts = busy.start(["interactive", "interactive", "interactive", "batch"])
+    for _ in range(1000):
+        clock.now_s += 1
+        busy.spare(parts, 0.8)
+    # A fifth of one of two processes, less than a report later. Three quarters of it are callers'.
+    assert busy.read("interactive") == pytest.approx(0.2 / 2 * 3 / 4, abs=0.01)
+    assert busy.read("batch") == pytest.approx(0.2 / 2 / 4, abs=0.01)
+    clock.now_s += 1000
+    assert busy.read("interactive") == pytest.approx(3 / 8), "nothing more was spare"
+
+
 LANES = st.sampled_from(["interactive", "batch"])
 
 
 @given(
     st.lists(
-        st.tuples(st.floats(0, 100), st.lists(LANES, min_size=1, max_size=9), st.floats(0, 100)),
+        st.tuples(
+            st.floats(0, 100),
+            st.lists(LANES, min_size=1, max_size=9),
+            st.floats(0, 100),
+            st.floats(0, 1),
+        ),
         max_size=40,
     )
 )
-def test_one_process_is_never_more_than_busy(runs: list[tuple[float, list[Lane], float]]) -> None:
+def test_one_process_is_never_more_than_busy(
+    runs: list[tuple[float, list[Lane], float, float]],
+) -> None:
     clock = Clock()
     busy = BusyRatio(1, clock)
-    for idle_s, lanes, run_s in runs:
+    for idle_s, lanes, run_s, spare in runs:
         clock.now_s += idle_s
         parts = busy.start(lanes)
         clock.now_s += run_s
+        busy.spare(parts, spare * run_s)
+        assert min(busy.read("interactive"), busy.read("batch")) >= 0.0
         busy.end(parts)
         both = busy.read("interactive") + busy.read("batch")
         assert 0.0 <= both <= 1.001

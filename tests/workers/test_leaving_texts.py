@@ -49,6 +49,7 @@ from workers.runtime.protocol import (
 )
 from workers.runtime.resident_models import ResidentModels
 from workers.runtime.step_execution import CHUNKS_EVERY_S, StepExecution
+from workers.runtime.step_room import StepRoom
 
 PROMPTS = [[5, 60, 61], [7, 90, 91, 92], [9, 33]]
 SCHEMA = {"type": "string", "minLength": 30, "maxLength": 30}
@@ -161,7 +162,8 @@ def messages_of(
     with caller, process:
         for step, frame in frames.items():
             model.acts[step] = partial(caller.sendall, frame)
-        StepExecution(process, resident, RunBatch(1, list(items)), lambda: next(now_s)).run()
+        room = StepRoom(tiny.entry())
+        StepExecution(process, resident, RunBatch(1, list(items)), room, lambda: next(now_s)).run()
         process.shutdown(socket.SHUT_WR)
         with caller.makefile("rb") as told:
             found = []

@@ -3,6 +3,7 @@ spells.
 """
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ from tests.workers.speller import SpellerPreparer
 from tests.workers.worker_harness import WorkerHarness, running_worker
 from workers.jobs.deadlines import Clock
 from workers.runtime.pool import HostedModel, ModelPool
+from workers.scheduling.busy_ratio import FADE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -173,6 +175,36 @@ async def test_texts_beside_each_other_share_the_seconds_of_the_worker(
         # What each text is told of its part of the time, and no more, was of the worker.
         shares_ms = [one.inference_ms / one.batch_size for one in receipts]  # type: ignore[operator]
         assert seconds == pytest.approx(sum(shares_ms) / 1000)
+
+
+async def test_a_lone_text_leaves_most_of_its_worker_to_others(
+    redis_url: str, tmp_path: Path
+) -> None:
+    def busy() -> float:
+        labels = {"lane": "interactive"}
+        return REGISTRY.get_sample_value("penstock_worker_busy_ratio", labels) or 0.0
+
+    async with spelling(redis_url, tmp_path) as harness:
+        before, spare = computed(), REGISTRY.get_sample_value(SPARE) or 0.0
+        began_s = time.monotonic()
+        await ask(harness, "alone", "ab", FOREVER, left_s=300)
+        await harness.until(lambda: running(harness) == ["alone"])
+
+        def is_told() -> bool:
+            # A step of the speller takes as long for a text as for four, which is all its room.
+            of_whole = 1 - math.exp((began_s - time.monotonic()) / FADE_S)
+            return of_whole > 0.03 and 0.0 < busy() < 0.7 * of_whole
+
+        await harness.until(is_told)
+        await harness.records.cancel(record_id("alone", 0))
+        receipt = (await outcome(harness))[1].receipt
+        seconds = computed()[1] - before[1]
+        assert receipt.inference_ms == pytest.approx(seconds * 1000), "it is told all of its time"
+        spare = (REGISTRY.get_sample_value(SPARE) or 0.0) - spare
+        assert 0.0 < spare <= 0.75 * seconds
+
+
+SPARE = "penstock_worker_spare_seconds_total"
 
 
 def computed() -> list[float]:

@@ -21,6 +21,7 @@ from workers.runtime.protocol import (
     ItemPicture,
     ItemsProgress,
     Preempted,
+    Spare,
     StepMessage,
 )
 from workers.scheduling.busy_ratio import BusyRatio, Lane
@@ -40,7 +41,7 @@ class StepRun:
         processes: how many there are, which share the items that wait.
         may_join: whether the process is to stay with this model.
         on_item: called with the end of each item.
-        busy: counts the places that are taken.
+        busy: counts the process as busy, less what it tells is spare.
     """
 
     def __init__(
@@ -136,6 +137,8 @@ class StepRun:
             case ItemEnded():
                 self._end(message)
                 self.join_waiting()
+            case Spare():
+                self._busy.spare(self._counted, message.seconds)
             case Preempted():
                 for place in message.places:
                     if (queued := self._inside.pop(place, None)) is not None:
@@ -189,7 +192,7 @@ class StepRun:
             self._consumer.batches.retry(batch, reason)
 
     def _count(self) -> None:
-        """Tells the autoscaler how many places are taken."""
+        """Tells the autoscaler whose items the process computes."""
         if self._counted:
             self._busy.end(self._counted)
             self._counted = {}
@@ -198,4 +201,4 @@ class StepRun:
                 "batch" if queued.may_wait_for_hours else "interactive"
                 for queued in self._inside.values()
             ]
-            self._counted = self._busy.start(lanes, self._consumer.model.batch.max_items)
+            self._counted = self._busy.start(lanes)

@@ -160,11 +160,13 @@ class StepEnd(msgspec.Struct):
     """What a step of a SteppedModel ended, by place.
 
     `results`: items that are done. `preempted`: items that have to wait and start over, because the
-    device had too little memory for all.
+    device had too little memory for all. `work`: what the step computed of all items, in tokens or
+    pixels. 0: not known.
     """
 
     results: dict[int, Result | PenstockError] = {}
     preempted: list[int] = []
+    work: int = 0
 
 
 @runtime_checkable

@@ -5,9 +5,9 @@ model process gets RunBatch, Watch and Cancel. It sends Ready or Refused once, t
 Progress, Previews and BatchResult.
 
 Items of a model that computes in steps join with Join and leave with Drop while their batch runs.
-The process sends Chunks, ItemsProgress, ItemPicture, ItemEnded and Preempted, and StepsEnded when
-no item is left. A Join can cross with that. So the process ignores one for a batch that is over,
-and the I/O process queues the items again that StepsEnded left without an end.
+The process sends Chunks, ItemsProgress, ItemPicture, ItemEnded, Spare and Preempted, and StepsEnded
+when no item is left. A Join can cross with that. So the process ignores one for a batch that is
+over, and the I/O process queues the items again that StepsEnded left without an end.
 """
 
 from __future__ import annotations
@@ -163,6 +163,8 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     """When the process loaded the model."""
     computed_work: list[int] = []
     """Of each item, its tokens or pixel-steps with its part of the padding. Empty: no padding."""
+    spare_s: float = 0.0
+    """Of an item that joined others: its part of what was spare in the time of its steps."""
     beside: int = 0
     """How many items were computed at a time, on average, if items join between steps. 0: all."""
 
@@ -219,6 +221,16 @@ class ItemEnded(msgspec.Struct, tag="ended"):
     done: BatchResult
 
 
+class Spare(msgspec.Struct, tag="spare"):
+    """Of the steps of batch `number` since the last message of this kind: seconds that were spare.
+
+    More items could have been computed in them for nothing (shared/step_time.py).
+    """
+
+    number: int
+    seconds: float
+
+
 class Preempted(msgspec.Struct, tag="preempted"):
     """The device had too little memory for these places of batch `number`. They are to wait."""
 
@@ -238,7 +250,7 @@ class StepsEnded(msgspec.Struct, tag="steps_ended"):
     """The models that were loaded and evicted for this batch. None if there were none."""
 
 
-StepMessage = Chunks | ItemsProgress | ItemPicture | ItemEnded | Preempted | StepsEnded
+StepMessage = Chunks | ItemsProgress | ItemPicture | ItemEnded | Spare | Preempted | StepsEnded
 ServerMessage = Ready | Refused | Progress | Previews | BatchResult | StepMessage
 ClientMessage = RunBatch | Cancel | Watch | Join | Drop
 

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -41,6 +41,7 @@ from workers.runtime.protocol import (
 )
 from workers.runtime.resident_models import ResidentModels
 from workers.runtime.step_execution import StepExecution
+from workers.runtime.step_room import StepRoom
 from workers.runtime.template_protocol import TemplateReady
 from workers.tasks import WORKER_TASKS, model_for
 
@@ -154,15 +155,22 @@ def serve(given: argparse.Namespace, loaded: Mapping[int, LoadedModel]) -> int:
     """Loads the models and runs batches until the socket closes. Returns the exit status."""
     connection = socket.socket(fileno=given.fd)
     threading.Thread(target=_exit_on_hangup, args=(given.fd,), daemon=True).start()
-    return ModelServer(connection, _resident_models(given, loaded)).run()
+    rooms = [StepRoom(Model.model_validate_json(entry)) for entry in given.model]
+    return ModelServer(connection, _resident_models(given, loaded), rooms).run()
 
 
 class ModelServer:
-    """Answers the I/O process at the other end of `connection`."""
+    """Answers the I/O process at the other end of `connection`. `rooms`: of each model."""
 
-    def __init__(self, connection: socket.socket, resident_models: ResidentModels) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        resident_models: ResidentModels,
+        rooms: Sequence[StepRoom],
+    ) -> None:
         self._connection = connection
         self._resident_models = resident_models
+        self._rooms = rooms
 
     def run(self) -> int:
         """Loads the models and runs batches until the socket closes. Returns the exit status."""
@@ -180,7 +188,8 @@ class ModelServer:
 
     def _run(self, batch: RunBatch) -> None:
         if batch.in_steps:
-            StepExecution(self._connection, self._resident_models, batch).run()
+            room = self._rooms[batch.model]
+            StepExecution(self._connection, self._resident_models, batch, room).run()
         else:
             steps = StepReporter(self._connection, batch.number)
             self._send(run_batch(self._resident_models, batch, steps))

@@ -25,6 +25,7 @@ from workers.runtime.protocol import (
     Preempted,
     RunBatch,
     ServerMessage,
+    Spare,
     StepsEnded,
     Watch,
     encode_server_message,
@@ -32,9 +33,12 @@ from workers.runtime.protocol import (
 )
 from workers.runtime.resident_models import ResidentModels
 from workers.runtime.step_pictures import StepPictures
+from workers.runtime.step_room import StepRoom
 
 CHUNKS_EVERY_S = 0.05
 """At most 20 events a second reach the readers of an item."""
+SPARE_EVERY_S = 0.5
+"""The autoscaler looks every ten seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +48,13 @@ class _Item:
     """An item that is in the model, and its part of the time of the steps so far."""
 
     started_at_s: float
+    room: int = 0
+    """Of the budget."""
     steps: int = 0
     beside: int = 0
     """Items in all of its steps, added up."""
     share_s: float = 0.0
+    spare_s: float = 0.0
     cpu_s: float = 0.0
 
 
@@ -58,7 +65,9 @@ class StepExecution:
         connection: to the I/O process.
         resident_models: has the model.
         batch: the items that begin it.
-        clock: returns monotonic seconds, by which readers are told of tokens. Tests replace it.
+        room: of the model in this process.
+        clock: returns monotonic seconds, by which steps are timed and readers are told of tokens.
+            Tests replace it.
     """
 
     def __init__(
@@ -66,14 +75,18 @@ class StepExecution:
         connection: socket.socket,
         resident_models: ResidentModels,
         batch: RunBatch,
+        room: StepRoom,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._connection = connection
         self._resident_models = resident_models
         self._batch = batch
+        self._room = room
         self._items: dict[int, _Item] = {}
-        self._told_s = clock()
+        self._told_s = self._spare_told_s = clock()
+        self._spare_s = 0.0
+        """Since the last message that told of it."""
         self._pictures: StepPictures | None = None
 
     def run(self) -> None:
@@ -128,7 +141,7 @@ class StepExecution:
 
     def _admit(self, model: SteppedModel, first: int, items: list[PreparedItem]) -> None:
         for place, item in enumerate(items, first):
-            admitted = _Item(time.time())
+            admitted = _Item(time.time(), item.room or item.length)
             try:
                 model.admit(place, item)
             except PenstockError as error:
@@ -149,16 +162,12 @@ class StepExecution:
                 self._end(place, item, Canceled(), steps and steps[1] - steps[0])
 
     def _step(self, model: SteppedModel) -> None:
-        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        began_s, began_cpu_s = self._clock(), time.process_time()
         end = model.step()
-        count = len(self._items)
-        each_s = (time.perf_counter() - began_s) / count
-        each_cpu_s = (time.process_time() - began_cpu_s) / count
-        for item in self._items.values():
-            item.steps += 1
-            item.beside += count
-            item.share_s += each_s
-            item.cpu_s += each_cpu_s
+        now_s, cpu_s = self._clock(), time.process_time() - began_cpu_s
+        self._charge(end.work, now_s - began_s, cpu_s)
+        if end.results or now_s - self._spare_told_s >= SPARE_EVERY_S:
+            self._tell_spare(now_s)
         for place, result in end.results.items():
             self._end(place, self._items.pop(place), result)
         if end.preempted:
@@ -167,10 +176,29 @@ class StepExecution:
             self._send(Preempted(self._batch.number, end.preempted))
         if self._pictures is not None:
             self._pictures.tell()
-        if (now_s := self._clock()) - self._told_s >= CHUNKS_EVERY_S:
+        if now_s - self._told_s >= CHUNKS_EVERY_S:
             self._told_s = now_s
             if chunks := model.take_chunks():
                 self._send(Chunks(self._batch.number, chunks))
+
+    def _charge(self, work: int, step_s: float, cpu_s: float) -> None:
+        """Gives each item its part of a step."""
+        count = len(self._items)
+        rooms = [item.room for item in self._items.values()]
+        spare_s = self._room.spare_s(rooms, work, step_s)
+        self._spare_s += spare_s
+        for item in self._items.values():
+            item.steps += 1
+            item.beside += count
+            item.share_s += step_s / count
+            item.spare_s += spare_s / count
+            item.cpu_s += cpu_s / count
+
+    def _tell_spare(self, now_s: float) -> None:
+        self._spare_told_s = now_s
+        if self._spare_s:
+            self._send(Spare(self._batch.number, self._spare_s))
+            self._spare_s = 0.0
 
     def _end(
         self,
@@ -188,6 +216,7 @@ class StepExecution:
             finished_at_s=time.time(),
             # Divided by the items of the batch, as everywhere, it is the item's part of the time.
             inference_ms=item.share_s * batch_items * 1000,
+            spare_s=item.spare_s,
             real_work=work,
             padded_work=work,
             memory_bytes=memory.resident_bytes(),

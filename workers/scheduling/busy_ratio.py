@@ -40,9 +40,10 @@ class _State(NamedTuple):
 
 
 class BusyRatio:
-    """The part of their time that model processes spend on batches, by lane.
+    """The part of what model processes can do that they do, by lane.
 
-    A running batch counts while it runs. So batches of a minute do not come as a surprise.
+    A running batch counts while it runs. So batches of a minute do not come as a surprise. Where
+    more items could have joined it for nothing, its process tells afterwards what was spare.
 
     Args:
         processes: how many model processes there are.
@@ -60,16 +61,11 @@ class BusyRatio:
         for lane in LANES:
             metrics.BUSY_RATIO.labels(lane).set_function(partial(self.read, lane))
 
-    def start(self, lanes: Iterable[Lane], places: int = 0) -> dict[Lane, float]:
-        """A batch starts, with one lane for each of its items. Returns what `end` needs.
-
-        `places`: how many items the process could compute at a time, where more can join. 0: it
-        takes no others now, so it is busy.
-        """
+    def start(self, lanes: Iterable[Lane]) -> dict[Lane, float]:
+        """A batch starts, with one lane for each of its items. Returns what `end` needs."""
         each = list(lanes)
-        full = max(places, len(each))
         parts: dict[Lane, float] = {
-            lane: each.count(lane) / full / self._processes for lane in LANES
+            lane: each.count(lane) / len(each) / self._processes for lane in LANES
         }
         self._batches += 1
         self._add(parts, 1)
@@ -79,6 +75,14 @@ class BusyRatio:
         """The batch for which `start` returned these parts ends."""
         self._batches -= 1
         self._add(parts, -1)
+
+    def spare(self, parts: dict[Lane, float], seconds: float) -> None:
+        """Of the last seconds of a batch with these parts, so many were spare."""
+        now_s = self._clock()
+        for lane, part in parts.items():
+            state = self._of[lane]
+            average = max(0.0, state.average_at(now_s) - seconds * part / FADE_S)
+            self._of[lane] = _State(now_s, state.running, average)
 
     def read(self, lane: Lane) -> float:
         """The ratio of the last minute or so, from 0 to 1."""

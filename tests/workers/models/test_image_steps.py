@@ -85,6 +85,19 @@ def run(
     raise AssertionError("the images never ended")
 
 
+def test_a_step_tells_the_pixels_that_it_computes(
+    stepped: SteppedModel, tiny_preparer: Preparer
+) -> None:
+    pixels_of = TEXT.width * TEXT.height
+    stepped.admit(0, prepared(tiny_preparer, TEXT))
+    assert stepped.step().work == 2 * pixels_of, "with guidance it is computed twice"
+    unguided = msgspec.structs.replace(TEXT, guidance_scale=1.0)
+    stepped.admit(1, prepared(tiny_preparer, unguided))
+    assert stepped.step().work == 3 * pixels_of
+    for place in (0, 1):
+        stepped.drop(place)
+
+
 def difference(result: Result | PenstockError, alone: ImageResult) -> int:
     assert isinstance(result, ImageResult)
     assert (result.seed, result.pixel_steps) == (alone.seed, alone.pixel_steps)

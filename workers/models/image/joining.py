@@ -52,6 +52,11 @@ class _Drawing:
         """Items of one group are computed in one call of the UNet."""
         return self.item.height, self.item.width, len(self.prompt)
 
+    @property
+    def rows_pixels(self) -> int:
+        """Pixels that the UNet computes of it in a step."""
+        return self.item.height * self.item.width * len(self.prompt)
+
 
 class JoiningImageModel(ImageModel):
     """An ImageModel of Stable Diffusion that also computes step by step. See SteppedModel."""
@@ -73,7 +78,7 @@ class JoiningImageModel(ImageModel):
 
     def step(self) -> StepEnd:
         """One denoise step of each item. Decodes those that are done."""
-        end = StepEnd()
+        end = StepEnd(work=sum(drawing.rows_pixels for drawing in self._drawings.values()))
         with torch.inference_mode(), self.settled():
             try:
                 with memory_errors():

@@ -180,6 +180,7 @@ class TextModel:
                 self._make_room(end, error)
                 break
             text.row.ids.extend(part)
+            end.work += len(part)
             if logits is not None:
                 has_first = True
                 self._add_token(text, logits, end)
@@ -209,6 +210,7 @@ class TextModel:
         except OutOfMemory as error:
             self._make_room(end, error)
             return
+        end.work += len(texts)
         for text, row in zip(texts, logits, strict=True):
             assert text.row is not None, "this is a bug"
             text.row.ids.append(text.ids[-1])
@@ -231,6 +233,7 @@ class TextModel:
             self._decoder.slots.clear(text.row.number, start)
             text.lookup.learn(len(guessed), 0)
             return False
+        end.work += len(given)
         right = 0
         for token, row in zip([*guessed, None], logits, strict=True):
             text.row.ids.append(text.ids[-1])

@@ -40,13 +40,18 @@ class _Text:
         self.request_id = request_id
         self.prompt_tokens = len(item.ids) // IDS.itemsize
         self.cached_tokens = 0
+        self._has_begun = False
 
-    def take(self, output: Any) -> None:
-        """Takes in the tokens that a step gave.
+    def take(self, output: Any) -> int:
+        """Takes in the tokens that a step gave. Returns how many it read and wrote.
+
+        vLLM tells of a prompt when it was read. Of one that took several steps, that is the last.
 
         Raises:
             ModelFailed: vLLM ended the text for a reason of its own.
         """
+        is_first = not self._has_begun
+        self._has_begun = True
         self.cached_tokens = min(output.num_cached_tokens or 0, self.prompt_tokens)
         (given,) = output.outputs
         told = given.logprobs or [None] * len(given.token_ids)
@@ -56,6 +61,8 @@ class _Text:
                 self.writing.add_chosen(token, logs)
         if output.finished and self.writing.finish is None:
             raise ModelFailed(f"vLLM ended the text: {given.finish_reason}")
+        read = self.prompt_tokens - self.cached_tokens if is_first else 0
+        return read + len(given.token_ids)
 
     def chunk(self) -> TokenChunk | None:
         """What it has written since the last call. None: nothing."""
@@ -218,7 +225,7 @@ class VllmTextModel:
             for output in outputs:
                 place = places[output.request_id]
                 try:
-                    self._texts[place].take(output)
+                    end.work += self._texts[place].take(output)
                 except ModelFailed as error:
                     self.drop(place)
                     end.results[place] = error

@@ -58,6 +58,17 @@ def test_texts_in_company_are_those_alone(model: TextModel) -> None:
     assert tiny.run(model, *items) == alone
 
 
+def test_a_step_tells_the_tokens_that_it_computed(model: TextModel) -> None:
+    model.admit(0, tiny.prompt(PROMPTS[3], 20))
+    assert model.step().work == len(PROMPTS[3])
+    assert [model.step().work for _ in range(3)] == [1, 1, 1]
+    model.admit(1, tiny.prompt(PROMPTS[1], 20))
+    # Its 40 tokens are read by 16, beside a token of the first text, but where it gets its own.
+    assert [model.step().work for _ in range(5)] == [17, 17, 8, 2, 2]
+    model.drop(0)
+    model.drop(1)
+
+
 def test_texts_that_join_and_leave_change_no_other(model: TextModel) -> None:
     alone = [tiny.run(model, tiny.prompt(ids, 24))[0] for ids in PROMPTS]
     found: dict[int, Any] = {}

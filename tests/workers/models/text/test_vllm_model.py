@@ -85,6 +85,14 @@ def test_a_text_joins_between_steps_and_leaves_when_it_is_done(model: VllmTextMo
     assert results[1].text == alone.text
 
 
+def test_a_step_tells_the_tokens_that_it_computed(model: VllmTextModel) -> None:
+    model.admit(0, tiny.prompt(PROMPTS[2], 20))
+    assert model.step().work == len(PROMPTS[2]) + 1
+    model.admit(1, tiny.prompt(PROMPTS[1], 20))
+    assert model.step().work == 1 + len(PROMPTS[1]) + 1
+    assert model.step().work == 2
+
+
 def test_a_stop_ends_a_text_before_it(model: VllmTextModel) -> None:
     whole = tiny.run(model, tiny.prompt([9, 9], 12))[0].text
     stop = whole[4:6]

@@ -1,0 +1,142 @@
+"""What a model process tells to be spare, with a model whose steps take known times."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from shared.catalog import Model
+from shared.catalog_entry import Batch, Generation
+from shared.tasks.text import GenerationResult, TokenChunk
+from workers.models.base import PreparedItem, PreparedPrompt, StepEnd
+from workers.runtime.protocol import (
+    HEADER,
+    BatchResult,
+    ItemEnded,
+    RunBatch,
+    ServerMessage,
+    Spare,
+    decode_server_message,
+)
+from workers.runtime.resident_models import ResidentModels
+from workers.runtime.step_execution import StepExecution
+from workers.runtime.step_room import StepRoom
+
+PLACES, BUDGET = 8, 800
+MODEL = Model(
+    name="timed",
+    task="text",
+    source="local:nowhere",
+    batch=Batch(max_tokens=BUDGET, max_items=PLACES),
+    generation=Generation(context_tokens=BUDGET, default_tokens=4, longest_tokens=300),
+)
+FIXED_S, EACH_S = 0.020, 0.002
+FULL_S = FIXED_S + PLACES * EACH_S
+
+
+class TimedModel:
+    """Its steps take FIXED_S, and EACH_S for each text, on a clock of its own."""
+
+    device_name = "clock"
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._left: dict[int, int] = {}
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def setup(self) -> None:
+        """Nothing to load."""
+
+    def warmup(self) -> None:
+        """Nothing to warm up."""
+
+    def admit(self, place: int, item: PreparedItem) -> None:
+        assert isinstance(item, PreparedPrompt)
+        self._left[place] = item.max_tokens
+
+    def step(self) -> StepEnd:
+        self.now_s += FIXED_S + EACH_S * len(self._left)
+        end = StepEnd(work=len(self._left))
+        for place in list(self._left):
+            self._left[place] -= 1
+            if not self._left[place]:
+                del self._left[place]
+                end.results[place] = GenerationResult("", "length", 1, 0, 1)
+        return end
+
+    def take_chunks(self) -> dict[int, TokenChunk]:
+        return {}
+
+    def drop(self, place: int) -> None:
+        del self._left[place]
+
+
+def text(steps: int, room: int = BUDGET // PLACES) -> PreparedPrompt:
+    return PreparedPrompt(key="", length=room, ids=b"", max_tokens=steps, seed=0)
+
+
+class Process:
+    """A model process that has written texts at all numbers of texts before."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = TimedModel()
+        self._room = StepRoom(MODEL)
+        self._resident = ResidentModels([lambda: self._model], [folder], loaded={0: self._model})
+        self._resident.open()
+        self.run(*[text(10 * number) for number in range(1, PLACES + 1)])
+
+    def run(self, *texts: PreparedPrompt) -> list[ServerMessage]:
+        caller, process = socket.socketpair()
+        with caller, process:
+            batch = RunBatch(1, list(texts))
+            StepExecution(process, self._resident, batch, self._room, self._model.clock).run()
+            process.shutdown(socket.SHUT_WR)
+            with caller.makefile("rb") as told:
+                found = []
+                while head := told.read(HEADER.size):
+                    found.append(decode_server_message(told.read(HEADER.unpack(head)[0])))
+        return found
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Process:
+    return Process(tmp_path)
+
+
+def ends(messages: list[ServerMessage]) -> list[BatchResult]:
+    return [message.done for message in messages if isinstance(message, ItemEnded)]
+
+
+def seconds(done: BatchResult) -> float:
+    return done.inference_ms / 1000 / done.batch_items
+
+
+def told(messages: list[ServerMessage]) -> list[float]:
+    return [message.seconds for message in messages if isinstance(message, Spare)]
+
+
+@pytest.mark.parametrize("company", [1, 2, 4, PLACES])
+def test_a_text_takes_as_much_alone_as_in_company(process: Process, company: int) -> None:
+    messages = process.run(*[text(200)] * company)
+    for done in ends(messages):
+        assert seconds(done) == pytest.approx(200 * (FIXED_S / company + EACH_S))
+        taken = seconds(done) - done.spare_s
+        assert taken == pytest.approx(200 * FULL_S / PLACES, rel=0.02)
+
+
+def test_all_that_is_spare_is_told_while_it_runs_and_with_the_ends(process: Process) -> None:
+    messages = process.run(text(300), text(40), text(100))
+    assert sum(told(messages)) == pytest.approx(sum(done.spare_s for done in ends(messages)))
+    assert len(told(messages)) > 6, "a long text is not only told of at its end"
+    assert isinstance(messages[-2], ItemEnded), "it is told before the item that ends the batch"
+
+
+def test_full_workers_have_nothing_to_spare(process: Process) -> None:
+    assert told(process.run(*[text(50)] * PLACES)) == []
+    # Places are free, but nobody can join: the room is reserved.
+    assert told(process.run(text(50, room=BUDGET))) == []
+    assert told(process.run(*[text(50, room=BUDGET // 2)] * 2)) == []
