@@ -108,7 +108,7 @@ class TriggerQueries:
         return f"({arrived} < {most}) or ({most} and {admitted})"
 
     def work(self) -> str:
-        """How many workers are busy, and how many more do in time what waits.
+        """How many full workers do what they do, and how many more do in time what waits.
 
         Nothing where workers are lost from sight. Without any, 0 if nobody has asked lately.
         """
@@ -134,11 +134,16 @@ class TriggerQueries:
         return f"sum(last_over_time({fresh}))"
 
     def _item_s(self) -> str:
-        """What an item takes of a worker, in seconds."""
+        """What an item takes of a worker, in seconds of one that is full.
+
+        Spare is what others could have used for nothing (shared/step_time.py).
+        """
         # Of all regions: one without workers learns from the others.
-        seconds, items = (
-            f"sum(rate(penstock_worker_{name}_sum{{{self._everywhere}}}[{MEASURED}]))"
-            for name in ("inference_seconds", "batch_items")
+        seconds, spare, items = (
+            f"sum(rate(penstock_worker_{name}{{{self._everywhere}}}[{MEASURED}]))"
+            for name in ("inference_seconds_sum", "spare_seconds_total", "batch_items_sum")
         )
         guess_s = self._model.definition.first_guesses.item_s
-        return f"{seconds} / ({items} > 0) or vector({guess_s:g})"
+        # Workers that do not tell of it have none: their items count for more, not for less.
+        taken = f"({seconds} - ({spare} or vector(0)))"
+        return f"{taken} / ({items} > 0) or vector({guess_s:g})"

@@ -55,7 +55,8 @@ class Terms:
 REPLICAS = "count by (worker) (penstock_worker_items_waiting)"
 _FROM_CACHE = f'penstock_api_items_total{{cache=~"{"|".join(sorted(SHARED))}",status="succeeded"}}'
 _ITEM_S = (
-    "sum by (worker) (rate(penstock_worker_inference_seconds_sum[1h]))"
+    "(sum by (worker) (rate(penstock_worker_inference_seconds_sum[1h]))"
+    " - sum by (worker) (rate(penstock_worker_spare_seconds_total[1h])))"
     " / (sum by (worker) (rate(penstock_worker_batch_items_sum[1h])) > 0)"
 )
 _WORKER_OF_MODEL = "(count by (worker, model) (penstock_worker_wait_seconds_count) > bool 0)"
@@ -191,6 +192,19 @@ _GPUS = (
                 "{{worker}}",
             ),
         ),
+        "The autoscaler's measure. Spare parts of steps are not busy.",
+    ),
+    Panel(
+        "Spare part of the seconds in the model",
+        "percent",
+        (
+            PanelQuery(
+                "sum by (worker) (rate(penstock_worker_spare_seconds_total[5m]))"
+                " / sum by (worker) (rate(penstock_worker_inference_seconds_sum[5m]))",
+                "{{worker}}",
+            ),
+        ),
+        "Where items join between steps: what more of them could have used for nothing.",
     ),
     Panel(
         "Seconds in the model per second, by worker",
@@ -236,7 +250,7 @@ def _cost(by_worker_usd: str) -> tuple[Panel, ...]:
             "Saved by the cache per hour",
             "usd",
             (PanelQuery(f"({SAVED_WORKERS}){by_worker_usd}", "{{worker}}"),),
-            "What workers would have cost for the time that these items take on average.",
+            "What workers would have cost for their time on average, less what was spare of it.",
         ),
     )
 

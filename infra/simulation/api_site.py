@@ -26,8 +26,12 @@ class SimulatedJob:
         "has_ended",
         "is_batch_lane",
         "items",
+        "read_s",
+        "share_s",
         "site",
+        "spare_s",
         "started_s",
+        "steps",
     )
 
     def __init__(
@@ -40,6 +44,10 @@ class SimulatedJob:
         self.site = site
         self.started_s = -1.0
         self.has_ended = False
+        self.read_s = self.steps = 0.0
+        """Where items join between steps: what is left of its first step, and its other steps."""
+        self.share_s = self.spare_s = 0.0
+        """What an item of its worker had had when it joined."""
 
 
 class ApiSite:

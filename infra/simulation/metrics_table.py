@@ -29,6 +29,7 @@ def _busy_ratio(worker: SimulatedWorker, now_s: float) -> Values:
 
 OF_WORKERS: dict[str, Callable[[SimulatedWorker, float], Values]] = {
     "penstock_worker_inference_seconds_sum": lambda one, now_s: (((), one.inference_s),),
+    "penstock_worker_spare_seconds_total": lambda one, now_s: (((), one.spare_s),),
     "penstock_worker_inference_seconds_count": lambda one, now_s: (((), one.batches),),
     "penstock_worker_batch_items_sum": lambda one, now_s: (((), one.items),),
     "penstock_worker_batch_items_count": lambda one, now_s: (((), one.batches),),

@@ -72,6 +72,7 @@ class Recorder:
         self.samples: list[Sample] = []
         self.gpu_samples: list[GpuSample] = []
         self.worker_busy_s = 0.0
+        self.worker_work_s = 0.0
         self.worker_ready_s = 0.0
         self.lost_workers: Counter[str] = Counter()
         """Workers that ended, by reason."""

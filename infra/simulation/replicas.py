@@ -162,12 +162,12 @@ class SimulatedDeployment:
         if worker.is_ready:
             self._recorder.worker_ready_s += self._env.now - worker.ready_s
             self._recorder.worker_busy_s += worker.busy_s
+            self._recorder.worker_work_s += worker.work_s
 
     def count_workers(self) -> None:
         """At the end: counts what the workers did that are still there."""
         for worker in (*self.workers, *self.leaving):
-            if worker.running:
-                worker.busy_s += self._env.now - worker.started_s
+            worker.settle(self._env.now)
             self._count(worker)
 
     def kill_down_to(self, count: int) -> None:

@@ -72,6 +72,8 @@ class Summary:
     """Of paid GPU time, that in which the GPU computed."""
     worker_busy_share: float
     """Of the time of ready workers, that in which they computed."""
+    worker_work_share: float
+    """Of what ready workers could do, that which they did. Less where steps had room for more."""
     dollars: float | None
     """Of GPU nodes. None: a price is not known."""
     dollars_per_day: float | None
@@ -103,6 +105,7 @@ class SimulationResult:
             gpu_hours=hours,
             gpu_busy_share=busy_s / (hours * HOUR_S) if hours else 0.0,
             worker_busy_share=recorder.worker_busy_s / max(1e-9, recorder.worker_ready_s),
+            worker_work_share=recorder.worker_work_s / max(1e-9, recorder.worker_ready_s),
             dollars=dollars,
             dollars_per_day=None if dollars is None else dollars / days,
             workers_lost=dict(recorder.lost_workers),

@@ -9,39 +9,13 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from infra.deploy.platform_variables import ApiVariable
-from infra.simulation.streams import Arrivals, Entry, Seconds
+from infra.simulation.model_load import ModelLoad
+from infra.simulation.streams import Entry, Seconds
 from shared.errors import ConfigurationError
 
 SHIPPED = Path(__file__).parent / "scenarios"
 
 MOST_BASES = 8
-
-
-class ModelLoad(Entry):
-    """The requests for one model, and what its workers take."""
-
-    arrivals: tuple[Arrivals, ...] = Field(min_length=1)
-    seconds_per_item: float = Field(gt=0)
-    """Seconds of one worker for an item in a full batch, alone on its GPU."""
-    fixed_s: Seconds = 0.0
-    """Seconds of a batch that do not depend on its items."""
-    measured: str
-    """Where the seconds come from: command, GPU and day."""
-    kept_when_sharing: float = Field(1.0, gt=0, le=1)
-    """The share of a GPU's rate that is left when several workers use it at once."""
-    spread: Literal["none", "exponential"] = "none"
-    """How seconds of batches vary. `exponential` is for comparisons with theory."""
-    items_per_request: int = Field(1, ge=1, le=16)
-    batch_lane_share: float = Field(0.0, ge=0, le=1)
-    """Of the requests, those of the lane `batch`."""
-    deadline_s: float | None = Field(None, gt=0)
-    """Default: the catalog's."""
-    start_replicas: int | None = Field(None, ge=0)
-    """Of each region, ready at the start. Default: replicas.min."""
-
-    def batch_s(self, items: int) -> float:
-        """Seconds of a worker that is alone on its GPU for a batch."""
-        return self.fixed_s + self.seconds_per_item * items
 
 
 class ScenarioRegion(Entry):

@@ -1,23 +1,22 @@
-"""One model: its subscriptions, its workers of all regions, and the batches that they run."""
+"""One model: its subscriptions, and what its workers of all regions get from them."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
 import simpy
 
 from infra.simulation.api_site import ApiSite, SimulatedJob
+from infra.simulation.batches import BATCH, INTERACTIVE, WholeBatches
+from infra.simulation.model_load import ModelLoad
 from infra.simulation.recorder import ModelRecord, RequestEnd
-from infra.simulation.scenario import ModelLoad, ScenarioBroker
+from infra.simulation.scenario import ScenarioBroker
+from infra.simulation.stepped_batches import SteppedBatches
 from infra.simulation.worker import SimulatedWorker, Steps
 from shared.catalog import Model
-
-INTERACTIVE, BATCH = 0, 1
-BATCH_LANE_EVERY = 16
-"""One batch in so many begins with the batch lane (workers/scheduling/batch_lane.py)."""
 
 
 class Service:
@@ -51,15 +50,15 @@ class Service:
         self._chance = chance
         self._is_idle_first = broker.delivery == "idle_first"
         self._lease_s = broker.lease_s
-        self._most_items = model.batch.max_items
-        self._most_held = broker.batches_held * self._most_items
+        self._most_held = broker.batches_held * model.batch.max_items
         """In each lane, the batch that runs included."""
         self.queues: tuple[deque[SimulatedJob], deque[SimulatedJob]] = (deque(), deque())
         """Published, and with no worker."""
         self._open: list[SimulatedWorker] = []
         self._idle: dict[SimulatedWorker, None] = {}
         self._deadlines: deque[SimulatedJob] = deque()
-        self._batches = 0
+        kind = WholeBatches if load.steps is None else SteppedBatches
+        self._work = kind(env, model, load, chance, self._ended)
         self._has_jobs: simpy.Event | None = None
         env.process(self._expire())
 
@@ -118,8 +117,7 @@ class Service:
             self.queues[lane].append(job)
         else:
             self._hold(worker, job, lane)
-            if not worker.running:
-                self._start_batch(worker)
+            self._compute(worker)
 
     def _worker_for(self, lane: int) -> SimulatedWorker | None:
         if self._is_idle_first and self._idle:
@@ -159,89 +157,36 @@ class Service:
                 last.open_at = worker.open_at
             worker.open_at = -1
 
-    # Batches
+    # What workers compute
 
-    def _start_batch(self, worker: SimulatedWorker) -> None:
-        batch = list(self._batch_of(worker))
-        if not batch:
-            if worker.drained is not None and not worker.drained.triggered:
-                worker.drained.succeed()
-            elif worker.is_serving:
-                self._idle[worker] = None
-            return
-        self._idle.pop(worker, None)
-        items = sum(job.items for job in batch)
-        node = worker.node
-        assert node is not None
-        if node.busy == 0:
-            node.since_s = self._env.now
-        node.busy += 1
-        took_s = self.load.batch_s(items)
-        if self.load.spread == "exponential":
-            took_s = self._chance.expovariate(1 / took_s)
-        if node.busy > 1:
-            # Those that compute share the GPU in time. It counts as of the start of the batch.
-            took_s *= node.busy / self.load.kept_when_sharing
-        worker.running, worker.running_s, worker.started_s = batch, took_s, self._env.now
-        in_batch_lane = 0
-        for job in batch:
-            job.started_s = self._env.now
-            in_batch_lane += job.items * job.is_batch_lane
-        share = in_batch_lane / items
-        worker.set_busy((1 - share, share), self._env.now)
-        done = worker.batch_done = self._env.timeout(took_s, worker)
-        assert done.callbacks is not None
-        done.callbacks.append(self._finish)
+    def _without_work(self, worker: SimulatedWorker) -> None:
+        """A worker has nothing that it could compute."""
+        if worker.drained is not None and not worker.drained.triggered:
+            worker.drained.succeed()
+        elif worker.is_serving:
+            self._idle[worker] = None
 
-    def _batch_of(self, worker: SimulatedWorker) -> Iterator[SimulatedJob]:
-        """What waits, up to a full batch: interactive jobs first, but for one batch in 16."""
-        self._batches += 1
-        lanes = (INTERACTIVE, BATCH)
-        if worker.held[BATCH] and self._batches % BATCH_LANE_EVERY == 0:
-            lanes = (BATCH, INTERACTIVE)
-        items = 0
-        for lane in lanes:
-            held = worker.held[lane]
-            while held and (items == 0 or items + held[0].items <= self._most_items):
-                job = held.popleft()
-                if job.has_ended:
-                    worker.held_items[lane] -= job.items
-                    continue
-                items += job.items
-                yield job
-
-    def _finish(self, event: simpy.Event) -> None:
-        worker = cast(SimulatedWorker, event.value)
-        if worker.batch_done is not event:
-            return  # the batch was cut off
-        batch, took_s = self._stop_batch(worker), worker.running_s
-        worker.inference_s += took_s
-        worker.batches += 1
-        for job in batch:
+    def _ended(self, worker: SimulatedWorker, jobs: list[SimulatedJob], took_s: float) -> None:
+        """A worker is done with jobs, for which the model took so long. It goes on."""
+        for job in jobs:
+            lane = BATCH if job.is_batch_lane else INTERACTIVE
+            worker.held_items[lane] -= job.items
             worker.items += job.items
             if not job.has_ended:
                 self._serve(job, took_s)
-        if worker.is_draining:
-            self._start_batch(worker)
-            return
-        self._start_batch(worker)
-        self._refill(worker)
-        if not worker.running:
-            self._start_batch(worker)
-        self._open_up(worker)
+        self._compute(worker)
+        if not worker.is_draining:
+            self._refill(worker)
+            self._compute(worker)
+            self._open_up(worker)
 
-    def _stop_batch(self, worker: SimulatedWorker) -> list[SimulatedJob]:
-        batch, worker.running, worker.batch_done = worker.running, [], None
-        node, now_s = worker.node, self._env.now
-        assert node is not None
-        node.busy -= 1
-        if node.busy == 0:
-            node.busy_s += now_s - node.since_s
-        worker.busy_s += now_s - worker.started_s
-        worker.set_busy((0.0, 0.0), now_s)
-        for job in batch:
-            worker.held_items[BATCH if job.is_batch_lane else INTERACTIVE] -= job.items
-        return batch
+    def _compute(self, worker: SimulatedWorker) -> None:
+        """A worker takes on what it holds, as far as it can now."""
+        self._work.start(worker)
+        if worker.running:
+            self._idle.pop(worker, None)
+        else:
+            self._without_work(worker)
 
     def _serve(self, job: SimulatedJob, took_s: float) -> None:
         now_s, record = self._env.now, self.record
@@ -258,7 +203,7 @@ class Service:
         """A worker is warm: it pulls."""
         worker.is_ready, worker.ready_s = True, self._env.now
         self._refill(worker)
-        self._start_batch(worker)
+        self._compute(worker)
         self._open_up(worker)
 
     def drain(self, worker: SimulatedWorker) -> simpy.Event:
@@ -287,7 +232,7 @@ class Service:
         worker.is_draining = worker.is_gone = True
         self._close(worker)
         self._idle.pop(worker, None)
-        back: list[SimulatedJob] = self._stop_batch(worker) if worker.running else []
+        back: list[SimulatedJob] = self._work.stop(worker) if worker.running else []
         for held in worker.held:
             back += held
             held.clear()
@@ -300,8 +245,7 @@ class Service:
         while self._open and any(self.queues):
             worker = self._open[int(self._chance.random() * len(self._open))]
             self._refill(worker)
-            if not worker.running:
-                self._start_batch(worker)
+            self._compute(worker)
             if not self.queues[INTERACTIVE]:
                 break
 

@@ -75,6 +75,7 @@ _GPU_HEADS = (
     "GPU hours",
     "GPU busy, share of what is paid",
     "workers busy, share",
+    "work of what workers can do, share",
     "dollars of GPU nodes",
     "dollars a day",
 )
@@ -87,6 +88,7 @@ def _gpu_row(summary: Summary) -> tuple[object, ...]:
         _rounded(summary.gpu_hours, 1),
         _rounded(summary.gpu_busy_share, 3),
         _rounded(summary.worker_busy_share, 3),
+        _rounded(summary.worker_work_share, 3),
         _rounded(summary.dollars, 2),
         _rounded(summary.dollars_per_day, 2),
     )

@@ -5,18 +5,38 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import simpy
 
 from infra.simulation.api_site import SimulatedJob
+from shared.step_time import StepTime
 
 BUSY_FADE_S = 30.0
 """As FADE_S of workers/scheduling/busy_ratio.py."""
 
 Steps = Generator[simpy.Event, Any, None]
 """A process of the simulation."""
+
+
+@dataclass(slots=True)
+class Inside:
+    """What is in a batch that items join between steps."""
+
+    time: StepTime
+    """What the worker has learned of its steps."""
+    share_s: float = 0.0
+    """What an item that was in all the time has had of it."""
+    spare_s: float = 0.0
+    """Of that, what was spare."""
+    spare_part: float = 0.0
+    """Of each second now, what counts as spare."""
+    work_part: float = 0.0
+    """And what a full worker would do in it, in truth."""
+    steps_per_s: float = 0.0
+    """0: a prompt is read."""
 
 
 class Node:
@@ -67,6 +87,7 @@ class SimulatedWorker:
         "held",
         "held_items",
         "inference_s",
+        "inside",
         "is_draining",
         "is_gone",
         "is_new",
@@ -82,7 +103,10 @@ class SimulatedWorker:
         "region",
         "running",
         "running_s",
+        "spare_s",
         "started_s",
+        "step_time",
+        "work_s",
     )
 
     def __init__(
@@ -118,17 +142,54 @@ class SimulatedWorker:
         self.drained: simpy.Event | None = None
         self.open_at = -1
         """Its place among the workers with room."""
-        self.inference_s = 0.0
+        self.inside: Inside | None = None
+        """Where items join between steps."""
+        self.step_time: StepTime | None = None
+        """What it has learned of its steps, from its first one on."""
+        self.inference_s = self.spare_s = 0.0
         self.items = self.batches = 0
         """Counters of its metrics."""
         self.busy_s = 0.0
+        """In which it computed."""
+        self.work_s = 0.0
+        """In which a full one would have done as much."""
         self.busy_parts = (0.0, 0.0)
-        """Of the batch that runs, the share of each lane."""
+        """Of what it computes, the share of each lane."""
         self.busy_average = (0.0, 0.0)
         self.busy_since_s = 0.0
 
+    def occupy(self, now_s: float) -> None:
+        """It begins to compute on its GPU."""
+        node = self.node
+        assert node is not None
+        if node.busy == 0:
+            node.since_s = now_s
+        node.busy += 1
+
+    def vacate(self, now_s: float) -> None:
+        """It computes no more."""
+        node = self.node
+        assert node is not None
+        node.busy -= 1
+        if node.busy == 0:
+            node.busy_s += now_s - node.since_s
+        self.set_busy((0.0, 0.0), now_s)
+
+    def settle(self, now_s: float) -> None:
+        """Counts what it did in what it computes now."""
+        if self.running:
+            passed_s, self.started_s = now_s - self.started_s, now_s
+            self.busy_s += passed_s
+            self.work_s += passed_s * (1.0 if self.inside is None else self.inside.work_part)
+
+    def slowed(self, kept_when_sharing: float) -> float:
+        """How many times longer all takes now, because others compute on the same GPU."""
+        node = self.node
+        assert node is not None
+        return 1.0 if node.busy <= 1 else node.busy / kept_when_sharing
+
     def set_busy(self, parts: tuple[float, float], now_s: float) -> None:
-        """A batch starts, with the share of each lane in it, or ends (0, 0)."""
+        """It computes for each lane, by parts of what a full one does, or not at all (0, 0)."""
         self.busy_average = self.busy_ratio(now_s)
         self.busy_since_s, self.busy_parts = now_s, parts
 

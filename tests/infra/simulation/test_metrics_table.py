@@ -13,9 +13,12 @@ import workers.metrics
 from infra.simulation.keda import Autoscaler
 from infra.simulation.metrics_table import OF_API, OF_WORKERS, UNDELIVERED
 from infra.simulation.rules import AutoscalerRules
+from infra.simulation.stepped_batches import BATCH_JOIN_SHARE, SHARED_WEIGHTS_SHARE
 from infra.simulation.timeseries import TimeSeries
 from infra.simulation.worker import SimulatedWorker
 from shared.errors import ConfigurationError
+from workers.runtime import step_room
+from workers.scheduling import lanes as worker_lanes
 from workers.scheduling.busy_ratio import BusyRatio, Lane
 
 
@@ -39,6 +42,11 @@ def test_a_rule_that_asks_for_an_unknown_metric_is_refused() -> None:
         Autoscaler(rules, TimeSeries())
     known = trigger | {"query": f"sum({UNDELIVERED})"}
     Autoscaler(AutoscalerRules.model_validate({"triggers": [known]}), TimeSeries())
+
+
+def test_constants_are_those_of_workers() -> None:
+    assert step_room.SHARED_WEIGHTS_SHARE == SHARED_WEIGHTS_SHARE
+    assert worker_lanes.BATCH_JOIN_SHARE == BATCH_JOIN_SHARE
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 100), st.integers(0, 4), st.integers(0, 4)), max_size=20))

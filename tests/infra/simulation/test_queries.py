@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from infra.kubernetes.trigger_queries import LARGEST_STEP, TriggerQueries, managed_prometheus
 from infra.simulation.promql import PromQuery
 from infra.simulation.timeseries import TimeSeries
@@ -45,6 +47,20 @@ class World:
                 ("worker", "pictures"),
             )
             self.series.append("penstock_worker_busy_ratio", labels, float(at_s), busy)
+        return self
+
+    def items(
+        self, *, per_s: float, seconds: float, spare: float | None, region: str = "here"
+    ) -> World:
+        """Items of a worker that ended, the seconds of one in the model, and what was spare."""
+        labels = (("location", region), ("pod", "a"), ("worker", "pictures"))
+        counters = {"batch_items_sum": 1.0, "inference_seconds_sum": seconds}
+        if spare is not None:
+            counters["spare_seconds_total"] = spare
+        for at_s in range(0, int(NOW_S) + 1, 10):
+            for name, each in counters.items():
+                value = at_s * per_s * each
+                self.series.append(f"penstock_worker_{name}", labels, float(at_s), value)
         return self
 
     def ask(self, query: str) -> float | None:
@@ -97,6 +113,16 @@ def test_arrivals_are_seconds_of_work() -> None:
     found = World().api(per_s=0.5).ask(QUERIES.arrivals())
     assert found is not None
     assert abs(found - 0.5 * GUESS_S) < 1e-9
+
+
+@pytest.mark.parametrize(("spare", "seconds"), [(0.0, 3.0), (2.5, 0.5), (None, 3.0)])
+def test_items_count_for_their_seconds_less_what_was_spare(
+    spare: float | None, seconds: float
+) -> None:
+    # Workers that do not tell of it, which an older version may be, count for all of their time.
+    world = World().api(per_s=0.5).api(lane="batch").worker("a", 0.9)
+    world.items(per_s=0.1, seconds=3.0, spare=spare, region="elsewhere")
+    assert world.ask(QUERIES.arrivals()) == pytest.approx(0.5 * seconds)
 
 
 def test_lane_batch_adds_no_arrivals() -> None:

@@ -56,6 +56,11 @@ def test_the_same_seed_gives_the_same_result() -> None:
     assert one.as_dict() != simulate(scenario(seed=4)).as_dict()
 
 
+JOINING = {
+    "seconds_per_item": None,
+    "steps": {"count": 20, "fixed_s": 0.02, "per_item_s": 0.03, "first_s": 0.1},
+}
+
 streams = st.one_of(
     st.builds(lambda rate: {"kind": "constant", "per_s": rate}, st.floats(0, 12)),
     st.builds(
@@ -84,7 +89,7 @@ troubles = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=16)
 @given(
     streams,
     troubles,
@@ -93,6 +98,7 @@ troubles = st.lists(
     st.floats(0, 1),
     st.sampled_from([1, 3]),
     st.sampled_from([0, 2]),
+    st.booleans(),
 )
 def test_every_request_ends_once(
     stream: dict[str, object],
@@ -102,6 +108,7 @@ def test_every_request_ends_once(
     lane_share: float,
     items: int,
     least: int,
+    joins: bool,
 ) -> None:
     regions = {"us-central1": {"share": 0.5}, "europe-west4": {"share": 0.5, "max_gpus": 3}}
     result = simulate(
@@ -117,7 +124,8 @@ def test_every_request_ends_once(
                 "batch_lane_share": lane_share,
                 "items_per_request": items,
                 "start_replicas": None,
-            },
+            }
+            | (JOINING if joins else {}),
             broker={"delivery": delivery},
             cluster={"node_start_s": 40, "pod_start_s": 20, "spot_losses_per_node_day": 200},
             regions=regions,
@@ -130,7 +138,8 @@ def test_every_request_ends_once(
     record = result.recorder.models["model"]
     assert all(0 <= answer_s <= 20 + 1e-6 for answer_s in record.answer_s)
     assert all(fleet.gpu_busy_s <= fleet.node_s + 1e-6 for fleet in result.fleets)
-    assert 0 <= result.summary.worker_busy_share <= 1 + 1e-9
+    assert 0 <= result.summary.worker_work_share <= result.summary.worker_busy_share + 1e-9
+    assert result.summary.worker_busy_share <= 1 + 1e-9
 
 
 def test_without_workers_nothing_is_served() -> None:
