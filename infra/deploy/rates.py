@@ -15,8 +15,9 @@ from shared.errors import ConfigurationError
 GIVEN_HERE = "given on the command line"
 HOW_TO_MEASURE = (
     "what a worker takes for an item on the GPU of the catalog. Where the model runs on it "
-    "already, `penstock report batches` says it (inference_ms_per_item / 1000); else `python -m "
-    "bench.gpu` on a machine with that GPU measures it"
+    "already, `penstock report batches` says it (inference_ms_per_item / 1000; of texts only in "
+    "hours whose fill_percent is near 100); else `python -m bench.gpu` on a machine with that GPU "
+    "measures it"
 )
 
 
@@ -35,7 +36,10 @@ class ModelRate(_Entry):
     hit_share: float = Field(0.0, ge=0, le=1)
     """Of all items, those that the cache answers."""
     seconds_per_item: float | None = Field(None, gt=0)
-    """Seconds of one worker per item, in batches under load. Required if there are requests."""
+    """Seconds of one worker per item, in full batches. Required if there are requests.
+
+    A text that is written alone takes many times its part of a full worker.
+    """
     measured: str = ""
     """Where seconds_per_item comes from: command, GPU and day."""
     measured_share: int = Field(1, ge=1, le=48)
@@ -43,7 +47,10 @@ class ModelRate(_Entry):
     kept_when_sharing: float = Field(1.0, gt=0, le=1)
     """The share of a GPU's rate that is left when workers share it, measured by bench.gpu."""
     tokens_per_item: float | None = Field(None, gt=0)
-    """With it, batch.max_tokens bounds the batch. Without it, batch.max_items."""
+    """With it, batch.max_tokens bounds the batch. Without it, batch.max_items.
+
+    Of a text that is written: its prompt and its `max_tokens`.
+    """
     input_bytes: int | None = Field(None, ge=0)
     """Of one item, as the caller sends it."""
     output_bytes: int | None = Field(None, ge=0)

@@ -18,7 +18,7 @@ from shared.errors import ConfigurationError
 TRIP_S = 0.1
 """Pub/Sub round trip, p90, 2 x 47 ms: github.com/davidxia/cloud-message-latency (2021)."""
 CPUS_OF_A_WORKER = int(CPU_ONLY["cpu"])
-"""Of a worker without a GPU. It computes as much as so many processes of one thread."""
+"""Of a worker without a GPU. It has so many processes, or one for a model that shares weights."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Workers:
     computed_peak_per_s: float
     """Items at the peak that the cache does not answer."""
     service_s: float
-    """Seconds of one worker for an item, all places of its GPU taken."""
+    """Seconds of one worker that is full for an item, all shares of its GPU taken."""
     batch: int
     processes_mean: int
     processes_peak: int
@@ -96,15 +96,17 @@ def size_workers(
     their utilization at the target and let no more than `late_share` wait past the deadline
     (infra/deploy/queueing.py). Time-sharing gives each of n workers an n-th of a GPU: with n places
     taken an item takes n times as long as with one, and longer by what sharing itself costs.
+    Texts join and leave between steps, so they wait for a place of a worker, not for a batch.
 
     Raises:
         ConfigurationError: a full batch alone takes longer than the deadline.
     """
-    places = model.gpu.share if model.gpu.type != "none" else 1
+    share_of = model.gpu.share if model.gpu.type != "none" else 1
     service_s = rate.seconds_per_item or 0.0
-    if places != rate.measured_share:
-        service_s *= places / rate.measured_share / rate.kept_when_sharing
+    if share_of != rate.measured_share:
+        service_s *= share_of / rate.measured_share / rate.kept_when_sharing
     batch = batch_items(model, rate)
+    places = batch if model.definition.shares_weights else 1
     spare_s = model.deadline.default_s - TRIP_S - batch * service_s
     if spare_s <= 0:
         raise ConfigurationError(
@@ -117,13 +119,20 @@ def size_workers(
 
     def processes(requests_per_s: float) -> int:
         load = requests_per_s * rate.items_per_request * (1 - rate.hit_share) * service_s
-        bounds = {"utilization": rates.target_utilization, "late_share": rates.late_share}
-        return servers_needed(load, batch * service_s, spare_s, **bounds)
+        return servers_needed(
+            load,
+            batch * service_s,
+            spare_s,
+            utilization=rates.target_utilization,
+            late_share=rates.late_share,
+            places=places,
+        )
 
     peak_per_s, mean_per_s = rate.peak * share, rate.mean_per_s * share
     computed_per_s = peak_per_s * rate.items_per_request * (1 - rate.hit_share)
     at_peak, at_mean = processes(peak_per_s), processes(mean_per_s)
-    wait_s = mean_wait_s(at_peak, computed_per_s * service_s, batch * service_s)
+    load = computed_per_s * service_s
+    wait_s = mean_wait_s(at_peak * places, load * places, batch * service_s)
     return Workers(
         model=model,
         region=region,
@@ -152,7 +161,8 @@ def batch_items(model: Model, rate: ModelRate) -> int:
 
 
 def _pods(model: Model, processes: int) -> int:
-    return processes if model.gpu.type != "none" else math.ceil(processes / CPUS_OF_A_WORKER)
+    has_one_process = model.gpu.type != "none" or model.definition.shares_weights
+    return processes if has_one_process else math.ceil(processes / CPUS_OF_A_WORKER)
 
 
 def size_site(

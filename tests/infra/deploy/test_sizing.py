@@ -120,6 +120,46 @@ def test_texts_are_sized_by_their_tokens() -> None:
         assert workers.processes_peak == 3
 
 
+@given(st.floats(0.1, 100), st.floats(0.02, 0.5), st.sampled_from([4, 16, 64]))
+def test_workers_for_texts_follow_from_tokens_of_full_workers(
+    load: float, item_s: float, places: int
+) -> None:
+    tokens = 100
+    text = TEXT | {"batch": {"max_tokens": 8192, "max_items": places}}
+    text |= {"deadline": {"default_s": 200, "longest_s": 300}}
+    asked = rate(load / item_s, seconds_per_item=item_s, tokens_per_item=tokens)
+    (workers,) = plan_of(entry(**text), rates={"texts": asked}).sites[0].workers
+    wanted = asked.peak * tokens / 0.7
+    per_worker = tokens / item_s
+    assert workers.processes_peak == max(1, math.ceil(wanted / per_worker * (1 - 1e-12)))
+
+
+def test_texts_wait_for_a_place_and_not_for_a_batch() -> None:
+    # A full worker writes 16 texts in 16 s, so it has room for another one each second.
+    asked = {"texts": rate(0.6, seconds_per_item=1.0)}
+    text = plan_of(entry(**TEXT, deadline={"default_s": 30}), rates=asked).sites[0].workers[0]
+    assert text.processes_peak == 1
+    assert text.answer_s == pytest.approx(16.1, abs=0.2)
+    whole = entry(deadline={"default_s": 30})
+    assert plan_of(whole, rates=asked).sites[0].workers[0].processes_peak > 1
+
+
+def test_short_deadlines_take_more_workers_for_texts_too() -> None:
+    # 0.68 of a worker, whose 16 places are all taken now and then, for 3.2 s each.
+    asked = {"texts": rate(3.4, seconds_per_item=0.2)}
+    easy, hard = (
+        plan_of(entry(**TEXT, deadline={"default_s": limit_s}), rates=asked).sites[0].workers[0]
+        for limit_s in (60, 3.31)
+    )
+    assert (easy.processes_peak, hard.processes_peak) == (1, 2)
+
+
+def test_a_text_model_without_a_gpu_is_one_process_with_all_cores() -> None:
+    asked = {"texts": rate(10, seconds_per_item=0.2)}
+    (site,) = plan_of(entry(**TEXT, gpu={"type": "none"}), rates=asked).sites
+    assert (site.workers[0].processes_peak, site.workers[0].pods_peak) == (3, 3)
+
+
 def test_instances_of_the_api_hold_what_is_in_flight() -> None:
     # An answer takes about 0.1 s of way and 0.16 s of batch: 1,000 a second are some 270 at a time.
     plan = plan_of(entry(), rates={"texts": rate(1000)})
