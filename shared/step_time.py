@@ -17,6 +17,9 @@ LEAST_RATE = 0.02
 """How fast what is usual follows new steps, once there were many."""
 LEAST_STEPS = 3
 """From so many on, steps with like work say something."""
+SLOWED = 2.0
+"""A step that takes up to so many times what is usual was slowed by others on the same device, and
+its spare part with it. What it takes beyond that is work that nothing tells of."""
 TOLD_APART = 4
 """A line is drawn through steps where the work of one is so many times that of the other."""
 
@@ -62,16 +65,20 @@ class StepTime:
         else:
             usual.observe(work, seconds)
 
-    def spare_s(self, fill: float, seconds: float) -> float:
+    def spare_s(self, fill: float, work: int, seconds: float) -> float:
         """Of the seconds of a step, those that others could have used for nothing.
 
         Never more than the part of the room that is free, so a full step has none.
 
         Args:
             fill: the part of the room that is taken, from 0 to 1.
+            work: that the step computed.
             seconds: that the step took.
         """
-        return min(self.fixed_s, seconds) * (1 - fill)
+        usual = self._usual.get(work.bit_length())
+        usual_s = max(1e-9, seconds if usual is None else usual.seconds)
+        fixed_part = min(1.0, self.fixed_s / usual_s)
+        return min(seconds, SLOWED * usual_s) * fixed_part * (1 - fill)
 
     @property
     def fixed_s(self) -> float:

@@ -2,8 +2,8 @@
 
 Three triggers, of which the highest counts (decision 43):
 
-- `arrivals`: the seconds of work that callers send each second. It knows of a step before workers
-  are busy with it, and starts the first worker.
+- `arrivals`: the seconds of work that callers send each second, by what a full worker takes. It
+  knows of a step before workers are busy with it, and starts the first worker.
 - `work`: the workers that are kept busy, and what it takes to do in time what waits. It sees work
   that arrivals do not tell of: jobs of another region, items that take longer than usual.
 - `messages`: what Pub/Sub has not had acked, one to three minutes late (platform-facts G17), or
@@ -90,9 +90,11 @@ def _trigger(name: str, query: str, threshold: float, deployment: Deployment) ->
 def hpa_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, Any]:
     """The metrics of a worker's HorizontalPodAutoscaler, which can't multiply or add.
 
-    So what waits is counted in items, by the first guess of the seconds that one takes.
+    So what waits is counted in items, by the first guess of the seconds that one takes. Where a
+    step computes many items for little more than one, those that a full worker has wait for none.
     """
     item_s = model.definition.first_guesses.item_s
+    held = model.batch.max_items if model.definition.shares_weights else 1
     here = {"resource.labels.location": deployment.region}
     metrics = [
         _external(
@@ -103,7 +105,7 @@ def hpa_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, An
         _external(
             "prometheus.googleapis.com|penstock_api_items_in_flight|gauge",
             {"metric.labels.model": model.name, "metric.labels.lane": "interactive"} | here,
-            str(max(1, round(model.deadline.default_s * HPA_WAIT_SHARE / item_s))),
+            str(max(held, round(model.deadline.default_s * HPA_WAIT_SHARE / item_s))),
         ),
     ]
     for lane in (workers_subscription_id, batch_subscription_id):
@@ -111,7 +113,7 @@ def hpa_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, An
             _external(
                 "pubsub.googleapis.com|subscription|num_undelivered_messages",
                 {"resource.labels.subscription_id": lane(model.name)},
-                str(max(1, round(patient_s(model) / item_s))),
+                str(max(held, round(patient_s(model) / item_s))),
             )
         )
     return {

@@ -27,6 +27,12 @@ class StepsLoad(Entry):
         """Seconds of a step of a worker that is alone on its GPU."""
         return self.fixed_s + self.per_item_s * items
 
+    @property
+    def first_work(self) -> int:
+        """Of how many items a step would take as long as a first step, at least 1."""
+        more_s = max(0.0, self.first_s - self.fixed_s)
+        return max(1, round(more_s / self.per_item_s)) if self.per_item_s else 1
+
     def item_s(self, places: int) -> float:
         """Seconds that an item takes of a worker whose places are all taken."""
         return self.first_s + self.count * self.step_s(places) / places

@@ -95,16 +95,20 @@ class SteppedBatches:
         slowed = worker.slowed(self._kept_when_sharing)
         reads = _reading(worker)
         if reads is not None:
-            step_s, next_s = self._steps.first_s, reads.read_s * slowed
+            step_s, next_s, work = (
+                self._steps.first_s,
+                reads.read_s * slowed,
+                self._steps.first_work,
+            )
             inside.steps_per_s, inside.work_part = 0.0, 1 / slowed
         else:
-            step_s = self._steps.step_s(items)
+            step_s, work = self._steps.step_s(items), items
             next_s = min(job.steps for job in worker.running) * step_s * slowed
             inside.steps_per_s = 1 / step_s / slowed
             full_s = self._steps.step_s(self._places)
             inside.work_part = fill * full_s / step_s / slowed
-            inside.time.observe(items, step_s * slowed)
-        spare_s = inside.time.spare_s(fill, step_s * slowed)
+        inside.time.observe(work, step_s * slowed)
+        spare_s = inside.time.spare_s(fill, work, step_s * slowed)
         inside.spare_part = spare_s / (step_s * slowed)
         in_batch_lane = sum(job.items for job in worker.running if job.is_batch_lane) / items
         taken = 1 - inside.spare_part

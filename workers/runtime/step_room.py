@@ -34,5 +34,6 @@ class StepRoom:
             seconds: that it took.
         """
         fill = min(1.0, max(len(rooms) / self._max_items, sum(rooms) / self._budget))
-        self._time.observe(work or max(1, len(rooms)), seconds)
-        return self._time.spare_s(fill, seconds)
+        work = work or max(1, len(rooms))
+        self._time.observe(work, seconds)
+        return self._time.spare_s(fill, work, seconds)

@@ -120,6 +120,19 @@ def test_without_keda_busy_workers_items_and_messages_count(tmp_path: Path) -> N
             assert float(messages["averageValue"]) * item_s < model.deadline.longest_s
 
 
+def test_without_keda_texts_that_a_full_worker_writes_do_not_wait(tmp_path: Path) -> None:
+    models = tmp_path / "models.yaml"
+    models.write_text(
+        "models: [{name: writer, task: text, source: 'hf:a/b', gpu: {type: none},"
+        " batch: {max_tokens: 65536, max_items: 128}}]"
+    )
+    objects = render(tmp_path / "out", models, autoscaler="hpa", buffer=0)
+    (scaler,) = of_kind(objects, "HorizontalPodAutoscaler").values()
+    busy, *counts = (metric["external"]["target"] for metric in scaler["spec"]["metrics"])
+    assert busy["averageValue"] == "700m"
+    assert all(float(one["averageValue"]) >= 128 for one in counts)
+
+
 def _scaled(objects: Objects, model: str) -> dict[str, Any]:
     spec: dict[str, Any] = of_kind(objects, "ScaledObject")[f"worker-{slug(model)}"]["spec"]
     return spec
