@@ -33,7 +33,7 @@ def encode_job(job: Job) -> tuple[bytes, dict[str, str]]:
     """
     try:
         data, attributes = _encoder.encode(job.body), job.envelope.to_attributes()
-    except (UnicodeError, OverflowError) as error:
+    except (UnicodeError, OverflowError, RecursionError) as error:
         raise UndecodableMessage(f"data: {error}", field="data") from error
     _check_carried(data, attributes)
     decode_job(data, attributes)
@@ -49,7 +49,7 @@ def decode_job(data: bytes, attributes: Mapping[str, str]) -> Job:
     envelope = Envelope.from_attributes(attributes)
     try:
         body = _job_decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise UndecodableMessage(f"data: {error}", field="data") from error
     if not body.items:
         raise UndecodableMessage("data: a job has at least one item", field="data")

@@ -9,6 +9,7 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
+from pydantic_core import from_json
 
 from api.schemas.openai import LARGEST_SEED, Body, Token
 from shared.stores.token_streams import MOST_ITEMS
@@ -92,8 +93,10 @@ class Message(Body):
 
 
 def _parsed(call: FunctionCall) -> dict[str, Any]:
+    """The call with its arguments as objects, or as their text where that is no sound JSON."""
     try:
-        arguments = json.loads(call.arguments)
+        # Its bound on nesting is that of bodies, and it takes no lone surrogates.
+        arguments = from_json(call.arguments, allow_inf_nan=False)
     except ValueError:
         arguments = call.arguments
     return {"name": call.name, "arguments": arguments}

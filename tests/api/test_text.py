@@ -12,6 +12,7 @@ import pytest
 import redis
 
 from api.predictions import text_stream
+from shared.tasks.text import GenerationInput
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
@@ -101,6 +102,25 @@ async def test_what_is_wrong_is_named(api: ApiUnderTest, wrong: dict[str, Any], 
     answer = await api.http.post("/v1/chat/completions", json=chat(**wrong))
     assert answer.status_code in (400, 404), answer.text
     assert field in (answer.json()["error"]["param"] or "") + answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["[" * 900 + "]" * 900, "[" * 100_000, '{"a": "\\ud800"}', "9" * 5000, "NaN"],
+    ids=lambda arguments: arguments[:8],
+)
+async def test_arguments_that_are_no_sound_json_stay_text(
+    api: ApiUnderTest, arguments: str
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [*SAY, {"role": "assistant", "content": None, "tool_calls": [call]}, *SAY]
+    answer = await api.http.post("/v1/chat/completions", json=chat(messages=messages))
+    if len(arguments) < 50_000:  # longer ones are no prompt of this model
+        assert answer.status_code == 200, answer.text
+        item = api.worker.items[-1].input
+        assert isinstance(item, GenerationInput)
+        assert item.messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
+    assert answer.status_code < 500, answer.text
 
 
 async def test_tool_calls_come_back_as_the_client_reads_them(api: ApiUnderTest) -> None:

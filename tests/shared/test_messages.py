@@ -219,7 +219,10 @@ def test_wrong_attribute_is_named(change: dict[str, str | None], field: str) -> 
         b'{"items": [{"index": 0, "input": {"type": "sound"}}]}',
         b'{"items": [{"index": 0, "input": {"type": "tokens", "tokens": ["a"]}}]}',
         b'{"items": [%s, %s]}' % ((b'{"index": 0, "input": {"type": "text", "text": "a"}}',) * 2),
+        b'{"items": %s}' % (b"[" * 5000 + b"]" * 5000),
+        b'{"new": %s}' % (b"[" * 5000 + b"]" * 5000),
     ],
+    ids=lambda data: data[:40],
 )
 def test_body_that_is_no_job(data: bytes) -> None:
     _, attributes = encode_job(job())

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY
 
-from shared.errors import Unavailable
+from shared.errors import BadInput, Unavailable
+from shared.tasks import Input
+from shared.tasks.embedding import TextInput
 from shared.topics import (
     dead_letter_subscription_id,
     inbox_topic_id,
@@ -20,7 +23,8 @@ from shared.topics import (
 )
 from shared.transport import Message
 from tests.limits import WAIT_LIMIT_S
-from tests.workers.worker_harness import MODEL, HeldCache, running_worker
+from tests.workers.worker_harness import MODEL, HeldCache, LetterPreparer, running_worker
+from workers.models.base import PreparedText
 
 pytestmark = pytest.mark.anyio
 
@@ -130,6 +134,30 @@ async def test_bad_item_fails_alone(redis_url: str, tmp_path: Path, text: str) -
             None,
             "invalid_input" if text == "4" else "model_failed",
         ]
+
+
+class FragilePreparer(LetterPreparer):
+    """As a tokenizer or a template with a fault would do."""
+
+    def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
+        if any(isinstance(given, TextInput) and given.text == "?" for given in inputs):
+            raise RecursionError("maximum recursion depth exceeded")
+        return super().prepare(inputs)
+
+
+async def test_item_that_its_preparer_can_not_bear_fails_alone(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with running_worker(redis_url, tmp_path, preparer=FragilePreparer()) as harness:
+        assert await harness.ask("a", "?", "4") == [
+            ("succeeded", b"a"),
+            ("failed", None),
+            ("failed", None),
+        ]
+        await harness.until(lambda: len(harness.rows) == 3)
+        codes = [row.error_code for row in harness.rows]
+        assert sorted(codes, key=str) == [None, "invalid_input", "model_failed"]
+        assert await harness.ask("after", request_id="after") == [("succeeded", b"after")]
 
 
 async def test_expired_job_never_reaches_the_model(redis_url: str, tmp_path: Path) -> None:

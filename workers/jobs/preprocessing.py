@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 import msgspec
 
 from shared.blob import Blob
-from shared.errors import PenstockError
+from shared.errors import ModelFailed, PenstockError
 from shared.messages import Item
 from shared.stores.objects import ObjectStore
+from shared.tasks import Input
 from workers.models.base import Prepared, Preparer
 
 SOURCE_LIMIT_BYTES = 32 * 1024 * 1024
 """The largest source image that is fetched from the object store."""
+
+log = logging.getLogger(__name__)
 
 
 class Preprocessor:
@@ -56,6 +60,17 @@ class Preprocessor:
 
     def _prepare(self, items: Sequence[Item | PenstockError]) -> list[Prepared | PenstockError]:
         prepared = iter(
-            self._preparer.prepare([item.input for item in items if isinstance(item, Item)])
+            self._prepare_inputs([item.input for item in items if isinstance(item, Item)])
         )
         return [next(prepared) if isinstance(item, Item) else item for item in items]
+
+    def _prepare_inputs(self, inputs: Sequence[Input]) -> Sequence[Prepared | PenstockError]:
+        try:
+            return self._preparer.prepare(inputs)
+        except Exception:
+            # The boundary to tokenizers and templates. What one of them can't bear fails alone:
+            # otherwise the worker would end, and so would the next ones that get the job.
+            if len(inputs) > 1:
+                return [one for given in inputs for one in self._prepare_inputs([given])]
+            log.warning("input not prepared", exc_info=True)
+            return [ModelFailed("the input could not be prepared")]

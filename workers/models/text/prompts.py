@@ -97,6 +97,8 @@ class PromptPreparer:
         marks = _Marks(list(self._vocabulary.special.values()))
         try:
             text = self._template.render(marks.hide(value.messages), marks.hide(value.tools))
+        except RecursionError as error:
+            raise BadInput("the messages are nested too deeply", field="messages") from error
         except ValueError as error:
             raise BadInput(str(error), field="messages") from error
         ids: list[int] = []

@@ -178,6 +178,20 @@ def test_one_bad_input_spoils_no_other(preparer: PromptPreparer) -> None:
     assert [type(one) for one in found] == [BadInput, PreparedPrompt, BadInput]
 
 
+def test_messages_nested_beyond_all_reason_spoil_no_other(preparer: PromptPreparer) -> None:
+    nested: Any = []
+    for _ in range(900):
+        nested = [nested]
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": nested}}
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    refused, ready = preparer.prepare(
+        [GenerationInput(1, 1, messages=messages), GenerationInput(1, 1, prompt="a")]
+    )
+    assert isinstance(refused, BadInput)
+    assert refused.field == "messages"
+    assert isinstance(ready, PreparedPrompt)
+
+
 def test_a_model_without_a_template_takes_prompts_only(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").unlink()
