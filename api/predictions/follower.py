@@ -65,7 +65,8 @@ class PredictionFollower:
             await creation.wait_for_reply(ENDING_S)
         finally:
             record, price = creation.snapshot.record, snapshot.prediction.price
-            if price is None or not record.is_over:
+            was_deleted = not record.document
+            if price is None or not record.is_over or (was_deleted and record.reply is None):
                 limited.leave()
             else:
                 limited.end(price, [] if record.reply is None else record.reply.outcomes)

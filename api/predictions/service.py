@@ -236,9 +236,18 @@ class Predictions:
         raise NotFound("the image is no longer there")
 
     async def refresh(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
-        """Reads a prediction again. Returns the given snapshot while Redis does not answer."""
-        with suppress(Unavailable, NotFound):
-            return await self.read(snapshot.prediction.tenant, snapshot.prediction.id)
+        """Reads a prediction again. Returns the given snapshot while Redis does not answer.
+
+        Of one that was deleted meanwhile the record says that it is over, without a document.
+        """
+        prediction = snapshot.prediction
+        with suppress(Unavailable):
+            try:
+                return await self.read(prediction.tenant, prediction.id)
+            except NotFound:
+                record = await self._records.read(prediction.record)
+                if record is not None:
+                    return PredictionSnapshot(prediction, record)
         return snapshot
 
     async def place(self, snapshot: PredictionSnapshot) -> QueuePlace | None:

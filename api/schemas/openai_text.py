@@ -12,11 +12,14 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import from_json
 
 from api.schemas.openai import LARGEST_SEED, Body, Token
-from shared.stores.token_streams import MOST_ITEMS
 
 LONGEST_SCHEMA = 64 * 1024
 """Characters of a JSON schema."""
 MOST_TOOLS = 128
+MOST_CHOICES, MOST_PROMPTS = 8, 8
+"""Of one request. Together MOST_ITEMS of shared/stores/token_streams.py."""
+MOST_CHOICES, MOST_PROMPTS = 8, 8
+"""Of one request. Together MOST_ITEMS of shared/stores/token_streams.py."""
 _NAME = r"^[A-Za-z0-9_-]{1,64}$"
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -184,7 +187,7 @@ class _SampledBody(Body):
         description="The same seed gives the same text. Choice i of n uses seed + i.",
     )
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
-    n: int | None = Field(None, ge=1, le=MOST_ITEMS)
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     max_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -272,7 +275,9 @@ class CompletionBody(_SampledBody):
     prompt: (
         Annotated[str, Field(min_length=1)]
         | Annotated[list[Token], Field(min_length=1, fail_fast=True)]
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=8)]
+        | Annotated[
+            list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)
+        ]
     )
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: Literal[False] | None = None

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from shared.message_encoding import decode_reply_body
-from shared.messages import ReplyBody
+from shared.message_encoding import decode_reply_body, encode_reply_body
+from shared.messages import ItemOutcome, ReplyBody
 
 State = Literal["starting", "processing", "succeeded", "failed", "canceled"]
 OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
@@ -70,6 +70,12 @@ class Record(msgspec.Struct, kw_only=True):
         return self.state in OVER
 
 
+def receipts_of(reply: ReplyBody) -> bytes:
+    """What a deleted prediction was charged by, without what it gave."""
+    left = [ItemOutcome(one.index, one.status, one.receipt) for one in reply.outcomes]
+    return encode_reply_body(ReplyBody(left))
+
+
 def record_from_fields(fields: Mapping[bytes, bytes]) -> Record:
     """Reads the fields of a record's hash.
 
@@ -77,7 +83,8 @@ def record_from_fields(fields: Mapping[bytes, bytes]) -> Record:
         UndecodableMessage: its reply is not one.
     """
     known = {name.decode(): value for name, value in fields.items()}
-    document, reply = known.pop("document", b""), known.pop("reply", None)
+    document, receipts = known.pop("document", b""), known.pop("receipts", None)
+    reply = known.pop("reply", receipts)
     texts = {name: value.decode() for name, value in known.items()}
     record = msgspec.convert(texts, Record, strict=False)
     record.document = document

@@ -32,13 +32,22 @@ from redis.exceptions import RedisError
 from shared.errors import Overloaded, Unavailable
 from shared.retention import BUDGET_BYTES
 from shared.stores.previews import PreviewStore
-from shared.stores.record_state import Claim, Finish, Record, State, record_from_fields
+from shared.stores.record_state import (
+    Claim,
+    Finish,
+    Record,
+    State,
+    receipts_of,
+    record_from_fields,
+)
 from shared.stores.redis_client import RedisLink, RedisStore
 from shared.stores.redis_scripts import load_script
 from shared.stores.token_streams import TokenStreams
 from shared.stores.waiting_line import WaitingLines
 from shared.stores.webhook_log import WebhookLog
 
+_HAS_REPLY = -2
+"""What record_delete.lua answers if there is a reply that was not there when it was looked for."""
 JOB_KEEP_S = 120
 """Seconds for which the record of a job that is no prediction is kept after its last change: for
 late attempts.
@@ -203,6 +212,8 @@ class Records(RedisStore):
     async def delete(self, record: str, deadline_s: float) -> bool | None:
         """Deletes the record of a prediction that is over, and all that belongs to it in Redis.
 
+        What it costs stays for whoever has yet to settle it.
+
         Args:
             record: its id.
             deadline_s: unix time until which the broker may deliver its job.
@@ -220,7 +231,12 @@ class Records(RedisStore):
             *self.webhook_log.keys_of(record),
         )
         kept_s = JOB_KEEP_S + max(0, int(deadline_s - time.time()))
-        found = await self._commands.run_script(DELETE, keys, kept_s)
+        found = _HAS_REPLY
+        while found == _HAS_REPLY:  # once more at most: there is one reply
+            held = await self.read(record)
+            reply = None if held is None else held.reply
+            receipts = b"" if reply is None else receipts_of(reply)
+            found = await self._commands.run_script(DELETE, keys, kept_s, receipts)
         return {1: True, -1: False}.get(found)
 
     async def read(self, record: str) -> Record | None:

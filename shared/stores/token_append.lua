@@ -1,12 +1,13 @@
 -- Appends tokens to streams, each only for the worker that holds the record.
 --
 -- KEYS: for each: record, stream
--- ARGV: seconds to keep streams; for each: attempt, tokens before, tokens with these, chunk
+-- ARGV: seconds to keep streams; for each: attempt, tokens before, tokens with these, chunk, and of
+-- a first chunk what its item's prompt is charged by, which stays in the record (token_delivered.lua)
 -- Returns for each: tokens in the stream. -1: the worker has lost the record, or it is over.
 
 local out = {}
 for i = 1, #KEYS / 2 do
-  local record, stream, at = KEYS[2 * i - 1], KEYS[2 * i], 4 * i - 2
+  local record, stream, at = KEYS[2 * i - 1], KEYS[2 * i], 5 * i - 3
   local attempt, first, last = tonumber(ARGV[at]), tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
   local held = redis.call('HMGET', record, 'state', 'attempts')
   if held[1] ~= 'processing' or tonumber(held[2] or 0) > attempt then
@@ -17,6 +18,9 @@ for i = 1, #KEYS / 2 do
     if has == first and last > first then
       redis.call('XADD', stream, last .. '-0', 'c', ARGV[at + 3])
       redis.call('EXPIRE', stream, ARGV[1])
+      if first == 0 then
+        redis.call('HSET', record, 'prompt_' .. string.match(stream, '%d+$'), ARGV[at + 4])
+      end
       has = last
     end
     out[i] = has

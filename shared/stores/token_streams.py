@@ -32,8 +32,8 @@ KEPT_S = 600
 
 READER_S = 10
 """For so long after a reader said that it reads along, it counts as there."""
-MOST_ITEMS = 8
-"""Of a prediction that is streamed. The API refuses more."""
+MOST_ITEMS = 64
+"""Of a prediction that is streamed. The API refuses more (api/schemas/openai_text.py)."""
 
 _APPEND = load_script("shared/stores/token_append.lua")
 _READ = load_script("shared/stores/token_read.lua")
@@ -103,7 +103,9 @@ class TokenStreams:
         ]
         args: list[str | bytes | float] = [KEPT_S]
         for one in written:
-            args += [one.attempt, one.chunk.first, one.chunk.end, _encoder.encode(one.chunk)]
+            chunk = one.chunk
+            prompt = f"{chunk.input_tokens} {chunk.cached_tokens}"
+            args += [one.attempt, chunk.first, chunk.end, _encoder.encode(chunk), prompt]
         with contextlib.suppress(Unavailable):
             ends = await self._commands.run_script(_APPEND, keys, *args)
             return [None if end < 0 else end for end in ends]
@@ -157,9 +159,10 @@ class TokenStreams:
         Raises:
             Unavailable: Redis did not answer.
         """
-        keys = [f"{self._prefix}record:{record}", *(self._key(record, at) for at in items)]
-        found = await self._commands.run_script(_DELIVERED, keys)
-        return [_delivered(read, first) for read, *first in found]
+        found = await self._commands.run_script(
+            _DELIVERED, [f"{self._prefix}record:{record}"], *items
+        )
+        return [_delivered(read, prompt) for read, prompt in found]
 
     async def mark_read(self, record: str) -> None:
         """Says that somebody reads along.
@@ -181,9 +184,9 @@ class TokenStreams:
         return f"{self._prefix}reader:{record}"
 
 
-def _delivered(read: int, first: Sequence[bytes]) -> Delivered | None:
+def _delivered(read: int, prompt: bytes) -> Delivered | None:
     """None: nothing was read."""
-    if not read or not first:
+    if not read or not prompt:
         return None
-    chunk = _decoder.decode(first[0])
-    return Delivered(chunk.input_tokens, chunk.cached_tokens, read)
+    input_tokens, cached_tokens = map(int, prompt.split())
+    return Delivered(input_tokens, cached_tokens, read)

@@ -337,6 +337,19 @@ async def test_an_id_that_no_event_had_ends_the_stream_with_an_error(
     assert json.loads(lost[-1]["data"])["error"]["code"] == "stream_lost"
 
 
+async def test_a_deleted_stream_of_many_texts_leaves_no_token(
+    api: ApiUnderTest, redis_url: str
+) -> None:
+    prompts = [f"say {letter} a b" for letter in "abcdefgh"]
+    body = {"model": "writer", "prompt": prompts, "n": 8, "seed": 1, "stream": True}
+    answer = await api.http.post("/v1/completions", json=body)
+    made = json.loads(parsed(answer.text)[0]["data"])["id"]
+    with redis.Redis.from_url(redis_url) as kept:
+        assert len(kept.keys(f"*tokens:{made}:*")) == 64
+        assert (await api.http.delete(f"/v1/predictions/{made}")).status_code == 204
+        assert not kept.keys(f"*tokens:{made}:*")
+
+
 async def test_a_failed_text_ends_its_stream_with_the_error(api: ApiUnderTest) -> None:
     api.worker.broken = {""}
     with pytest.raises(openai.APIError, match="breaks the model"):

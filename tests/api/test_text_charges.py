@@ -108,6 +108,39 @@ async def test_a_stream_that_is_canceled_costs_what_went_out(
         assert await used_tokens(api) == row.tokens
 
 
+async def test_a_stream_that_is_canceled_and_deleted_at_once_costs_what_went_out(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with served(redis_url, tmp_path) as (api, harness):
+        text = await read_and_leave(api, 50)
+        made = (await only_prediction(api))["id"]
+        # Before its worker has said what it costs.
+        await api.http.post(f"/v1/predictions/{made}/cancel", headers=ACME)
+        answer = await api.http.delete(f"/v1/predictions/{made}", headers=ACME)
+        assert answer.status_code < 300, answer.text
+        await harness.until(lambda: len(harness.rows) == 1)
+        [row] = harness.rows
+        assert (row.status, row.input_tokens) == ("canceled", 3)
+        assert row.output_tokens is not None
+        assert row.output_tokens >= len(text)
+        assert row.cost_usd == pytest.approx((3 * 2 + row.output_tokens * 6) / 1e6)
+        assert await used_tokens(api) == row.tokens
+
+
+async def test_a_text_that_is_deleted_at_its_end_counts_as_charged(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with served(redis_url, tmp_path) as (api, harness):
+        body = {**BODY, "max_tokens": 3}
+        streamed = await api.http.post("/v1/completions", json=body, headers=ACME)
+        assert "[DONE]" in streamed.text
+        made = (await only_prediction(api))["id"]
+        answer = await api.http.delete(f"/v1/predictions/{made}", headers=ACME)
+        assert answer.status_code < 300, answer.text
+        [row] = harness.rows
+        assert await used_tokens(api) == row.tokens
+
+
 async def test_a_stream_that_nobody_reads_any_more_costs_what_went_out(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

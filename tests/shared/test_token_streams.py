@@ -69,6 +69,21 @@ async def test_a_deleted_prediction_leaves_no_tokens(redis_url: str) -> None:
         assert not await streams.is_read(record)
 
 
+async def test_what_was_read_is_counted_if_the_prediction_is_deleted_meanwhile(
+    redis_url: str,
+) -> None:
+    async with Records(redis_url) as records:
+        record, streams = await claimed(records), records.tokens
+        first = TokenChunk(0, [5, 6], "a b ", input_tokens=9, cached_tokens=4)
+        await streams.append([Written(record, 0, 1, first), Written(record, 1, 1, first)])
+        await streams.read([(record, 0, 0)])
+        await records.cancel(record)
+        assert await records.delete(record, 0.0)
+        assert await streams.end_delivery(record, [0, 1]) == [Delivered(9, 4, 2), None]
+        found = await streams.read([(record, 0, 0), (record, 0, 2)])
+        assert [one.chunks for one in found] == [[], []]
+
+
 @pytest.mark.parametrize("end", ["cancel", "fail", "end_delivery"])
 async def test_what_was_read_is_counted_and_nothing_else_is_read_after_the_end(
     redis_url: str, end: str

@@ -91,7 +91,8 @@ def test_no_text_of_a_caller_becomes_a_control_token(
 OPTIONAL = {f"p{number}": {"type": "integer"} for number in range(700)}
 LARGE_SCHEMAS = {
     json.dumps({"const": "a" * 33_000}): "it has 33013 bytes, and at most 32768",
-    json.dumps({"const": "a" * 4097}): "in it has 4097 characters, and at most 4096",
+    json.dumps({"const": "a" * 4097}): "in it has 4097 characters as JSON, and at most 4096",
+    json.dumps({"const": "\0" * 1000}): "in it has 6000 characters as JSON",
     json.dumps({"enum": ["a", "b" * 5000]}): "in it has 5000 characters",
     json.dumps({"type": "string", "pattern": "c" * 5000}): "in it has 5000 characters",
     json.dumps({"type": "object", "properties": {"d" * 5000: {}}}): "in it has 5000 characters",
