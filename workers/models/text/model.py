@@ -1,6 +1,6 @@
 """A text model that computes step by step: texts join and leave between two tokens.
 
-A step reads at most `generation.chunk_tokens` of prompts, and writes one token of each text whose
+A step reads at most `generation.chunk_tokens` of prompts, of tenants in turns, and writes one token of each text whose
 prompt was read. So a long prompt holds the others up for one part of it at a time. A step that
 wrote the first token of a text ends there, so that it is told at once. The others write next.
 
@@ -23,6 +23,7 @@ from workers.models.device import Device
 from workers.models.text.decoder import Decoder
 from workers.models.text.lookup import Lookup
 from workers.models.text.rows import TokenRow, TokenRows
+from workers.models.text.turns import Turns
 from workers.models.text.vocabulary import Vocabulary
 from workers.models.text.writing import IDS, Writing
 
@@ -48,6 +49,11 @@ class _Text:
         """Tokens without keys and values. 1: it writes, more: its prompt is being read."""
         assert self.row is not None, "a text that ended has no row; this is a bug"
         return len(self.ids) - len(self.row.ids)
+
+    @property
+    def is_read_in_part(self) -> bool:
+        """Whether there is more of its prompt to read."""
+        return self.row is not None and (self.unread > 1 or not self.writing.ids)
 
     def guess(self, capacity: int) -> list[int]:
         """What may come next, beside a token that the model chooses."""
@@ -88,6 +94,7 @@ class TextModel:
         self._decoder = Decoder(folder, device, entry.precision, rows, capacity)
         self._rows = TokenRows(rows)
         self._texts: dict[int, _Text] = {}
+        self._turns = Turns()
         self._others_wait = False
         """Whether the last step wrote first tokens only."""
 
@@ -160,16 +167,18 @@ class TextModel:
         return end
 
     def _read(self, end: StepEnd) -> bool:
-        """Reads prompts in order of arrival, `chunk_tokens` at most.
+        """Reads prompts, owners in turns, `chunk_tokens` at most.
 
         Returns whether one was read to its end, so its text has a first token.
         """
         left, has_first = self._chunk_tokens, False
-        for text in list(self._texts.values()):
+        waiting = [text for text in self._texts.values() if text.is_read_in_part]
+        for at in self._turns.order([text.item.owner for text in waiting]):
             if left == 0:
                 break
-            if text.row is None or (text.unread == 1 and text.writing.ids):
-                continue
+            text = waiting[at]
+            assert text.row is not None, "this is a bug"
+            self._turns.took(text.item.owner)
             start = len(text.row.ids)
             part = text.ids[start : start + left]
             left -= len(part)

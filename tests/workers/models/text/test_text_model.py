@@ -98,6 +98,21 @@ def test_a_long_prompt_lets_others_write(model: TextModel) -> None:
     assert set(model.take_chunks()) == {0, 1}
 
 
+def test_a_short_prompt_does_not_wait_for_all_the_long_ones_of_another_owner(
+    model: TextModel,
+) -> None:
+    for place in range(3):
+        model.admit(place, tiny.prompt([20 + place] * 130, owner="a", is_streamed=True))
+    model.step()
+    model.admit(3, tiny.prompt([30, 31], owner="b", is_streamed=True))
+    model.step()
+    model.step()
+    assert set(model.take_chunks()) == {3}
+    for _ in range(9):
+        model.step()
+    assert 0 in model.take_chunks(), "the owner's own are read as they came"
+
+
 def test_prompts_that_keep_coming_starve_no_text(model: TextModel) -> None:
     model.admit(0, tiny.prompt([5, 6], 40, is_streamed=True))
     model.step()
