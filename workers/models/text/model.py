@@ -1,8 +1,9 @@
 """A text model that computes step by step: texts join and leave between two tokens.
 
-A step reads at most `generation.chunk_tokens` of prompts, of tenants in turns, and writes one token of each text whose
-prompt was read. So a long prompt holds the others up for one part of it at a time. A step that
-wrote the first token of a text ends there, so that it is told at once. The others write next.
+A step reads at most `generation.chunk_tokens` of prompts, of tenants in turns, and writes one token
+of each text whose prompt was read. So a long prompt holds the others up for one part of it at a
+time. A step that wrote the first token of a text ends there, so that it is told at once. The others
+write next.
 
 A text that writes alone may write several tokens in a step, of which all but the first were guessed
 (`generation.lookup_tokens`). In company each token of a guess would take time from the others.
