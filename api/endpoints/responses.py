@@ -19,6 +19,7 @@ from api.endpoints.tool_calls import shown_of
 from api.schemas.openai_responses import ResponseBody
 from api.schemas.openai_responses_replies import (
     IncompleteDetails,
+    InputDetails,
     LogprobOfText,
     OutputCall,
     OutputItem,
@@ -30,7 +31,6 @@ from api.schemas.openai_responses_replies import (
     ResponseUsage,
     WrittenDetails,
 )
-from api.schemas.openai_text_replies import PromptDetails
 from shared.catalog import Model
 from shared.messages import ItemOutcome
 from shared.tasks.text import GenerationResult, TokenLogprob
@@ -60,7 +60,7 @@ class ResponseEvents:
         self._created = int(created_at_s)
         self._model = model
         self._after = after
-        self._has_tools = bool(self._chat.tools) and self._chat.tool_choice != "none"
+        self._has_tools = bool(self._chat.allowed_tools)
         self._first_end = _PART + (body.max_output_tokens or 0) + 1
         self._last = self._first_end
 
@@ -87,11 +87,19 @@ class ResponseEvents:
             max_output_tokens=body.max_output_tokens,
             previous_response_id=body.previous_response_id,
             metadata=body.metadata or {},
-            temperature=body.temperature,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            temperature=1.0 if body.temperature is None else body.temperature,
             text=given.get("text") or {"format": {"type": "text"}},
             tool_choice=given.get("tool_choice") or "auto",
             tools=given.get("tools") or [],
-            top_p=body.top_p,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            max_tool_calls=body.max_tool_calls,
+            prompt_cache_key=body.prompt_cache_key,
+            reasoning=body.reasoning,
+            safety_identifier=body.safety_identifier,
+            store=body.is_kept,
+            top_logprobs=body.top_logprobs or 0,
+            user=body.user,
             **facts,
         )
 
@@ -105,7 +113,7 @@ class ResponseEvents:
             incomplete_details=IncompleteDetails() if is_cut else None,
             usage=ResponseUsage(
                 result.input_tokens,
-                PromptDetails(result.cached_tokens),
+                InputDetails(result.cached_tokens),
                 result.output_tokens,
                 WrittenDetails(),
                 result.input_tokens + result.output_tokens,
@@ -118,7 +126,9 @@ class ResponseEvents:
         items: list[OutputItem] = []
         if message.content or not calls:
             told = self._logprobs(result.logprobs)
-            items.append(self._message([OutputText(message.content or "", logprobs=told)]))
+            is_cut = result.finish_reason == "length" and not calls
+            said = [OutputText(message.content or "", logprobs=told)]
+            items.append(self._message(said, "incomplete" if is_cut else "completed"))
         return items + [
             OutputCall(
                 f"fc_{number}_{self._made}", call.id, call.function.name, call.function.arguments

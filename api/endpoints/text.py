@@ -126,12 +126,11 @@ def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[Generatio
     return made
 
 
-def _prompts_of(body: CompletionBody) -> list[str | list[int]]:
+def _prompts_of(body: CompletionBody) -> Sequence[str | list[int]]:
     if isinstance(body.prompt, str):
         return [body.prompt]
-    texts = [one for one in body.prompt if isinstance(one, str)]
     tokens = [one for one in body.prompt if isinstance(one, int)]
-    return [*texts] if texts else [tokens]
+    return [tokens] if tokens else [one for one in body.prompt if not isinstance(one, int)]
 
 
 def _first_of(body: TextBody, model: Model) -> GenerationInput:
@@ -169,9 +168,7 @@ def _first_of(body: TextBody, model: Model) -> GenerationInput:
 
 def tools_of(body: ChatBody) -> list[dict[str, object]]:
     """The tools as a chat template gets them."""
-    if body.tool_choice == "none":
-        return []
-    return [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    return [tool.model_dump(exclude_none=True) for tool in body.allowed_tools]
 
 
 def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[GenerationResult]:
@@ -207,8 +204,7 @@ def chat_reply(
 def chat_choice(body: ChatBody, made: str, index: int, result: GenerationResult) -> ChatChoice:
     """One answer, with the calls of tools that are in its text."""
     text, calls = result.text, list[CalledTool]()
-    if body.tools and body.tool_choice != "none":
-        names = {tool.function.name for tool in body.tools}
+    if names := {tool.function.name for tool in body.allowed_tools}:
         text, calls = read_tool_calls(text, names, f"{made}:{index}")
     message = ChatMessage(text if text or not calls else None)
     if calls:

@@ -49,7 +49,7 @@ class ChatEvents:
         self._made = made
         self._created = int(created_at_s)
         self._model = model
-        self._has_tools = bool(body.tools) and body.tool_choice != "none"
+        self._has_tools = bool(body.allowed_tools)
         options = body.stream_options
         self._has_usage = options is not None and options.include_usage
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from api import metrics
 from api.dispatch.admission import Admission
 from api.dispatch.job_sender import Inbox, ReplyWaiter
-from api.errors import NotFound
+from api.errors import KeyReused, NotFound
 from api.predictions.creation import Creation, PredictionSnapshot
 from api.predictions.sender import NewPrediction, PredictionSender, failed_reply
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable
@@ -40,7 +40,7 @@ _GENERATED_ID = re.compile(r"pred_[0-9a-f]{24}")
 
 
 class PredictionIdTaken(BadInput):
-    """This id, or this Idempotency-Key, belongs to a prediction of another input."""
+    """This id belongs to a prediction of another input."""
 
 
 class PredictionNotOver(PenstockError):
@@ -87,6 +87,7 @@ class Predictions:
         Raises:
             Overloaded: this instance, the broker or the store of predictions is full.
             PredictionIdTaken: another prediction has the id.
+            KeyReused: another request had the Idempotency-Key.
             Unavailable: Redis or the broker is out of reach, and nothing was created.
         """
         model, demand = new.prediction.model, new.demand
@@ -313,6 +314,8 @@ class Predictions:
                 field="id",
             ) from error
         if snapshot.prediction.digest != prediction.digest:
+            if _GENERATED_ID.fullmatch(prediction.id):
+                raise KeyReused
             raise PredictionIdTaken(
                 f"{prediction.id} is the id of another prediction, with another input", field="id"
             )

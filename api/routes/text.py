@@ -189,7 +189,7 @@ def _stream(
 def _items_of(body: ChatBody | CompletionBody) -> int:
     prompts = 1
     if isinstance(body, CompletionBody) and isinstance(body.prompt, list):
-        prompts = len(body.prompt) if isinstance(body.prompt[0], str) else 1
+        prompts = 1 if isinstance(body.prompt[0], int) else len(body.prompt)
     return prompts * (body.n or 1)
 
 

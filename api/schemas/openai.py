@@ -53,8 +53,8 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def _shape(value: Any) -> str:
-    """The shape of `input` by its first element, so that errors mention only this shape."""
+def shape_of(value: Any) -> str:
+    """The shape of an input by its first element, so that errors mention only this shape."""
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(value, list):
         return (
@@ -82,7 +82,7 @@ class EmbeddingsBody(Body):
         | Annotated[list[Text], Field(min_length=1, fail_fast=True), Tag("texts:")]
         | Annotated[Tokens, Tag("tokens:")]
         | Annotated[list[Tokens], Field(min_length=1, fail_fast=True), Tag("token_lists:")],
-        Discriminator(_shape),
+        Discriminator(shape_of),
     ]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from api.schemas.openai import Body
-from api.schemas.openai_text import MOST_TOOLS, ChatBody, Share
-
-_NAME = r"^[A-Za-z0-9_-]{1,64}$"
+from api.schemas.openai_text import MOST_TOOLS, ChatBody, Share, text_or_list
+from api.schemas.openai_tools import TOOL_NAME
 
 
 class InputPart(Body):
     """A part of a message. Text models read text only."""
 
-    type: Literal["input_text", "output_text"]
-    text: str
+    type: Literal["input_text", "output_text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
     annotations: list[Any] | None = Field(None, description="Accepted from earlier answers.")
     logprobs: list[Any] | None = Field(None, description="Accepted from earlier answers.")
 
@@ -92,7 +91,7 @@ class ResponseTool(Body):
     """A function that the model may call. There are no other tools."""
 
     type: Literal["function"]
-    name: str = Field(pattern=_NAME)
+    name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
     strict: bool | None = None
@@ -112,11 +111,24 @@ class NamedTool(Body):
     name: str
 
 
+def _named(tool: NamedTool) -> dict[str, Any]:
+    """The tool as chats name it."""
+    return {"type": "function", "function": {"name": tool.name}}
+
+
+class AllowedResponseTools(Body):
+    """Some of the tools, of which the model may call one, or must."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MOST_TOOLS)
+
+
 class TextFormat(Body):
     """What the text looks like."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = Field(None, pattern=_NAME)
+    name: str | None = Field(None, pattern=TOOL_NAME)
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -157,10 +169,11 @@ class ResponseBody(Body):
         },
     )
 
-    input: (
-        Annotated[str, Field(min_length=1)]
-        | Annotated[list[InputItem], Field(min_length=1, max_length=2048)]
-    )
+    input: Annotated[
+        Annotated[str, Field(min_length=1), Tag("text:")]
+        | Annotated[list[InputItem], Field(min_length=1, max_length=2048), Tag("list:")],
+        Discriminator(text_or_list),
+    ]
     model: str | None = Field(None, description="Default: the first text model of the catalog.")
     instructions: str | None = None
     background: bool | None = Field(None, description="Answer at once, and write on alone.")
@@ -171,11 +184,20 @@ class ResponseBody(Body):
     top_p: Share | None = None
     text: TextOptions | None = None
     tools: list[ResponseTool] | None = Field(None, max_length=MOST_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedResponseTools | None = (
+        None
+    )
     parallel_tool_calls: bool | None = Field(None, description="Accepted, without effect.")
+    max_tool_calls: int | None = Field(
+        None, ge=1, description="Accepted, without effect: there are no built-in tools."
+    )
     metadata: dict[str, str] | None = Field(None, max_length=16)
     include: (
-        Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=8)] | None
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            Field(max_length=8),
+        ]
+        | None
     ) = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     previous_response_id: str | None = Field(
@@ -190,6 +212,14 @@ class ResponseBody(Body):
     safety_identifier: str | None = None
     service_tier: str | None = Field(None, description="Accepted, without effect.")
     prompt_cache_key: str | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_retention: str | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_options: dict[str, Any] | None = Field(
+        None, description="Accepted, without effect."
+    )
+    context_management: None = None
+    conversation: None = None
+    moderation: None = None
+    prompt: None = None
 
     @property
     def is_kept(self) -> bool:
@@ -204,7 +234,8 @@ class ResponseBody(Body):
     @property
     def has_logprobs(self) -> bool:
         """Whether the answer has log probabilities."""
-        return bool(self.include) or self.top_logprobs is not None
+        asked = "message.output_text.logprobs" in (self.include or ())
+        return asked or self.top_logprobs is not None
 
     @property
     def items(self) -> list[InputMessage | InputCall | InputResult]:
@@ -247,8 +278,11 @@ class ResponseBody(Body):
         if self.has_logprobs:
             given |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if isinstance(self.tool_choice, NamedTool):
-            function = {"name": self.tool_choice.name}
-            given["tool_choice"] = {"type": "function", "function": function}
+            given["tool_choice"] = _named(self.tool_choice)
+        elif isinstance(self.tool_choice, AllowedResponseTools):
+            named = [_named(tool) for tool in self.tool_choice.tools]
+            allowed = {"mode": self.tool_choice.mode, "tools": named}
+            given["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
         if self.text is not None and self.text.format is not None:
             given["response_format"] = self.text.format.to_chat()
         return ChatBody.model_validate(given)

@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from api.schemas.openai_text_replies import PromptDetails
-
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
@@ -57,11 +55,18 @@ class WrittenDetails(msgspec.Struct):
     reasoning_tokens: int = 0
 
 
+class InputDetails(msgspec.Struct):
+    """Tokens whose keys and values had been computed before. What is kept costs nothing."""
+
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+
+
 class ResponseUsage(msgspec.Struct):
     """Tokens that were read and written."""
 
     input_tokens: int
-    input_tokens_details: PromptDetails
+    input_tokens_details: InputDetails
     output_tokens: int
     output_tokens_details: WrittenDetails
     total_tokens: int
@@ -97,12 +102,23 @@ class ResponseReply(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] = {}
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
-    temperature: float | None = None
+    temperature: float = 1.0
     text: dict[str, Any] = {}
     tool_choice: Any = "auto"
     tools: list[dict[str, Any]] = []
-    top_p: float | None = None
+    top_p: float = 1.0
     truncation: Literal["disabled"] = "disabled"
+    completed_at: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    max_tool_calls: int | None = None
+    prompt_cache_key: str | None = None
+    reasoning: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["default"] = "default"
+    store: bool = False
+    top_logprobs: int = 0
+    user: str | None = None
     object: Literal["response"] = "response"
 
 

@@ -8,10 +8,18 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import from_json
 
-from api.schemas.openai import LARGEST_SEED, Body, Token
+from api.schemas.openai import Body, Tokens, shape_of
+from api.schemas.openai_tools import (
+    TOOL_NAME,
+    AnyToolChoice,
+    FunctionTool,
+    Tool,
+    allowed_tools,
+    forced_tools,
+)
 
 LONGEST_SCHEMA = 64 * 1024
 """Characters of a JSON schema."""
@@ -20,17 +28,22 @@ MOST_CHOICES, MOST_PROMPTS = 8, 8
 """Of one request. Together MOST_ITEMS of shared/stores/token_streams.py."""
 MOST_CHOICES, MOST_PROMPTS = 8, 8
 """Of one request. Together MOST_ITEMS of shared/stores/token_streams.py."""
-_NAME = r"^[A-Za-z0-9_-]{1,64}$"
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
+LARGEST_INT64 = 2**63 - 1
+
+
+def text_or_list(value: Any) -> str:
+    """The tag of a form, so that errors are about the one that was meant."""
+    return "list:" if isinstance(value, list) else "text:"
 
 
 class TextPart(Body):
     """A part of a message. Text models read text only."""
 
-    type: Literal["text", "input_text", "output_text"]
-    text: str
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
 class FunctionCall(Body):
@@ -52,18 +65,25 @@ class Message(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    content: (
+        Annotated[
+            Annotated[str, Tag("text:")]
+            | Annotated[list[TextPart], Field(min_length=1), Tag("list:")],
+            Discriminator(text_or_list),
+        ]
+        | None
+    ) = None
     name: str | None = Field(None, max_length=64)
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    refusal: None = Field(None, description="Accepted from earlier answers.")
+    refusal: str | None = Field(None, description="What an earlier answer said instead.")
     annotations: list[Any] | None = Field(None, description="Accepted from earlier answers.")
     audio: None = None
     function_call: None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.refusal is None and not self.tool_calls:
             raise ValueError("content is missing")
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("a message of a tool names its tool_call_id")
@@ -92,7 +112,7 @@ class Message(Body):
         """The content in one piece."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
-        return self.content or ""
+        return self.content or self.refusal or ""
 
 
 def _parsed(call: FunctionCall) -> dict[str, Any]:
@@ -105,39 +125,10 @@ def _parsed(call: FunctionCall) -> dict[str, Any]:
     return {"name": call.name, "arguments": arguments}
 
 
-class FunctionTool(Body):
-    """A function that the model may call."""
-
-    name: str = Field(pattern=_NAME)
-    description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
-    strict: bool | None = None
-
-
-class Tool(Body):
-    """A tool. There are only functions."""
-
-    type: Literal["function"]
-    function: FunctionTool
-
-
-class NamedFunction(Body):
-    """The name of a function."""
-
-    name: str
-
-
-class ToolChoice(Body):
-    """The one function that the model is to call."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
 class JsonSchema(Body):
     """A schema that the answer matches."""
 
-    name: str = Field(pattern=_NAME)
+    name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -182,11 +173,18 @@ class _SampledBody(Body):
     presence_penalty: Penalty | None = None
     seed: int | None = Field(
         None,
-        ge=-LARGEST_SEED,
-        le=LARGEST_SEED,
+        ge=-LARGEST_INT64 - 1,
+        le=LARGEST_INT64,
         description="The same seed gives the same text. Choice i of n uses seed + i.",
     )
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop: (
+        Annotated[
+            Annotated[Stop, Tag("text:")]
+            | Annotated[list[Stop], Field(max_length=4), Tag("list:")],
+            Discriminator(text_or_list),
+        ]
+        | None
+    ) = None
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     max_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
@@ -197,6 +195,11 @@ class _SampledBody(Body):
     store: bool | None = Field(None, description="Accepted, without effect.")
     service_tier: str | None = Field(None, description="Accepted, without effect.")
     prompt_cache_key: str | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_retention: str | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_options: dict[str, Any] | None = Field(
+        None, description="Accepted, without effect."
+    )
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
     def _options_are_of_a_stream(self) -> _SampledBody:
@@ -229,30 +232,32 @@ class ChatBody(_SampledBody):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Accepted, without effect.")
     reasoning_effort: str | None = Field(None, description="Accepted, without effect.")
     verbosity: str | None = Field(None, description="Accepted, without effect.")
     modalities: list[Literal["text"]] | None = None
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    moderation: None = None
+    prediction: None = None
+    web_search_options: None = None
+
+    @property
+    def allowed_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return allowed_tools(self.tools, self.tool_choice)
 
     @property
     def forced_tools(self) -> list[FunctionTool]:
         """The tools of which the model must call one. Empty: it need not."""
-        if self.tool_choice in (None, "none", "auto"):
-            return []
-        functions = [tool.function for tool in self.tools or ()]
-        if isinstance(self.tool_choice, ToolChoice):
-            named = self.tool_choice.function.name
-            return [function for function in functions if function.name == named]
-        return functions
+        return forced_tools(self.tools, self.tool_choice) or []
 
     @model_validator(mode="after")
     def _can_be_forced(self) -> ChatBody:
-        if self.tool_choice in (None, "none", "auto"):
-            return self
-        if not self.forced_tools:
-            raise ValueError("tool_choice: tools has no such tool")
-        if self.response_format is not None and self.response_format.type != "text":
+        is_forced = forced_tools(self.tools, self.tool_choice) is not None
+        if is_forced and self.response_format is not None and self.response_format.type != "text":
             raise ValueError("tool_choice: a forced call has no response_format")
         return self
 
@@ -272,13 +277,21 @@ class CompletionBody(_SampledBody):
         json_schema_extra={"example": {"prompt": "A mill is", "max_tokens": 16, "temperature": 0}},
     )
 
-    prompt: (
-        Annotated[str, Field(min_length=1)]
-        | Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+    prompt: Annotated[
+        Annotated[str, Field(min_length=1), Tag("text:")]
         | Annotated[
-            list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)
+            list[Annotated[str, Field(min_length=1)]],
+            Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True),
+            Tag("texts:"),
         ]
-    )
+        | Annotated[Tokens, Tag("tokens:")]
+        | Annotated[
+            list[Tokens],
+            Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True),
+            Tag("token_lists:"),
+        ],
+        Discriminator(shape_of),
+    ]
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None

@@ -157,11 +157,15 @@ class Administration:
         """
         if not 0 <= overlap_s <= LONGEST_OVERLAP_S:
             raise BadInput(f"overlap: 0 to {LONGEST_OVERLAP_S} seconds", field="overlap_s")
-        key, now_s = new_key(key_id), int(self._clock())
+        now_s = int(self._clock())
+        key: ApiKey | None = None
 
         def rotated(old: StoredKey) -> StoredKey:
+            nonlocal key
             if (state := state_of(old, now_s)) != "valid":
                 raise BadInput(f"key {key_id} is {state}", field="id")
+            # Only of an id that there is: others may be no part of a key at all.
+            key = new_key(old.id)
             return msgspec.structs.replace(
                 old,
                 hash=hash_of(bytes.fromhex(old.salt), key).hex(),
@@ -169,7 +173,9 @@ class Administration:
                 previous_until_s=now_s + overlap_s if overlap_s else 0,
             )
 
-        return IssuedKey(await self._change_key("key.rotate", key_id, rotated), key)
+        stored = await self._change_key("key.rotate", key_id, rotated)
+        assert key is not None, "a change that happened has a key; this is a bug"
+        return IssuedKey(stored, key)
 
     async def revoke_key(self, key_id: str) -> StoredKey:
         """Ends a key for good. Does nothing if it was revoked before.

@@ -158,6 +158,7 @@ async def test_every_act_is_noted(api: ApiUnderTest, caplog: pytest.LogCaptureFi
         ("DELETE", "/keys/nobody", None, 404, "id"),
         ("POST", "/keys/nobody/rotate", {}, 404, "id"),
         ("POST", "/keys/nobody/rotate", {"overlap_s": -1}, 400, "overlap_s"),
+        ("POST", "/keys/n\u00f6body/rotate", {}, 404, "id"),
         ("PUT", "/plans/team", {"weight": 0}, 400, "weight"),
         ("PUT", "/plans/team", {"wait": 0}, 400, None),
         ("DELETE", "/plans/team", None, 404, "plan"),

@@ -60,6 +60,84 @@ async def test_a_response_is_answered_as_the_client_reads_it(api: ApiUnderTest) 
     assert usage.input_tokens_details.cached_tokens == 3
 
 
+@pytest.mark.parametrize("text", [SAY, CALLS])
+async def test_whatever_is_answered_has_the_types_of_the_client(
+    api: ApiUnderTest, text: str
+) -> None:
+    strict = api.openai().with_options(max_retries=0)
+    strict._strict_response_validation = True
+    given = asked(text, tools=[weather_tool()], parallel_tool_calls=False, max_output_tokens=40)
+    response = await strict.responses.create(**given)
+    assert response.parallel_tool_calls is False
+    assert response.usage.input_tokens_details.cache_write_tokens == 0
+    events = [one async for one in await strict.responses.create(**given, stream=True)]
+    assert type(events[-1].response) is type(response)
+    kept = await strict.responses.create(**given, background=True)
+    assert (await strict.responses.retrieve(kept.id)).store
+
+
+async def test_a_message_that_was_cut_is_incomplete(api: ApiUnderTest) -> None:
+    cut = await api.openai().responses.create(**asked())
+    assert (cut.status, cut.output[0].status) == ("incomplete", "incomplete")
+
+
+async def test_only_tools_that_are_allowed_count(api: ApiUnderTest) -> None:
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": []}
+    for name, status in (("Weather", 200), ("Stars", 400)):
+        choice = allowed | {"tools": [{"type": "function", "name": name}]}
+        given = asked(CALLS, tools=[weather_tool()], tool_choice=choice)
+        answer = await api.http.post("/v1/responses", json=given)
+        assert answer.status_code == status, answer.text
+        if status == 200:
+            assert answer.json()["tool_choice"] == choice
+
+
+async def test_what_changes_nothing_is_accepted(api: ApiUnderTest) -> None:
+    nulls = [
+        "background",
+        "context_management",
+        "conversation",
+        "include",
+        "instructions",
+        "max_output_tokens",
+        "max_tool_calls",
+        "metadata",
+        "moderation",
+        "parallel_tool_calls",
+        "previous_response_id",
+        "prompt",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "reasoning",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "stream",
+        "stream_options",
+        "temperature",
+        "tool_choice",
+        "tools",
+        "top_logprobs",
+        "top_p",
+        "truncation",
+        "user",
+    ]
+    given: list[dict[str, Any]] = [
+        dict.fromkeys(nulls),
+        {"include": ["reasoning.encrypted_content"]},
+    ]
+    for one in given:
+        answer = await api.http.post("/v1/responses", json=asked(**one))
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["output"][0]["content"][0]["logprobs"] == []
+
+
+async def test_an_error_is_about_the_form_that_was_meant(api: ApiUnderTest) -> None:
+    answer = await api.http.post("/v1/responses", json=asked([]))
+    assert answer.json()["error"]["message"].startswith("input: List should have at least 1")
+
+
 async def test_items_become_the_messages_of_a_chat(api: ApiUnderTest) -> None:
     client = api.openai()
     first = await client.responses.create(**asked(CALLS, tools=[weather_tool()], temperature=0))

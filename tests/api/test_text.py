@@ -104,6 +104,134 @@ async def test_what_is_wrong_is_named(api: ApiUnderTest, wrong: dict[str, Any], 
     assert field in (answer.json()["error"]["param"] or "") + answer.json()["error"]["message"]
 
 
+NULLS = [
+    "audio",
+    "frequency_penalty",
+    "function_call",
+    "functions",
+    "logit_bias",
+    "logprobs",
+    "max_completion_tokens",
+    "max_tokens",
+    "metadata",
+    "modalities",
+    "moderation",
+    "n",
+    "prediction",
+    "presence_penalty",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "reasoning_effort",
+    "response_format",
+    "safety_identifier",
+    "seed",
+    "service_tier",
+    "stop",
+    "store",
+    "stream",
+    "stream_options",
+    "temperature",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "top_p",
+    "user",
+    "verbosity",
+    "web_search_options",
+]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict.fromkeys(NULLS),
+        {"logit_bias": {}, "prompt_cache_retention": "24h"},
+        {"seed": 2**63 - 1},
+        {"seed": -(2**63)},
+    ],
+    ids=lambda given: str(given)[:24],
+)
+async def test_what_changes_nothing_is_accepted(api: ApiUnderTest, given: dict[str, Any]) -> None:
+    answer = await api.http.post("/v1/chat/completions", json=chat(**given))
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"] == TEXT
+
+
+async def test_refusals_of_earlier_answers_are_what_was_said(api: ApiUnderTest) -> None:
+    earlier = [
+        {"role": "assistant", "content": None, "refusal": "no"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "never"}]},
+    ]
+    given = chat(messages=[*SAY, *earlier, *SAY])
+    answer = await api.http.post("/v1/chat/completions", json=given)
+    assert answer.status_code == 200, answer.text
+    item = api.worker.items[-1].input
+    assert isinstance(item, GenerationInput)
+    assert [one["content"] for one in item.messages[1:3]] == ["no", "never"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"stop": [None]}, "stop[0]: Input should be a valid string"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: Input should be"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content: List should"),
+    ],
+    ids=str,
+)
+async def test_an_error_is_about_the_form_that_was_meant(
+    api: ApiUnderTest, wrong: dict[str, Any], message: str
+) -> None:
+    answer = await api.http.post("/v1/chat/completions", json=chat(**wrong))
+    assert answer.json()["error"]["message"].startswith(message)
+
+
+async def test_a_completion_takes_lists_of_token_ids(api: ApiUnderTest) -> None:
+    given = {"model": "writer", "prompt": [[5, 6], [7]], "seed": 1}
+    reply = await api.openai().completions.create(**given)
+    assert [one.input.prompt for one in api.worker.items[-2:]] == [[5, 6], [7]]
+    async with await api.openai().completions.create(**given, stream=True) as stream:
+        told = [choice async for chunk in stream for choice in chunk.choices]
+    for choice in reply.choices:
+        assert choice.text == "".join(one.text for one in told if one.index == choice.index)
+
+
+@pytest.mark.parametrize(("mode", "is_forced"), [("auto", False), ("required", True)])
+async def test_only_tools_that_are_allowed_count(
+    api: ApiUnderTest, mode: str, is_forced: bool
+) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("tides", "weather")]
+    said = 'say <tool_call>{"name": "tides", "arguments": {}}</tool_call>'
+    given = chat(messages=[{"role": "user", "content": said}], tools=tools, max_tokens=40)
+    for name in ("tides", "weather", "stars"):
+        named = [{"type": "function", "function": {"name": name}}]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+        answer = await api.http.post("/v1/chat/completions", json=given | {"tool_choice": choice})
+        if name == "stars":
+            assert answer.status_code == 400
+            continue
+        item = api.worker.items[-1].input
+        assert isinstance(item, GenerationInput)
+        assert [tool["function"]["name"] for tool in item.tools] == [name]
+        assert bool(item.json_schema) == is_forced
+        called = answer.json()["choices"][0]["message"].get("tool_calls", [])
+        assert [call["function"]["name"] for call in called] == (["tides"] * (name == "tides"))
+
+
+async def test_a_key_of_another_stream_is_refused(api: ApiUnderTest) -> None:
+    key = {"idempotency-key": "k"}
+    first, second = [
+        await api.http.post(
+            "/v1/chat/completions", json=chat(stream=True, max_tokens=most), headers=key
+        )
+        for most in (3, 4)
+    ]
+    assert first.status_code == 200
+    assert second.status_code == 422
+    assert second.json()["error"]["code"] == "idempotency_key_reused"
+
+
 @pytest.mark.parametrize(
     "arguments",
     ["[" * 900 + "]" * 900, "[" * 100_000, '{"a": "\\ud800"}', "9" * 5000, "NaN"],
