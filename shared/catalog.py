@@ -182,7 +182,8 @@ def unknown_model(name: str) -> UnknownModel:
     It names no other model, because the caller may see only some.
     """
     return UnknownModel(
-        f"model {name!r} is not served here (GET /v1/models lists those that are)", field="model"
+        f"model {name[:80]!r} is not served here (GET /v1/models lists those that are)",
+        field="model",
     )
 
 

@@ -158,6 +158,12 @@ async def test_what_changes_nothing_is_accepted(api: ApiUnderTest, given: dict[s
     assert answer.json()["choices"][0]["message"]["content"] == TEXT
 
 
+async def test_an_error_repeats_little_of_a_long_name(api: ApiUnderTest) -> None:
+    answer = await api.http.post("/v1/chat/completions", json=chat(model="x" * 100_000))
+    assert answer.status_code == 404
+    assert len(answer.text) < 400
+
+
 async def test_refusals_of_earlier_answers_are_what_was_said(api: ApiUnderTest) -> None:
     earlier = [
         {"role": "assistant", "content": None, "refusal": "no"},
