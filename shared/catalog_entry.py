@@ -208,8 +208,8 @@ class ImageDefaults(_Entry):
     multiple: Positive = 8
     """Width and height are multiples of this (the VAE's scale)."""
     join: Literal["auto", "never"] = "auto"
-    """Whether images join a running batch between two steps. `auto`: where the pipeline is
-    StableDiffusionPipeline. `never`: batches run as a whole.
+    """Whether images join a running batch between two steps. `auto`: where the pipeline is of
+    Stable Diffusion or Stable Diffusion XL. `never`: batches run as a whole.
     """
     compile: Literal["auto", "always", "never"] = "auto"
     """torch.compile of UNet and VAE for the usual size. `auto`: on GPUs. `always`: on CPUs too."""

@@ -22,7 +22,7 @@ class ImageWorker(WorkerTask):
         return ("tuned", "bf16", "int8") + (("compiled",) if has_gpu else ())
 
     def computes_steps(self, entry: Model, folder: Path) -> bool:
-        """Pipelines of Stable Diffusion, unless the entry says otherwise."""
+        """Pipelines of Stable Diffusion and its XL, unless the entry says otherwise."""
         from workers.models.image.preprocessing import can_join
 
         return entry.image.join == "auto" and can_join(folder)

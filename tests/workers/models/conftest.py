@@ -1,6 +1,7 @@
-"""The two real models of the catalog, each loaded once."""
+"""The two real models of the catalog, and a tiny Stable Diffusion XL, each loaded once."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -52,3 +53,38 @@ def tiny(catalog: Catalog, tiny_folder: Path) -> InferenceModel:
     model.setup()
     model.warmup()
     return model
+
+
+class TinyPipeline(NamedTuple):
+    """A pipeline of a family, on a CPU."""
+
+    folder: Path
+    preparer: Preparer
+    model: InferenceModel
+
+
+@pytest.fixture(scope="session")
+def tiny_xl_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # It imports diffusers, which tests of texts do without.
+    from tests.workers.models.tiny_xl import write_folder
+
+    return write_folder(tmp_path_factory.mktemp("xl"), tiny_folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_xl(catalog: Catalog, tiny_xl_folder: Path) -> TinyPipeline:
+    entry = catalog.default("image")
+    model = model_for(entry, tiny_xl_folder, "cpu")
+    model.setup()
+    return TinyPipeline(tiny_xl_folder, preparer_for(entry, tiny_xl_folder), model)
+
+
+@pytest.fixture(scope="session", params=["sd", "sdxl"])
+def family(request: pytest.FixtureRequest) -> TinyPipeline:
+    """Each family of pipelines whose images join a running batch."""
+    if request.param == "sd":
+        return TinyPipeline(
+            *(request.getfixturevalue(name) for name in ("tiny_folder", "tiny_preparer", "tiny"))
+        )
+    tiny_xl: TinyPipeline = request.getfixturevalue("tiny_xl")
+    return tiny_xl

@@ -7,15 +7,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from diffusers import (
-    AutoencoderKL,
-    EulerDiscreteScheduler,
-    StableDiffusionXLPipeline,
-    UNet2DConditionModel,
-)
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from shared.blob import Blob
 from shared.catalog import Catalog
@@ -25,7 +18,6 @@ from shared.tasks import Input
 from shared.tasks.image import ImageInput, ImageResult
 from tests.workers.models.batches import model_for
 from workers.models.base import InferenceModel, PreparedImage, Preparer
-from workers.tasks import preparer_for
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")
@@ -136,57 +128,6 @@ def test_steps_are_told_and_paid_for(
     assert isinstance(result, ImageResult)
     assert (result.seed, result.width, result.height) == (value.seed, 64, 64)
     assert result.pixel_steps == item.length == 64 * 64 * steps
-
-
-def test_sdxl_runs_from_the_same_code(catalog: Catalog, tiny_folder: Path, tmp_path: Path) -> None:
-    tokenizer = CLIPTokenizer.from_pretrained(tiny_folder / "tokenizer")
-    text = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        projection_dim=32,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    vae = AutoencoderKL.from_pretrained(tiny_folder / "vae")
-    unet = UNet2DConditionModel(
-        sample_size=8,
-        in_channels=vae.config.latent_channels,
-        out_channels=vae.config.latent_channels,
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        norm_num_groups=8,
-        attention_head_dim=(2, 4),
-        cross_attention_dim=64,
-        use_linear_projection=True,
-        transformer_layers_per_block=(1, 1),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=80,
-    )
-    StableDiffusionXLPipeline(
-        vae=vae,
-        text_encoder=CLIPTextModel(text),
-        text_encoder_2=CLIPTextModelWithProjection(text),
-        tokenizer=tokenizer,
-        tokenizer_2=tokenizer,
-        unet=unet,
-        scheduler=EulerDiscreteScheduler(
-            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"
-        ),
-        force_zeros_for_empty_prompt=True,
-        add_watermarker=False,
-    ).save_pretrained(tmp_path)
-    entry = catalog.default("image")
-    model, preparer = model_for(entry, tmp_path, "cpu"), preparer_for(entry, tmp_path)
-    model.setup()
-    for value in (TEXT, FROM_IMAGE):
-        inputs = [msgspec.structs.replace(value, seed=seed) for seed in (1, 2)]
-        together = [pixels(result) for result in drawn(model, preparer, inputs)]
-        assert np.abs(together[1] - pixels(drawn(model, preparer, inputs[1:])[0])).max() <= 1
 
 
 def test_a_model_with_a_scheduler_of_its_own_takes_no_other(

@@ -17,9 +17,9 @@ from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.tasks import Result
 from shared.tasks.image import ImageInput, ImageResult
+from tests.workers.models.conftest import TinyPipeline
 from tests.workers.models.test_image import FROM_IMAGE, TEXT, drawn, pixels
 from workers.models.base import (
-    InferenceModel,
     OutOfMemory,
     PreparedImage,
     Preparer,
@@ -43,13 +43,18 @@ OTHERS = [
     msgspec.structs.replace(TEXT, seed=8, width=72, height=48, image=None),
 ]
 """Each differs in what an equal key demanded of a whole batch."""
+UNSTEADY = ("dpm2", "dpm2_a")
+"""In few steps of strong guidance they make large differences of small ones.
+
+For some seeds, plain diffusers makes 10 levels of a ten-millionth of the latents.
+"""
 
 
 @pytest.fixture(scope="session")
-def stepped(tiny: InferenceModel) -> SteppedModel:
-    assert isinstance(tiny, SteppedModel)
-    assert isinstance(tiny, ProgressTeller)
-    return tiny
+def stepped(family: TinyPipeline) -> SteppedModel:
+    assert isinstance(family.model, SteppedModel)
+    assert isinstance(family.model, ProgressTeller)
+    return family.model
 
 
 def prepared(preparer: Preparer, value: ImageInput) -> PreparedImage:
@@ -105,31 +110,40 @@ def difference(result: Result | PenstockError, alone: ImageResult) -> int:
 
 
 @pytest.mark.parametrize("request_", [TEXT, FROM_IMAGE], ids=["text", "image"])
-@pytest.mark.parametrize("scheduler", SCHEDULER_NAMES)
+@pytest.mark.parametrize(
+    "schedulers", [SCHEDULER_NAMES[first::3] for first in range(3)], ids=["0", "1", "2"]
+)
 def test_pixels_are_those_of_an_image_alone(
-    tiny: InferenceModel,
+    family: TinyPipeline,
     stepped: SteppedModel,
-    tiny_preparer: Preparer,
-    scheduler: str,
+    schedulers: Sequence[str],
     request_: ImageInput,
 ) -> None:
-    """Whoever is beside it, and whenever they come and go."""
-    mine = msgspec.structs.replace(request_, scheduler=scheduler)
-    arrivals = [(0, OTHERS[0]), (2, mine), (3, OTHERS[1]), (3, OTHERS[2]), (4, OTHERS[3])]
-    results = run(stepped, tiny_preparer, arrivals)
+    """Whichever schedulers are beside it, and whenever they come and go."""
+    mine = [
+        msgspec.structs.replace(
+            request_,
+            scheduler=scheduler,
+            steps=5,
+            guidance_scale=2.0 if scheduler in UNSTEADY else request_.guidance_scale,
+        )
+        for scheduler in schedulers
+    ]
+    arrivals = [*enumerate(mine), *((2 * step, value) for step, value in enumerate(OTHERS))]
+    results = run(stepped, family.preparer, arrivals)
     for place, (_, value) in enumerate(arrivals):
-        (alone,) = drawn(tiny, tiny_preparer, [value])
+        (alone,) = drawn(family.model, family.preparer, [value])
         assert difference(results[place], alone) <= 1, value
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     st.lists(
         st.tuples(
             st.integers(0, 6),
-            st.sampled_from(SCHEDULER_NAMES),
+            st.sampled_from([name for name in SCHEDULER_NAMES if name not in UNSTEADY]),
             st.integers(1, 6),
             st.sampled_from([1.0, 2.0, 7.5]),
             st.booleans(),
@@ -139,9 +153,8 @@ def test_pixels_are_those_of_an_image_alone(
     )
 )
 def test_any_company_leaves_the_pixels_as_they_are(
-    tiny: InferenceModel,
+    family: TinyPipeline,
     stepped: SteppedModel,
-    tiny_preparer: Preparer,
     plan: list[tuple[int, str, int, float, bool]],
 ) -> None:
     arrivals = []
@@ -153,29 +166,29 @@ def test_any_company_leaves_the_pixels_as_they_are(
             value, seed=seed, scheduler=scheduler, steps=steps, guidance_scale=scale
         )
         arrivals.append((joins, value))
-    results = run(stepped, tiny_preparer, arrivals)
+    results = run(stepped, family.preparer, arrivals)
     for place, (_, value) in enumerate(arrivals):
-        (alone,) = drawn(tiny, tiny_preparer, [value])
+        (alone,) = drawn(family.model, family.preparer, [value])
         assert difference(results[place], alone) <= 1, value
 
 
 def test_dropped_image_changes_nothing_for_the_others(
-    tiny: InferenceModel, stepped: SteppedModel, tiny_preparer: Preparer
+    family: TinyPipeline, stepped: SteppedModel
 ) -> None:
-    results = run(stepped, tiny_preparer, [(0, OTHERS[0]), (1, TEXT), (1, OTHERS[3])], {1: 4})
+    results = run(stepped, family.preparer, [(0, OTHERS[0]), (1, TEXT), (1, OTHERS[3])], {1: 4})
     assert results.keys() == {0, 2}
     for place, value in ((0, OTHERS[0]), (2, OTHERS[3])):
-        (alone,) = drawn(tiny, tiny_preparer, [value])
+        (alone,) = drawn(family.model, family.preparer, [value])
         assert difference(results[place], alone) <= 1
 
 
 def test_short_image_does_not_wait_for_a_long_one(
-    stepped: SteppedModel, tiny_preparer: Preparer
+    family: TinyPipeline, stepped: SteppedModel
 ) -> None:
     long, short = (msgspec.structs.replace(TEXT, steps=steps) for steps in (30, 3))
-    stepped.admit(0, prepared(tiny_preparer, long))
+    stepped.admit(0, prepared(family.preparer, long))
     stepped.step()
-    stepped.admit(1, prepared(tiny_preparer, short))
+    stepped.admit(1, prepared(family.preparer, short))
     ended = [stepped.step().results.keys() for _ in range(3)]
     assert ended == [set(), set(), {1}]
     teller = cast(ProgressTeller, stepped)
@@ -209,15 +222,13 @@ def own_model(catalog: Catalog, folder: Path) -> JoiningImageModel:
     return model
 
 
-def test_compiled_sizes_are_filled_up(
-    catalog: Catalog, tiny: InferenceModel, tiny_folder: Path, tiny_preparer: Preparer
-) -> None:
+def test_compiled_sizes_are_filled_up(catalog: Catalog, family: TinyPipeline) -> None:
     """Three items are computed as two and one, or as four, with the compiler itself left out."""
     entry = catalog.default("image")
     image = entry.image.model_copy(update={"compile": "always"})
     batch = entry.batch.model_copy(update={"max_items": 4})
     entry = entry.model_copy(update={"image": image, "batch": batch})
-    model = JoiningImageModel(entry, tiny_folder, Device("cpu", threads=1, memory_fraction=1.0))
+    model = JoiningImageModel(entry, family.folder, Device("cpu", threads=1, memory_fraction=1.0))
     model.setup()
     with torch.compiler.set_stance("force_eager"):
         model.warmup()
@@ -231,10 +242,10 @@ def test_compiled_sizes_are_filled_up(
 
         unet.forward = counted
         values = [msgspec.structs.replace(TEXT, seed=seed, steps=3 + seed) for seed in range(3)]
-        results = run(model, tiny_preparer, [(0, value) for value in values])
+        results = run(model, family.preparer, [(0, value) for value in values])
     assert set(rows) <= {2, 4, 8}, "each image has two rows"
     for place, value in enumerate(values):
-        (alone,) = drawn(tiny, tiny_preparer, [value])
+        (alone,) = drawn(family.model, family.preparer, [value])
         assert difference(results[place], alone) <= 1
 
 
@@ -282,7 +293,11 @@ def test_image_of_nan_fails_alone(
     [
         ("auto", "StableDiffusionPipeline", True),
         ("never", "StableDiffusionPipeline", False),
-        ("auto", "StableDiffusionXLPipeline", False),
+        ("auto", "StableDiffusionXLPipeline", True),
+        ("auto", "StableDiffusionXLImg2ImgPipeline", True),
+        ("never", "StableDiffusionXLPipeline", False),
+        ("auto", "StableDiffusion3Pipeline", False),
+        ("auto", "FluxPipeline", False),
         ("auto", None, False),
     ],
 )

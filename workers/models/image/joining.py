@@ -3,8 +3,8 @@
 Each item has a scheduler, a generator of random numbers and timesteps of its own. Only the UNet
 computes items together: it takes a timestep for each row. So an item's pixels are those of
 diffusers' pipeline for it alone, whichever schedulers, strengths and numbers of steps are beside
-it. The steps before and after the loop are those of StableDiffusionPipeline.__call__ and
-StableDiffusionImg2ImgPipeline.__call__, by their own methods.
+it. The steps before and after the loop are those of the pipelines' own calls, by their own methods.
+What differs between Stable Diffusion and Stable Diffusion XL is in family.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from shared.tasks.text import TokenChunk
 from workers.models.base import OutOfMemory, Picture, PreparedImage, PreparedItem, StepEnd
 from workers.models.device import memory_errors
 from workers.models.image.codec import sources_on, to_host
-from workers.models.image.model import ImageModel, spare_memory
+from workers.models.image.family import FAMILIES
+from workers.models.image.model import ImageModel
 from workers.models.image.preview import draw_previews
+from workers.models.image.vae import decode, own_type, spare_memory
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,9 @@ class _Drawing:
     """[1, channels, height, width]."""
     prompt: torch.Tensor
     """[rows, tokens, width]: the negative prompt first where it is guided."""
-    condition: torch.Tensor | None
+    conditions: dict[str, torch.Tensor]
+    """What else of its family the UNet takes, [rows, …] each."""
+    scale: torch.Tensor | None
     """The guidance scale as the UNet of a distilled model takes it, [1, width]."""
     for_scheduler: dict[str, Any]
     done: int = 0
@@ -59,7 +63,7 @@ class _Drawing:
 
 
 class JoiningImageModel(ImageModel):
-    """An ImageModel of Stable Diffusion that also computes step by step. See SteppedModel."""
+    """An ImageModel of a known family that also computes step by step. See SteppedModel."""
 
     _drawings: dict[int, _Drawing]
 
@@ -67,6 +71,7 @@ class JoiningImageModel(ImageModel):
         """Loads the pipeline."""
         super().setup()
         self._drawings = {}
+        self._family = FAMILIES[type(self._text_to_image)]
 
     def admit(self, place: int, item: PreparedItem) -> None:
         """Encodes the prompts and the source, and draws the noise."""
@@ -123,33 +128,51 @@ class JoiningImageModel(ImageModel):
         scheduler = pipeline.scheduler = self._scheduler(item.scheduler)
         generator = torch.Generator("cpu").manual_seed(item.seed)
         texts = self._prompts.arguments([item])
-        prompt, negative = texts["prompt_embeds"], texts["negative_prompt_embeds"]
-        width = pipeline.unet.config.time_cond_proj_dim
-        if item.guidance_scale > 1 and width is None:
-            prompt = torch.cat([negative, prompt])
         scheduler.set_timesteps(item.steps, device=self._device)
-        timesteps = scheduler.timesteps
+        prompt = torch.cat([texts["negative_prompt_embeds"], texts["prompt_embeds"]])
+        timesteps, latents = self._start(pipeline, item, generator, prompt.dtype)
+        conditions = self._family.conditions(pipeline, item, texts)
+        scale = self._scale(pipeline, item, latents)
+        rows = 2 if item.guidance_scale > 1 and scale is None else 1
+        return _Drawing(
+            item=item,
+            scheduler=scheduler,
+            generator=generator,
+            timesteps=timesteps,
+            latents=latents,
+            prompt=prompt[-rows:],
+            conditions={name: both[-rows:] for name, both in conditions.items()},
+            scale=scale,
+            for_scheduler=pipeline.prepare_extra_step_kwargs(generator, 0.0),
+        )
+
+    def _start(
+        self, pipeline: Any, item: PreparedImage, generator: torch.Generator, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The timesteps that an item has before it, and its latents at the first of them."""
         if item.source is None:
+            self._family.begin(pipeline.scheduler)
             channels = pipeline.unet.config.in_channels
             size = (item.height, item.width)
+            latents = pipeline.prepare_latents(1, channels, *size, dtype, self._device, generator)
+            return pipeline.scheduler.timesteps, latents
+        source = pipeline.image_processor.preprocess(sources_on(self._device, [item]))
+        timesteps, _ = pipeline.get_timesteps(item.steps, item.strength, self._device)
+        with own_type(pipeline.vae):
             latents = pipeline.prepare_latents(
-                1, channels, *size, prompt.dtype, self._device, generator
+                source, timesteps[:1], 1, 1, dtype, self._device, generator
             )
-        else:
-            source = pipeline.image_processor.preprocess(sources_on(self._device, [item]))
-            timesteps, _ = pipeline.get_timesteps(item.steps, item.strength, self._device)
-            latents = pipeline.prepare_latents(
-                source, timesteps[:1], 1, 1, prompt.dtype, self._device, generator
-            )
-        condition = None
-        if width is not None:
-            scale = torch.tensor(item.guidance_scale - 1).repeat(1)
-            condition = pipeline.get_guidance_scale_embedding(scale, embedding_dim=width)
-            condition = condition.to(self._device, latents.dtype)
-        for_scheduler = pipeline.prepare_extra_step_kwargs(generator, 0.0)
-        return _Drawing(
-            item, scheduler, generator, timesteps, latents, prompt, condition, for_scheduler
-        )
+        return timesteps, latents
+
+    def _scale(
+        self, pipeline: Any, item: PreparedImage, latents: torch.Tensor
+    ) -> torch.Tensor | None:
+        width = pipeline.unet.config.time_cond_proj_dim
+        if width is None:
+            return None
+        scale = torch.tensor(item.guidance_scale - 1).repeat(1)
+        embedding: torch.Tensor = pipeline.get_guidance_scale_embedding(scale, embedding_dim=width)
+        return embedding.to(self._device, latents.dtype)
 
     def _step_all(self) -> None:
         """One step of each item. If memory runs out, some have had theirs."""
@@ -171,17 +194,18 @@ class JoiningImageModel(ImageModel):
         # A compiled size is filled up with the last item again.
         fill = len(self._padded([drawing.item for drawing in drawings])) - len(drawings)
         places = [*range(len(drawings)), *[len(drawings) - 1] * fill]
-        conditions = [drawings[place].condition for place in places]
-        known = [one for one in conditions if one is not None]
+        scales = [drawing.scale for drawing in drawings if drawing.scale is not None]
+        added = {
+            name: _together([drawing.conditions[name] for drawing in drawings], places)
+            for name in drawings[0].conditions
+        }
         noise = self._text_to_image.unet(
             torch.cat([scaled[place] for place in places] * rows),
             torch.stack([times[place].float() for place in places] * rows).to(self._device),
-            encoder_hidden_states=torch.cat(
-                [drawings[place].prompt[row : row + 1] for row in range(rows) for place in places]
-            ),
-            timestep_cond=torch.cat(known) if known else None,
+            encoder_hidden_states=_together([drawing.prompt for drawing in drawings], places),
+            timestep_cond=_together(scales, places) if scales else None,
             cross_attention_kwargs=None,
-            added_cond_kwargs=None,
+            added_cond_kwargs=added or None,
             return_dict=False,
         )[0]
         for place, (drawing, time) in enumerate(zip(drawings, times, strict=True)):
@@ -214,13 +238,13 @@ class JoiningImageModel(ImageModel):
 
     def _decode(self, drawing: _Drawing) -> np.ndarray | None:
         pipeline: Any = self._text_to_image
-        vae = pipeline.vae
-        decoded = vae.decode(
-            drawing.latents / vae.config.scaling_factor,
-            return_dict=False,
-            generator=drawing.generator,
-        )[0]
         drawn = pipeline.image_processor.postprocess(
-            decoded, output_type="pt", do_denormalize=[True]
+            decode(pipeline, drawing.latents), output_type="pt", do_denormalize=[True]
         )
         return to_host(drawn)[0]
+
+
+def _together(parts: Sequence[torch.Tensor], places: Sequence[int]) -> torch.Tensor:
+    """The first row of the part at each place, then the second of each."""
+    rows = range(len(parts[0]))
+    return torch.cat([parts[place][row : row + 1] for row in rows for place in places])

@@ -26,10 +26,11 @@ from workers.models.device import Device, memory_errors
 from workers.models.image.codec import encode_all, sources_on, to_host
 from workers.models.image.compilation import only_what_is_compiled
 from workers.models.image.compiled_sizes import cheapest_cover
-from workers.models.image.pipeline import load_pipelines
+from workers.models.image.pipeline import draws_text, load_pipelines
 from workers.models.image.plan import capability_of, plan_for
 from workers.models.image.preview import draw_previews
 from workers.models.image.prompt_encoder import PromptEncoder
+from workers.models.image.vae import own_type, spare_memory
 
 AfterStep = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]
 WARMUP_LIMIT_S = 100.0
@@ -70,6 +71,7 @@ class ImageModel:
         self._text_to_image, self._image_to_image = load_pipelines(
             self._folder, self._device, self._plan
         )
+        self._draws_text = draws_text(self._image_to_image)
         self._own_scheduler = self._text_to_image.scheduler
         self._prompts = PromptEncoder(self._text_to_image)
 
@@ -86,18 +88,16 @@ class ImageModel:
                     extra={"batch_size": size},
                 )
                 break
-            items = [self._usual_item()] * size
+            items = [self._usual_item(from_image=not self._draws_text)] * size
             self._warm(items)
             if self._plan.is_compiled:
                 call_began_s = time.monotonic()
                 self._warm(items)
                 self._call_s[size] = time.monotonic() - call_began_s
-        if self._image_to_image is not None:
-            item = self._usual_item()
-            item.source, item.strength = bytes(3 * item.width * item.height), 1.0
-            self._warm([item])
+        if self._image_to_image is not None and self._draws_text:
+            self._warm([self._usual_item(from_image=True)])
 
-    def _usual_item(self) -> PreparedImage:
+    def _usual_item(self, *, from_image: bool) -> PreparedImage:
         usual = self._entry.image
         return PreparedImage(
             key="",
@@ -110,6 +110,8 @@ class ImageModel:
             guidance_scale=usual.guidance_scale,
             seed=0,
             scheduler=usual.scheduler,
+            strength=1.0 if from_image else None,
+            source=bytes(3 * usual.width * usual.height) if from_image else None,
         )
 
     def _warm(self, items: Sequence[PreparedImage]) -> None:
@@ -156,6 +158,8 @@ class ImageModel:
         """Why this model can't draw an item. None: it can."""
         if item.source is not None and self._image_to_image is None:
             return BadInput("this model draws from text only", field="image")
+        if item.source is None and not self._draws_text:
+            return BadInput("this model draws from an image only", field="image")
         if item.scheduler != OWN_SCHEDULER and "beta_start" not in self._own_scheduler.config:
             return BadInput(f"this model takes only scheduler {OWN_SCHEDULER!r}", field="scheduler")
         return None
@@ -201,9 +205,10 @@ class ImageModel:
             given |= {"image": sources_on(self._device, items), "strength": items[0].strength}
         # Arguments that this class of pipeline does not support are left out.
         known = inspect.signature(pipeline.__call__).parameters
-        drawn: torch.Tensor = pipeline(
-            **{name: value for name, value in given.items() if name in known}
-        ).images
+        with own_type(getattr(pipeline, "vae", None)):
+            drawn: torch.Tensor = pipeline(
+                **{name: value for name, value in given.items() if name in known}
+            ).images
         return drawn
 
     def _callback(self, on_step: OnStep) -> AfterStep:
@@ -268,22 +273,6 @@ def _arguments(items: Sequence[PreparedImage], after_step: AfterStep) -> dict[st
         "width": first.width,
         "height": first.height,
     }
-
-
-def spare_memory(vae: Any, count: int) -> bool:
-    """Makes the VAE process images one by one, or a single one in tiles.
-
-    False if it does so already.
-    """
-    if not isinstance(vae, diffusers.AutoencoderKL) or (
-        vae.use_slicing if count > 1 else vae.use_tiling
-    ):
-        return False
-    if count > 1:
-        vae.enable_slicing()
-    else:
-        vae.enable_tiling()
-    return True
 
 
 def _ignore_step(step: int, steps: int) -> None:

@@ -40,9 +40,20 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> tuple
     apply_plan(pipeline, folder, plan)
     if type(pipeline) not in _with_image_to_image():
         return pipeline, None
-    image_to_image = diffusers.AutoPipelineForImage2Image.from_pipe(pipeline)
+    # The pipeline for text does not know this setting, so it does not hand it on.
+    scores = {"requires_aesthetics_score": bool(config.get("requires_aesthetics_score"))}
+    image_to_image = diffusers.AutoPipelineForImage2Image.from_pipe(pipeline, **scores)
     image_to_image.set_progress_bar_config(disable=True)
+    for each in (pipeline, image_to_image):
+        # Pipelines of Stable Diffusion XL mark their pictures where a certain package is installed.
+        if getattr(each, "watermark", None) is not None:
+            each.watermark = None
     return pipeline, image_to_image
+
+
+def draws_text(image_to_image: Any | None) -> bool:
+    """Whether a pipeline draws from text alone. A refiner of Stable Diffusion XL does not."""
+    return image_to_image is None or not image_to_image.config.get("requires_aesthetics_score")
 
 
 def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:

@@ -26,6 +26,13 @@ SOURCE_MAX_PIXELS = 16 * 1024 * 1024
 """The limit of a source image before it is resized: 48 MB decoded."""
 DEFAULT_STRENGTH = 0.8
 SEED_LIMIT = 2**63
+JOINING = (
+    "StableDiffusionPipeline",
+    "StableDiffusionImg2ImgPipeline",
+    "StableDiffusionXLPipeline",
+    "StableDiffusionXLImg2ImgPipeline",
+)
+"""Classes in model_index.json whose pipelines for text are in workers.models.image.family."""
 
 
 class ImagePreparer:
@@ -95,7 +102,7 @@ def can_join(folder: Path) -> bool:
         index = json.loads((folder / "model_index.json").read_text("utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(index, dict) and index.get("_class_name") == "StableDiffusionPipeline"
+    return isinstance(index, dict) and index.get("_class_name") in JOINING
 
 
 def _prepared(value: ImageInput, usual_steps: int, *, joins: bool) -> PreparedImage:

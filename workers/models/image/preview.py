@@ -16,6 +16,7 @@ import torch
 
 from workers.models.base import Picture
 from workers.models.image.codec import to_host
+from workers.models.image.vae import decode
 
 LONGEST_SIDE = {"cuda": 256}
 LONGEST_SIDE_CPU = 128
@@ -36,12 +37,11 @@ def draw_previews(
     longest = LONGEST_SIDE.get(latents.device.type, LONGEST_SIDE_CPU)
     scale = 2 ** (len(vae.config.block_out_channels) - 1)
     shrink = -(-max(latents.shape[-2:]) * scale // longest)
-    chosen = latents[list(places)].to(vae.dtype)
+    chosen = latents[list(places)]
     if shrink > 1:
         chosen = torch.nn.functional.avg_pool2d(chosen, shrink, ceil_mode=True)
-    chosen = chosen / vae.config.scaling_factor + (vae.config.shift_factor or 0)
     # One by one: what a large batch needs of memory may not be left between two steps.
-    decoded = [vae.decode(one, return_dict=False)[0] for one in chosen.split(1)]
+    decoded = [decode(pipeline, one[None]) for one in chosen]
     drawn = to_host((torch.cat(decoded) / 2 + 0.5).clamp(0, 1))
     return [
         None if pixels is None else Picture(pixels.shape[1], pixels.shape[0], pixels.tobytes())

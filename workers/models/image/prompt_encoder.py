@@ -67,8 +67,8 @@ class PromptEncoder:
         """
         if type(self._pipeline) not in KNOWN:
             return None
-        # SDXL's two tokenizers are the same.
-        tokenizer = self._pipeline.tokenizer
+        # SDXL's two tokenizers are the same. Its refiner has only the second.
+        tokenizer = self._pipeline.tokenizer or self._pipeline.tokenizer_2
         texts = [text for text in (item.prompt, item.negative_prompt) if text]
         counts = [len(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]] if texts else []
         most: int = tokenizer.model_max_length
