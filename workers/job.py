@@ -191,7 +191,9 @@ class QueuedItem:
     deaths_alone: int = 0
     """How many of them computed nothing else."""
     written: list[TokenChunk] = field(default_factory=list)
-    """What a text has so far, if somebody reads along."""
+    """What a text has so far, if somebody reads along, or if it gave its place to another."""
+    has_started: bool = False
+    """Whether a model process had it, so that a limit of its time in the queue is over."""
 
     @property
     def tenant(self) -> str:
@@ -209,6 +211,11 @@ class QueuedItem:
         if len(self.waiters) == 1:  # as nearly always
             return self.waiters[0][0].start_by_s
         return min(pulled.start_by_s for pulled, _ in self.waiters)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether it can be interrupted, and go on later from where it was."""
+        return isinstance(self.prepared, PreparedPrompt)
 
     @property
     def key(self) -> str:

@@ -49,6 +49,16 @@ FAILED_BATCHES_MAX = 20
 """After this many failed batches in a row the worker itself is broken, and exits."""
 
 
+def _held_messages(consumer: JobConsumer, processes: int) -> int:
+    """Two batches for each process: one that runs, and one that waits.
+
+    A text may run for minutes. So where a tenant has filled both, there is room for jobs of others,
+    which then get places (workers/scheduling/yielding.py).
+    """
+    items = consumer.model.batch.max_items
+    return processes * (2 * items + (-(-items // 2) if consumer.computes_steps else 0))
+
+
 class Worker:
     """Serves one or several models until it is told to stop. The caller opens and closes its parts.
 
@@ -139,8 +149,7 @@ class Worker:
         ):
             subscribing = self._subscriber.subscribe(
                 subscription_id,
-                # Two batches for each process: one that runs, and one that waits.
-                max_messages=2 * consumer.model.batch.max_items * len(self._pool.processes),
+                max_messages=_held_messages(consumer, len(self._pool.processes)),
                 max_bytes=max(1, self._max_outstanding_bytes // len(self._consumers)),
                 ack_deadline_s=self._ack_deadline_s,
                 ack_linger_s=ACK_LINGER_S,

@@ -118,6 +118,9 @@ class Speller:
         streamed = {p: text for p, text in self._texts.items() if text.item.is_streamed}
         return {p: chunk for p, text in streamed.items() if (chunk := text.chunk()) is not None}
 
+    def interrupt(self, place: int) -> TokenChunk | None:
+        return self._texts.pop(place).chunk()
+
     def drop(self, place: int) -> None:
         self._texts.pop(place, None)
 

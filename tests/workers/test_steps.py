@@ -112,6 +112,7 @@ async def publish(
     tenant: str = "t",
     lane: str = "",
     prediction: str = "1",
+    start_by_s: float = 0.0,
 ) -> None:
     now_s = time.time()
     envelope = Envelope(
@@ -127,6 +128,7 @@ async def publish(
         attempt=attempt,
         lane=lane,
         prediction=prediction,
+        start_by_s=start_by_s,
     )
     await harness.publish(Job(envelope, JobBody([Item(0, given, cache_key)])))
 
@@ -257,6 +259,75 @@ async def test_places_and_budget_bound_who_is_in(redis_url: str, tmp_path: Path)
         for name in names[1:]:
             await harness.records.cancel(record_id(name, 0))
         assert {(await outcome(harness))[0] for _ in names[1:]} == set(names[1:])
+
+
+async def test_another_tenant_gets_a_place_though_all_are_taken(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with spelling(redis_url, tmp_path) as harness:
+        names = [f"r{number}" for number in range(9)]  # two batches, and one
+        for name in names:
+            await ask(harness, name, "ab", FOREVER, left_s=300)
+        await harness.until(lambda: len(running(harness)) == 4)
+        for number in range(3):
+            await ask(harness, f"other{number}", "xy", 4, tenant="other")
+            name, done = await outcome(harness)
+            assert (name, text_of(done)) == (f"other{number}", "xyxy")
+        await harness.until(lambda: len(running(harness)) == 4)
+        for name in names:
+            await harness.records.cancel(record_id(name, 0))
+        assert {(await outcome(harness))[0] for _ in names} == set(names)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_a_text_that_gave_its_place_away_goes_on_from_its_tokens(
+    redis_url: str, tmp_path: Path, is_streamed: bool
+) -> None:
+    tokens = 3000
+    async with spelling(redis_url, tmp_path) as harness:
+        for name in "abcd":
+            await ask(harness, name, name, tokens, left_s=300, is_streamed=is_streamed)
+        await harness.until(lambda: len(running(harness)) == 4)
+        await ask(harness, "e", "e", 500, tenant="other")
+        found = dict([await outcome(harness) for _ in range(5)])
+        if is_streamed:  # then the reply says where it is
+            found |= {name: await _recorded(harness, name) for name in "abcd"}
+        for name, done in found.items():
+            assert text_of(done) == name * (500 if name == "e" else tokens)
+        # A speller tells as cached what its last run computed.
+        computed_last = sorted(_computed(found[name]) for name in "abcd")
+        assert computed_last[0] < tokens
+        assert computed_last[1:] == [tokens] * 3
+
+
+async def _recorded(harness: WorkerHarness, name: str) -> ItemOutcome:
+    record = await harness.records.read(record_id(name, 0))
+    assert record is not None
+    assert record.reply is not None
+    return record.reply.outcomes[0]
+
+
+def _computed(done: ItemOutcome) -> int:
+    assert isinstance(done.result, GenerationResult)
+    return done.result.cached_tokens
+
+
+async def test_a_limit_of_the_queue_ends_no_text_that_gave_its_place_away(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with spelling(redis_url, tmp_path) as harness:
+        start_by_s = time.time() + 1.0
+        for name in "abcd":
+            given = GenerationInput(FOREVER, 0, prompt=name)
+            await publish(harness, name, given, start_by_s=start_by_s, prediction="")
+        await harness.until(lambda: len(running(harness)) == 4)
+        await harness.until(lambda: time.time() > start_by_s)
+        await ask(harness, "e", "e", 3, tenant="other")
+        assert (await outcome(harness))[0] == "e"
+        await harness.until(lambda: sorted(running(harness)) == ["a", "b", "c", "d"])
+        for name in "abcd":
+            await harness.records.cancel(record_id(name, 0))
+        assert {(await outcome(harness))[1].status for _ in "abcd"} == {"canceled"}
 
 
 async def test_a_failing_step_fails_its_cause_alone(redis_url: str, tmp_path: Path) -> None:

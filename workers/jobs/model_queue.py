@@ -102,6 +102,10 @@ class ModelQueue:
         self._earliest_s = float("-inf")
         return self._lanes.take_joining(inside, processes, self._is_wanted, time.time())
 
+    def to_yield(self, inside: Collection[QueuedItem]) -> list[QueuedItem]:
+        """Of the items that one process has, those that are to give their places to another."""
+        return self._lanes.to_yield(inside, self._is_wanted)
+
     def item_ended(self, queued: QueuedItem) -> None:
         """Takes note that an item which joined others has left them."""
         self._lanes.batch_ended([queued])
@@ -114,7 +118,7 @@ class ModelQueue:
         self._lanes.add(queued)
 
     def left_over(self, queued: QueuedItem) -> None:
-        """Queues an item again that came too late to join."""
+        """Queues an item again that came too late to join, or gave its place away."""
         self._lanes.batch_ended([queued])
         self._lanes.add(queued)
 
@@ -160,7 +164,7 @@ class ModelQueue:
         for pulled, item in queued.open_waiters():
             if pulled.is_unwanted:
                 self._completion.settle(pulled, pulled.unwanted(item.index, started=False))
-            elif pulled.start_by_s <= now_s:
+            elif not queued.has_started and pulled.start_by_s <= now_s:
                 self._completion.settle(pulled, pulled.expired(item.index))
             else:
                 wanted.append((pulled, item))

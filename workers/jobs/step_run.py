@@ -63,6 +63,8 @@ class StepRun:
         self._busy = busy
         self._inside: dict[int, QueuedItem] = {}
         self._dropped: set[int] = set()
+        self._yielding: set[int] = set()
+        """Places that another tenant is to get."""
         self._counted: dict[Lane, float] = {}
         self._reported_s = 0.0
 
@@ -97,14 +99,23 @@ class StepRun:
         if not self._inside or not self._may_join():
             return
         joining = self._consumer.queue.take_joining(self._inside.values(), self._processes)
-        if not joining:
-            return
-        first = self._process.join([to_compute(queued) for queued in joining])
-        if first is None:  # it has just ended
-            for queued in joining:
-                self._consumer.queue.left_over(queued)
-        else:
+        if joining:
+            first = self._process.join([to_compute(queued) for queued in joining])
+            if first is None:  # it has just ended
+                for queued in joining:
+                    self._consumer.queue.left_over(queued)
+                return
             self._add(first, joining)
+        self._make_place()
+
+    def _make_place(self) -> None:
+        """Interrupts texts of a tenant that has too many places, for one that waits."""
+        if self._yielding or self._dropped & self._inside.keys():
+            return  # a place is about to be free
+        chosen = self._consumer.queue.to_yield(self._inside.values())
+        if chosen:
+            self._yielding = {at for at, one in self._inside.items() if one in chosen}
+            self._process.yield_places(sorted(self._yielding))
 
     def drop_unwanted(self) -> None:
         """Stops the items whose callers are all gone."""
@@ -118,6 +129,8 @@ class StepRun:
 
     def _add(self, first: int, items: Sequence[QueuedItem]) -> None:
         self._inside.update(enumerate(items, first))
+        for queued in items:
+            queued.has_started = True
         self._count()
 
     def _handle(self, message: StepMessage) -> None:
@@ -140,10 +153,25 @@ class StepRun:
             case Spare():
                 self._busy.spare(self._counted, message.seconds)
             case Preempted():
-                for place in message.places:
-                    if (queued := self._inside.pop(place, None)) is not None:
-                        self._consumer.queue.preempted(queued)
-                self._count()
+                self._wait_again(message)
+
+    def _wait_again(self, message: Preempted) -> None:
+        """Queues texts again that are not to be computed now."""
+        has_yielded = bool(self._yielding & set(message.places))
+        for place in message.places:
+            queued = self._inside.pop(place, None)
+            if queued is None:
+                continue
+            if (chunk := message.chunks.get(place)) is not None:
+                self._consumer.tokens.pass_on([(queued, chunk)])
+            if place in self._yielding:
+                self._consumer.queue.left_over(queued)
+            else:
+                self._consumer.queue.preempted(queued)
+        self._yielding &= self._inside.keys()
+        self._count()
+        if has_yielded:
+            self.join_waiting()
 
     def _tell_progress(self, message: ItemsProgress) -> None:
         if (now_s := time.monotonic()) - self._reported_s < PROGRESS_EVERY_S:
@@ -161,6 +189,7 @@ class StepRun:
 
     def _end(self, message: ItemEnded) -> None:
         queued = self._inside.pop(message.place, None)
+        self._yielding.discard(message.place)
         if queued is None:
             return
         self._count()

@@ -54,6 +54,8 @@ class TokenOutput:
         try:
             while self._has_more:
                 self._has_more = False
+                # One that gave its place away may lose its readers while it waits.
+                self._open = {one: sent for one, sent in self._open.items() if _readers(one)}
                 await self._send()
         finally:
             self._is_sending = False
@@ -145,5 +147,6 @@ def to_compute(queued: QueuedItem) -> Prepared:
         owner=queued.tenant,
         written_ids=b"".join(token.to_bytes(4, "little") for token in whole.ids),
         written_text=whole.text,
+        written_cached_tokens=whole.cached_tokens,
         written_logprobs=whole.logprobs,
     )

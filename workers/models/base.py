@@ -70,9 +70,10 @@ class PreparedPair(Prepared, tag="pair"):
 class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
     """A prompt to continue. `length` is the most tokens whose keys and values it takes.
 
-    `ids` and `written_ids` are token ids as little-endian uint32. `written_ids` are the tokens that
-    another worker had written before it died. The model goes on from there. `written_text` is
-    what readers were shown of them. The other fields are those of GenerationInput.
+    `ids` and `written_ids` are token ids as little-endian uint32. `written_ids` were written before
+    another worker died, or before the text gave its place away. The model goes on from there.
+    `written_text` is what readers were shown of them, and `written_cached_tokens` what they were
+    told of the prompt. The other fields are those of GenerationInput.
 
     `owner`: only prompts of the same owner share keys and values of equal beginnings, because
     `cached_tokens` tells of them. Empty: it shares with none.
@@ -92,6 +93,7 @@ class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
     is_streamed: bool = False
     owner: str = ""
     written_ids: bytes = b""
+    written_cached_tokens: int = 0
     written_text: str = ""
     written_logprobs: list[TokenLogprob] = []
 
@@ -196,6 +198,17 @@ class SteppedModel(LoadedModel, Protocol):
 
     def drop(self, place: int) -> None:
         """Removes an item, if it is still in."""
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A SteppedModel whose items can be interrupted, and admitted again with what they have."""
+
+    def interrupt(self, place: int) -> TokenChunk | None:
+        """Removes an item that is in. Returns what it has written since it last told of it.
+
+        None: nothing.
+        """
 
 
 @runtime_checkable

@@ -35,6 +35,7 @@ from workers.runtime.protocol import (
     encode_join,
     encode_run,
     encode_watch,
+    encode_yield,
 )
 
 EXIT_LIMIT_S = 5.0
@@ -240,6 +241,11 @@ class ModelClient:
         """Stops these items of the batch that runs in steps. They fail as canceled."""
         if self._pending is not None and places:
             self._writer.write(encode_drop(self._pending.number, list(places)))
+
+    def yield_places(self, places: Sequence[int]) -> None:
+        """Interrupts these items of the batch that runs in steps. They come back as preempted."""
+        if self._pending is not None and places:
+            self._writer.write(encode_yield(self._pending.number, list(places)))
 
     def cancel(self) -> None:
         """Stops the current batch after its current step, if it has steps.

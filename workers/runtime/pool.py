@@ -218,6 +218,11 @@ class PooledProcess:
         if self._child is not None:
             self._child.drop(places)
 
+    def yield_places(self, places: Sequence[int]) -> None:
+        """Interrupts these items of the batch that runs in steps. They come back as preempted."""
+        if self._child is not None:
+            self._child.yield_places(places)
+
     def cancel(self) -> None:
         """Stops the running batch, if any, after its current step.
 

@@ -4,7 +4,8 @@ A frame is its length in bytes (unsigned 32-bit, little-endian), then one of the
 model process gets RunBatch, Watch and Cancel. It sends Ready or Refused once, then
 Progress, Previews and BatchResult.
 
-Items of a model that computes in steps join with Join and leave with Drop while their batch runs.
+Items of a model that computes in steps join with Join and leave with Drop or Yield while their
+batch runs.
 The process sends Chunks, ItemsProgress, ItemPicture, ItemEnded, Spare and Preempted, and StepsEnded
 when no item is left. A Join can cross with that. So the process ignores one for a batch that is
 over, and the I/O process queues the items again that StepsEnded left without an end.
@@ -52,6 +53,13 @@ class Join(msgspec.Struct, tag="join"):
 
 class Drop(msgspec.Struct, tag="drop"):
     """Stop these places of batch `number`, which may have ended already."""
+
+    number: int
+    places: list[int]
+
+
+class Yield(msgspec.Struct, tag="yield"):
+    """Interrupt these places of batch `number`, which may have ended already. They go on later."""
 
     number: int
     places: list[int]
@@ -232,10 +240,15 @@ class Spare(msgspec.Struct, tag="spare"):
 
 
 class Preempted(msgspec.Struct, tag="preempted"):
-    """The device had too little memory for these places of batch `number`. They are to wait."""
+    """These places of batch `number` are to wait.
+
+    The device had too little memory for them, or they were told to yield. Then `chunks` has what
+    they have written since the last Chunks. One that is not streamed had none before.
+    """
 
     number: int
     places: list[int]
+    chunks: dict[int, TokenChunk] = {}
 
 
 class StepsEnded(msgspec.Struct, tag="steps_ended"):
@@ -252,7 +265,7 @@ class StepsEnded(msgspec.Struct, tag="steps_ended"):
 
 StepMessage = Chunks | ItemsProgress | ItemPicture | ItemEnded | Spare | Preempted | StepsEnded
 ServerMessage = Ready | Refused | Progress | Previews | BatchResult | StepMessage
-ClientMessage = RunBatch | Cancel | Watch | Join | Drop
+ClientMessage = RunBatch | Cancel | Watch | Join | Drop | Yield
 
 _encoder = msgspec.msgpack.Encoder()
 _client_message_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(
@@ -276,6 +289,11 @@ def encode_join(number: int, first: int, items: list[Prepared]) -> bytes:
     return _frame(
         _encoder.encode({"type": "join", "number": number, "first": first, "items": items})
     )
+
+
+def encode_yield(number: int, places: list[int]) -> bytes:
+    """A Yield as bytes."""
+    return _frame(_encoder.encode(Yield(number, places)))
 
 
 def encode_drop(number: int, places: list[int]) -> bytes:

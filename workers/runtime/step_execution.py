@@ -12,7 +12,13 @@ from typing import cast
 
 from shared.errors import Canceled, PenstockError
 from shared.tasks import Result
-from workers.models.base import OutOfMemory, PreparedItem, ProgressTeller, SteppedModel
+from workers.models.base import (
+    OutOfMemory,
+    PreparedItem,
+    ProgressTeller,
+    Resumable,
+    SteppedModel,
+)
 from workers.runtime import memory
 from workers.runtime.protocol import (
     BatchResult,
@@ -28,6 +34,7 @@ from workers.runtime.protocol import (
     Spare,
     StepsEnded,
     Watch,
+    Yield,
     encode_server_message,
     read_client_message,
 )
@@ -133,6 +140,8 @@ class StepExecution:
                 self._admit(model, message.first, message.items)
             elif isinstance(message, Drop):
                 self._drop(model, message.places)
+            elif isinstance(message, Yield):
+                self._interrupt(model, message.places)
             elif isinstance(message, Cancel):
                 self._drop(model, list(self._items))
             elif isinstance(message, Watch) and self._pictures is not None:
@@ -160,6 +169,13 @@ class StepExecution:
                 model.drop(place)
                 steps = progress.get(place)
                 self._end(place, item, Canceled(), steps and steps[1] - steps[0])
+
+    def _interrupt(self, model: SteppedModel, places: list[int]) -> None:
+        assert isinstance(model, Resumable), "only texts are told to yield; this is a bug"
+        left = [place for place in places if self._items.pop(place, None) is not None]
+        written = {place: model.interrupt(place) for place in left}
+        chunks = {place: chunk for place, chunk in written.items() if chunk is not None}
+        self._send(Preempted(self._batch.number, left, chunks))
 
     def _step(self, model: SteppedModel) -> None:
         began_s, began_cpu_s = self._clock(), time.process_time()

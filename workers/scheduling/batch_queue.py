@@ -104,6 +104,11 @@ class BatchQueue(Generic[ItemT]):
         firsts = [place for tenant in tenants if (place := tenant.earliest()) is not None]
         return min(firsts)[2] if firsts else None
 
+    def firsts(self) -> list[ItemT]:
+        """The item of each tenant that is its next. Takes O(tenants)."""
+        tenants = (one for one in self._tenants.values() if one.waiting)
+        return [place[2] for one in tenants if (place := one.earliest()) is not None]
+
     def add(self, item: ItemT) -> None:
         """Adds `item` to those of its tenant."""
         self._file(item, next(self._arrivals))

@@ -23,12 +23,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from math import inf
 
 from workers.job import QueuedItem
 from workers.scheduling.batch_lane import BatchLanePolicy
 from workers.scheduling.batch_queue import BatchQueue
+from workers.scheduling.yielding import to_yield
 
 DEATHS_MAX = 3
 DEATHS_ALONE_MAX = 2
@@ -145,6 +147,31 @@ class LaneQueue:
             joining = self._join_lanes(inside, processes, is_wanted, now_s)
         self._running += [[queued] for queued in joining]
         return joining
+
+    def to_yield(
+        self, inside: Collection[QueuedItem], is_wanted: Callable[[QueuedItem], bool]
+    ) -> list[QueuedItem]:
+        """Of the items that are in, those whose places an interactive item that waits is to get.
+
+        Empty: nothing waits, or no tenant has more than it is to have.
+        """
+        if self._suspects or any(queued.is_suspect for queued in inside):
+            return []
+        lane = self._interactive
+
+        def part_of(queued: QueuedItem) -> float:
+            return max(1 / lane.max_items, _room_of(queued) / self._full_budget)
+
+        def fits(first: QueuedItem, kept: list[QueuedItem]) -> bool:
+            has_room = self._room_taken(kept) + _room_of(first) <= lane.budget
+            return len(kept) < lane.max_items and has_room
+
+        chosen = (
+            to_yield(first, inside, part_of, partial(fits, first))
+            for first in lane.firsts()
+            if is_wanted(first)
+        )
+        return next((found for found in chosen if found), [])
 
     def _join_lanes(
         self,

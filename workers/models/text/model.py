@@ -143,6 +143,8 @@ class TextModel:
         self._rows.take(row, text.ids[:shared], owner)
         text.row = row
         text.cached_tokens = min(shared, text.prompt_tokens)
+        if text.item.written_ids:  # its own row may be left of when it was here before
+            text.cached_tokens = text.item.written_cached_tokens
 
     def step(self) -> StepEnd:
         """Reads a part of the prompts, and writes a token of each text that was read.
@@ -291,6 +293,12 @@ class TextModel:
             place: text.chunk() for place, text in self._texts.items() if text.item.is_streamed
         }
         return {place: chunk for place, chunk in chunks.items() if chunk is not None}
+
+    def interrupt(self, place: int) -> TokenChunk | None:
+        """Removes a text that is in. Its row keeps what it has, until another text gets it."""
+        chunk = self._texts[place].chunk()
+        self._leave(place)
+        return chunk
 
     def drop(self, place: int) -> None:
         """Removes a text, if it is still in."""

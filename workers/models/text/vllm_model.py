@@ -39,7 +39,7 @@ class _Text:
         self.writing = writing
         self.request_id = request_id
         self.prompt_tokens = len(item.ids) // IDS.itemsize
-        self.cached_tokens = 0
+        self.cached_tokens = item.written_cached_tokens
         self._has_begun = False
 
     def take(self, output: Any) -> int:
@@ -52,7 +52,8 @@ class _Text:
         """
         is_first = not self._has_begun
         self._has_begun = True
-        self.cached_tokens = min(output.num_cached_tokens or 0, self.prompt_tokens)
+        if not self.item.written_ids:
+            self.cached_tokens = min(output.num_cached_tokens or 0, self.prompt_tokens)
         (given,) = output.outputs
         told = given.logprobs or [None] * len(given.token_ids)
         for token, chances in zip(given.token_ids, told, strict=True):
@@ -245,6 +246,12 @@ class VllmTextModel:
             place: text.chunk() for place, text in self._texts.items() if text.item.is_streamed
         }
         return {place: chunk for place, chunk in chunks.items() if chunk is not None}
+
+    def interrupt(self, place: int) -> TokenChunk | None:
+        """Removes a text that is in. Returns what it has written since the last call."""
+        chunk = self._texts[place].chunk()
+        self.drop(place)
+        return chunk
 
     def drop(self, place: int) -> None:
         """Removes a text, if it is still in."""

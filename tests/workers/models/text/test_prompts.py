@@ -184,7 +184,7 @@ def test_messages_nested_beyond_all_reason_spoil_no_other(preparer: PromptPrepar
     for _ in range(900):
         nested = [nested]
     call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": nested}}
-    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages: list[Any] = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
     refused, ready = preparer.prepare(
         [GenerationInput(1, 1, messages=messages), GenerationInput(1, 1, prompt="a")]
     )

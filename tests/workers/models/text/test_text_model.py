@@ -180,6 +180,34 @@ def test_a_text_without_numbers_fails_alone(folder: Path) -> None:
         assert tiny.run(model, *[tiny.prompt([5, 6, 7], 20)] * 2) == [good, good]
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_text_that_is_interrupted_goes_on_later(
+    model: TextModel, is_streamed: bool, temperature: float
+) -> None:
+    prefix = list(range(3, 33))
+    tiny.run(model, tiny.prompt([*prefix, 50], 2, owner="a"))
+    item = tiny.prompt(
+        [*prefix, 60], 12, is_streamed=is_streamed, temperature=temperature, owner="a"
+    )
+    whole = tiny.run(model, item)[0]
+    tiny.run(model, *(tiny.prompt([70 + place] * 40, 2, owner="b") for place in range(5)))
+    tiny.run(model, tiny.prompt([*prefix, 50], 2, owner="a"))
+    found = tiny.interrupted(model, item, after_steps=6)
+    assert found.text == whole.text
+    # What was told of its prompt stays, though its row is still there when it comes back.
+    assert 0 < found.cached_tokens < len(prefix) + 1
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_an_interrupted_text_keeps_its_prompt_and_its_schema(
+    model: TextModel, is_streamed: bool
+) -> None:
+    schema = '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}'
+    item = tiny.prompt([4, 5], 60, is_streamed=is_streamed, json_schema=schema)
+    assert tiny.interrupted(model, item, 4).text == tiny.run(model, item)[0].text
+
+
 def test_without_memory_the_youngest_waits(
     model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,13 @@ def test_a_text_goes_on_where_another_worker_stopped(model: VllmTextModel, folde
     assert tiny.run(model, later)[0].text == whole.text
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_text_that_is_interrupted_goes_on_later(model: VllmTextModel, is_streamed: bool) -> None:
+    item = tiny.prompt([4, 5], 12, is_streamed=is_streamed)
+    whole = tiny.run(model, item)[0]
+    assert tiny.interrupted(model, item, after_steps=5).text == whole.text
+
+
 def test_a_seed_gives_the_same_text_in_company(model: VllmTextModel) -> None:
     one = tiny.prompt([4, 5], 10, temperature=1.0, seed=-5)
     alone = tiny.run(model, one)[0].text

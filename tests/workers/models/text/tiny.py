@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -114,6 +115,25 @@ def run(model: SteppedModel, *items: PreparedPrompt) -> list[Any]:
     for place, item in enumerate(items):
         model.admit(place, item)
     return finish(model, len(items))
+
+
+def interrupted(model: Any, item: PreparedPrompt, after_steps: int) -> Any:
+    """The outcome of an item that is interrupted after so many steps, and admitted again."""
+    model.admit(0, item)
+    told = []
+    for _ in range(after_steps):
+        assert not model.step().results
+        told += model.take_chunks().values()
+    told += [chunk] if (chunk := model.interrupt(0)) is not None else []
+    ids = [token for chunk in told for token in chunk.ids]
+    assert ids, "it has written nothing"
+    later = replace(
+        item,
+        written_ids=packed(ids),
+        written_text="".join(chunk.text for chunk in told),
+        written_cached_tokens=told[0].cached_tokens,
+    )
+    return run(model, later)[0]
 
 
 def finish(model: SteppedModel, items: int) -> list[Any]:
