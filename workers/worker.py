@@ -49,14 +49,18 @@ FAILED_BATCHES_MAX = 20
 """After this many failed batches in a row the worker itself is broken, and exits."""
 
 
-def _held_messages(consumer: JobConsumer, processes: int) -> int:
-    """Two batches for each process: one that runs, and one that waits.
+def held_messages(max_items: int, processes: int, *, in_steps: bool) -> int:
+    """How many jobs a worker holds: for each process a batch that runs and one that waits.
 
     A text may run for minutes. So where a tenant has filled both, there is room for jobs of others,
     which then get places (workers/scheduling/yielding.py).
+
+    Args:
+        max_items: of a batch.
+        processes: of the worker.
+        in_steps: whether items join and leave a batch of the model between steps.
     """
-    items = consumer.model.batch.max_items
-    return processes * (2 * items + (-(-items // 2) if consumer.computes_steps else 0))
+    return processes * (2 * max_items + (-(-max_items // 2) if in_steps else 0))
 
 
 class Worker:
@@ -149,7 +153,11 @@ class Worker:
         ):
             subscribing = self._subscriber.subscribe(
                 subscription_id,
-                max_messages=_held_messages(consumer, len(self._pool.processes)),
+                max_messages=held_messages(
+                    consumer.model.batch.max_items,
+                    len(self._pool.processes),
+                    in_steps=consumer.computes_steps,
+                ),
                 max_bytes=max(1, self._max_outstanding_bytes // len(self._consumers)),
                 ack_deadline_s=self._ack_deadline_s,
                 ack_linger_s=ACK_LINGER_S,

@@ -14,11 +14,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from api.dispatch.demand import Demand
 from api.dispatch.model_window import Elsewhere, ModelWindow, digest_of
+from shared.catalog_entry import Batch
 from shared.errors import DeadlineExceeded
 from shared.service_rate import ServiceRate
 from shared.tasks.base import FirstGuesses
+from shared.settings import ApiSettings
 from tests.api.dispatcher_harness import running_dispatcher
+from tests.api.harness import WRITER
 from tests.limits import WAIT_LIMIT_S
+from workers.worker import held_messages
 
 FLOOR = 8
 FAR_S = 1e10
@@ -81,6 +85,21 @@ def ended(senders: Senders) -> Iterator[Senders]:
     yield senders
     assert senders.window.is_idle
     assert (senders.window.published, senders.window.held) == (0, 0)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("places", [1, 4, 16, 64])
+async def test_one_tenant_s_texts_leave_room_in_the_first_worker(places: int) -> None:
+    model = WRITER.model_copy(update={"batch": Batch(max_tokens=4096, max_items=places)})
+    broker_wait_s = ApiSettings.model_fields["broker_wait_s"].default
+    rate = ServiceRate(model.definition.guesses(model))
+    senders = Senders(ModelWindow(rate, places, broker_wait_s))
+    for _ in range(10 * places):
+        await senders.send(demand("a"))
+    assert senders.published()["a"] < held_messages(places, 1, in_steps=True)
+    await senders.send(demand("b"))
+    assert senders.published()["b"] == 1
+    await senders.answer_all()
 
 
 @pytest.mark.anyio
