@@ -225,3 +225,21 @@ def test_the_fields_of_a_record_go_by_position(client: bigquery.Client) -> None:
     client.query(sql).result(timeout=WAIT_LIMIT_S)
     client.query("UPDATE d.r SET s = (3, 4) WHERE FALSE").result(timeout=WAIT_LIMIT_S)
     assert rows_of(client, "SELECT s.a, s.b FROM d.r") == [(1, 2)]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "INSERT d.t (id, tags) VALUES (3, ['x', NULL])",
+        "INSERT d.t (id, tags) SELECT 3, ARRAY(SELECT NULLIF(e, 'y') FROM UNNEST(['x', 'y']) AS e)",
+        "UPDATE d.t SET tags = ['x', NULL] WHERE id = 1",
+        "UPDATE d.t SET tags = ['x', n] FROM (SELECT CAST(NULL AS STRING) AS n) WHERE id = 1",
+        "MERGE d.t USING (SELECT 1 AS x) ON id = x WHEN MATCHED THEN UPDATE SET tags = ['x', NULL]",
+        "MERGE d.t USING (SELECT 9 AS x) ON id = x"
+        " WHEN NOT MATCHED THEN INSERT (id, tags) VALUES (x, [CAST(NULL AS STRING)])",
+    ],
+)
+def test_an_array_with_a_null_is_not_written(client: bigquery.Client, sql: str) -> None:
+    with pytest.raises(BadRequest, match=r"Array cannot have a null element.* field tags"):
+        changed(client, sql)
+    assert rows_of(client, "SELECT id, tags FROM d.t ORDER BY id") == [(1, []), (2, [])]

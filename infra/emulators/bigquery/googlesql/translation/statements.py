@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
@@ -74,15 +75,31 @@ def _result_names(given: Sequence[str]) -> list[str]:
 
 
 def _checked(value: str, kind: TypeProto, name: str) -> str:
-    """The value as a result has it: no NULL for an array, and no NULL inside."""
-    if kind.type_kind != types.TYPE_ARRAY:
+    """The value as a result or a table has it: no NULL for an array, and no NULL inside."""
+    has_null = _has_null_element(value, kind)
+    if not has_null:
         return value
     message = f"Array cannot have a null element; error in writing field {name}"
     text = message.replace("'", "''")
-    return (
-        f"CASE WHEN list_count({value}) < len({value}) THEN error('{text}')"
-        f" ELSE coalesce({value}, []) END"
-    )
+    kept = f"coalesce({value}, [])" if kind.type_kind == types.TYPE_ARRAY else value
+    return f"CASE WHEN {has_null} THEN error('{text}') ELSE {kept} END"
+
+
+def _has_null_element(value: str, kind: TypeProto, depth: int = 0) -> str:
+    """Whether an array in a value has a NULL. Empty for a type without arrays."""
+    if kind.type_kind == types.TYPE_STRUCT:
+        parts = [
+            _has_null_element(f"struct_extract_at({value}, {place})", field.field_type, depth)
+            for place, field in enumerate(kind.struct_type.field, 1)
+        ]
+        return " OR ".join(part for part in parts if part)
+    if kind.type_kind != types.TYPE_ARRAY:
+        return ""
+    found, one = f"list_count({value}) < len({value})", f"inner{depth}"
+    inner = _has_null_element(one, kind.array_type.element_type, depth + 1)
+    if inner:
+        found += f" OR len(list_filter({value}, lambda {one}: {inner})) > 0"
+    return found
 
 
 def write_manipulation(tree: Node, scope: Scope, table: str) -> Written:
@@ -110,19 +127,28 @@ def _insert(tree: Node, scope: Scope, table: str) -> Written:
         raise unsupported("INSERT OR ...")
     columns = [quoted(column.name) for column in tree.insert_column_list]
     if tree.query is not None:
-        values = [scope.column(column.column_id) for column in tree.query_output_column_list]
+        values = [
+            _checked(scope.column(own.column_id), own.type, column.name)
+            for own, column in zip(
+                tree.query_output_column_list, tree.insert_column_list, strict=True
+            )
+        ]
         rows = f"SELECT {', '.join(values)} FROM ({query(tree.query, scope)})"
     else:
-        rows = "VALUES " + ", ".join(f"({_row(row, scope)})" for row in tree.row_list)
+        written = [f"({_row(row, tree.insert_column_list, scope)})" for row in tree.row_list]
+        rows = f"VALUES {', '.join(written)}"
     return Written("INSERT", f"INSERT INTO {table} ({', '.join(columns)}) {rows}")
 
 
-def _row(row: Node, scope: Scope) -> str:
-    return ", ".join(_value(one, scope) for one in row.value_list)
+def _row(row: Node, columns: Sequence[Any], scope: Scope) -> str:
+    pairs = zip(row.value_list, columns, strict=True)
+    return ", ".join(_value(one, column.name, scope) for one, column in pairs)
 
 
-def _value(node: Node, scope: Scope) -> str:
-    return "DEFAULT" if node.value.kind == "DMLDefault" else expression(node.value, scope)
+def _value(node: Node, name: str, scope: Scope) -> str:
+    if node.value.kind == "DMLDefault":
+        return "DEFAULT"
+    return _checked(expression(node.value, scope), node.value.type, name)
 
 
 def _delete(tree: Node, scope: Scope, table: str) -> Written:
@@ -160,7 +186,8 @@ def _changes(items: Sequence[Node], scope: Scope) -> list[tuple[str, str]]:
     for item in items:
         if item.target.kind != "ColumnRef" or item.set_value is None:
             raise unsupported("Changing a part of a column")
-        found.append((item.target.column.name, _value(item.set_value, scope)))
+        name = item.target.column.name
+        found.append((name, _value(item.set_value, name, scope)))
     return found
 
 
@@ -234,7 +261,8 @@ def _merge_clause(clause: Node, scope: Scope) -> str:
         return f"{when} THEN DELETE"
     if action == "INSERT":
         names = ", ".join(quoted(column.name) for column in clause.insert_column_list)
-        return f"{when} THEN INSERT ({names}) VALUES ({_row(clause.insert_row, scope)})"
+        values = _row(clause.insert_row, clause.insert_column_list, scope)
+        return f"{when} THEN INSERT ({names}) VALUES ({values})"
     changes = _changes(clause.update_item_list, scope)
     sets = ", ".join(f"{quoted(name)} = {value}" for name, value in changes)
     return f"{when} THEN UPDATE SET {sets}"
