@@ -33,6 +33,8 @@ _LEAST_BILLED_BYTES = 10 * _MIB
 _KEPT_SIZES = 256
 _RAISED = re.compile(r"[\"']bq: (.*)[\"'](?: to INT32|, expected format)", re.DOTALL)
 """An error of a macro, which is a cast that fails."""
+_UNKNOWN_ZONE = re.compile(r"Unknown TimeZone '(?:bq: (.*embedded BigQuery)|(.*?))'!", re.DOTALL)
+"""A refusal of a macro, which is a zone that DuckDB does not know, or really a zone."""
 _UNKNOWN_COLUMN = re.compile(r'Referenced (?:column|table) "([^"]+)" not found')
 # Called with the session that is about to work, so that a cancel can interrupt it.
 OnCursor = Callable[[Cursor], None]
@@ -176,6 +178,10 @@ def _translated(statement: Statement) -> Iterator[None]:
     except duckdb.InterruptException as error:
         raise StoppedError("Job execution was cancelled: User requested cancellation") from error
     except duckdb.NotImplementedException as error:
+        if match := _UNKNOWN_ZONE.search(str(error)):
+            if match.group(1) is not None:
+                raise UnsupportedError(match.group(1), "query") from error
+            raise InvalidQueryError(f"Invalid time zone: {match.group(2)}") from error
         raise UnsupportedError(
             f"Not supported by the embedded BigQuery: {_cleaned(error, statement)}"
         ) from error

@@ -9,6 +9,10 @@ CREATE OR REPLACE MACRO bq.fail_date(message) AS CAST('bq: ' || message AS DATE)
 
 CREATE OR REPLACE MACRO bq.fail_timestamp(message) AS CAST('bq: ' || message AS TIMESTAMP);
 
+-- What BigQuery can and this server can't. TRY must not turn it into NULL, and does not catch this error.
+CREATE OR REPLACE MACRO bq.refuse(what) AS
+    epoch_us(timezone('bq: ' || what || ' not supported by the embedded BigQuery', TIMESTAMP '1970-01-01'));
+
 -- Numbers.
 
 CREATE OR REPLACE MACRO bq.finite(v, operator) AS
@@ -18,10 +22,14 @@ CREATE OR REPLACE MACRO bq.finite_of(v, a, name) AS
     CASE WHEN isinf(v) AND NOT isinf(a) THEN bq.fail('Floating point overflow in function: ' || name) ELSE v END;
 
 CREATE OR REPLACE MACRO bq.float_text(v) AS CASE
-    WHEN isnan(v) THEN 'NaN'
+    WHEN isnan(v) THEN 'nan'
     WHEN isinf(v) THEN CASE WHEN v > 0 THEN 'inf' ELSE '-inf' END
+    WHEN v = 0 THEN '0'
     WHEN CAST(printf('%.15g', v) AS DOUBLE) = v THEN printf('%.15g', v)
     ELSE printf('%.17g', v) END;
+
+CREATE OR REPLACE MACRO bq.float_shown(v) AS CASE WHEN v = 0 AND signbit(v) THEN '-0.0'
+    ELSE regexp_replace(bq.float_text(v), '^(-?[0-9]+)$', '\1.0') END;
 
 CREATE OR REPLACE MACRO bq.divide(a, b) AS
     CASE WHEN b = 0 AND a IS NOT NULL THEN bq.fail('division by zero: ' || bq.float_text(a) || ' / ' || bq.float_text(b))
@@ -34,42 +42,49 @@ CREATE OR REPLACE MACRO bq.ieee_divide(a, b) AS
         WHEN (a > 0) = (NOT signbit(b)) THEN CAST('inf' AS DOUBLE) ELSE CAST('-inf' AS DOUBLE) END
       ELSE a / b END;
 
+-- A HUGEINT of billionths. A division of DECIMALs would go through a DOUBLE.
+CREATE OR REPLACE MACRO bq.scaled_numeric(v) AS
+    CAST(v // 1000000000 AS DECIMAL(38,9)) + CAST(CAST(v % 1000000000 AS DECIMAL(9,0)) * 0.000000001 AS DECIMAL(38,9));
+
 CREATE OR REPLACE MACRO bq.numeric_quotient(a, b) AS
-    CAST(CAST(sign(a) * sign(b) * ((2 * abs(a) * 1000000000 + abs(b)) // (2 * abs(b))) AS DECIMAL(38,0)) AS DECIMAL(38,9)) / 1000000000;
+    sign(a) * sign(b) * bq.scaled_numeric((2 * abs(a) * 1000000000 + abs(b)) // (2 * abs(b)));
 
 -- By HUGEINTs: 9 more digits than asked for, rounded half away from zero. A quotient of 20 digits and more is refused.
 CREATE OR REPLACE MACRO bq.numeric_divide(a, b) AS
     CASE WHEN b = 0 AND a IS NOT NULL THEN bq.fail('division by zero')
-      WHEN abs(a) >= 10000000000 THEN bq.fail('NUMERIC division of 10,000,000,000 and more is not supported by the embedded BigQuery')
+      WHEN abs(a) >= 10000000000 THEN bq.refuse('NUMERIC division of 10,000,000,000 and more is')
       ELSE bq.numeric_quotient(CAST(CAST(a AS DECIMAL(38,9)) * 1000000000 AS HUGEINT), CAST(CAST(b AS DECIMAL(38,9)) * 1000000000 AS HUGEINT)) END;
 
 -- NULL above the 29 digits before the point of a NUMERIC. DuckDB's product has 20 of them.
 CREATE OR REPLACE MACRO bq.safe_numeric_multiply(a, b) AS CASE
     WHEN abs(CAST(a AS DOUBLE) * CAST(b AS DOUBLE)) > 1.000001e29 THEN NULL
     WHEN abs(CAST(a AS DOUBLE) * CAST(b AS DOUBLE)) > 9.9e19
-      THEN bq.fail('SAFE_MULTIPLY of NUMERIC above 99,000,000,000,000,000,000 is not supported by the embedded BigQuery')
+      THEN bq.refuse('SAFE_MULTIPLY of NUMERIC above 99,000,000,000,000,000,000 is')
     ELSE CAST(a * b AS DECIMAL(38,9)) END;
 
 CREATE OR REPLACE MACRO bq.div(a, b) AS CASE WHEN b = 0 AND a IS NOT NULL THEN bq.fail('division by zero') ELSE a // b END;
 
-CREATE OR REPLACE MACRO bq.mod(a, b) AS CASE WHEN b = 0 AND a IS NOT NULL THEN bq.fail('division by zero') ELSE a % b END;
+CREATE OR REPLACE MACRO bq.mod(a, b) AS CASE WHEN b = 0 AND a IS NOT NULL THEN bq.fail('division by zero') WHEN b = -1 THEN 0 * a ELSE a % b END;
 
-CREATE OR REPLACE MACRO bq.int_abs(v) AS CASE WHEN v < 0 THEN -v ELSE v END;
+CREATE OR REPLACE MACRO bq.int_abs(v) AS CASE WHEN v < 0 THEN CAST(0 AS BIGINT) - v ELSE v END;
 
 CREATE OR REPLACE MACRO bq.float_sign(v) AS CASE WHEN isnan(v) THEN v WHEN v > 0 THEN 1e0 WHEN v < 0 THEN -1e0 WHEN v = 0 THEN 0e0 END;
 
 CREATE OR REPLACE MACRO bq.sqrt(v) AS
     CASE WHEN v < 0 THEN bq.fail('Argument to SQRT cannot be negative') ELSE sqrt(v) END;
 
-CREATE OR REPLACE MACRO bq.ln(v) AS
-    CASE WHEN v <= 0 THEN bq.fail('Argument to LN is not positive') ELSE ln(v) END;
+CREATE OR REPLACE MACRO bq.ln(v) AS CASE WHEN v = CAST('-inf' AS DOUBLE) THEN CAST('NaN' AS DOUBLE)
+      WHEN v <= 0 THEN bq.fail('Argument to LN is not positive') ELSE ln(v) END;
 
-CREATE OR REPLACE MACRO bq.log(v, base) AS
-    CASE WHEN v <= 0 OR base <= 0 OR base = 1 THEN bq.fail('Arguments to LOG are not positive')
+CREATE OR REPLACE MACRO bq.log(v, base) AS CASE
+      WHEN v IS NULL OR base IS NULL THEN NULL
+      WHEN v = CAST('-inf' AS DOUBLE) OR isinf(base) THEN CAST('NaN' AS DOUBLE)
+      WHEN v <= 0 OR base <= 0 OR base = 1 THEN bq.fail('Arguments to LOG are not positive')
       WHEN base = 10 THEN log10(v) WHEN base = 2 THEN log2(v) ELSE ln(v) / ln(base) END;
 
 CREATE OR REPLACE MACRO bq.pow(a, b) AS
-    CASE WHEN isinf(pow(a, b)) AND NOT isinf(a) AND NOT isinf(b) OR isnan(pow(a, b)) AND NOT isnan(a) AND NOT isnan(b)
+    CASE WHEN a = 0 AND b = CAST('-inf' AS DOUBLE) THEN CAST('inf' AS DOUBLE)
+      WHEN isinf(pow(a, b)) AND NOT isinf(a) AND NOT isinf(b) OR isnan(pow(a, b)) AND NOT isnan(a) AND NOT isnan(b)
       THEN bq.fail('Floating point error in function: POW') ELSE pow(a, b) END;
 
 CREATE OR REPLACE MACRO bq.shift_left(v, n) AS
@@ -86,7 +101,46 @@ CREATE OR REPLACE MACRO bq.in_domain(v, a, name) AS
     CASE WHEN isnan(v) AND NOT isnan(a) OR isinf(v) AND NOT isinf(a) THEN bq.fail('Floating point error in function: ' || name) ELSE v END;
 
 CREATE OR REPLACE MACRO bq.arc(v, name) AS
-    CASE WHEN abs(v) > 1 THEN bq.fail('Floating point error in function: ' || name) ELSE CASE name WHEN 'ASIN' THEN asin(v) ELSE acos(v) END END;
+    CASE WHEN abs(v) > 1 AND NOT isnan(v) THEN bq.fail('Floating point error in function: ' || name)
+      ELSE CASE name WHEN 'ASIN' THEN asin(v) ELSE acos(v) END END;
+
+-- Sine and its like: NaN of what is infinite.
+CREATE OR REPLACE MACRO bq.circular(v, name) AS CASE WHEN isinf(v) THEN CAST('NaN' AS DOUBLE)
+      ELSE CASE name WHEN 'COS' THEN cos(v) WHEN 'SIN' THEN sin(v) ELSE tan(v) END END;
+
+-- GoogleSQL rounds the number that is stored: 2.675 is below its half. DuckDB multiplies first.
+CREATE OR REPLACE MACRO bq.is_half(v, digits) AS coalesce(abs(fmod(v * pow(2e0, greatest(least(digits, 323), 0) + 1), 2e0)) = 1, false);
+
+CREATE OR REPLACE MACRO bq.fixed_text(v, digits) AS
+    printf('%.' || digits || 'f', CASE WHEN bq.is_half(v, digits) THEN nextafter(v, v * 2) ELSE v END);
+
+-- Where the product is far from a half and exact enough, DuckDB's own way gives the same.
+CREATE OR REPLACE MACRO bq.is_plainly_rounded(v, digits, half) AS digits BETWEEN 0 AND 15 AND abs(v) < 1000000
+    AND abs(abs(v) * pow(1e1, least(greatest(digits, 0), 15))) < 1e12
+    AND abs(abs(v) * pow(1e1, least(greatest(digits, 0), 15)) - floor(abs(v) * pow(1e1, least(greatest(digits, 0), 15))) - half) BETWEEN 1e-3 AND 1 - 1e-3;
+
+CREATE OR REPLACE MACRO bq.round_down_to(v, digits, half) AS CASE
+    WHEN digits < -22 THEN CASE WHEN abs(v) < 1e22 THEN 0 * v ELSE bq.refuse('ROUND and TRUNC to so many digits are') END
+    ELSE sign(v) * (abs(v) - fmod(abs(v), pow(1e1, least(greatest(-digits, 0), 22)))
+      + CASE WHEN half AND fmod(abs(v), pow(1e1, least(greatest(-digits, 0), 22))) * 2 >= pow(1e1, least(greatest(-digits, 0), 22)) THEN pow(1e1, least(greatest(-digits, 0), 22)) ELSE 0 END) END;
+
+CREATE OR REPLACE MACRO bq.not_nan(v, name) AS
+    CASE WHEN isnan(v) THEN CAST(bq.refuse(name || ' of NaN is') AS DOUBLE) ELSE v END;
+
+CREATE OR REPLACE MACRO bq.statistic(v) AS
+    CASE WHEN isinf(v) THEN CAST(bq.refuse('a statistic of numbers so large is') AS DOUBLE) ELSE v END;
+
+CREATE OR REPLACE MACRO bq.round_digits(v, digits) AS CASE
+    WHEN isnan(v) OR isinf(v) OR digits > 323 THEN v + 0 * digits
+    WHEN bq.is_plainly_rounded(v, digits, 0.5) THEN round(v, CAST(least(greatest(digits, 0), 15) AS INTEGER))
+    WHEN digits < 0 THEN bq.round_down_to(v, digits, true)
+    ELSE CAST(bq.fixed_text(v, digits) AS DOUBLE) END;
+
+CREATE OR REPLACE MACRO bq.trunc_digits(v, digits) AS CASE
+    WHEN isnan(v) OR isinf(v) OR digits > 323 THEN v + 0 * digits
+    WHEN bq.is_plainly_rounded(v, digits, 0) THEN trunc(v, CAST(least(greatest(digits, 0), 15) AS INTEGER))
+    WHEN digits < 0 THEN bq.round_down_to(v, digits, false)
+    ELSE CAST(regexp_replace(printf('%.1100f', v), '(\.[0-9]{' || digits || '})[0-9]*$', '\1') AS DOUBLE) END;
 
 -- How many of the bounds, which rise, are not above the point.
 CREATE OR REPLACE MACRO bq.range_bucket(point, bounds) AS CASE
@@ -94,6 +148,28 @@ CREATE OR REPLACE MACRO bq.range_bucket(point, bounds) AS CASE
     WHEN len(list_filter(bounds, lambda b: b IS NULL)) > 0 OR list_sort(bounds) <> bounds
       THEN bq.fail('Array elements must be in ascending order')
     ELSE CAST(len(list_filter(bounds, lambda b: b <= point)) AS BIGINT) END;
+
+-- The years from 1 to 9999.
+
+CREATE OR REPLACE MACRO bq.from_micros(v) AS CAST(make_timestamp(CAST(v AS BIGINT)) AS TIMESTAMPTZ);
+
+CREATE OR REPLACE MACRO bq.checked_date(v) AS CASE
+    WHEN v < DATE '0001-01-01' OR v > DATE '9999-12-31' THEN bq.fail_date('DATE overflow') ELSE v END;
+
+CREATE OR REPLACE MACRO bq.checked_datetime(v) AS CASE
+    WHEN v < TIMESTAMP '0001-01-01' OR v >= TIMESTAMP '10000-01-01' THEN bq.fail_timestamp('DATETIME overflow') ELSE v END;
+
+CREATE OR REPLACE MACRO bq.checked_local(v) AS CASE
+    WHEN v < TIMESTAMP '0001-01-01' OR v >= TIMESTAMP '10000-01-01' THEN make_timestamp(bq.refuse('a local time outside of the years 1 to 9999 is')) ELSE v END;
+
+CREATE OR REPLACE MACRO bq.checked_timestamp(v) AS CASE
+    WHEN v < TIMESTAMPTZ '0001-01-01 00:00:00+00' OR v >= TIMESTAMPTZ '10000-01-01 00:00:00+00'
+      THEN CAST(bq.fail_timestamp('Timestamp value is out of allowed range') AS TIMESTAMPTZ) ELSE v END;
+
+CREATE OR REPLACE MACRO bq.checked_micros(us) AS CASE
+    WHEN us < -62135596800000000 OR us >= 253402300800000000
+      THEN CAST(bq.fail_timestamp('Timestamp value is out of allowed range') AS TIMESTAMPTZ)
+    ELSE bq.from_micros(us) END;
 
 -- Casts.
 
@@ -104,7 +180,7 @@ CREATE OR REPLACE MACRO bq.text_int64(v) AS CASE
     WHEN regexp_full_match(v, '\s*[-+]?[0-9]+\s*') AND TRY_CAST(trim(v, E' \t\n\r\f\v') AS BIGINT) IS NOT NULL
       THEN CAST(trim(v, E' \t\n\r\f\v') AS BIGINT)
     WHEN regexp_full_match(v, '\s*[-+]?0[xX][0-9a-fA-F]+\s*')
-      THEN bq.fail('hexadecimal text is not supported by the embedded BigQuery')
+      THEN bq.refuse('hexadecimal text is')
     WHEN v IS NOT NULL THEN bq.fail('Bad int64 value: ' || v) END;
 
 CREATE OR REPLACE MACRO bq.float_int64(v) AS CASE
@@ -117,9 +193,8 @@ CREATE OR REPLACE MACRO bq.text_bool(v) AS CASE lower(v)
     ELSE CASE WHEN v IS NOT NULL THEN CAST(bq.fail('Bad bool value: ' || v) AS BOOLEAN) END END;
 
 CREATE OR REPLACE MACRO bq.text_float64(v) AS CASE
-    WHEN regexp_full_match(lower(v), '\s*[-+]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|inf|infinity|nan)\s*')
-      THEN CASE WHEN isinf(CAST(v AS DOUBLE)) AND NOT contains(lower(v), 'inf') THEN bq.fail('Bad double value: ' || v)
-        ELSE CAST(v AS DOUBLE) END
+    WHEN regexp_full_match(lower(v), '\s*[-+]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|inf|infinity|nan)\s*') THEN CAST(v AS DOUBLE)
+    WHEN regexp_full_match(v, '\s*[-+]?0[xX].*') THEN CAST(bq.refuse('hexadecimal text is') AS DOUBLE)
     WHEN v IS NOT NULL THEN bq.fail('Bad double value: ' || v) END;
 
 CREATE OR REPLACE MACRO bq.text_numeric(v) AS CASE
@@ -128,7 +203,9 @@ CREATE OR REPLACE MACRO bq.text_numeric(v) AS CASE
 
 CREATE OR REPLACE MACRO bq.float_numeric(v) AS CASE
     WHEN isnan(v) OR isinf(v) THEN CAST(bq.fail('Illegal conversion of non-finite floating point number to NUMERIC') AS DECIMAL(38,9))
-    ELSE CAST(v AS DECIMAL(38,9)) END;
+    WHEN abs(v) > 1e29 THEN CAST(bq.fail('numeric out of range') AS DECIMAL(38,9))
+    WHEN abs(v) > 9007199254740992 THEN CAST(CAST(greatest(least(v, 1e29), -1e29) AS HUGEINT) AS DECIMAL(38,9))
+    ELSE CAST(bq.fixed_text(v, 9) AS DECIMAL(38,9)) END;
 
 CREATE OR REPLACE MACRO bq.date_text(v) AS strftime(CAST(v AS TIMESTAMP), '%Y-%m-%d');
 
@@ -149,47 +226,56 @@ CREATE OR REPLACE MACRO bq.offset_text(minutes) AS
     CASE WHEN minutes < 0 THEN '-' ELSE '+' END || printf('%02d', abs(minutes) // 60)
       || CASE WHEN abs(minutes) % 60 = 0 THEN '' ELSE printf(':%02d', abs(minutes) % 60) END;
 
+-- Names as the tz database has them. DuckDB also knows others, such as PST.
+CREATE OR REPLACE MACRO bq.is_zone(name) AS regexp_full_match(name, '[A-Z][A-Za-z0-9_+-]*(/[A-Z][A-Za-z0-9_+-]*)*')
+    AND NOT regexp_full_match(name, 'A[CEGRS]T|B[ES]T|C[ANST]T|E[AC]T|I[ES]T|JST|MIT|N[ES]T|P[LNRS]T|[SV]ST|SystemV/.*|US/Pacific-New|Canada/East-Saskatchewan');
+
 -- DuckDB knows zones by name only.
 CREATE OR REPLACE MACRO bq.zone(name) AS CASE
     WHEN regexp_full_match(name, '[-+][0-9]{1,2}(:?[0-9]{2})?')
       THEN CASE WHEN regexp_full_match(name, '[-+]0?0(:?00)?') THEN 'UTC'
-        ELSE CAST(bq.fail('zones by their offset are not supported by the embedded BigQuery') AS VARCHAR) END
-    ELSE name END;
+        ELSE CAST(bq.refuse('zones by their offset are') AS VARCHAR) END
+    WHEN bq.is_zone(name) THEN name
+    WHEN name IS NOT NULL THEN CAST(bq.fail('Invalid time zone: ' || name) AS VARCHAR) END;
+
+-- The seconds of an offset, such as those of local mean times, are left out.
+CREATE OR REPLACE MACRO bq.local_minutes(zone, v) AS bq.checked_local(CAST(bq.from_micros(
+    epoch_us(v) + (epoch_us(timezone(zone, v)) - epoch_us(v)) // 60000000 * 60000000) AS TIMESTAMP));
 
 CREATE OR REPLACE MACRO bq.timestamp_text_at(v, zone) AS
-    bq.datetime_text(timezone(bq.zone(zone), v))
+    bq.datetime_text(bq.local_minutes(bq.zone(zone), v))
       || bq.offset_text((epoch_us(timezone(bq.zone(zone), v)) - epoch_us(v)) // 60000000);
 
+-- A local time by the offset of the day before.
+CREATE OR REPLACE MACRO bq.before_change(zone, v) AS bq.from_micros(epoch_us(v)
+    - (epoch_us(timezone(zone, timezone(zone, v) - to_days(1))) - epoch_us(timezone(zone, v) - to_days(1))));
+
 -- Of two moments with the same local time, where clocks go back, GoogleSQL takes the first and DuckDB the second.
-CREATE OR REPLACE MACRO bq.at_zone(zone, v) AS CASE
-    WHEN timezone(zone, timezone(zone, v) - to_minutes(60)) = v THEN timezone(zone, v) - to_minutes(60)
-    WHEN timezone(zone, timezone(zone, v) - to_minutes(30)) = v THEN timezone(zone, v) - to_minutes(30)
-    ELSE timezone(zone, v) END;
+CREATE OR REPLACE MACRO bq.at_zone(zone, v) AS bq.checked_timestamp(CASE
+    WHEN timezone(zone, bq.before_change(zone, v)) = v THEN bq.before_change(zone, v) ELSE timezone(zone, v) END);
 
 CREATE OR REPLACE MACRO bq.text_date(v) AS CASE
-    WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}') THEN CAST(v AS DATE)
+    WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}') THEN bq.checked_date(CAST(v AS DATE))
     WHEN v IS NOT NULL THEN bq.fail_date('Invalid date: ''' || v || '''') END;
 
 CREATE OR REPLACE MACRO bq.text_datetime(v) AS CASE
-    WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([ Tt][0-9]{1,2}:[0-9]{1,2}(:[0-9]{1,2}(\.[0-9]{1,6})?)?)?')
-      THEN CAST(replace(v, 't', 'T') AS TIMESTAMP)
+    WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([ Tt]([01]?[0-9]|2[0-3]):[0-9]{1,2}:[0-9]{1,2}(\.[0-9]{1,6})?)?') THEN bq.checked_datetime(CAST(replace(v, 't', 'T') AS TIMESTAMP))
     WHEN v IS NOT NULL THEN bq.fail_timestamp('Invalid datetime string "' || v || '"') END;
 
 CREATE OR REPLACE MACRO bq.text_time(v) AS CASE
-    WHEN regexp_full_match(v, '[0-9]{1,2}:[0-9]{1,2}:[0-9]{1,2}(\.[0-9]{1,6})?') THEN CAST(v AS TIME)
+    WHEN regexp_full_match(v, '([01]?[0-9]|2[0-3]):[0-9]{1,2}:[0-9]{1,2}(\.[0-9]{1,6})?') THEN CAST(v AS TIME)
     WHEN v IS NOT NULL THEN CAST(bq.fail_timestamp('Invalid time string "' || v || '"') AS TIME) END;
 
 CREATE OR REPLACE MACRO bq.text_timestamp(v) AS CASE
-    WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([ Tt][0-9]{1,2}:[0-9]{1,2}(:[0-9]{1,2}(\.[0-9]{1,6})?)?)?(Z|z|[-+][0-9]{1,2}(:[0-9]{2})?)?')
-      THEN CAST(replace(replace(v, 't', 'T'), 'z', 'Z') AS TIMESTAMPTZ)
-    WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([ Tt][0-9]{1,2}:[0-9]{1,2}(:[0-9]{1,2}(\.[0-9]{1,6})?)?)? [A-Za-z]+(/[A-Za-z_+-]+)*')
-      THEN bq.at_zone(coalesce(nullif(regexp_extract(v, ' ([A-Za-z]+(?:/[A-Za-z_+-]+)*)$', 1), ''), 'UTC'), CAST(regexp_replace(v, ' [A-Za-z]+(/[A-Za-z_+-]+)*$', '') AS TIMESTAMP))
+    WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([ Tt]([01]?[0-9]|2[0-3]):[0-9]{1,2}:[0-9]{1,2}(\.[0-9]{1,6})?)?(Z|z|[-+](0?[0-9]|1[0-3])(:[0-5][0-9])?|[-+]14(:00)?)?')
+      THEN bq.checked_timestamp(CAST(replace(replace(v, 't', 'T'), 'z', 'Z') AS TIMESTAMPTZ))
+    WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}[ Tt]([01]?[0-9]|2[0-3]):[0-9]{1,2}:[0-9]{1,2}(\.[0-9]{1,6})? [A-Z][A-Za-z0-9_+/-]*')
+      THEN bq.at_zone(bq.zone(nullif(regexp_extract(v, ' ([A-Z][A-Za-z0-9_+/-]*)$', 1), '')), CAST(replace(regexp_replace(v, ' [^ ]*$', ''), 't', 'T') AS TIMESTAMP))
     WHEN v IS NOT NULL THEN CAST(bq.fail_timestamp('Invalid timestamp: ''' || v || '''') AS TIMESTAMPTZ) END;
 
 CREATE OR REPLACE MACRO bq.text_timestamp_at(v, zone) AS CASE
-    WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([ Tt][0-9]{1,2}:[0-9]{1,2}(:[0-9]{1,2}(\.[0-9]{1,6})?)?)?')
-      THEN bq.at_zone(zone, CAST(replace(v, 't', 'T') AS TIMESTAMP))
-    ELSE bq.text_timestamp(v) END;
+    WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([ Tt]([01]?[0-9]|2[0-3]):[0-9]{1,2}:[0-9]{1,2}(\.[0-9]{1,6})?)?') THEN bq.at_zone(zone, CAST(replace(v, 't', 'T') AS TIMESTAMP))
+    WHEN bq.text_timestamp(v) IS NOT NULL THEN CAST(bq.fail_timestamp('Timezone is not allowed in "' || v || '"') AS TIMESTAMPTZ) END;
 
 -- Text.
 
@@ -199,10 +285,12 @@ CREATE OR REPLACE MACRO bq.substr(v, position) AS
       WHEN position < 0 THEN substring(v, greatest(len(v) + 1 + least(position, 0), 1))
       ELSE substring(v, least(greatest(position, 1), 2147483647)) END,
   (v, position, size) AS CASE
+    WHEN position IS NULL OR size IS NULL OR v IS NULL THEN NULL
     WHEN size < 0 THEN CAST(bq.fail('Third argument in SUBSTR() cannot be negative') AS VARCHAR)
-    WHEN position IS NULL THEN NULL
     WHEN position < 0 THEN substring(v, greatest(len(v) + 1 + least(position, 0), 1), least(size, 2147483647))
     ELSE substring(v, least(greatest(position, 1), 2147483647), least(size, 2147483647)) END;
+
+CREATE OR REPLACE MACRO bq.split(v, separator) AS CASE WHEN separator IS NOT NULL THEN string_split(v, separator) END;
 
 CREATE OR REPLACE MACRO bq.trim_spaces(v) AS regexp_replace(regexp_replace(v, '^[\s\p{Z}\x{85}\x{b}]+', ''), '[\s\p{Z}\x{85}\x{b}]+$', '');
 
@@ -224,10 +312,16 @@ CREATE OR REPLACE MACRO bq.repeat(v, times) AS
       WHEN times < 0 THEN CAST(bq.fail('Second argument in REPEAT() cannot be negative') AS VARCHAR) ELSE repeat(v, times) END;
 
 CREATE OR REPLACE MACRO bq.left(v, size) AS
-    CASE WHEN size < 0 THEN CAST(bq.fail('Second argument in LEFT() cannot be negative') AS VARCHAR) ELSE left(v, size) END;
+    CASE WHEN size < 0 THEN CAST(bq.fail('Second argument in LEFT() cannot be negative') AS VARCHAR) WHEN size IS NOT NULL THEN left(v, least(size, 2147483647)) END;
 
 CREATE OR REPLACE MACRO bq.right(v, size) AS
-    CASE WHEN size < 0 THEN CAST(bq.fail('Second argument in RIGHT() cannot be negative') AS VARCHAR) WHEN size = 0 THEN left(v, 0) ELSE right(v, size) END;
+    CASE WHEN size < 0 THEN CAST(bq.fail('Second argument in RIGHT() cannot be negative') AS VARCHAR)
+      WHEN size = 0 THEN left(v, 0) WHEN size IS NOT NULL THEN right(v, least(size, 2147483647)) END;
+
+-- Spaces, and what is missing at the end, do not matter.
+CREATE OR REPLACE MACRO bq.padded_base64(v) AS rpad(v, CAST((length(v) + 3) // 4 * 4 AS INTEGER), '=');
+
+CREATE OR REPLACE MACRO bq.from_base64(v) AS from_base64(bq.padded_base64(regexp_replace(v, '\s', '', 'g')));
 
 CREATE OR REPLACE MACRO bq.ascii(v) AS CASE WHEN v = '' THEN 0
     WHEN ascii(v) > 127 THEN bq.fail('Argument to ASCII is not a structurally valid ASCII string: ' || v)
@@ -237,21 +331,35 @@ CREATE OR REPLACE MACRO bq.ascii(v) AS CASE WHEN v = '' THEN 0
 CREATE OR REPLACE MACRO bq.upper(v) AS CASE
     WHEN strlen(v) = length(v) THEN upper(v)
     WHEN regexp_matches(v, '[\x{149}\x{1F0}\x{390}\x{3B0}\x{587}\x{1E96}-\x{1E9A}\x{1F50}-\x{1FFC}\x{FB00}-\x{FB17}]')
-      THEN CAST(bq.fail('UPPER of a letter that becomes several is not supported by the embedded BigQuery') AS VARCHAR)
+      THEN CAST(bq.refuse('UPPER of a letter that becomes several is') AS VARCHAR)
     ELSE upper(replace(v, 'ß', 'SS')) END;
 
+-- DuckDB has one form of the small sigma, and a dot less on the small i.
+CREATE OR REPLACE MACRO bq.lower(v) AS CASE WHEN strlen(v) <> length(v) AND regexp_matches(v, '[Σİ]')
+    THEN CAST(bq.refuse('LOWER of Σ and İ is') AS VARCHAR) ELSE lower(v) END;
+
+-- Marks stay behind their letters in DuckDB.
+CREATE OR REPLACE MACRO bq.reverse(v) AS CASE WHEN strlen(v) <> length(v) AND regexp_matches(v, '\p{M}|\x{200D}|[\x{1F1E6}-\x{1F1FF}]|[\x{1F3FB}-\x{1F3FF}]|[\x{1100}-\x{11FF}]')
+    THEN array_to_string(list_reverse(string_split(v, '')), '') ELSE reverse(v) END;
+
 CREATE OR REPLACE MACRO bq.format_digits(pattern, v) AS
-    CASE WHEN v = -9223372036854775808 THEN CAST(bq.fail('FORMAT of this number is not supported by the embedded BigQuery') AS VARCHAR)
+    CASE WHEN v = -9223372036854775808 THEN CAST(bq.refuse('FORMAT of this number is') AS VARCHAR)
       WHEN v < 0 THEN '-' || printf(pattern, -v) ELSE printf(pattern, v) END;
 
 CREATE OR REPLACE MACRO bq.regexp_extract(v, pattern, part) AS
     CASE WHEN v IS NOT NULL AND regexp_matches(v, pattern) THEN regexp_extract(v, pattern, part) END;
 
+-- NULL where the group has no part in the match, which DuckDB only tells of all matches.
+CREATE OR REPLACE MACRO bq.regexp_extract_group(v, pattern) AS list_extract(regexp_extract_all(v, pattern, 1), 1);
+
+CREATE OR REPLACE MACRO bq.regexp_extract_groups(v, pattern) AS
+    list_transform(regexp_extract_all(v, pattern, 1), lambda e: coalesce(e, ''));
+
 CREATE OR REPLACE MACRO bq.regexp_instr(v, pattern, before) AS
     CASE WHEN regexp_matches(v, pattern) THEN CAST(length(regexp_extract(v, before, 1)) + 1 AS BIGINT) WHEN v IS NOT NULL THEN 0 END;
 
 CREATE OR REPLACE MACRO bq.format_float(pattern, v) AS CASE
-    WHEN isnan(v) OR isinf(v) THEN CAST(bq.fail('FORMAT of NaN and inf is not supported by the embedded BigQuery') AS VARCHAR)
+    WHEN isnan(v) OR isinf(v) THEN CAST(bq.refuse('FORMAT of NaN and inf is') AS VARCHAR)
     ELSE printf(pattern, v) END;
 
 CREATE OR REPLACE MACRO bq.translate(v, old, new) AS CASE
@@ -260,9 +368,9 @@ CREATE OR REPLACE MACRO bq.translate(v, old, new) AS CASE
     ELSE translate(v, old, new) END;
 
 CREATE OR REPLACE MACRO bq.instr(v, wanted, position, occurrence) AS CASE
-    WHEN position < 1 THEN bq.fail('INSTR from a position that is not above 0 is not supported by the embedded BigQuery')
+    WHEN position < 1 THEN bq.refuse('INSTR from a position that is not above 0 is')
     WHEN occurrence < 1 THEN bq.fail('Occurrence must be positive')
-    WHEN wanted = '' THEN bq.fail('INSTR of an empty text is not supported by the embedded BigQuery')
+    WHEN wanted = '' THEN bq.refuse('INSTR of an empty text is')
     WHEN v IS NULL OR wanted IS NULL OR position IS NULL OR occurrence IS NULL THEN NULL
     ELSE coalesce(list_extract(list_filter(range(position, length(v) - length(wanted) + 2),
         lambda p: substring(v, p, length(wanted)) = wanted), occurrence), 0) END;
@@ -280,7 +388,7 @@ CREATE OR REPLACE MACRO bq.code_points_text(points) AS CASE
 -- Some spaces of Unicode part words in GoogleSQL and others do not.
 CREATE OR REPLACE MACRO bq.initcap(v, words) AS CASE
     WHEN regexp_matches(v, '[\x{85}\x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}]')
-      THEN CAST(bq.fail('INITCAP of a space beyond ASCII is not supported by the embedded BigQuery') AS VARCHAR)
+      THEN CAST(bq.refuse('INITCAP of a space beyond ASCII is') AS VARCHAR)
     ELSE array_to_string(list_transform(regexp_extract_all(v, words),
         lambda w: replace(upper(substring(w, 1, 1)), 'ẞ', substring(w, 1, 1)) || lower(substring(w, 2))), '') END;
 
@@ -308,18 +416,22 @@ CREATE OR REPLACE MACRO bq.code_points_bytes(points) AS CASE
     WHEN len(list_filter(points, lambda p: p < 0 OR p > 255)) > 0 THEN CAST(CAST(bq.fail('Invalid extended ASCII code point') AS VARCHAR) AS BLOB)
     WHEN points IS NOT NULL THEN from_hex(array_to_string(list_transform(points, lambda p: printf('%02x', p)), '')) END;
 
-CREATE OR REPLACE MACRO bq.substr_bytes(v, position) AS
-    from_hex(substring(to_hex(v), 2 * (CASE WHEN position < 0 THEN greatest(octet_length(v) + position, 0) ELSE greatest(position, 1) - 1 END) + 1)),
+-- Where the bytes that are wanted begin, from 0.
+CREATE OR REPLACE MACRO bq.byte_start(v, position) AS
+    CASE WHEN position < 0 THEN greatest(octet_length(v) + position, 0) ELSE least(greatest(position, 1) - 1, octet_length(v)) END;
+
+CREATE OR REPLACE MACRO bq.substr_bytes(v, position) AS from_hex(substring(to_hex(v), 2 * bq.byte_start(v, position) + 1)),
   (v, position, size) AS CASE
+    WHEN position IS NULL OR size IS NULL OR v IS NULL THEN NULL
     WHEN size < 0 THEN CAST(CAST(bq.fail('Third argument in SUBSTR() cannot be negative') AS VARCHAR) AS BLOB)
-    ELSE from_hex(substring(to_hex(v), 2 * (CASE WHEN position < 0 THEN greatest(octet_length(v) + position, 0) ELSE greatest(position, 1) - 1 END) + 1, 2 * size)) END;
+    ELSE from_hex(substring(to_hex(v), 2 * bq.byte_start(v, position) + 1, 2 * least(size, octet_length(v)))) END;
 
 CREATE OR REPLACE MACRO bq.left_bytes(v, size) AS
-    CASE WHEN size < 0 THEN CAST(CAST(bq.fail('Second argument in LEFT() cannot be negative') AS VARCHAR) AS BLOB) ELSE from_hex(substring(to_hex(v), 1, 2 * size)) END;
+    CASE WHEN size < 0 THEN CAST(CAST(bq.fail('Second argument in LEFT() cannot be negative') AS VARCHAR) AS BLOB) WHEN size IS NOT NULL THEN from_hex(substring(to_hex(v), 1, 2 * least(size, octet_length(v)))) END;
 
 CREATE OR REPLACE MACRO bq.right_bytes(v, size) AS
     CASE WHEN size < 0 THEN CAST(CAST(bq.fail('Second argument in RIGHT() cannot be negative') AS VARCHAR) AS BLOB)
-      ELSE from_hex(substring(to_hex(v), 2 * greatest(octet_length(v) - size, 0) + 1)) END;
+      WHEN size IS NOT NULL THEN from_hex(substring(to_hex(v), 2 * greatest(octet_length(v) - least(size, octet_length(v)), 0) + 1)) END;
 
 -- Arrays.
 
@@ -345,6 +457,12 @@ CREATE OR REPLACE MACRO bq.at_offset(list, position) AS CASE
 CREATE OR REPLACE MACRO bq.safe_at_offset(list, position) AS
     list_extract(list, CASE WHEN position >= 0 AND position < len(list) THEN position + 1 END);
 
+CREATE OR REPLACE MACRO bq.array_text(list, separator) AS
+    CASE WHEN separator IS NOT NULL THEN array_to_string(list, separator) END;
+
+CREATE OR REPLACE MACRO bq.filled_array_text(list, separator, filling) AS CASE WHEN separator IS NOT NULL AND filling IS NOT NULL
+    THEN array_to_string(list_transform(list, lambda e: coalesce(e, filling)), separator) END;
+
 CREATE OR REPLACE MACRO bq.array_concat(a, b) AS CASE WHEN a IS NOT NULL AND b IS NOT NULL THEN list_concat(a, b) END;
 
 CREATE OR REPLACE MACRO bq.generate_array(a, b, step) AS CASE
@@ -353,18 +471,9 @@ CREATE OR REPLACE MACRO bq.generate_array(a, b, step) AS CASE
 
 -- Dates and times. DuckDB's date_trunc and + of a DATE give a TIMESTAMP.
 
-CREATE OR REPLACE MACRO bq.from_micros(v) AS CAST(make_timestamp(CAST(v AS BIGINT)) AS TIMESTAMPTZ);
+CREATE OR REPLACE MACRO bq.date_at(zone, v) AS bq.checked_date(CAST(timezone(bq.zone(zone), v) AS DATE));
 
-CREATE OR REPLACE MACRO bq.checked_date(v) AS CASE
-    WHEN v < DATE '0001-01-01' OR v > DATE '9999-12-31' THEN bq.fail_date('DATE overflow') ELSE v END;
-
-CREATE OR REPLACE MACRO bq.checked_datetime(v) AS CASE
-    WHEN v < TIMESTAMP '0001-01-01' OR v >= TIMESTAMP '10000-01-01' THEN bq.fail_timestamp('DATETIME overflow') ELSE v END;
-
-CREATE OR REPLACE MACRO bq.checked_micros(us) AS CASE
-    WHEN us < -62135596800000000 OR us >= 253402300800000000
-      THEN CAST(bq.fail_timestamp('Timestamp value is out of allowed range') AS TIMESTAMPTZ)
-    ELSE bq.from_micros(us) END;
+CREATE OR REPLACE MACRO bq.datetime_at(zone, v) AS bq.checked_datetime(timezone(bq.zone(zone), v));
 
 CREATE OR REPLACE MACRO bq.add_days(v, days) AS bq.checked_date(CAST(v + to_days(CAST(days AS INTEGER)) AS DATE));
 
@@ -379,7 +488,11 @@ CREATE OR REPLACE MACRO bq.timestamp_add_us(v, us) AS bq.checked_micros(epoch_us
 CREATE OR REPLACE MACRO bq.trunc_date(unit, v, shift) AS
     bq.checked_date(CAST(date_trunc(unit, v + to_days(shift)) - to_days(shift) AS DATE));
 
-CREATE OR REPLACE MACRO bq.trunc_moment(unit, v, shift) AS date_trunc(unit, v + to_days(shift)) - to_days(shift);
+-- Of a DATETIME or a TIMESTAMP: what is cut off may lead before the year 1.
+CREATE OR REPLACE MACRO bq.trunc_moment(unit, v, shift) AS CASE
+    WHEN v < TIMESTAMP '0002-01-01' AND date_trunc(unit, v + to_days(shift)) - to_days(shift) < TIMESTAMP '0001-01-01'
+      THEN bq.fail_timestamp('Truncating resulted in an out of range value')
+    ELSE date_trunc(unit, v + to_days(shift)) - to_days(shift) END;
 
 CREATE OR REPLACE MACRO bq.trunc_time(unit, v, shift) AS
     CAST(date_trunc(unit, CAST(DATE '1970-01-01' + v AS TIMESTAMP)) AS TIME);
@@ -387,7 +500,7 @@ CREATE OR REPLACE MACRO bq.trunc_time(unit, v, shift) AS
 -- An hour and less is cut where the clock stands, so that the second of two equal hours stays in its own.
 CREATE OR REPLACE MACRO bq.trunc_at(unit, v, shift, zone) AS CASE
     WHEN unit IN ('hour', 'minute', 'second', 'millisecond', 'microsecond')
-      THEN bq.from_micros(epoch_us(v) - (epoch_us(timezone(zone, v)) - epoch_us(date_trunc(unit, timezone(zone, v)))))
+      THEN bq.checked_micros(epoch_us(v) - (epoch_us(timezone(zone, v)) - epoch_us(date_trunc(unit, timezone(zone, v)))))
     ELSE bq.at_zone(zone, date_trunc(unit, timezone(zone, v) + to_days(shift)) - to_days(shift)) END;
 
 -- DATE_DIFF and DATETIME_DIFF count the boundaries between two moments, TIMESTAMP_DIFF the whole units.
@@ -407,26 +520,35 @@ CREATE OR REPLACE MACRO bq.week_of_year(v, shift) AS
     (dayofyear(v) - 1 + (isodow(date_trunc('year', v)) - 1 + shift) % 7) // 7
       + CASE WHEN (isodow(date_trunc('year', v)) - 1 + shift) % 7 = 0 THEN 1 ELSE 0 END;
 
-CREATE OR REPLACE MACRO bq.make_date(y, m, d) AS make_date(y, m, d);
+CREATE OR REPLACE MACRO bq.make_date(y, m, d) AS bq.checked_date(make_date(y, m, d));
 
-CREATE OR REPLACE MACRO bq.make_datetime(y, m, d, hh, mm, ss) AS make_timestamp(y, m, d, hh, mm, CAST(ss AS DOUBLE));
+CREATE OR REPLACE MACRO bq.make_datetime(y, m, d, hh, mm, ss) AS CASE
+    WHEN ss = 60 THEN make_timestamp(bq.refuse('a leap second is'))
+    WHEN hh NOT BETWEEN 0 AND 23 THEN bq.fail_timestamp('Input calculates to invalid datetime')
+    ELSE bq.checked_datetime(make_timestamp(y, m, d, hh, mm, CAST(ss AS DOUBLE))) END;
 
-CREATE OR REPLACE MACRO bq.make_time(hh, mm, ss) AS make_time(hh, mm, CAST(ss AS DOUBLE));
+CREATE OR REPLACE MACRO bq.make_time(hh, mm, ss) AS CASE
+    WHEN ss = 60 THEN CAST(make_timestamp(bq.refuse('a leap second is')) AS TIME)
+    WHEN hh NOT BETWEEN 0 AND 23 THEN CAST(bq.fail_timestamp('Input calculates to invalid time') AS TIME)
+    ELSE make_time(hh, mm, CAST(ss AS DOUBLE)) END;
 
 CREATE OR REPLACE MACRO bq.last_day(unit, v, months) AS
     CAST(date_trunc(unit, v) + to_months(months) - to_days(1) AS DATE);
 
-CREATE OR REPLACE MACRO bq.date_array(a, b, step) AS CAST(generate_series(CAST(a AS TIMESTAMP), CAST(b AS TIMESTAMP), step) AS DATE[]);
+CREATE OR REPLACE MACRO bq.date_array(a, b, step) AS CASE
+    WHEN step = to_days(0) THEN CAST([bq.fail_date('Sequence step cannot be 0.')] AS DATE[])
+    ELSE CAST(generate_series(CAST(a AS TIMESTAMP), CAST(b AS TIMESTAMP), step) AS DATE[]) END;
 
-CREATE OR REPLACE MACRO bq.timestamp_array(a, b, step) AS
-    CAST(generate_series(CAST(a AS TIMESTAMP), CAST(b AS TIMESTAMP), step) AS TIMESTAMPTZ[]);
+CREATE OR REPLACE MACRO bq.timestamp_array(a, b, step) AS CASE
+    WHEN step = to_days(0) THEN CAST([bq.fail_timestamp('Sequence step cannot be 0.')] AS TIMESTAMPTZ[])
+    ELSE CAST(generate_series(CAST(a AS TIMESTAMP), CAST(b AS TIMESTAMP), step) AS TIMESTAMPTZ[]) END;
 
 CREATE OR REPLACE MACRO bq.last_day_of_week(v, shift) AS
-    CAST(date_trunc('week', v + to_days(shift)) - to_days(shift) + to_days(6) AS DATE);
+    bq.checked_date(CAST(date_trunc('week', v + to_days(shift)) - to_days(shift) + to_days(6) AS DATE));
 
 -- Past midnight a clock starts over.
 CREATE OR REPLACE MACRO bq.time_add_us(v, us) AS
-    CAST(make_timestamp(((epoch_us(v) + us) % 86400000000 + 86400000000) % 86400000000) AS TIME);
+    CAST(make_timestamp(((epoch_us(v) + us % 86400000000) % 86400000000 + 86400000000) % 86400000000) AS TIME);
 
 CREATE OR REPLACE MACRO bq.clock_diff(unit_us, later, earlier) AS epoch_us(later) // unit_us - epoch_us(earlier) // unit_us;
 
@@ -452,32 +574,58 @@ CREATE OR REPLACE MACRO bq.json_marked(v, mark) AS array_to_string(list_transfor
     regexp_extract_all(v, '"(?:[^"\\]|\\.)*"|-?[0-9][-+.0-9eE]*|[^"0-9-]+'),
     lambda t: CASE WHEN regexp_matches(t, '^[-0-9]') THEN '"' || mark || t || '"' ELSE t END), '');
 
-CREATE OR REPLACE MACRO bq.text_json(v) AS CASE
-    WHEN NOT regexp_matches(v, '[0-9][.eE]') THEN TRY_CAST(v AS JSON)
-    WHEN TRY_CAST(v AS JSON) IS NOT NULL THEN CAST(bq.json_marked(v, '') AS JSON) END;
+-- JSON without what stands between quotes.
+CREATE OR REPLACE MACRO bq.json_bare(v) AS regexp_replace(v, '"(?:[^"\\]|\\.)*"', '""', 'g');
 
-CREATE OR REPLACE MACRO bq.marked_json(v) AS CASE
-    WHEN TRY_CAST(v AS JSON) IS NULL THEN NULL
-    WHEN NOT regexp_matches(v, '[0-9][.eE]') THEN CAST(v AS JSON)
-    WHEN contains(lower(v), '\u0001') THEN CAST(CAST(bq.fail('JSON with U+0001 is not supported by the embedded BigQuery') AS VARCHAR) AS JSON)
+-- DuckDB reads commas before a bracket, NaN and inf.
+CREATE OR REPLACE MACRO bq.is_loose_json(v) AS
+    regexp_matches(v, ',\s*[\]}]|(?i)nan|inf') AND regexp_matches(bq.json_bare(v), ',\s*[\]}]|(?i)nan|inf');
+
+-- GoogleSQL reads a text up to its mistake.
+CREATE OR REPLACE MACRO bq.json_or_null(v, path) AS CASE
+    WHEN TRY_CAST(v AS JSON) IS NOT NULL AND NOT bq.is_loose_json(v) THEN CAST(v AS JSON)
+    WHEN regexp_matches(v, CASE WHEN path = '$' THEN '^\s*["\[{tfn0-9-]' ELSE '^\s*[\[{]' END)
+      THEN CAST(CAST(bq.refuse('a STRING that is not quite JSON is') AS VARCHAR) AS JSON) END;
+
+CREATE OR REPLACE MACRO bq.text_json(v, path) AS CASE
+    WHEN NOT regexp_matches(v, '[0-9][.eE]|-0') THEN bq.json_or_null(v, path)
+    WHEN bq.json_or_null(v, path) IS NOT NULL THEN CAST(bq.json_marked(v, '') AS JSON) END;
+
+CREATE OR REPLACE MACRO bq.marked_json(v, path) AS CASE
+    WHEN bq.json_or_null(v, path) IS NULL THEN NULL
+    WHEN NOT regexp_matches(v, '[0-9][.eE]|-0') THEN CAST(v AS JSON)
+    WHEN contains(lower(v), '\u0001') THEN CAST(CAST(bq.refuse('JSON with U+0001 is') AS VARCHAR) AS JSON)
     ELSE CAST(bq.json_marked(v, '\u0001') AS JSON) END;
 
 CREATE OR REPLACE MACRO bq.json_unmarked(v) AS regexp_replace(v, '"\\u0001([^"]*)"', '\1', 'g');
 
+-- A number that FLOAT64 can't hold is an error in GoogleSQL, and of equal names the first counts.
+CREATE OR REPLACE MACRO bq.is_exact_number(v) AS
+    TRY_CAST(v AS HUGEINT) BETWEEN -9223372036854775808 AND 18446744073709551615 AND regexp_full_match(v, '-?[0-9]+')
+      OR length(v) <= 16 AND NOT regexp_matches(v, '[eE][-+]?[0-9]{3}') OR bq.float_text(TRY_CAST(v AS DOUBLE)) = v;
+
+CREATE OR REPLACE MACRO bq.parse_json(v) AS CASE
+    WHEN bq.is_loose_json(v) THEN CAST(CAST(bq.fail('Invalid input to PARSE_JSON: syntax error') AS VARCHAR) AS JSON)
+    WHEN len(list_filter(regexp_extract_all(bq.json_bare(v), '[-+.0-9eE]{17,}|[0-9][eE][-+]?[0-9]{3}[0-9]*'), lambda n: NOT bq.is_exact_number(n))) > 0
+      THEN CAST(CAST(bq.refuse('JSON with numbers of so many digits is') AS VARCHAR) AS JSON)
+    WHEN len(json_keys(CAST(v AS JSON))) <> len(list_distinct(json_keys(CAST(v AS JSON))))
+      THEN CAST(CAST(bq.refuse('JSON with equal names is') AS VARCHAR) AS JSON)
+    ELSE CAST(v AS JSON) END;
+
 CREATE OR REPLACE MACRO bq.json_query_text(v, path) AS CASE
-    WHEN json_type(bq.marked_json(v), path) <> 'NULL' THEN bq.json_unmarked(CAST(json_extract(bq.marked_json(v), path) AS VARCHAR)) END;
+    WHEN json_type(bq.marked_json(v, path), path) <> 'NULL' THEN bq.json_unmarked(CAST(json_extract(bq.marked_json(v, path), path) AS VARCHAR)) END;
 
 CREATE OR REPLACE MACRO bq.json_query_array(v, path) AS CASE
     WHEN json_type(v, path) = 'ARRAY' THEN list_transform(CAST(json_extract(v, path) AS JSON[]), lambda e: coalesce(e, CAST('null' AS JSON))) END;
 
 CREATE OR REPLACE MACRO bq.json_query_array_text(v, path) AS
-    list_transform(bq.json_query_array(bq.marked_json(v), path), lambda e: bq.json_unmarked(CAST(e AS VARCHAR)));
+    list_transform(bq.json_query_array(bq.marked_json(v, path), path), lambda e: bq.json_unmarked(CAST(e AS VARCHAR)));
 
 CREATE OR REPLACE MACRO bq.json_value_array(v, path) AS CASE
     WHEN len(list_filter(bq.json_query_array(v, path), lambda e: json_type(e) IN ('ARRAY', 'OBJECT'))) = 0
       THEN list_transform(bq.json_query_array(v, path), lambda e: json_extract_string(e, '$')) END;
 
-CREATE OR REPLACE MACRO bq.json_value_array_text(v, path) AS bq.json_value_array(bq.text_json(v), path);
+CREATE OR REPLACE MACRO bq.json_value_array_text(v, path) AS bq.json_value_array(bq.text_json(v, path), path);
 
 CREATE OR REPLACE MACRO bq.json_type_name(v) AS CASE json_type(v)
     WHEN 'OBJECT' THEN 'object' WHEN 'ARRAY' THEN 'array' WHEN 'VARCHAR' THEN 'string' WHEN 'BOOLEAN' THEN 'boolean'
@@ -496,11 +644,14 @@ CREATE OR REPLACE MACRO bq.json_int64(v) AS CASE
 CREATE OR REPLACE MACRO bq.json_float64(v) AS CASE
     WHEN json_type(v) = 'DOUBLE' THEN CAST(v AS DOUBLE)
     WHEN json_type(v) IN ('BIGINT', 'UBIGINT') AND abs(CAST(v AS DOUBLE)) <= 9007199254740992 THEN CAST(v AS DOUBLE)
-    WHEN json_type(v) IN ('BIGINT', 'UBIGINT') THEN CAST(bq.fail('FLOAT64 of a large JSON number is not supported by the embedded BigQuery') AS DOUBLE)
+    WHEN json_type(v) IN ('BIGINT', 'UBIGINT') THEN CAST(bq.refuse('FLOAT64 of a large JSON number is') AS DOUBLE)
     WHEN v IS NOT NULL THEN CAST(bq.fail('The provided JSON input is not a number') AS DOUBLE) END;
 
 CREATE OR REPLACE MACRO bq.json_of_int64(v) AS
     CASE WHEN abs(CAST(v AS HUGEINT)) > 9007199254740992 THEN '"' || CAST(v AS VARCHAR) || '"' ELSE CAST(v AS VARCHAR) END;
+
+CREATE OR REPLACE MACRO bq.json_of_numeric(v) AS CASE
+    WHEN v = trunc(v) AND abs(v) <= 9007199254740992 THEN bq.numeric_text(v) ELSE '"' || bq.numeric_text(v) || '"' END;
 
 CREATE OR REPLACE MACRO bq.json_of_float64(v) AS CASE
     WHEN isnan(v) THEN '"NaN"' WHEN isinf(v) THEN CASE WHEN v > 0 THEN '"Infinity"' ELSE '"-Infinity"' END
@@ -508,6 +659,15 @@ CREATE OR REPLACE MACRO bq.json_of_float64(v) AS CASE
 
 CREATE OR REPLACE MACRO bq.json_of_text(v) AS
     replace(replace(CAST(to_json(CAST(v AS VARCHAR)) AS VARCHAR), chr(8232), '\u2028'), chr(8233), '\u2029');
+
+CREATE OR REPLACE MACRO bq.json_of_name(v) AS CASE WHEN v IS NULL
+    THEN CAST(bq.fail('Invalid input to JSON_OBJECT: A key cannot be NULL') AS VARCHAR) ELSE bq.json_of_text(v) END;
+
+CREATE OR REPLACE MACRO bq.json_float64_value(v) AS CASE
+    WHEN isnan(v) THEN '"NaN"' WHEN isinf(v) THEN CASE WHEN v > 0 THEN '"Infinity"' ELSE '"-Infinity"' END ELSE bq.float_shown(v) END;
+
+CREATE OR REPLACE MACRO bq.json_numeric_value(v) AS CASE WHEN v = trunc(v) AND v BETWEEN -9223372036854775808 AND 18446744073709551615
+    THEN bq.numeric_text(v) ELSE bq.float_shown(CAST(v AS DOUBLE)) END;
 
 CREATE OR REPLACE MACRO bq.is_decimal_text(v) AS regexp_full_match(v, '[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?');
 
@@ -533,7 +693,7 @@ CREATE OR REPLACE MACRO bq.json_lax_int64(v) AS CASE
 CREATE OR REPLACE MACRO bq.text_lax_float64(v) AS CASE
     WHEN bq.is_decimal_text(v) AND isfinite(TRY_CAST(v AS DOUBLE)) THEN TRY_CAST(v AS DOUBLE)
     WHEN regexp_matches(v, '^[-+]?0[xX]') OR bq.is_decimal_text(v)
-      THEN CAST(bq.fail('LAX_FLOAT64 of this text is not supported by the embedded BigQuery: ' || v) AS DOUBLE)
+      THEN CAST(bq.refuse('LAX_FLOAT64 of this text is') AS DOUBLE)
     WHEN regexp_full_match(v, '(?i)[-+]?inf(?:inity)?') THEN CASE WHEN v[1] = '-' THEN CAST('-inf' AS DOUBLE) ELSE CAST('inf' AS DOUBLE) END
     WHEN lower(v) = 'nan' THEN CAST('NaN' AS DOUBLE) END;
 

@@ -56,7 +56,7 @@ def test_queries_answer_as_google_s_evaluator_does(world: World, path: Path) -> 
     assert not wrong, "\n".join([f"{len(wrong)} of {len(queries_of(path))}:", *wrong])
 
 
-@pytest.mark.parametrize("first", range(0, 400, 100))
+@pytest.mark.parametrize("first", range(0, 300, 100))
 @pytest.mark.parametrize("query", [random_query, random_table_query])
 def test_random_queries_answer_as_google_s_evaluator_does(
     world: World, query: Callable[[int], str], first: int
@@ -89,7 +89,7 @@ def _agree(expected: Found, given: Found) -> bool:
 
 def test_there_are_enough_of_them() -> None:
     files = list(_QUERIES.glob("*.sql"))
-    assert sum(len(set(queries_of(path))) for path in files) >= 600
+    assert sum(len(set(queries_of(path))) for path in files) >= 1_900
 
 
 def _write_unsupported() -> None:

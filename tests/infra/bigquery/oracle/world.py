@@ -55,6 +55,31 @@ _ORDERS: list[dict[str, Any]] = [
     {"name": "item", "type": "STRING"},
     {"name": "paid", "type": "NUMERIC"},
 ]
+_THINGS: list[dict[str, Any]] = [
+    *(
+        {"name": name, "type": kind}
+        for name, kind in (
+            ("k", "INT64"),
+            ("n", "NUMERIC"),
+            ("f", "FLOAT64"),
+            ("b", "BOOL"),
+            ("y", "BYTES"),
+            ("dt", "DATETIME"),
+            ("t", "TIME"),
+            ("d", "DATE"),
+            ("g", "STRING"),
+            ("i", "INT64"),
+        )
+    ),
+    {"name": "xs", "type": "INT64", "mode": "REPEATED"},
+    {
+        "name": "items",
+        "type": "RECORD",
+        "mode": "REPEATED",
+        "fields": [{"name": "p", "type": "STRING"}, {"name": "q", "type": "INT64"}],
+    },
+]
+"""NULLs and extremes of all types."""
 _ROWS: dict[str, tuple[list[dict[str, Any]], str]] = {
     "people": (
         _PEOPLE,
@@ -82,6 +107,29 @@ UNION ALL SELECT 3, 'cup', NUMERIC '0.1'
 UNION ALL SELECT 9, 'hat', NULL
 UNION ALL SELECT NULL, 'bag', NUMERIC '10'""",
     ),
+    "things": (
+        _THINGS,
+        """
+SELECT 1, NUMERIC '1.5', 1.5, TRUE, b'abc', DATETIME '2024-01-05 10:11:12.5',
+  TIME '10:11:12.5', DATE '2024-02-29', 'a', 10, [1,2,3], [STRUCT('x' AS p, 1 AS q),
+  STRUCT('y', 2)]
+UNION ALL SELECT 2, NUMERIC '-2.25', CAST('NaN' AS FLOAT64), FALSE, b'',
+  DATETIME '0001-01-01 00:00:00', TIME '00:00:00', DATE '0001-01-01', 'a', 20, [3,1],
+  [STRUCT('z' AS p, CAST(NULL AS INT64) AS q)]
+UNION ALL SELECT 3, NULL, CAST('-inf' AS FLOAT64), NULL, NULL, NULL, NULL, NULL, 'b', NULL,
+  CAST([] AS ARRAY<INT64>), CAST([] AS ARRAY<STRUCT<p STRING, q INT64>>)
+UNION ALL SELECT 4, NUMERIC '99999999999999999999999999999.999999999', -0.0, TRUE,
+  b'\\xff\\x00', DATETIME '9999-12-31 23:59:59.999999', TIME '23:59:59.999999',
+  DATE '9999-12-31', 'b', 10, [9], [STRUCT('x' AS p, 3 AS q)]
+UNION ALL SELECT 5, NUMERIC '1.5', NULL, FALSE, b'abd', DATETIME '2024-01-05 10:11:12.5',
+  TIME '10:11:12.5', DATE '2024-03-01', NULL, -5, [2,2], [STRUCT('y' AS p, 5 AS q)]
+UNION ALL SELECT 6, NUMERIC '0', 1e10, TRUE, b'abc', DATETIME '2023-12-31 23:59:59',
+  TIME '12:00:00', DATE '2023-12-31', 'c', 30, [5,4],
+  [STRUCT(CAST(NULL AS STRING) AS p, 7 AS q)]
+UNION ALL SELECT 7, NUMERIC '0.000000001', 1.5, NULL, b'zz', DATETIME '2024-02-29 12:00:00',
+  TIME '06:30:00', DATE '2024-02-28', 'c', 30, [7],
+  CAST([] AS ARRAY<STRUCT<p STRING, q INT64>>)""",
+    ),
 }
 
 
@@ -95,7 +143,7 @@ class Found:
 
 
 class World:
-    """Both places, with the same tables `people` and `orders`."""
+    """Both places, with the same tables `people`, `orders` and `things`."""
 
     def __init__(self) -> None:
         self._store = Store(None)
@@ -253,8 +301,10 @@ _SCALARS: dict[int, Callable[[Any], Any]] = {
 
 
 def _float(number: float) -> float | str:
-    """A FLOAT64 to 12 digits, and NaN as something that equals itself."""
-    return "NaN" if math.isnan(number) else float(f"{number:.12g}")
+    """A FLOAT64 to 12 digits. NaN equals itself, and 0 below zero is told from 0."""
+    if math.isnan(number):
+        return "NaN"
+    return "-0" if number == 0 and math.copysign(1, number) < 0 else float(f"{number:.12g}")
 
 
 def _of_duckdb(value: Any, kind: Any) -> Any:

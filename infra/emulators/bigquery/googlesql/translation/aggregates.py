@@ -200,7 +200,15 @@ def _statistic(name: str) -> Callable[[Aggregate], str]:
     def write(one: Aggregate) -> str:
         if any(one.call.kind(place) != types.TYPE_DOUBLE for place in range(len(one.call.sql))):
             raise one.call.refused()
-        return one.of(name, *one.call.sql[1:])
+        found = f"bq.statistic({one.of(name, *one.call.sql[1:])})"
+        if len(one.call.sql) == 1:
+            return found
+        if one.distinct:
+            raise one.call.refused()
+        # DuckDB has NaN for a single pair.
+        least = 1 if name == "covar_pop" else 2
+        count = one.of("regr_count", *one.call.sql[1:])
+        return f"(CASE WHEN {count} >= {least} THEN {found} END)"
 
     return write
 
@@ -245,7 +253,14 @@ def _numbering(name: str) -> Callable[[Call, str], str]:
 def _shifted(name: str) -> Callable[[Call, str], str]:
     def write(call: Call, nulls: str) -> str:
         words = " IGNORE NULLS" if nulls == "IGNORE_NULLS" else ""
-        return f"{name}({', '.join(call.sql)}{words})"
+        arguments = list(call.sql)
+        if name in ("lag", "lead") and len(arguments) > 1:
+            # DuckDB looks to the other side then.
+            message = f"The offset to the function {name.upper()} must not be negative"
+            arguments[1] = (
+                f"CASE WHEN {arguments[1]} < 0 THEN bq.fail('{message}') ELSE {arguments[1]} END"
+            )
+        return f"{name}({', '.join(arguments)}{words})"
 
     return write
 
@@ -254,7 +269,10 @@ def _percentile(name: str) -> Callable[[Call, str], str]:
     def write(call: Call, nulls: str) -> str:
         if nulls == "RESPECT_NULLS" or call.nodes[1].kind != "Literal":
             raise call.refused()
-        return f"{name}({call.sql[0]}, {call.sql[1]})"
+        value = call.sql[0]
+        if call.kind() == types.TYPE_DOUBLE:
+            value = f"bq.not_nan({value}, '{call.name.upper()}')"
+        return f"{name}({value}, {call.sql[1]})"
 
     return write
 

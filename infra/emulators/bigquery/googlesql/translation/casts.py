@@ -59,22 +59,20 @@ _MACROS: dict[tuple[int, int], str] = {
 }
 
 
-def cast(value: str, source: TypeProto, target: TypeProto, *, is_safe: bool) -> str:
+def cast(value: str, source: TypeProto, target: TypeProto) -> str:
     """Returns the value in another type.
 
     Args:
         value: DuckDB's SQL.
         source: the type that it has.
         target: the wanted type.
-        is_safe: whether what can't be cast becomes NULL.
 
     Raises:
         UnsupportedError: for a pair of types that has no translation.
     """
     if _is_same(source, target):
         return value
-    found = _cast(value, source, target)
-    return f"TRY({found})" if is_safe else found
+    return _cast(value, source, target)
 
 
 def _cast(value: str, source: TypeProto, target: TypeProto) -> str:

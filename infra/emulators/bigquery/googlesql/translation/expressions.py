@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
@@ -10,7 +11,7 @@ from infra.emulators.bigquery.googlesql.analysis.tree import Node
 from infra.emulators.bigquery.googlesql.analysis.types import struct_field_names
 from infra.emulators.bigquery.googlesql.calls import unsupported
 from infra.emulators.bigquery.googlesql.translation.casts import cast
-from infra.emulators.bigquery.googlesql.translation.functions.registry import Call
+from infra.emulators.bigquery.googlesql.translation.functions.registry import Call, is_name, tried
 from infra.emulators.bigquery.googlesql.translation.functions.scalar import function
 from infra.emulators.bigquery.googlesql.translation.literals import literal, text
 from infra.emulators.bigquery.googlesql.translation.scope import Scope
@@ -64,11 +65,6 @@ def _argument(node: Node, scope: Scope) -> str:
     return "" if is_name(node) else expression(node, scope)
 
 
-def is_name(node: Node) -> bool:
-    """Whether an argument is a name, such as a date part, and not a value."""
-    return node.kind == "Literal" and node.type.HasField("enum_type")
-
-
 def _literal(node: Node, scope: Scope) -> str:
     return literal(node.value.value, node.type)
 
@@ -84,8 +80,13 @@ def _parameter(node: Node, scope: Scope) -> str:
 def _cast(node: Node, scope: Scope) -> str:
     if node.format is not None or node.time_zone is not None:
         raise unsupported("CAST with FORMAT or a time zone")
+    if node.type_modifiers.HasField("type_parameters"):
+        raise unsupported("CAST to a type with parameters")
     value = expression(node.expr, scope)
-    return cast(value, node.expr.type, node.type, is_safe=node.return_null_on_error)
+    if node.return_null_on_error:
+        source, target = node.expr.type, node.type
+        return tried([node.expr], [value], lambda sql: cast(sql[0], source, target))
+    return cast(value, node.expr.type, node.type)
 
 
 def _make_struct(node: Node, scope: Scope) -> str:
@@ -110,10 +111,10 @@ def _json_field(node: Node, scope: Scope) -> str:
 
 
 def _function(node: Node, scope: Scope) -> str:
-    found = function(call_of(node, scope))
-    if node.enum("error_mode") == "SAFE_ERROR_MODE":
-        return f"TRY({found})"
-    return found
+    call = call_of(node, scope)
+    if node.enum("error_mode") != "SAFE_ERROR_MODE":
+        return function(call)
+    return tried(call.nodes, call.sql, lambda sql: function(replace(call, sql=sql)))
 
 
 def _subquery(node: Node, scope: Scope) -> str:

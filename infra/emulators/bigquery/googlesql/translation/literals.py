@@ -65,6 +65,8 @@ def _struct(value: Any, kind: TypeProto) -> str:
     names = struct_field_names(kind)
     parts = zip(names, kind.struct_type.field, value.struct_value.field, strict=True)
     fields = [f"{quoted(name)} := {literal(one, part.field_type)}" for name, part, one in parts]
+    if not fields:
+        raise unsupported("A STRUCT without fields")
     return f"struct_pack({', '.join(fields)})"
 
 
@@ -77,7 +79,9 @@ def _integer(value: Any) -> str:
 def _double(value: Any) -> str:
     number = value.double_value
     if math.isfinite(number):
-        return f"CAST('{number!r}' AS DOUBLE)" if number < 0 else f"CAST({number!r} AS DOUBLE)"
+        # A minus before 0 would be lost.
+        is_negative = math.copysign(1, number) < 0
+        return f"CAST('{number!r}' AS DOUBLE)" if is_negative else f"CAST({number!r} AS DOUBLE)"
     return f"CAST('{number}' AS DOUBLE)"
 
 

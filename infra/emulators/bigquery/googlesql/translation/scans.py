@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
+
 from infra.emulators.bigquery.googlesql.analysis.tree import Node
 from infra.emulators.bigquery.googlesql.calls import unsupported
 from infra.emulators.bigquery.googlesql.translation.aggregates import aggregate
@@ -50,7 +52,14 @@ def subquery(node: Node, scope: Scope) -> str:
     if kind == "ARRAY":
         return f"coalesce(ARRAY(SELECT {name} FROM ({inner})), [])"
     if kind == "IN":
-        return f"({expression(node.in_expr, scope)} IN (SELECT {name} FROM ({inner})))"
+        value = expression(node.in_expr, scope)
+        found = f"({value} IN (SELECT {name} FROM ({inner})))"
+        if node.in_expr.type.type_kind == types.TYPE_DOUBLE:
+            # NaN equals nothing in GoogleSQL.
+            unknown = f"CASE WHEN bool_or({name} IS NULL) THEN NULL ELSE false END"
+            none = f"(SELECT {unknown} FROM ({inner}))"
+            return f"(CASE WHEN isnan({value}) THEN {none} ELSE {found} END)"
+        return found
     raise unsupported(f"Subqueries with {kind.replace('_', ' ')}")
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
+
 from infra.emulators.bigquery.googlesql.analysis.tree import Node
+from infra.emulators.bigquery.googlesql.calls import unsupported
 from infra.emulators.bigquery.googlesql.translation.aggregates import analytic
 from infra.emulators.bigquery.googlesql.translation.expressions import expression
 from infra.emulators.bigquery.googlesql.translation.ordering import order_by
@@ -33,6 +36,8 @@ def window_functions(scan: Node, scope: Scope) -> dict[int, str]:
         for one in group.analytic_function_list:
             frame = one.expr.window_frame
             by_value = frame is not None and _is_by_value(frame)
+            if by_value and items[0].column_ref.type.type_kind == types.TYPE_DOUBLE:
+                _check_bounded(frame)
             window = [*parts]
             if items:
                 window.append(f"ORDER BY {order_by(items, scope, is_one_key=by_value)}")
@@ -47,6 +52,13 @@ def _is_by_value(frame: Node) -> bool:
     ends = (frame.start_expr, frame.end_expr)
     is_offset = any(end.enum("boundary_type").startswith("OFFSET") for end in ends)
     return frame.enum("frame_unit") == "RANGE" and is_offset
+
+
+def _check_bounded(frame: Node) -> None:
+    """Refuses a frame that may begin or end with NaN, which DuckDB has at the other end."""
+    for end in (frame.start_expr, frame.end_expr):
+        if end.enum("boundary_type").startswith("UNBOUNDED"):
+            raise unsupported("RANGE over FLOAT64 with one end UNBOUNDED")
 
 
 def _frame(frame: Node, scope: Scope) -> str:

@@ -157,3 +157,38 @@ SELECT x, SUM(y) FROM UNNEST([STRUCT(1 AS x, 2 AS y)]) GROUP BY ROLLUP(x)
 SELECT x, SUM(y) FROM UNNEST([STRUCT(1 AS x, 2 AS y)]) GROUP BY GROUPING SETS (x, ())
 SELECT STRUCT(1 AS a) = STRUCT(1 AS b)
 SELECT ARRAY(SELECT AS STRUCT 1 AS a), EXISTS(SELECT 1), (SELECT 1)
+-- Asked from outside: what was answered wrongly, and what stands for the rest.
+SELECT SAFE.LN(-1), SAFE.SQRT(-1), SAFE.LOG(0, 10), SAFE.POW(0, -1)
+SELECT SAFE.TIMESTAMP_SECONDS(9223372036854775807)
+SELECT SAFE.ROUND(1.7e308, -308)
+SELECT SAFE.ABS(-9223372036854775808)
+SELECT k, CAST(n AS STRING), CAST(f AS STRING), CAST(d AS STRING), CAST(dt AS STRING), CAST(t AS STRING) FROM things
+SELECT k, -f, ABS(f), SIGN(f), ROUND(f), IS_INF(f), IS_NAN(f) FROM things
+SELECT k, GREATEST(f, 0), LEAST(f, 0) FROM things
+SELECT k, TO_JSON_STRING(STRUCT(k, n, f, b, y, dt, t, d)) FROM things
+SELECT x FROM UNNEST([1, 1, 2]) AS x INTERSECT DISTINCT SELECT 1
+SELECT 1 UNION ALL SELECT 2 EXCEPT DISTINCT SELECT 1
+SELECT * FROM people AS p WHERE EXISTS (SELECT 1 FROM orders WHERE person = p.id)
+SELECT id FROM people WHERE id NOT IN (SELECT person FROM orders)
+SELECT id, (SELECT COUNT(*) FROM UNNEST(tags) AS t WHERE t > 'a') FROM people
+SELECT k, items[SAFE_OFFSET(0)].p FROM things
+SELECT address.* FROM people
+SELECT p.* EXCEPT (tags) FROM people AS p WHERE id = 1
+SELECT COUNT(p) FROM people AS p
+SELECT id FROM people ORDER BY team DESC NULLS FIRST, id
+SELECT id FROM people ORDER BY id LIMIT 0
+SELECT id AS x FROM people ORDER BY -x
+SELECT DISTINCT team FROM people ORDER BY team
+SELECT name FROM people WHERE name > 'B' ORDER BY name
+SELECT * FROM (SELECT team, id FROM people) PIVOT (SUM(id) FOR team IN ('red', NULL AS n))
+SELECT * FROM (SELECT 1 AS a, 2 AS b) UNPIVOT (v FOR n IN (a AS 1, b AS 2))
+FROM people |> SET id = id + 1 |> DROP tags, address, seen, born |> ORDER BY id
+FROM people |> JOIN orders ON id = person |> SELECT id, item
+FROM people |> WINDOW SUM(id) OVER () AS s |> SELECT s
+SELECT 1 |> EXTEND 2 AS b
+SELECT ERROR('no')
+SELECT CASE WHEN id = 1 THEN 1 / (id - 1) ELSE 0 END FROM people
+SELECT k, TIMESTAMP(dt, 'America/New_York') FROM things WHERE k IN (1, 5, 6, 7)
+SELECT team, ARRAY_AGG(name IGNORE NULLS ORDER BY name) AS names FROM people GROUP BY team ORDER BY team
+SELECT FORMAT('%s has %d', name, id) FROM people
+SELECT id FROM people WHERE score > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
 from infra.emulators.bigquery.googlesql.analysis.types import duckdb_type
+from infra.emulators.bigquery.googlesql.calls import unsupported
 from infra.emulators.bigquery.googlesql.translation.functions.registry import (
     Call,
     Functions,
@@ -40,9 +41,11 @@ def _concat(call: Call) -> str:
 def _to_string(call: Call) -> str:
     if call.nodes[0].type.array_type.element_type.type_kind != types.TYPE_STRING:
         raise call.refused()
+    if call.nodes[1].kind != "Literal":
+        raise unsupported("ARRAY_TO_STRING with a separator that is not a literal")
     if len(call.sql) == 2:
-        return call.put("array_to_string({0}, {1})")
-    return call.put("array_to_string(list_transform({0}, lambda e: coalesce(e, {2})), {1})")
+        return call.put("bq.array_text({0}, {1})")
+    return call.put("bq.filled_array_text({0}, {1}, {2})")
 
 
 def _generated(call: Call) -> str:

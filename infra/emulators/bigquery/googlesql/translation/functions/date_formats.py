@@ -6,6 +6,7 @@ Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/format-ele
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
@@ -20,10 +21,10 @@ _ELEMENT = re.compile(r"%(E[0-9*]S|E4Y|Ez|.)", re.DOTALL)
 _OF_DATES = frozenset("aAbBdejmUuVWwgGyYQ") | {"E4Y"}
 _OF_CLOCKS = frozenset("HIklMpPS")
 _ANYWHERE = frozenset("%nt")
-_NATIVE = frozenset("aAbBdjmUuVWwGyYHIMpS%")
+_NATIVE = frozenset("aAbBdjmUuVWwGyHIMpS%")
 """Those that DuckDB's strftime writes alike."""
 _SEVERAL = {
-    "F": "%Y-%m-%d",
+    "F": "%E4Y-%m-%d",
     "D": "%m/%d/%y",
     "x": "%m/%d/%y",
     "h": "%b",
@@ -41,6 +42,7 @@ _COMPUTED = {
     "g": "printf('%02d', isoyear({v}) % 100)",
     "Q": "CAST(quarter({v}) AS VARCHAR)",
     "E4Y": "printf('%04d', year({v}))",
+    "Y": "CAST(year({v}) AS VARCHAR)",
     "E*S": "bq.seconds_text({v})",
     "n": "chr(10)",
     "t": "chr(9)",
@@ -51,8 +53,10 @@ _ZONED = {
     "s": "CAST(bq.unix({moment}, 1000000) AS VARCHAR)",
 }
 _FRACTION = re.compile("E([1-6])S")
-_PARSED = frozenset("aAbBdFhHIjmMpRSTyY%")
+_PARSED = frozenset("aAbBdFhHImMpRSTyY%")
 """Those that DuckDB's strptime reads as GoogleSQL does, once some are written out."""
+_CLOCKS_PARSED = frozenset("HIMpRST")
+_READ_AS = {"F": "%Y-%m-%d", "h": "%b", "R": "%H:%M", "T": "%H:%M:%S"}
 
 
 class _Moment(NamedTuple):
@@ -77,7 +81,7 @@ def _moment(call: Call) -> _Moment:
     if kind == _TIMESTAMP:
         zone = f"bq.zone({call.sql[2]})" if len(call.sql) > 2 else "'UTC'"
         has = _OF_DATES | _OF_CLOCKS | _ZONED.keys()
-        return _Moment(f"timezone({zone}, {value})", value, frozenset(has))
+        return _Moment(f"bq.local_minutes({zone}, {value})", value, frozenset(has))
     if kind == _DATE:
         return _Moment(f"CAST({value} AS TIMESTAMP)", "", _OF_DATES)
     if kind == _DATETIME:
@@ -136,26 +140,49 @@ def parsed(kind: str) -> Translate:
     """PARSE_DATE, PARSE_TIME, PARSE_DATETIME or PARSE_TIMESTAMP, by DuckDB's type."""
 
     def write(call: Call) -> str:
-        pattern = _parsed_pattern(call)
+        pattern, value = _parsed_pattern(call, kind), call.sql[1]
         if kind == "TIME":
-            if re.search("%[aAbBdjmyYFh]", pattern):
-                raise unsupported("PARSE_TIME with a part of a date")
-            moment = f"strptime('1970-01-01 ' || {call.sql[1]}, {text('%Y-%m-%d ' + pattern)})"
-            return f"CAST({moment} AS TIME)"
+            dated = _read(f"'1970-01-01 ' || {value}", f"%Y-%m-%d {pattern}")
+            return f"CAST({dated} AS TIME)"
         if not re.search("%[yY]", pattern):
             raise unsupported("PARSE_* with a format that has no year")
-        moment = f"strptime({call.sql[1]}, {text(pattern)})"
+        moment = _read(value, pattern)
         if len(call.sql) > 2:
             return f"bq.at_zone(bq.zone({call.sql[2]}), {moment})"
-        return f"CAST({moment} AS {kind})"
+        if kind == "DATE":
+            return f"bq.checked_date(CAST({moment} AS DATE))"
+        checked = f"bq.checked_datetime({moment})"
+        return checked if kind == "TIMESTAMP" else f"CAST({checked} AS {kind})"
 
     return write
 
 
-def _parsed_pattern(call: Call) -> str:
+def _read(value: str, pattern: str) -> str:
+    """The moment in a text. Short and full names of days and months stand for each other."""
+    patterns = dict.fromkeys(
+        _replaced(pattern, {"a": day, "A": day, "b": month, "B": month})
+        for day in ("%a", "%A")
+        for month in ("%b", "%B")
+    )
+    return f"strptime({value}, [{', '.join(text(one) for one in patterns)}])"
+
+
+def _parsed_pattern(call: Call, kind: str) -> str:
     pattern = call.text(0)
     if pattern is None:
         raise unsupported("A date format that is not a literal")
-    if set(re.findall(r"%(.?)", pattern)) - _PARSED:
-        raise unsupported(f"Date format element in {pattern!r}")
-    return _written_out(pattern)
+    elements = set(re.findall(r"%(.?)", pattern))
+    refused = elements - _PARSED
+    if kind == "DATE":
+        refused |= elements & _CLOCKS_PARSED
+    if kind == "TIME":
+        refused |= elements - _CLOCKS_PARSED - {"%"}
+    # An hour of twelve needs its half of the day, which an hour of 24 does not.
+    if refused or ("p" in elements) != ("I" in elements):
+        raise unsupported(f"Date format elements in {pattern!r}")
+    return _replaced(pattern, _READ_AS)
+
+
+def _replaced(pattern: str, others: Mapping[str, str]) -> str:
+    """The format with other elements for some of its own."""
+    return re.sub("%(.)", lambda found: others.get(found[1], found[0]), pattern)

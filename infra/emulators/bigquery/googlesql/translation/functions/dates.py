@@ -105,7 +105,7 @@ _PARTS = {
 def _extracted(call: Call) -> str:
     part, value = call.part(1), call.sql[0]
     if len(call.sql) > 2:
-        value = f"timezone(bq.zone({call.sql[2]}), {value})"
+        value = f"bq.checked_local(timezone(bq.zone({call.sql[2]}), {value}))"
     if part in _PARTS:
         return f"{_PARTS[part]}({value})"
     if part == "DAYOFWEEK":
@@ -123,7 +123,7 @@ def _extracted_type(target: str) -> Translate:
     def write(call: Call) -> str:
         value = call.sql[0]
         if len(call.sql) > 1:
-            value = f"timezone(bq.zone({call.sql[1]}), {value})"
+            value = f"bq.datetime_at({call.sql[1]}, {value})"
         if target == "TIME":
             value = f"CAST({value} AS TIMESTAMP)"
         return f"CAST({value} AS {target})"
@@ -135,7 +135,7 @@ def _date(call: Call) -> str:
     if len(call.sql) == 3:
         return call.put("bq.make_date({0}, {1}, {2})")
     if len(call.sql) == 2:
-        return call.put("CAST(timezone(bq.zone({1}), {0}) AS DATE)")
+        return call.put("bq.date_at({1}, {0})")
     return f"CAST({call.sql[0]} AS DATE)"
 
 
@@ -144,7 +144,7 @@ def _datetime(call: Call) -> str:
     if len(kinds) == 6:
         return f"bq.make_datetime({', '.join(call.sql)})"
     if kinds == [_TIMESTAMP, types.TYPE_STRING]:
-        return call.put("timezone(bq.zone({1}), {0})")
+        return call.put("bq.datetime_at({1}, {0})")
     if kinds == [_DATE, _TIME]:
         return call.put("({0} + {1})")
     if len(kinds) == 1:

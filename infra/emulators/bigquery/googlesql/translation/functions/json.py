@@ -15,7 +15,7 @@ from infra.emulators.bigquery.googlesql.translation.functions.registry import (
 )
 from infra.emulators.bigquery.googlesql.translation.literals import text
 
-_PATH = re.compile(r"""\$(\.[A-Za-z_]\w*|\."[^"\\]+"|\[\d+\])*""", re.ASCII)
+_PATH = re.compile(r"""\$(\.[A-Za-z_]\w*|\."[^"\\]+"|\[\d{1,9}\])*""", re.ASCII)
 """Paths that DuckDB reads as BigQuery does."""
 
 
@@ -28,22 +28,35 @@ def _path(call: Call) -> str:
     return path
 
 
+def _text(call: Call) -> str:
+    """The STRING of a call. A place such as `[0]` also finds the name 0 of an object there."""
+    value, path = call.sql[0], _path(call)
+    prefixes = [path[: found.start()] for found in re.finditer(r"\[", path)]
+    if not prefixes:
+        return value
+    tested = " OR ".join(
+        f"json_type(TRY_CAST({value} AS JSON), {text(prefix)}) = 'OBJECT'" for prefix in prefixes
+    )
+    refused = "CAST(bq.refuse('a place in a JSON object is') AS VARCHAR)"
+    return f"(CASE WHEN {tested} THEN {refused} ELSE {value} END)"
+
+
 def _query(call: Call) -> str:
     path = text(_path(call))
     if call.kind() == types.TYPE_JSON:
         return f"json_extract({call.sql[0]}, {path})"
     if call.kind() != types.TYPE_STRING:
         raise call.refused()
-    return f"bq.json_query_text({call.sql[0]}, {path})"
+    return f"bq.json_query_text({_text(call)}, {path})"
 
 
 def _value(call: Call) -> str:
     if call.kind() not in (types.TYPE_JSON, types.TYPE_STRING):
         raise call.refused()
-    value = call.sql[0]
+    value, path = call.sql[0], text(_path(call))
     if call.kind() == types.TYPE_STRING:
-        value = f"bq.text_json({value})"  # a STRING that is no JSON gives NULL
-    return f"bq.json_value({value}, {text(_path(call))})"
+        value = f"bq.text_json({_text(call)}, {path})"
+    return f"bq.json_value({value}, {path})"
 
 
 def _array(macro: str, *, of_text: str) -> Translate:
@@ -51,7 +64,8 @@ def _array(macro: str, *, of_text: str) -> Translate:
         name = {types.TYPE_JSON: macro, types.TYPE_STRING: of_text}.get(call.kind())
         if name is None:
             raise call.refused()
-        return f"bq.{name}({call.sql[0]}, {text(_path(call))})"
+        value = call.sql[0] if call.kind() == types.TYPE_JSON else _text(call)
+        return f"bq.{name}({value}, {text(_path(call))})"
 
     return write
 
@@ -60,7 +74,7 @@ def _parse(call: Call) -> str:
     # The mode for numbers that FLOAT64 can't hold, which is 'exact' if nothing is said.
     if len(call.sql) > 1 and call.text(1) != "exact":
         raise call.refused()
-    return f"CAST({call.sql[0]} AS JSON)"
+    return f"bq.parse_json({call.sql[0]})"
 
 
 def _of_json(macro: str) -> Translate:
@@ -80,6 +94,37 @@ def _to_text(call: Call) -> str:
     if len(call.sql) > 1 and call.sql[1] != "false":
         raise call.refused()
     return json_text(call.sql[0], call.nodes[0].type)
+
+
+def _to_json(call: Call) -> str:
+    # A second argument asks for wide numbers as strings.
+    if len(call.sql) > 1 and call.sql[1] != "false":
+        raise call.refused()
+    return f"CAST({json_text(call.sql[0], call.nodes[0].type, is_json=True)} AS JSON)"
+
+
+def _json_array(call: Call) -> str:
+    values = [
+        json_text(sql, node.type, is_json=True)
+        for sql, node in zip(call.sql, call.nodes, strict=True)
+    ]
+    inside = " || ',' || ".join(values) or "''"
+    return f"CAST('[' || {inside} || ']' AS JSON)"
+
+
+def _json_object(call: Call) -> str:
+    """Of names and values in turn. Equal names would need a look at all of them."""
+    names = [call.text(place) for place in range(0, len(call.sql), 2)]
+    if any(node.type.type_kind == types.TYPE_ARRAY for node in call.nodes[::2]):
+        raise call.refused()
+    if len(names) > 1 and (None in names or len(set(names)) < len(names)):
+        raise unsupported("JSON_OBJECT with names that are equal or not literals")
+    parts = [
+        f"bq.json_of_name({name}) || ':' || {json_text(value, node.type, is_json=True)}"
+        for name, value, node in zip(call.sql[::2], call.sql[1::2], call.nodes[1::2], strict=True)
+    ]
+    inside = " || ',' || ".join(parts) or "''"
+    return f"CAST('{{' || {inside} || '}}' AS JSON)"
 
 
 JSON: Functions = {
@@ -103,4 +148,7 @@ JSON: Functions = {
     "lax_string": _of_json("json_lax_string"),
     "parse_json": _parse,
     "to_json_string": _to_text,
+    "to_json": _to_json,
+    "json_array": _json_array,
+    "json_object": _json_object,
 }

@@ -8,23 +8,30 @@ from infra.emulators.bigquery.googlesql.translation.functions.registry import (
     Call,
     Functions,
     Translate,
+    fill,
+    tried,
 )
 
 _INT, _DOUBLE, _NUMERIC = types.TYPE_INT64, types.TYPE_DOUBLE, types.TYPE_NUMERIC
 
 
-def _by_type(**forms: str) -> Translate:
+def _by_type(**forms: Translate | str) -> Translate:
     """A form for each type of the first argument: `int`, `double`, `numeric`."""
     kinds = {"int": _INT, "double": _DOUBLE, "numeric": _NUMERIC}
     by_kind = {kinds[name]: form for name, form in forms.items()}
 
     def write(call: Call) -> str:
         form = by_kind.get(call.kind())
-        if form is None or f"{{{len(call.sql) - 1}}}" not in form:
+        if form is None:
             raise call.refused()
-        return form.format(*call.sql)
+        return fill(form, call)
 
     return write
+
+
+def _tried(form: str) -> Translate:
+    """A form that gives NULL where it fails."""
+    return lambda call: tried(call.nodes, call.sql, lambda sql: form.format(*sql))
 
 
 def _rounded(name: str) -> Translate:
@@ -32,12 +39,11 @@ def _rounded(name: str) -> Translate:
         value, *digits = call.sql
         if len(digits) > 1:
             raise call.refused()
-        places = ["0"] if not digits else [f"CAST({digits[0]} AS INTEGER)"]
         if call.kind() == _NUMERIC and (not digits or call.integer(1) is not None):
             given = [] if not digits else [str(call.integer(1))]
             return f"CAST({name}({', '.join([value, *(given or ['0'])])}) AS DECIMAL(38,9))"
         if call.kind() == _DOUBLE:
-            return f"{name}({', '.join([value, *(places if digits else [])])})"
+            return f"bq.{name}_digits({value}, {digits[0]})" if digits else f"{name}({value})"
         raise call.refused()
 
     return write
@@ -51,8 +57,11 @@ def _log(call: Call) -> str:
 
 def _safe(operator: str) -> Translate:
     """An operator that gives NULL for a result out of range."""
-    plain = f"TRY({{0}} {operator} {{1}})"
-    of_float = f"CASE WHEN isfinite({{0}} {operator} {{1}}) THEN {{0}} {operator} {{1}} END"
+    plain = _tried(f"{{0}} {operator} {{1}}")
+    of_float = (
+        f"(CASE WHEN isinf({{0}} {operator} {{1}}) AND NOT isinf({{0}}) AND NOT isinf({{1}})"
+        f" THEN NULL ELSE {{0}} {operator} {{1}} END)"
+    )
     # DuckDB's sum and difference of two DECIMAL(38,9) are one, and fail where it overflows.
     numeric = "bq.safe_numeric_multiply({0}, {1})" if operator == "*" else plain
     return _by_type(int=plain, double=of_float, numeric=numeric)
@@ -68,13 +77,13 @@ NUMBERS: Functions = {
     "div": _by_type(int="bq.div({0}, {1})"),
     "mod": _by_type(int="bq.mod({0}, {1})"),
     "safe_divide": _by_type(
-        double="bq.safe_divide({0}, {1})", numeric="TRY(bq.numeric_divide({0}, {1}))"
+        double="bq.safe_divide({0}, {1})", numeric=_tried("bq.numeric_divide({0}, {1})")
     ),
     "safe_add": _safe("+"),
     "safe_subtract": _safe("-"),
     "safe_multiply": _safe("*"),
     "safe_negate": _by_type(
-        int="TRY(CAST(0 AS BIGINT) - {0})", double="(-({0}))", numeric="(-({0}))"
+        int=_tried("CAST(0 AS BIGINT) - {0}"), double="(-({0}))", numeric="(-({0}))"
     ),
     "round": _rounded("round"),
     "trunc": _rounded("trunc"),
@@ -99,9 +108,9 @@ NUMBERS: Functions = {
     "atanh": _by_type(double="bq.in_domain(atanh({0}), {0}, 'ATANH')"),
     "bit_count": _by_type(int="CAST(bit_count({0}) AS BIGINT)"),
     "range_bucket": _by_type(int="bq.range_bucket({0}, {1})", numeric="bq.range_bucket({0}, {1})"),
-    "cos": _by_type(double="cos({0})"),
-    "sin": _by_type(double="sin({0})"),
-    "tan": _by_type(double="tan({0})"),
+    "cos": _by_type(double="bq.circular({0}, 'COS')"),
+    "sin": _by_type(double="bq.circular({0}, 'SIN')"),
+    "tan": _by_type(double="bq.circular({0}, 'TAN')"),
     "atan": _by_type(double="atan({0})"),
     "atan2": _by_type(double="atan2({0}, {1})"),
     "ieee_divide": _by_type(double="bq.ieee_divide({0}, {1})"),

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
+from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
 
 from infra.emulators.bigquery.googlesql.analysis.types import duckdb_type
+from infra.emulators.bigquery.googlesql.calls import unsupported
 from infra.emulators.bigquery.googlesql.translation.functions.registry import (
     Call,
     Functions,
@@ -24,11 +26,34 @@ _WHOLE = (types.TYPE_INT64, types.TYPE_NUMERIC)
 
 def _compared(operator: str) -> Translate:
     def write(call: Call) -> str:
+        if operator in ("=", "<>") and call.kind() == types.TYPE_STRUCT:
+            equal = _equal(call.sql[0], call.sql[1], call.nodes[0].type, call.nodes[1].type)
+            return equal if operator == "=" else f"(NOT {equal})"
         _check_comparable(call)
         nan = [_may_be_nan(call, 0), _may_be_nan(call, 1)]
         return comparison(operator, call.sql[0], call.sql[1], nan)
 
     return write
+
+
+def _equal(left: str, right: str, kind: TypeProto, other: TypeProto) -> str:
+    """Whether two values are equal. A STRUCT is so where all its fields are, by position."""
+    if kind.type_kind != types.TYPE_STRUCT:
+        if types.TYPE_ARRAY in (kind.type_kind, other.type_kind):
+            raise unsupported("Comparison of ARRAY")
+        nan = [one.type_kind == types.TYPE_DOUBLE for one in (kind, other)]
+        return comparison("=", left, right, nan)
+    pairs = zip(kind.struct_type.field, other.struct_type.field, strict=True)
+    parts = [
+        _equal(
+            f"struct_extract_at({left}, {place})",
+            f"struct_extract_at({right}, {place})",
+            one.field_type,
+            two.field_type,
+        )
+        for place, (one, two) in enumerate(pairs, 1)
+    ]
+    return f"({' AND '.join(parts)})"
 
 
 def comparison(operator: str, left: str, right: str, may_be_nan: list[bool]) -> str:
@@ -71,6 +96,12 @@ def _between(call: Call) -> str:
 
 
 def _in(call: Call) -> str:
+    if call.kind() == types.TYPE_STRUCT:
+        parts = [
+            _equal(call.sql[0], sql, call.nodes[0].type, node.type)
+            for sql, node in zip(call.sql[1:], call.nodes[1:], strict=True)
+        ]
+        return f"({' OR '.join(parts)})"
     _check_comparable(call)
     value, *others = call.sql
     found = f"({value} IN ({', '.join(others)}))"
@@ -137,6 +168,12 @@ def _bits(operator: str) -> Translate:
     return write
 
 
+def _bit_not(call: Call) -> str:
+    if call.kind() != types.TYPE_INT64:
+        raise call.refused()
+    return call.put("(~({0}))")
+
+
 def _shift(macro: str) -> Translate:
     def write(call: Call) -> str:
         if call.kind() != types.TYPE_INT64:
@@ -159,15 +196,20 @@ def _logic(operator: str) -> Translate:
 
 def _case_value(call: Call) -> str:
     value, *rest = call.sql
-    if call.kind() in (*_NESTED, types.TYPE_DOUBLE):
-        raise call.refused()
-    last = len(rest) - 1
+    kind, last = call.nodes[0].type, len(rest) - 1
     return _case(
         [
-            f"({value} = {sql})" if place % 2 == 0 and place < last else sql
+            _equal(value, sql, kind, call.nodes[place + 1].type)
+            if place % 2 == 0 and place < last
+            else sql
             for place, sql in enumerate(rest)
         ]
     )
+
+
+def _null_if(call: Call) -> str:
+    equal = _equal(call.sql[0], call.sql[1], call.nodes[0].type, call.nodes[1].type)
+    return f"(CASE WHEN {equal} THEN NULL ELSE {call.sql[0]} END)"
 
 
 def _case_condition(call: Call) -> str:
@@ -241,7 +283,7 @@ OPERATORS: Functions = {
     "$bitwise_and": _bits("&"),
     "$bitwise_or": _bits("|"),
     "$bitwise_xor": _bits("xor"),
-    "$bitwise_not": "(~({0}))",
+    "$bitwise_not": _bit_not,
     "$bitwise_left_shift": _shift("shift_left"),
     "$bitwise_right_shift": _shift("shift_right"),
     "$like": _like,
@@ -251,7 +293,7 @@ OPERATORS: Functions = {
     "if": "(CASE WHEN {0} THEN {1} ELSE {2} END)",
     "coalesce": _many("coalesce"),
     "ifnull": "coalesce({0}, {1})",
-    "nullif": "(CASE WHEN {0} = {1} THEN NULL ELSE {0} END)",
+    "nullif": _null_if,
     "greatest": _extreme("greatest"),
     "least": _extreme("least"),
     "error": _error,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
@@ -59,6 +59,34 @@ class Call:
         """The error for these arguments."""
         kinds = ", ".join(type_name(node.type) for node in self.nodes)
         return unsupported(f"{self.name.strip('$').upper()}({kinds})")
+
+
+def is_name(node: Node) -> bool:
+    """Whether an argument is a name, such as a date part, and not a value."""
+    return node.kind == "Literal" and node.type.HasField("enum_type")
+
+
+def tried(nodes: Sequence[Node], sql: Sequence[str], write: Callable[[list[str]], str]) -> str:
+    """Returns what gives NULL where a function of some arguments fails.
+
+    An error in an argument stays one, so only columns stand inside TRY. Others are handed in as
+    elements of lists. Constants need that too: DuckDB computes their conditions ahead, where TRY
+    does not catch an error.
+
+    Args:
+        nodes: the arguments.
+        sql: the arguments in DuckDB's SQL.
+        write: writes the function of arguments in SQL.
+    """
+    handed = {
+        place: f"safe{place}"
+        for place, node in enumerate(nodes)
+        if node.kind != "ColumnRef" and not is_name(node)
+    }
+    found = f"TRY({write([handed.get(place, one) for place, one in enumerate(sql)])})"
+    for place, name in handed.items():
+        found = f"list_extract(list_transform([{sql[place]}], lambda {name}: {found}), 1)"
+    return found
 
 
 Translate = Callable[[Call], str]

@@ -76,7 +76,7 @@ def _split(call: Call) -> str:
     if call.kind() != _STRING:
         raise call.refused()
     separator = call.sql[1] if len(call.sql) > 1 else "','"
-    return f"string_split({call.sql[0]}, {separator})"
+    return f"bq.split({call.sql[0]}, {separator})"
 
 
 def _regexp(form: str, group_form: str | None = None) -> Translate:
@@ -109,7 +109,7 @@ def _regexp_extract_all(call: Call) -> str:
     if pattern is not None and _groups(pattern) <= 1 and _can_be_empty(pattern):
         # DuckDB finds one empty match more, at the end.
         raise unsupported("REGEXP_EXTRACT_ALL with a pattern that matches an empty text")
-    return _regexp("regexp_extract_all({0}, {1}, 0)", "regexp_extract_all({0}, {1}, 1)")(call)
+    return _regexp("regexp_extract_all({0}, {1}, 0)", "bq.regexp_extract_groups({0}, {1})")(call)
 
 
 def _can_be_empty(pattern: str) -> bool:
@@ -123,8 +123,8 @@ def _regexp_instr(call: Call) -> str:
     pattern = call.text(1)
     if call.kind() != _STRING or len(call.sql) > 2 or pattern is None:
         raise call.refused()
-    if _groups(pattern):
-        raise unsupported("REGEXP_INSTR with a group")
+    if _groups(pattern) or _can_be_empty(pattern):
+        raise unsupported("REGEXP_INSTR with a group or an empty match")
     # What is before the first match.
     return f"bq.regexp_instr({call.sql[0]}, {call.sql[1]}, {text(f'(?s)^(.*?)(?:{pattern})')})"
 
@@ -139,7 +139,7 @@ def _regexp_replace(call: Call) -> str:
 def _string(call: Call) -> str:
     if call.kind() in (types.TYPE_TIMESTAMP, types.TYPE_DATE, types.TYPE_DATETIME, types.TYPE_TIME):
         if len(call.sql) == 1:
-            return cast(call.sql[0], call.nodes[0].type, call.type, is_safe=False)
+            return cast(call.sql[0], call.nodes[0].type, call.type)
         return call.put("bq.timestamp_text_at({0}, {1})")
     if call.kind() == types.TYPE_JSON:
         return f"bq.json_string({call.sql[0]})"
@@ -192,10 +192,10 @@ def _shown(call: Call, place: int) -> str:
         shown = call.sql[place]
     else:
         wanted = type(kind)(type_kind=_STRING)
-        shown = cast(call.sql[place], kind, wanted, is_safe=False)
+        shown = cast(call.sql[place], kind, wanted)
     if kind.type_kind == types.TYPE_DOUBLE:
         # A whole FLOAT64 is 1.0 here, and 1 as a STRING.
-        shown = f"regexp_replace({shown}, '^(-?[0-9]+)$', '\\1.0')"
+        shown = f"bq.float_shown({call.sql[place]})"
     return f"coalesce({shown}, 'NULL')"
 
 
@@ -256,7 +256,7 @@ def _strpos(call: Call) -> str:
 
 STRINGS: Functions = {
     "upper": _of_text("bq.upper({0})"),
-    "lower": _of_text("lower({0})"),
+    "lower": _of_text("bq.lower({0})"),
     "length": _length,
     "char_length": _of_text("CAST(length({0}) AS BIGINT)"),
     "byte_length": _byte_length,
@@ -270,7 +270,7 @@ STRINGS: Functions = {
     "rpad": _padded("rpad"),
     "replace": _of_text("bq.replace({0}, {1}, {2})"),
     "repeat": _of_text("bq.repeat({0}, {1})"),
-    "reverse": _by_kind("reverse({0})", "bq.reverse_bytes({0})"),
+    "reverse": _by_kind("bq.reverse({0})", "bq.reverse_bytes({0})"),
     "initcap": _initcap,
     "soundex": _of_text("bq.soundex({0})"),
     "left": _edge("left"),
@@ -280,7 +280,9 @@ STRINGS: Functions = {
     "strpos": _strpos,
     "split": _split,
     "regexp_contains": _regexp("regexp_matches({0}, {1})"),
-    "regexp_extract": _regexp("bq.regexp_extract({0}, {1}, 0)", "bq.regexp_extract({0}, {1}, 1)"),
+    "regexp_extract": _regexp(
+        "bq.regexp_extract({0}, {1}, 0)", "bq.regexp_extract_group({0}, {1})"
+    ),
     "regexp_extract_all": _regexp_extract_all,
     "regexp_replace": _regexp_replace,
     "string": _string,
@@ -291,7 +293,7 @@ STRINGS: Functions = {
     "to_hex": lambda call: f"lower(to_hex({call.sql[0]}))",
     "from_hex": lambda call: f"from_hex({call.sql[0]})",
     "to_base64": lambda call: f"to_base64({call.sql[0]})",
-    "from_base64": lambda call: f"from_base64({call.sql[0]})",
+    "from_base64": "bq.from_base64({0})",
     "generate_uuid": lambda call: "CAST(uuid() AS VARCHAR)",
     "ascii": _of_text("bq.ascii({0})"),
     "chr": "chr(CAST({0} AS INTEGER))",
@@ -301,6 +303,6 @@ STRINGS: Functions = {
     "to_code_points": _by_kind("bq.code_points({0})", "bq.byte_points({0})"),
     "code_points_to_string": "bq.code_points_text({0})",
     "code_points_to_bytes": "bq.code_points_bytes({0})",
-    "regexp_substr": _regexp("bq.regexp_extract({0}, {1}, 0)", "bq.regexp_extract({0}, {1}, 1)"),
+    "regexp_substr": _regexp("bq.regexp_extract({0}, {1}, 0)", "bq.regexp_extract_group({0}, {1})"),
     "regexp_instr": _regexp_instr,
 }
