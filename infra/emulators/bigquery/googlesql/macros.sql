@@ -268,7 +268,9 @@ CREATE OR REPLACE MACRO bq.text_time(v) AS CASE
 
 CREATE OR REPLACE MACRO bq.text_timestamp(v) AS CASE
     WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([ Tt]([01]?[0-9]|2[0-3]):[0-9]{1,2}:[0-9]{1,2}(\.[0-9]{1,6})?)?(Z|z|[-+](0?[0-9]|1[0-3])(:[0-5][0-9])?|[-+]14(:00)?)?')
-      THEN bq.checked_timestamp(CAST(replace(replace(v, 't', 'T'), 'z', 'Z') AS TIMESTAMPTZ))
+      THEN CASE WHEN left(v, 4) IN ('0000', '0001', '9999')
+        THEN bq.checked_timestamp(CAST(replace(replace(v, 't', 'T'), 'z', 'Z') AS TIMESTAMPTZ))
+        ELSE CAST(replace(replace(v, 't', 'T'), 'z', 'Z') AS TIMESTAMPTZ) END
     WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}[ Tt]([01]?[0-9]|2[0-3]):[0-9]{1,2}:[0-9]{1,2}(\.[0-9]{1,6})? [A-Z][A-Za-z0-9_+/-]*')
       THEN bq.at_zone(bq.zone(nullif(regexp_extract(v, ' ([A-Z][A-Za-z0-9_+/-]*)$', 1), '')), CAST(replace(regexp_replace(v, ' [^ ]*$', ''), 't', 'T') AS TIMESTAMP))
     WHEN v IS NOT NULL THEN CAST(bq.fail_timestamp('Invalid timestamp: ''' || v || '''') AS TIMESTAMPTZ) END;

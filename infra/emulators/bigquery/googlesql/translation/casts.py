@@ -6,6 +6,7 @@ Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/conversion
 from __future__ import annotations
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
+from zetasql.wasi._pb2.zetasql.public.type_parameters_pb2 import TypeParametersProto
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
 
 from infra.emulators.bigquery.googlesql.analysis.types import (
@@ -20,6 +21,8 @@ _INT, _DOUBLE, _NUMERIC = types.TYPE_INT64, types.TYPE_DOUBLE, types.TYPE_NUMERI
 _STRING, _BYTES, _BOOL = types.TYPE_STRING, types.TYPE_BYTES, types.TYPE_BOOL
 _DATE, _DATETIME = types.TYPE_DATE, types.TYPE_DATETIME
 _TIMESTAMP, _TIME = types.TYPE_TIMESTAMP, types.TYPE_TIME
+_MOST_WHOLE_DIGITS = 29
+"""Of a NUMERIC, before its point."""
 
 _MACROS: dict[tuple[int, int], str] = {
     (_INT, _STRING): "CAST({0} AS VARCHAR)",
@@ -73,6 +76,33 @@ def cast(value: str, source: TypeProto, target: TypeProto) -> str:
     if _is_same(source, target):
         return value
     return _cast(value, source, target)
+
+
+def limited(value: str, kind: int, parameters: TypeParametersProto) -> str:
+    """Returns a value within the parameters of a type, such as `NUMERIC(10, 2)`.
+
+    Raises:
+        UnsupportedError: for the parameters of another type.
+    """
+    if kind in (_STRING, _BYTES) and parameters.string_type_parameters.HasField("max_length"):
+        most = parameters.string_type_parameters.max_length
+        size = f"octet_length({value})" if kind == _BYTES else f"length({value})"
+        failed = f"{type_name(TypeProto(type_kind=kind))}({most}) has maximum length {most}"
+        fail = f"CAST(bq.fail('{failed}') AS VARCHAR)"
+        fail = f"encode({fail})" if kind == _BYTES else fail
+        return f"(CASE WHEN {size} > {most} THEN {fail} ELSE {value} END)"
+    if kind == _NUMERIC and parameters.numeric_type_parameters.HasField("precision"):
+        digits = parameters.numeric_type_parameters
+        rounded = f"CAST(round({value}, {digits.scale}) AS DECIMAL(38,9))"
+        whole = digits.precision - digits.scale
+        if whole >= _MOST_WHOLE_DIGITS:
+            return rounded
+        failed = f"NUMERIC({digits.precision}, {digits.scale}) has {whole} digits before its point"
+        return (
+            f"(CASE WHEN abs({rounded}) >= 1{'0' * whole}"
+            f" THEN CAST(bq.fail('{failed}') AS DECIMAL(38,9)) ELSE {rounded} END)"
+        )
+    raise unsupported("CAST to this type with parameters")
 
 
 def _cast(value: str, source: TypeProto, target: TypeProto) -> str:

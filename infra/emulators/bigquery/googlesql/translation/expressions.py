@@ -10,7 +10,7 @@ from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 from infra.emulators.bigquery.googlesql.analysis.tree import Node
 from infra.emulators.bigquery.googlesql.analysis.types import struct_field_names
 from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.translation.casts import cast
+from infra.emulators.bigquery.googlesql.translation.casts import cast, limited
 from infra.emulators.bigquery.googlesql.translation.functions.registry import Call, is_name, tried
 from infra.emulators.bigquery.googlesql.translation.functions.scalar import function
 from infra.emulators.bigquery.googlesql.translation.literals import literal, text
@@ -80,13 +80,16 @@ def _parameter(node: Node, scope: Scope) -> str:
 def _cast(node: Node, scope: Scope) -> str:
     if node.format is not None or node.time_zone is not None:
         raise unsupported("CAST with FORMAT or a time zone")
-    if node.type_modifiers.HasField("type_parameters"):
-        raise unsupported("CAST to a type with parameters")
-    value = expression(node.expr, scope)
+    value, source, target = expression(node.expr, scope), node.expr.type, node.type
+    is_limited = node.type_modifiers.HasField("type_parameters")
     if node.return_null_on_error:
-        source, target = node.expr.type, node.type
+        if is_limited:
+            raise unsupported("SAFE_CAST to a type with parameters")
         return tried([node.expr], [value], lambda sql: cast(sql[0], source, target))
-    return cast(value, node.expr.type, node.type)
+    found = cast(value, source, target)
+    if is_limited:
+        return limited(found, target.type_kind, node.type_modifiers.type_parameters)
+    return found
 
 
 def _make_struct(node: Node, scope: Scope) -> str:

@@ -70,7 +70,7 @@ def tried(nodes: Sequence[Node], sql: Sequence[str], write: Callable[[list[str]]
     """Returns what gives NULL where a function of some arguments fails.
 
     An error in an argument stays one, so only columns stand inside TRY. Others are handed in as
-    elements of lists. Constants need that too: DuckDB computes their conditions ahead, where TRY
+    an element of a list. Constants need that too: DuckDB computes their conditions ahead, where TRY
     does not catch an error.
 
     Args:
@@ -79,14 +79,15 @@ def tried(nodes: Sequence[Node], sql: Sequence[str], write: Callable[[list[str]]
         write: writes the function of arguments in SQL.
     """
     handed = {
-        place: f"safe{place}"
+        place: f"a{place} := {sql[place]}"
         for place, node in enumerate(nodes)
         if node.kind != "ColumnRef" and not is_name(node)
     }
-    found = f"TRY({write([handed.get(place, one) for place, one in enumerate(sql)])})"
-    for place, name in handed.items():
-        found = f"list_extract(list_transform([{sql[place]}], lambda {name}: {found}), 1)"
-    return found
+    found = write([f"safe.a{at}" if at in handed else one for at, one in enumerate(sql)])
+    if not handed:
+        return f"TRY({found})"
+    packed = f"struct_pack({', '.join(handed.values())})"
+    return f"list_extract(list_transform([{packed}], lambda safe: TRY({found})), 1)"
 
 
 Translate = Callable[[Call], str]
