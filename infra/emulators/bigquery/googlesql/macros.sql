@@ -55,6 +55,12 @@ CREATE OR REPLACE MACRO bq.numeric_divide(a, b) AS
       WHEN abs(a) >= 10000000000 THEN bq.refuse('NUMERIC division of 10,000,000,000 and more is')
       ELSE bq.numeric_quotient(CAST(CAST(a AS DECIMAL(38,9)) * 1000000000 AS HUGEINT), CAST(CAST(b AS DECIMAL(38,9)) * 1000000000 AS HUGEINT)) END;
 
+-- By HUGEINTs, as DuckDB's remainder of DECIMALs is one of DOUBLEs.
+CREATE OR REPLACE MACRO bq.numeric_mod(a, b) AS
+    CASE WHEN b = 0 AND a IS NOT NULL THEN bq.fail('division by zero')
+      WHEN greatest(abs(a), abs(b)) >= 10000000000000000000 THEN bq.refuse('MOD of NUMERIC of 20 digits before the point is')
+      ELSE bq.scaled_numeric(CAST(CAST(a AS DECIMAL(38,9)) * 1000000000 AS HUGEINT) % CAST(CAST(b AS DECIMAL(38,9)) * 1000000000 AS HUGEINT)) END;
+
 -- NULL above the 29 digits before the point of a NUMERIC. DuckDB's product has 20 of them.
 CREATE OR REPLACE MACRO bq.safe_numeric_multiply(a, b) AS CASE
     WHEN abs(CAST(a AS DOUBLE) * CAST(b AS DOUBLE)) > 1.000001e29 THEN NULL
@@ -131,13 +137,13 @@ CREATE OR REPLACE MACRO bq.statistic(v) AS
     CASE WHEN isinf(v) THEN CAST(bq.refuse('a statistic of numbers so large is') AS DOUBLE) ELSE v END;
 
 CREATE OR REPLACE MACRO bq.round_digits(v, digits) AS CASE
-    WHEN isnan(v) OR isinf(v) OR digits > 323 THEN v + 0 * digits
+    WHEN v = 0 OR isnan(v) OR isinf(v) OR digits > 323 THEN CASE WHEN digits IS NOT NULL THEN v END
     WHEN bq.is_plainly_rounded(v, digits, 0.5) THEN round(v, CAST(least(greatest(digits, 0), 15) AS INTEGER))
     WHEN digits < 0 THEN bq.round_down_to(v, digits, true)
     ELSE CAST(bq.fixed_text(v, digits) AS DOUBLE) END;
 
 CREATE OR REPLACE MACRO bq.trunc_digits(v, digits) AS CASE
-    WHEN isnan(v) OR isinf(v) OR digits > 323 THEN v + 0 * digits
+    WHEN v = 0 OR isnan(v) OR isinf(v) OR digits > 323 THEN CASE WHEN digits IS NOT NULL THEN v END
     WHEN bq.is_plainly_rounded(v, digits, 0) THEN trunc(v, CAST(least(greatest(digits, 0), 15) AS INTEGER))
     WHEN digits < 0 THEN bq.round_down_to(v, digits, false)
     ELSE CAST(regexp_replace(printf('%.1100f', v), '(\.[0-9]{' || digits || '})[0-9]*$', '\1') AS DOUBLE) END;
@@ -228,13 +234,16 @@ CREATE OR REPLACE MACRO bq.offset_text(minutes) AS
 
 -- Names as the tz database has them. DuckDB also knows others, such as PST.
 CREATE OR REPLACE MACRO bq.is_zone(name) AS regexp_full_match(name, '[A-Z][A-Za-z0-9_+-]*(/[A-Z][A-Za-z0-9_+-]*)*')
-    AND NOT regexp_full_match(name, 'A[CEGRS]T|B[ES]T|C[ANST]T|E[AC]T|I[ES]T|JST|MIT|N[ES]T|P[LNRS]T|[SV]ST|SystemV/.*|US/Pacific-New|Canada/East-Saskatchewan');
+    AND NOT regexp_full_match(name, 'A[CEGRS]T|B[ES]T|C[ANST]T|E[AC]T|I[ES]T|JST|MIT|N[ES]T|P[LNRS]T|[SV]ST|GMT[-+]([1-9].*|0.+)|SystemV/.*|US/Pacific-New|Canada/East-Saskatchewan');
 
 -- DuckDB knows zones by name only.
 CREATE OR REPLACE MACRO bq.zone(name) AS CASE
     WHEN regexp_full_match(name, '[-+][0-9]{1,2}(:?[0-9]{2})?')
       THEN CASE WHEN regexp_full_match(name, '[-+]0?0(:?00)?') THEN 'UTC'
-        ELSE CAST(bq.refuse('zones by their offset are') AS VARCHAR) END
+        WHEN regexp_full_match(name, '[-](0?[1-9]|1[0-2])(:00)?|[+](0?[1-9]|1[0-4])(:00)?')
+          THEN 'Etc/GMT' || translate(name[1], '-+', '+-') || regexp_extract(name, '^.0?([0-9]+)', 1)
+        ELSE CAST(bq.refuse('this zone by its offset is') AS VARCHAR) END
+    WHEN regexp_full_match(name, 'UTC[-+].*') THEN CAST(bq.refuse('this zone by its offset is') AS VARCHAR)
     WHEN bq.is_zone(name) THEN name
     WHEN name IS NOT NULL THEN CAST(bq.fail('Invalid time zone: ' || name) AS VARCHAR) END;
 

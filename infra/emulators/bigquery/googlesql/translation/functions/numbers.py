@@ -67,6 +67,12 @@ def _safe(operator: str) -> Translate:
     return _by_type(int=plain, double=of_float, numeric=numeric)
 
 
+def _range_bucket(call: Call) -> str:
+    if call.kind() == _DOUBLE:
+        raise call.refused()  # for the sake of NaN
+    return call.put("bq.range_bucket({0}, {1})")
+
+
 NUMBERS: Functions = {
     "abs": _by_type(int="bq.int_abs({0})", double="abs({0})", numeric="abs({0})"),
     "sign": _by_type(
@@ -75,7 +81,7 @@ NUMBERS: Functions = {
         numeric="CAST(sign({0}) AS DECIMAL(38,9))",
     ),
     "div": _by_type(int="bq.div({0}, {1})"),
-    "mod": _by_type(int="bq.mod({0}, {1})"),
+    "mod": _by_type(int="bq.mod({0}, {1})", numeric="bq.numeric_mod({0}, {1})"),
     "safe_divide": _by_type(
         double="bq.safe_divide({0}, {1})", numeric=_tried("bq.numeric_divide({0}, {1})")
     ),
@@ -107,7 +113,7 @@ NUMBERS: Functions = {
     "asinh": _by_type(double="asinh({0})"),
     "atanh": _by_type(double="bq.in_domain(atanh({0}), {0}, 'ATANH')"),
     "bit_count": _by_type(int="CAST(bit_count({0}) AS BIGINT)"),
-    "range_bucket": _by_type(int="bq.range_bucket({0}, {1})", numeric="bq.range_bucket({0}, {1})"),
+    "range_bucket": _range_bucket,
     "cos": _by_type(double="bq.circular({0}, 'COS')"),
     "sin": _by_type(double="bq.circular({0}, 'SIN')"),
     "tan": _by_type(double="bq.circular({0}, 'TAN')"),

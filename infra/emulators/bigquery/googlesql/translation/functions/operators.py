@@ -56,6 +56,20 @@ def _equal(left: str, right: str, kind: TypeProto, other: TypeProto) -> str:
     return f"({' AND '.join(parts)})"
 
 
+def _not_distinct(left: str, right: str, kind: TypeProto, other: TypeProto) -> str:
+    """Whether two values are equal or both NULL, so are the fields of two STRUCTs."""
+    if types.TYPE_ARRAY in (kind.type_kind, other.type_kind):
+        raise unsupported("Comparison of ARRAY")
+    if kind.type_kind != types.TYPE_STRUCT:
+        return f"({left} IS NOT DISTINCT FROM {right})"
+    parts = [f"(({left} IS NULL) = ({right} IS NULL))"]
+    pairs = zip(kind.struct_type.field, other.struct_type.field, strict=True)
+    for place, (one, two) in enumerate(pairs, 1):
+        own, wanted = f"struct_extract_at({left}, {place})", f"struct_extract_at({right}, {place})"
+        parts.append(_not_distinct(own, wanted, one.field_type, two.field_type))
+    return f"({' AND '.join(parts)})"
+
+
 def comparison(operator: str, left: str, right: str, may_be_nan: list[bool]) -> str:
     """A comparison of two numbers, each of which may be NaN or not."""
     plain = f"({left} {operator} {right})"
@@ -122,8 +136,9 @@ def _in_array(call: Call) -> str:
 
 def _distinct(word: str) -> Translate:
     def write(call: Call) -> str:
-        _check_comparable(call)
-        return f"({call.sql[0]} IS {word}DISTINCT FROM {call.sql[1]})"
+        kinds = [node.type for node in call.nodes]
+        same = _not_distinct(call.sql[0], call.sql[1], kinds[0], kinds[1])
+        return same if word else f"(NOT {same})"
 
     return write
 
