@@ -251,9 +251,8 @@ CREATE OR REPLACE MACRO bq.zone(name) AS CASE
 CREATE OR REPLACE MACRO bq.local_minutes(zone, v) AS bq.checked_local(CAST(bq.from_micros(
     epoch_us(v) + (epoch_us(timezone(zone, v)) - epoch_us(v)) // 60000000 * 60000000) AS TIMESTAMP));
 
-CREATE OR REPLACE MACRO bq.timestamp_text_at(v, zone) AS
-    bq.datetime_text(bq.local_minutes(bq.zone(zone), v))
-      || bq.offset_text((epoch_us(timezone(bq.zone(zone), v)) - epoch_us(v)) // 60000000);
+CREATE OR REPLACE MACRO bq.timestamp_text_at(v, zone) AS bq.datetime_text(bq.local_minutes(zone, v))
+    || bq.offset_text((epoch_us(timezone(zone, v)) - epoch_us(v)) // 60000000);
 
 -- A local time by the offset of the day before.
 CREATE OR REPLACE MACRO bq.before_change(zone, v) AS bq.from_micros(epoch_us(v)
@@ -275,13 +274,15 @@ CREATE OR REPLACE MACRO bq.text_time(v) AS CASE
     WHEN regexp_full_match(v, '([01]?[0-9]|2[0-3]):[0-9]{1,2}:[0-9]{1,2}(\.[0-9]{1,6})?') THEN CAST(v AS TIME)
     WHEN v IS NOT NULL THEN CAST(bq.fail_timestamp('Invalid time string "' || v || '"') AS TIME) END;
 
+-- A lambda has its values once. A macro writes its arguments as often as they stand in it, which makes a long plan.
 CREATE OR REPLACE MACRO bq.text_timestamp(v) AS CASE
     WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([ Tt]([01]?[0-9]|2[0-3]):[0-9]{1,2}:[0-9]{1,2}(\.[0-9]{1,6})?)?(Z|z|[-+](0?[0-9]|1[0-3])(:[0-5][0-9])?|[-+]14(:00)?)?')
       THEN CASE WHEN left(v, 4) IN ('0000', '0001', '9999')
         THEN bq.checked_timestamp(CAST(replace(replace(v, 't', 'T'), 'z', 'Z') AS TIMESTAMPTZ))
         ELSE CAST(replace(replace(v, 't', 'T'), 'z', 'Z') AS TIMESTAMPTZ) END
     WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}[ Tt]([01]?[0-9]|2[0-3]):[0-9]{1,2}:[0-9]{1,2}(\.[0-9]{1,6})? [A-Z][A-Za-z0-9_+/-]*')
-      THEN bq.at_zone(bq.zone(nullif(regexp_extract(v, ' ([A-Z][A-Za-z0-9_+/-]*)$', 1), '')), CAST(replace(regexp_replace(v, ' [^ ]*$', ''), 't', 'T') AS TIMESTAMP))
+      THEN list_extract(list_transform([{'zone': bq.zone(nullif(regexp_extract(v, ' ([A-Z][A-Za-z0-9_+/-]*)$', 1), '')),
+          'local': CAST(replace(regexp_replace(v, ' [^ ]*$', ''), 't', 'T') AS TIMESTAMP)}], lambda s: bq.at_zone(s.zone, s.local)), 1)
     WHEN v IS NOT NULL THEN CAST(bq.fail_timestamp('Invalid timestamp: ''' || v || '''') AS TIMESTAMPTZ) END;
 
 CREATE OR REPLACE MACRO bq.text_timestamp_at(v, zone) AS CASE
@@ -482,9 +483,9 @@ CREATE OR REPLACE MACRO bq.generate_array(a, b, step) AS CASE
 
 -- Dates and times. DuckDB's date_trunc and + of a DATE give a TIMESTAMP.
 
-CREATE OR REPLACE MACRO bq.date_at(zone, v) AS bq.checked_date(CAST(timezone(bq.zone(zone), v) AS DATE));
+CREATE OR REPLACE MACRO bq.date_at(zone, v) AS bq.checked_date(CAST(timezone(zone, v) AS DATE));
 
-CREATE OR REPLACE MACRO bq.datetime_at(zone, v) AS bq.checked_datetime(timezone(bq.zone(zone), v));
+CREATE OR REPLACE MACRO bq.datetime_at(zone, v) AS bq.checked_datetime(timezone(zone, v));
 
 CREATE OR REPLACE MACRO bq.add_days(v, days) AS bq.checked_date(CAST(v + to_days(CAST(days AS INTEGER)) AS DATE));
 

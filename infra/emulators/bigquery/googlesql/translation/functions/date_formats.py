@@ -79,7 +79,7 @@ def formatted(call: Call) -> str:
 def _moment(call: Call) -> _Moment:
     value, kind = call.sql[1], call.kind(1)
     if kind == _TIMESTAMP:
-        zone = f"bq.zone({call.sql[2]})" if len(call.sql) > 2 else "'UTC'"
+        zone = call.zone(2) if len(call.sql) > 2 else "'UTC'"
         has = _OF_DATES | _OF_CLOCKS | _ZONED.keys()
         return _Moment(f"bq.local_minutes({zone}, {value})", value, frozenset(has))
     if kind == _DATE:
@@ -148,7 +148,7 @@ def parsed(kind: str) -> Translate:
             raise unsupported("PARSE_* with a format that has no year")
         moment = _read(value, pattern)
         if len(call.sql) > 2:
-            return f"bq.at_zone(bq.zone({call.sql[2]}), {moment})"
+            return f"bq.at_zone({call.zone(2)}, {moment})"
         if kind == "DATE":
             return f"bq.checked_date(CAST({moment} AS DATE))"
         checked = f"bq.checked_datetime({moment})"

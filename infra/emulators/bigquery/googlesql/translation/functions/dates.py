@@ -51,7 +51,7 @@ def _unit(part: str) -> tuple[str, int]:
 def _truncated(call: Call) -> str:
     unit, shift = _unit(call.part(1))
     if len(call.sql) > 2:
-        return f"bq.trunc_at('{unit}', {call.sql[0]}, {shift}, bq.zone({call.sql[2]}))"
+        return f"bq.trunc_at('{unit}', {call.sql[0]}, {shift}, {call.zone(2)})"
     macro = {_DATE: "trunc_date", _TIME: "trunc_time"}.get(call.kind(), "trunc_moment")
     return f"bq.{macro}('{unit}', {call.sql[0]}, {shift})"
 
@@ -105,7 +105,7 @@ _PARTS = {
 def _extracted(call: Call) -> str:
     part, value = call.part(1), call.sql[0]
     if len(call.sql) > 2:
-        value = f"bq.checked_local(timezone(bq.zone({call.sql[2]}), {value}))"
+        value = f"bq.checked_local(timezone({call.zone(2)}, {value}))"
     if part in _PARTS:
         return f"{_PARTS[part]}({value})"
     if part == "DAYOFWEEK":
@@ -123,7 +123,7 @@ def _extracted_type(target: str) -> Translate:
     def write(call: Call) -> str:
         value = call.sql[0]
         if len(call.sql) > 1:
-            value = f"bq.datetime_at({call.sql[1]}, {value})"
+            value = f"bq.datetime_at({call.zone(1)}, {value})"
         if target == "TIME":
             value = f"CAST({value} AS TIMESTAMP)"
         return f"CAST({value} AS {target})"
@@ -135,7 +135,7 @@ def _date(call: Call) -> str:
     if len(call.sql) == 3:
         return call.put("bq.make_date({0}, {1}, {2})")
     if len(call.sql) == 2:
-        return call.put("bq.date_at({1}, {0})")
+        return f"bq.date_at({call.zone(1)}, {call.sql[0]})"
     return f"CAST({call.sql[0]} AS DATE)"
 
 
@@ -144,7 +144,7 @@ def _datetime(call: Call) -> str:
     if len(kinds) == 6:
         return f"bq.make_datetime({', '.join(call.sql)})"
     if kinds == [_TIMESTAMP, types.TYPE_STRING]:
-        return call.put("bq.datetime_at({1}, {0})")
+        return f"bq.datetime_at({call.zone(1)}, {call.sql[0]})"
     if kinds == [_DATE, _TIME]:
         return call.put("({0} + {1})")
     if len(kinds) == 1:
@@ -159,9 +159,9 @@ def _timestamp(call: Call) -> str:
     if len(kinds) == 1:
         return f"bq.text_timestamp({call.sql[0]})"
     if kinds[0] == types.TYPE_STRING:
-        return call.put("bq.text_timestamp_at({0}, bq.zone({1}))")
+        return f"bq.text_timestamp_at({call.sql[0]}, {call.zone(1)})"
     if kinds[0] in (_DATE, _DATETIME):
-        return call.put("bq.at_zone(bq.zone({1}), CAST({0} AS TIMESTAMP))")
+        return f"bq.at_zone({call.zone(1)}, CAST({call.sql[0]} AS TIMESTAMP))"
     raise call.refused()
 
 
@@ -171,13 +171,13 @@ def _time(call: Call) -> str:
     if len(call.sql) == 1:
         return f"CAST(CAST({call.sql[0]} AS TIMESTAMP) AS TIME)"
     if len(call.sql) == 2 and call.kind() == _TIMESTAMP:
-        return call.put("CAST(timezone(bq.zone({1}), {0}) AS TIME)")
+        return f"CAST(timezone({call.zone(1)}, {call.sql[0]}) AS TIME)"
     raise call.refused()
 
 
 def _now(kind: str) -> Translate:
     def write(call: Call) -> str:
-        zone = f"bq.zone({call.sql[0]})" if call.sql else "'UTC'"
+        zone = call.zone(0) if call.sql else "'UTC'"
         return f"CAST(timezone({zone}, current_timestamp) AS {kind})"
 
     return write

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from infra.emulators.bigquery.googlesql.analysis.tree import Node
 from infra.emulators.bigquery.googlesql.analysis.types import type_name
 from infra.emulators.bigquery.googlesql.calls import unsupported
 from infra.emulators.bigquery.googlesql.translation.literals import date_part
+
+_PLAIN_ZONE = re.compile(r"UTC|(?!SystemV|Canada)[A-Z][a-z]+/[A-Z][A-Za-z_]+")
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,14 @@ class Call:
         if node.kind != "Literal" or not node.value.value.HasField("int64_value"):
             return None
         return int(node.value.value.int64_value)
+
+    def zone(self, place: int) -> str:
+        """DuckDB's SQL of an argument that names a time zone."""
+        name = self.text(place)
+        # Most are written out, as `Europe/Berlin`. What a macro would test of them is known.
+        if name is not None and _PLAIN_ZONE.fullmatch(name):
+            return self.sql[place]
+        return f"bq.zone({self.sql[place]})"
 
     def put(self, form: str) -> str:
         """Puts the arguments where a form has {0}, {1} and so on."""

@@ -140,7 +140,7 @@ def _string(call: Call) -> str:
     if call.kind() in (types.TYPE_TIMESTAMP, types.TYPE_DATE, types.TYPE_DATETIME, types.TYPE_TIME):
         if len(call.sql) == 1:
             return cast(call.sql[0], call.nodes[0].type, call.type)
-        return call.put("bq.timestamp_text_at({0}, {1})")
+        return f"bq.timestamp_text_at({call.sql[0]}, {call.zone(1)})"
     if call.kind() == types.TYPE_JSON:
         return f"bq.json_string({call.sql[0]})"
     raise call.refused()
