@@ -17,8 +17,8 @@ from api.dispatch.model_window import Elsewhere, ModelWindow, digest_of
 from shared.catalog_entry import Batch
 from shared.errors import DeadlineExceeded
 from shared.service_rate import ServiceRate
-from shared.tasks.base import FirstGuesses
 from shared.settings import ApiSettings
+from shared.tasks.base import FirstGuesses
 from tests.api.dispatcher_harness import running_dispatcher
 from tests.api.harness import WRITER
 from tests.limits import WAIT_LIMIT_S
