@@ -1,6 +1,7 @@
 """Known values of Erlang's formulas, and what must hold of any number of servers."""
 
 import math
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from infra.deploy.queueing import erlang_c, late, mean_wait_s, servers_needed
 
-BOUNDS = {"utilization": 0.7, "late_share": 0.001}
+needed = partial(servers_needed, utilization=0.7, late_share=0.001)
 loads = st.floats(0.001, 200)
 
 
@@ -32,7 +33,7 @@ def test_waits_are_those_of_one_server() -> None:
 
 
 def test_without_load_there_is_no_server() -> None:
-    assert servers_needed(0.0, 1.0, 1.0, **BOUNDS) == 0
+    assert needed(0.0, 1.0, 1.0) == 0
     assert mean_wait_s(0, 0.0, 1.0) == 0.0
 
 
@@ -43,7 +44,7 @@ def test_too_few_servers_are_always_late() -> None:
 @settings(deadline=None)
 @given(loads, st.floats(0.01, 60), st.floats(0.01, 300))
 def test_both_bounds_are_kept(load: float, service_s: float, wait_s: float) -> None:
-    servers = servers_needed(load, service_s, wait_s, **BOUNDS)
+    servers = needed(load, service_s, wait_s)
     assert servers >= 1
     assert load / servers <= 0.7 + 1e-9
     assert late(servers, load, service_s, wait_s) <= 0.001
@@ -54,8 +55,8 @@ def test_both_bounds_are_kept(load: float, service_s: float, wait_s: float) -> N
 def test_more_load_never_takes_fewer(
     load: float, times: float, service_s: float, wait_s: float
 ) -> None:
-    few = servers_needed(load, service_s, wait_s, **BOUNDS)
-    assert servers_needed(load * times, service_s, wait_s, **BOUNDS) >= few
+    few = needed(load, service_s, wait_s)
+    assert needed(load * times, service_s, wait_s) >= few
 
 
 @settings(deadline=None)
@@ -63,5 +64,5 @@ def test_more_load_never_takes_fewer(
 def test_more_time_to_wait_never_takes_more(
     load: float, service_s: float, wait_s: float, times: float
 ) -> None:
-    many = servers_needed(load, service_s, wait_s, **BOUNDS)
-    assert servers_needed(load, service_s, wait_s * times, **BOUNDS) <= many
+    many = needed(load, service_s, wait_s)
+    assert needed(load, service_s, wait_s * times) <= many
