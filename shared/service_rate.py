@@ -41,6 +41,8 @@ class ServiceRate:
         self._guess_s = guesses.gap_s
         self.item_s = self._guess_s
         """Seconds per item while there is a queue."""
+        self.is_guess = True
+        """Whether `item_s` was not measured, or so long ago that it says little."""
         self.service_s = guesses.batch_s
         """The service time: seconds that the model takes for an item and its batch."""
         self.margin = LEAST_MARGIN
@@ -56,6 +58,7 @@ class ServiceRate:
         self.item_s = self._guess_s + (self.item_s - self._guess_s) * math.exp(
             -idle_s / IDLE_FADE_S
         )
+        self.is_guess |= idle_s > IDLE_FADE_S
         self._busy_s, self._items = PRIOR_ITEMS * self.item_s, PRIOR_ITEMS
         self._last_s = self._updated_s = now_s
 
@@ -85,7 +88,7 @@ class ServiceRate:
     def _update(self, in_flight: int) -> None:
         measured_s = self._busy_s / self._items
         if measured_s < self.item_s or in_flight * measured_s > QUEUED_FROM * self.service_s:
-            self.item_s = measured_s
+            self.item_s, self.is_guess = measured_s, False
 
     def stalled_s(self, now_s: float) -> float:
         """By how much the current pause between completions is longer than normal, at least 0."""

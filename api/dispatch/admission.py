@@ -85,7 +85,7 @@ class Admission:
         if model not in self._rates:
             known = self._models.get(model)
             self._rates[model] = ServiceRate(
-                known.definition.guesses(known) if known else FirstGuesses()
+                known.definition.first_guesses if known else FirstGuesses()
             )
         return self._rates[model]
 

@@ -92,10 +92,16 @@ class ModelWindow:
         rate: the service rate of the model.
         floor: the smallest size, in items: what one model process takes at once.
         broker_wait_s: how long jobs may wait at the broker.
+        is_guess_used: whether the size follows from the rate before that was measured. What is
+            above the floor may stay at the broker for as long as an item takes, and other tenants'
+            items behind it.
     """
 
-    def __init__(self, rate: ServiceRate, floor: int, broker_wait_s: float) -> None:
+    def __init__(
+        self, rate: ServiceRate, floor: int, broker_wait_s: float, *, is_guess_used: bool = True
+    ) -> None:
         self._rate = rate
+        self._is_guess_used = is_guess_used
         self._floor = floor
         self._broker_wait_s = broker_wait_s
         self._tenants: dict[str, _Tenant] = {}
@@ -121,6 +127,8 @@ class ModelWindow:
 
         No more than it has: an instance with little work has not measured the rate under load.
         """
+        if self._rate.is_guess and not self._is_guess_used:
+            return 0.0
         stay_s = self._broker_wait_s + BATCHES_HELD * self._rate.service_s
         return min(stay_s / self._rate.item_s, self.published + self.held)
 

@@ -29,7 +29,7 @@ class PublishWindow:
         rate_of: Callable[[str], ServiceRate],
         broker_wait_s: float,
     ) -> None:
-        self._floors = {model.name: BATCHES_HELD * model.batch.max_items for model in models}
+        self._models = {model.name: model for model in models}
         self._rate_of = rate_of
         self._broker_wait_s = broker_wait_s
         self.of: dict[Key, ModelWindow] = {}
@@ -41,7 +41,7 @@ class PublishWindow:
         Raises:
             DeadlineExceeded: the time (unix seconds) has passed. No place was taken.
         """
-        await self._window(demand).take(demand, until_s)
+        await self.of_demand(demand).take(demand, until_s)
 
     def release(self, demand: Demand, *, is_in_topic: bool) -> None:
         """Gives the place of one job back.
@@ -52,17 +52,23 @@ class PublishWindow:
                 place is kept for the time in which workers usually come to it. Otherwise a caller
                 who hangs up again and again would fill the topic.
         """
-        window = self._window(demand)
+        window = self.of_demand(demand)
         if is_in_topic:
             asyncio.get_running_loop().call_later(self._broker_wait_s, window.release, demand)
         else:
             window.release(demand)
 
-    def _window(self, demand: Demand) -> ModelWindow:
+    def of_demand(self, demand: Demand) -> ModelWindow:
+        """The window that a job of this demand takes a place in."""
         key = (demand.model, demand.lane)
         window = self.of.get(key)
         if window is None:
+            model = self._models[demand.model]
             window = self.of[key] = ModelWindow(
-                self._rate_of(demand.model), self._floors[demand.model], self._broker_wait_s
+                self._rate_of(demand.model),
+                BATCHES_HELD * model.batch.max_items,
+                self._broker_wait_s,
+                # A text may take minutes.
+                is_guess_used=not model.definition.shares_weights,
             )
         return window

@@ -64,7 +64,7 @@ class ApiSite:
         self.region = region
         self._most_requests = instances * concurrency
         self._most_items = instances * model.max_in_flight
-        self.rate = ServiceRate(model.definition.guesses(model))
+        self.rate = ServiceRate(model.definition.first_guesses)
         self.interactive = self.batch = 0
         """Items in flight of each lane."""
         self.admitted = [0, 0]

@@ -159,10 +159,6 @@ class Task(ABC):
         """Whether two results of one input are within a tolerance. None: it can't be told here."""
         return None
 
-    def guesses(self, entry: CatalogEntry) -> FirstGuesses:
-        """What admission reckons with until something has been measured."""
-        return self.first_guesses
-
     def result_bytes(self, entry: CatalogEntry) -> int:
         """What one result takes in a reply, at most."""
         return INLINE_LIMIT_BYTES

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 
 from shared.catalog_entry import CatalogEntry, Tolerance
+from shared.rouge import rouge_l
 from shared.tasks.base import ExampleRequest, FirstGuesses, LinkTo, Task, TaskInput, TaskResult
 from shared.tasks.embedding import BYTES_PER_TOKEN, estimate_tokens
-from shared.tasks.rouge import rouge_l
 
 FinishReason = Literal["stop", "length"]
 """`stop`: the model ended its text, or a stop sequence came. `length`: max_tokens were reached."""
@@ -173,11 +172,6 @@ class TextTask(Task):
         if tolerance.rouge_l is None:
             return None
         return rouge_l(ours.text, theirs.text) >= tolerance.rouge_l
-
-    def guesses(self, entry: CatalogEntry) -> FirstGuesses:
-        """One full worker. More texts than it holds would keep those of others at the broker."""
-        gap_s = self.first_guesses.batch_s / entry.batch.max_items
-        return replace(self.first_guesses, gap_s=gap_s)
 
     def result_bytes(self, entry: CatalogEntry) -> int:
         """A text of the most tokens."""

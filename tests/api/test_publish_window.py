@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from api.dispatch.demand import Demand
 from api.dispatch.model_window import Elsewhere, ModelWindow, digest_of
+from api.dispatch.publish_window import PublishWindow
 from shared.catalog_entry import Batch
 from shared.errors import DeadlineExceeded
 from shared.service_rate import ServiceRate
-from shared.settings import ApiSettings
 from shared.tasks.base import FirstGuesses
 from tests.api.dispatcher_harness import running_dispatcher
 from tests.api.harness import WRITER
@@ -91,14 +92,20 @@ def ended(senders: Senders) -> Iterator[Senders]:
 @pytest.mark.parametrize("places", [1, 4, 16, 64])
 async def test_one_tenant_s_texts_leave_room_in_the_first_worker(places: int) -> None:
     model = WRITER.model_copy(update={"batch": Batch(max_tokens=4096, max_items=places)})
-    broker_wait_s = ApiSettings.model_fields["broker_wait_s"].default
-    rate = ServiceRate(model.definition.guesses(model))
-    senders = Senders(ModelWindow(rate, places, broker_wait_s))
+    rate = ServiceRate(model.definition.first_guesses)
+    windows = PublishWindow([model], lambda name: rate, broker_wait_s=0.5)
+    window = windows.of_demand(replace(demand("a"), model=model.name))
+    senders = Senders(window)
     for _ in range(10 * places):
         await senders.send(demand("a"))
     assert senders.published()["a"] < held_messages(places, 1, in_steps=True)
     await senders.send(demand("b"))
     assert senders.published()["b"] == 1
+    # Once the workers are known to be faster, more are published.
+    for now_s in (1.0, 2.0, 3.0):
+        rate.record_completed(now_s, 100 * places, 200 * places, 0.5)
+    await senders.answer("a")
+    assert senders.published()["a"] > held_messages(places, 1, in_steps=True)
     await senders.answer_all()
 
 
