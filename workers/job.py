@@ -14,7 +14,7 @@ from shared.errors import Canceled, DeadlineExceeded, PenstockError
 from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, failure
 from shared.stores.record_state import record_id
 from shared.tasks import Result
-from shared.tasks.text import TokenChunk
+from shared.tasks.text import GenerationInput, TokenChunk
 from shared.tracing.context import TraceContext
 from shared.transport import Message, Subscription
 from shared.usage.charge import device_share_of
@@ -23,6 +23,7 @@ from workers.models.base import Prepared, PreparedPrompt
 from workers.runtime.protocol import BatchResult
 
 FRESH_S = 0.05
+TEXT_INNOCENT_DEATHS = 2
 NOT_STARTED, NOT_DONE = "the model could start", "the model was done"
 NOT_SENT = "the answer was on its way"
 """What did not happen before an item's time ran out."""
@@ -68,6 +69,16 @@ class PulledJob:
     def record(self) -> str:
         """The id of its record."""
         return record_id(self.envelope.request_id, self.envelope.part)
+
+    @property
+    def innocent_deaths(self) -> int:
+        """How many workers may die while they hold it before it is suspected of their deaths.
+
+        A text takes long, goes on from its tokens, and somebody reads along. And what it can kill
+        is a model process, which is counted by itself.
+        """
+        is_text = isinstance(self.items[0].input, GenerationInput)
+        return TEXT_INNOCENT_DEATHS if is_text else 0
 
     @property
     def start_by_s(self) -> float:
@@ -244,11 +255,10 @@ class QueuedItem:
     def is_suspect(self) -> bool:
         """Whether a model process or a worker died while it held this item.
 
-        A text is suspected from the second worker on: suspects run alone, and somebody reads along.
+        See `PulledJob.innocent_deaths`: suspects run alone.
         """
-        innocent = 1 if isinstance(self.prepared, PreparedPrompt) else 0
         return self.deaths > 0 or any(
-            pulled.unfinished_claims > innocent for pulled, _ in self.waiters
+            pulled.unfinished_claims > pulled.innocent_deaths for pulled, _ in self.waiters
         )
 
     def open_waiters(self) -> list[tuple[PulledJob, Item]]:

@@ -357,8 +357,8 @@ async def test_an_item_that_kills_its_process_is_given_up_and_no_other(
         assert "model processes died over this item" in found["poison"].error.message
 
 
-@pytest.mark.parametrize(("deaths", "company"), [(1, 2), (2, 1)])
-async def test_a_text_whose_worker_died_joins_others_but_not_after_a_second_death(
+@pytest.mark.parametrize(("deaths", "company"), [(1, 2), (2, 2), (3, 1)])
+async def test_a_text_whose_worker_died_joins_others_but_not_after_a_third_death(
     redis_url: str, tmp_path: Path, deaths: int, company: int
 ) -> None:
     async with spelling(redis_url, tmp_path) as harness:
@@ -378,6 +378,19 @@ async def test_a_text_whose_worker_died_joins_others_but_not_after_a_second_deat
         found = dict([await outcome(harness) for _ in range(2)])
         assert found["died"].status == "succeeded"
         assert found["died"].receipt.batch_size == company
+
+
+async def test_a_text_that_four_workers_died_with_is_given_up(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with spelling(redis_url, tmp_path) as harness:
+        await harness.records.create("died", "t", b"{}", deadline_s=4e9, keep_s=60)
+        for _ in range(4):
+            await harness.records.claim(["died"])
+        await publish(harness, "died", GenerationInput(4, 0, prompt="xyz"))
+        _, found = await outcome(harness)
+        assert found.error is not None
+        assert found.error.message == "4 workers died with this job in hand"
 
 
 async def test_an_item_without_room_waits_until_others_have_left(

@@ -12,7 +12,9 @@ from workers.job import PulledJob
 from workers.jobs.completion import Completion
 
 UNFINISHED_MAX = 3
-"""How many workers may die while they hold a job before it is given up."""
+"""How many workers may die while they hold a job before it is given up. A text is suspected later,
+and has at least one worker in which it runs alone.
+"""
 
 
 class Claims:
@@ -49,7 +51,7 @@ class Claims:
         pulled.envelope.attempt = max(pulled.envelope.attempt, claim.attempt)
         if claim.state != "processing":
             self._completion.repeat(pulled, claim)
-        elif claim.unfinished >= UNFINISHED_MAX:
+        elif claim.unfinished >= max(UNFINISHED_MAX, pulled.innocent_deaths + 2):
             error = ModelFailed(f"{claim.unfinished} workers died with this job in hand")
             pulled.dead_letter_reason = error.message
             for item in pulled.items:
