@@ -112,7 +112,6 @@ async def publish(
     tenant: str = "t",
     lane: str = "",
     prediction: str = "1",
-    start_by_s: float = 0.0,
 ) -> None:
     now_s = time.time()
     envelope = Envelope(
@@ -128,7 +127,6 @@ async def publish(
         attempt=attempt,
         lane=lane,
         prediction=prediction,
-        start_by_s=start_by_s,
     )
     await harness.publish(Job(envelope, JobBody([Item(0, given, cache_key)])))
 
@@ -283,7 +281,7 @@ async def test_another_tenant_gets_a_place_though_all_are_taken(
 async def test_a_text_that_gave_its_place_away_goes_on_from_its_tokens(
     redis_url: str, tmp_path: Path, is_streamed: bool
 ) -> None:
-    tokens = 3000
+    tokens = 5000
     async with spelling(redis_url, tmp_path) as harness:
         for name in "abcd":
             await ask(harness, name, name, tokens, left_s=300, is_streamed=is_streamed)
@@ -316,12 +314,13 @@ async def test_a_limit_of_the_queue_ends_no_text_that_gave_its_place_away(
     redis_url: str, tmp_path: Path
 ) -> None:
     async with spelling(redis_url, tmp_path) as harness:
-        start_by_s = time.time() + 1.0
         for name in "abcd":
-            given = GenerationInput(FOREVER, 0, prompt=name)
-            await publish(harness, name, given, start_by_s=start_by_s, prediction="")
+            await ask(harness, name, name, FOREVER, left_s=300)
         await harness.until(lambda: len(running(harness)) == 4)
-        await harness.until(lambda: time.time() > start_by_s)
+        assert harness.consumer is not None
+        for (queued,) in harness.consumer.queue.running:
+            for pulled, _ in queued.waiters:
+                pulled.envelope.start_by_s = time.time() - 1  # the limit passes while they run
         await ask(harness, "e", "e", 3, tenant="other")
         assert (await outcome(harness))[0] == "e"
         await harness.until(lambda: sorted(running(harness)) == ["a", "b", "c", "d"])
