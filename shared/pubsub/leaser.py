@@ -21,6 +21,11 @@ REQUEST_LIMIT_BYTES = 500_000
 QUEUE_LIMIT_IDS = 50_000
 LONGEST_LEASE_S = 3600.0
 """After this a message counts as lost however alive its holder is, as in Google's own clients."""
+EXTENSION_PART = 0.7
+"""Of the ack deadline: how long an extension lasts. Two thirds of it are for pauses of the loop and
+of the network, and for another try.
+"""
+LOOKS_AN_EXTENSION = 12
 RETRY_S = 10.0
 """How long a batch of acks is retried. After that its messages come again (at-least-once delivery).
 """
@@ -137,12 +142,18 @@ class AckQueue:
 
 
 class Leases:
-    """Keeps the leases of all held messages, by extending them every third of the ack deadline."""
+    """Keeps the leases of all held messages.
+
+    A message is delivered with a lease of `ack_deadline_s`, of which the service allows no less
+    than 10 s. Extensions may be shorter (API comments of ModifyAckDeadline: 0 to 600 s), so those
+    that are held for longer than a moment come back sooner from a holder that died.
+    """
 
     def __init__(self, path: str, modify: Method, ack_deadline_s: int) -> None:
         self._path = path
         self._modify = modify
         self._ack_deadline_s = ack_deadline_s
+        self._extension_s = max(1, int(ack_deadline_s * EXTENSION_PART))
         self._held: dict[str, _Lease] = {}
         self.lost = 0
         """Messages whose lease expired while held.
@@ -169,24 +180,28 @@ class Leases:
         return ids
 
     async def keep(self) -> None:
-        """Extends leases until canceled."""
-        period_s = self._ack_deadline_s / 3
+        """Extends leases until canceled: the first time soon, then every third of an extension."""
+        period_s = self._extension_s / LOOKS_AN_EXTENSION
         while True:
             await asyncio.sleep(jittered(period_s))
             self._drop_lost()
             # A batch that can't get through must not hold up the others past their own lease.
-            await asyncio.gather(*(self._extend(ids, period_s) for ids in self._due()))
+            await asyncio.gather(*(self._extend(ids, 4 * period_s) for ids in self._due()))
 
     def _due(self) -> Iterator[list[str]]:
-        soon_s = asyncio.get_running_loop().time() + self._ack_deadline_s * 0.75
-        due = deque(ack_id for ack_id, lease in self._held.items() if lease.until_s < soon_s)
+        soon_s = asyncio.get_running_loop().time() + self._extension_s * 2 / 3
+        due = deque(
+            ack_id
+            for ack_id, lease in self._held.items()
+            if lease.until_s < soon_s or not lease.is_extended
+        )
         while due:
             yield _take(due)
 
     async def _extend(self, ids: list[str], limit_s: float) -> None:
         asked_s = asyncio.get_running_loop().time()
         request = ModifyAckDeadlineRequest(
-            subscription=self._path, ack_ids=ids, ack_deadline_seconds=self._ack_deadline_s
+            subscription=self._path, ack_ids=ids, ack_deadline_seconds=self._extension_s
         )
         try:
             await self._modify.until(request, asked_s + limit_s)
@@ -196,7 +211,8 @@ class Leases:
             )
             return
         for lease in filter(None, map(self._held.get, ids)):
-            lease.until_s = asked_s + self._ack_deadline_s
+            lease.until_s = asked_s + self._extension_s
+            lease.is_extended = True
 
     def _drop_lost(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -214,12 +230,13 @@ class Leases:
 class _Lease:
     """A message in hand, since and until when (loop time, seconds)."""
 
-    __slots__ = ("message", "since_s", "until_s")
+    __slots__ = ("is_extended", "message", "since_s", "until_s")
 
     def __init__(self, message: Message, since_s: float, until_s: float) -> None:
         self.message = message
         self.since_s = since_s
         self.until_s = until_s
+        self.is_extended = False
 
 
 def _take(ids: deque[str]) -> list[str]:

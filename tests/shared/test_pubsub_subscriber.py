@@ -102,9 +102,18 @@ async def test_lease_is_kept_until_the_ack(opened: Opened) -> None:
         subscription.ack(slow)
         await script.seen("Acknowledge", 2)
     assert [list(request.ack_ids) for request in extensions[:3]] == [[slow.ack_id]] * 3
-    assert {request.ack_deadline_seconds for request in extensions[:3]} == {LEASE_S}
     assert not slow.lost
     assert subscription.lost == 0
+
+
+async def test_messages_of_the_dead_come_before_the_shortest_ack_deadline(opened: Opened) -> None:
+    script, transport = opened
+    async with transport.subscribe("s", max_messages=10, ack_deadline_s=10) as subscription:
+        script.deliveries.put_nowait([b"in hand"])
+        [message] = await take(subscription, 1)
+        [extension] = await script.seen("ModifyAckDeadline", 1)
+    assert list(extension.ack_ids) == [message.ack_id]
+    assert extension.ack_deadline_seconds == 7
 
 
 async def test_lease_that_cannot_be_kept_is_told(opened: Opened) -> None:
