@@ -254,7 +254,8 @@ class WorkerSettings(Settings):
     """
     max_outstanding_bytes: int = Field(64 * 1024 * 1024, ge=1)
     ack_deadline_s: int = Field(10, ge=10, le=600)
-    """Seconds until the jobs of a dead worker go to another one, of which 10 is the service's least.
+    """Seconds until the jobs of a dead worker go to another one. The service's minimum is 10.
+
     Jobs that it had for longer than a second go after 0.7 of that.
     """
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
