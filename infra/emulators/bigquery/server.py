@@ -82,7 +82,8 @@ def _service(store: Store, catalog: TableCatalog, tasks: TaskGroup) -> BigQueryS
     threads, queries = Threads(), Queries(store)
 
     async def let_go(result: Result) -> None:
-        await threads.tidy(queries.drop, result.physical)
+        if result.physical:
+            await threads.tidy(queries.drop, result.physical)
 
     jobs = Jobs(tasks, let_go)
     translator = Translator(catalog.table, InformationViews(store, catalog, jobs).listing)

@@ -33,7 +33,7 @@ def job(number: int) -> BigQueryJob:
 
 async def test_the_oldest_jobs_are_forgotten_with_their_rows() -> None:
     async def work(job: BigQueryJob) -> None:
-        job.result = Result(job.job_id, (), 0)
+        job.result = Result((), 0, job.job_id)
 
     freed: list[Result] = []
     async with running(freed) as jobs:
@@ -49,7 +49,7 @@ async def test_the_oldest_jobs_are_forgotten_with_their_rows() -> None:
 
 async def test_large_results_are_forgotten_sooner() -> None:
     async def work(job: BigQueryJob) -> None:
-        job.result = Result(job.job_id, (), 1_500_000)
+        job.result = Result((), 1_500_000, job.job_id)
 
     freed: list[Result] = []
     async with running(freed) as jobs:
@@ -106,7 +106,7 @@ async def test_a_job_that_is_deleted_takes_its_rows_with_it() -> None:
     is_running, goes_on = anyio.Event(), anyio.Event()
 
     async def work(job: BigQueryJob) -> None:
-        job.result = Result(job.job_id, (), 1)
+        job.result = Result((), 1, job.job_id)
 
     async def slow_work(job: BigQueryJob) -> None:
         await work(job)

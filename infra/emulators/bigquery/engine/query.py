@@ -5,10 +5,11 @@ Between a job and the store. Everything here blocks and runs in a thread of the 
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import duckdb
 
@@ -25,12 +26,17 @@ from infra.emulators.bigquery.googlesql.translate import Statement
 from infra.emulators.bigquery.store import Cursor, Store
 from infra.emulators.bigquery.tables.physical import refusal
 from infra.emulators.bigquery.tables.resources import TableResource
-from infra.emulators.bigquery.tables.rows import size_sql
+from infra.emulators.bigquery.tables.rows import readable_columns, size_sql
 from infra.emulators.bigquery.tables.schema import Schema, quoted
 
 _MIB = 1024 * 1024
 _LEAST_BILLED_BYTES = 10 * _MIB
 _KEPT_SIZES = 256
+_MOST_FEW_ROWS = 1_000
+_MOST_FEW_BYTES = 256 * 1024
+"""Of a result in Python. Results of 1,000 jobs are kept."""
+_ROWS_AT_ONCE = 100
+_MOST_ROWS_READ_TWICE = 100_000
 _RAISED = re.compile(r"[\"']bq: (.*)[\"'](?: to INT32|, expected format)", re.DOTALL)
 """An error of a macro, which is a cast that fails."""
 _UNKNOWN_ZONE = re.compile(r"Unknown TimeZone '(?:bq: (.*embedded BigQuery)|(.*?))'!", re.DOTALL)
@@ -42,11 +48,23 @@ OnCursor = Callable[[Cursor], None]
 
 @dataclass(frozen=True)
 class Result:
-    """The rows of a query, kept in a DuckDB table of their own until `drop`."""
+    """The rows of a query: many in a DuckDB table of their own until `drop`, few in `values`.
 
-    physical: str
+    `values` are as DuckDB's Python client gives them, for `rows.wire_rows`.
+    """
+
     schema: Schema
     rows: int
+    physical: str = ""
+    values: Sequence[tuple[Any, ...]] = ()
+
+
+@dataclass(frozen=True)
+class ReadSize:
+    """What a statement reads: logical bytes of the columns, and rows, over whole tables."""
+
+    size_bytes: int = 0
+    rows: int = 0
 
 
 class Queries:
@@ -59,7 +77,7 @@ class Queries:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._numbers = itertools.count(1)
-        self._column_bytes = lru_cache(_KEPT_SIZES)(self._counted_bytes)
+        self._size = lru_cache(_KEPT_SIZES)(self._counted)
 
     def select(self, statement: Statement, on_cursor: OnCursor) -> Result:
         """Runs a query and keeps its rows.
@@ -72,6 +90,33 @@ class Queries:
             InvalidQueryError: for a query that fails, at the start or on the way.
             StoppedError: where the session was interrupted.
         """
+        # A query whose rows turn out too many for Python runs twice, so not one that reads much.
+        if self.read_size(statement).rows <= _MOST_ROWS_READ_TWICE:
+            values = self.few_rows(statement, on_cursor)
+            if values is not None:
+                return Result(statement.schema, len(values), values=values)
+        return self.select_into_table(statement, on_cursor)
+
+    def few_rows(self, statement: Statement, on_cursor: OnCursor) -> list[tuple[Any, ...]] | None:
+        """Returns the rows of a query, or None where they are too many for Python. See `select`."""
+        columns = [f"c{number}" for number in range(len(statement.schema))]
+        named = f"({statement.sql}) AS r({', '.join(columns)})"
+        query = f"SELECT {readable_columns(statement.schema, columns)} FROM {named}"
+        values: list[tuple[Any, ...]] = []
+        size_bytes = 0
+        with self._store.reading() as cursor, _translated(statement):
+            on_cursor(cursor)
+            # Read as it is computed, so it ends with the session where the rows are too many.
+            found = cursor.execute(query, values_in(statement.sql, statement.values))
+            while some := found.fetchmany(_ROWS_AT_ONCE):
+                values += some
+                size_bytes += sum(map(_size_bytes, some))
+                if len(values) > _MOST_FEW_ROWS or size_bytes > _MOST_FEW_BYTES:
+                    return None
+        return values
+
+    def select_into_table(self, statement: Statement, on_cursor: OnCursor) -> Result:
+        """Runs a query and keeps its rows in a table, for another table. See `select`."""
         schema = statement.schema
         physical = f"memory.main.r{next(self._numbers)}"
         with self._store.reading() as cursor, _translated(statement):
@@ -86,7 +131,7 @@ class Queries:
             except BaseException:
                 cursor.execute(f"DROP TABLE {physical}")
                 raise
-        return Result(physical, schema, rows)
+        return Result(schema, rows, physical)
 
     def stage(self, schema: Schema) -> str:
         """Creates an empty table in memory for incoming rows. Returns its DuckDB name."""
@@ -97,7 +142,7 @@ class Queries:
         return physical
 
     def drop(self, physical: str) -> None:
-        """Lets go of a result's or a stage's rows."""
+        """Lets go of the rows of a table that `select_into_table` or `stage` made."""
         with self._store.reading() as cursor:
             cursor.execute(f"DROP TABLE IF EXISTS {physical}")
 
@@ -120,22 +165,24 @@ class Queries:
             (rows,) = cursor.execute(statement.sql, values).fetchone()
         return int(rows)
 
-    def read_bytes(self, statement: Statement) -> int:
-        """Returns the logical bytes of the columns that a statement reads, over whole tables.
+    def read_size(self, statement: Statement) -> ReadSize:
+        """Returns how much a statement reads, of the columns that it names.
 
         BigQuery counts only the partitions that pass the filter. This is the most it would be.
         """
         changes = self._store.changes
-        return sum(
-            self._column_bytes(table.physical, size_sql(_read_fields(statement, table)), changes)
+        sizes = [
+            self._size(table.physical, size_sql(_read_fields(statement, table)), changes)
             for table in statement.tables
-        )
+        ]
+        return ReadSize(sum(one.size_bytes for one in sizes), sum(one.rows for one in sizes))
 
-    def _counted_bytes(self, physical: str, row_bytes: str, changes: int) -> int:
-        """Counts the bytes of a table's columns. `changes` says for which state of the data."""
+    def _counted(self, physical: str, row_bytes: str, changes: int) -> ReadSize:
+        """Counts what a table's columns have. `changes` says for which state of the data."""
         with self._store.reading() as cursor:
-            query = f"SELECT coalesce(sum({row_bytes}), 0) FROM {physical}"
-            return int(cursor.execute(query).fetchone()[0])
+            query = f"SELECT coalesce(sum({row_bytes}), 0), count(*) FROM {physical}"
+            size_bytes, rows = cursor.execute(query).fetchone()
+            return ReadSize(int(size_bytes), int(rows))
 
 
 def check_billed(read_bytes: int, limit_bytes: int | None) -> int:
@@ -163,6 +210,15 @@ def table_size(cursor: Cursor, table: TableResource) -> tuple[int, int]:
     query = f"SELECT count(*), coalesce(sum({size_sql(table.schema)}), 0) FROM {table.physical}"
     rows, size_bytes = cursor.execute(query).fetchone()
     return int(rows), int(size_bytes)
+
+
+def _size_bytes(value: Any) -> int:
+    """About how much memory a value takes."""
+    if isinstance(value, str | bytes):
+        return 50 + len(value)
+    if isinstance(value, dict):
+        return 200 + sum(map(_size_bytes, value.values()))
+    return 50 + sum(map(_size_bytes, value)) if isinstance(value, list | tuple) else 30
 
 
 def _read_fields(statement: Statement, table: TableResource) -> Schema:

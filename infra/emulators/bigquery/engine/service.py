@@ -12,7 +12,7 @@ from infra.emulators.bigquery.engine.definitions.definitions import Definitions
 from infra.emulators.bigquery.engine.definitions.text import query_text
 from infra.emulators.bigquery.engine.job import BigQueryJob
 from infra.emulators.bigquery.engine.jobs import Jobs
-from infra.emulators.bigquery.engine.query import Queries, Result, check_billed
+from infra.emulators.bigquery.engine.query import OnCursor, Queries, Result, check_billed
 from infra.emulators.bigquery.errors import InvalidError, InvalidQueryError, UnsupportedError
 from infra.emulators.bigquery.googlesql.translate import Statement, Translator
 from infra.emulators.bigquery.store import Store
@@ -20,7 +20,7 @@ from infra.emulators.bigquery.tables.catalog import TableCatalog
 from infra.emulators.bigquery.tables.destinations import parse_destination, put_rows
 from infra.emulators.bigquery.tables.partition_ids import partition_condition, undecorated
 from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
-from infra.emulators.bigquery.tables.rows import read_rows
+from infra.emulators.bigquery.tables.rows import wire_rows
 from infra.emulators.bigquery.tables.schema import Json, Schema
 from infra.emulators.bigquery.threads import Threads
 
@@ -122,9 +122,10 @@ class BigQueryService:
         return await self.threads.read(self.translator.translate, sql, project, dataset, parameters)
 
     async def _select(self, job: BigQueryJob, config: Json, statement: Statement) -> None:
-        result = await self.threads.query(self._selected, job, statement, interrupt=job.interrupt)
-        job.result = result
-        if not config.get("destinationTable"):
+        is_kept = bool(config.get("destinationTable"))
+        select = self.queries.select_into_table if is_kept else self.queries.select
+        job.result = result = await self._selected(job, statement, select)
+        if not is_kept:
             config["destinationTable"] = job.anonymous_table.resource()
             return
         destination = parse_destination(config, "WRITE_EMPTY")
@@ -141,7 +142,7 @@ class BigQueryService:
             view_schema = await self.view_schema(query_text(sql), job.project)
         elif statement.kind == "CREATE_TABLE_AS_SELECT":
             inner = await self._statement(job.project, config, query_text(sql))
-            result = await self.threads.query(self._selected, job, inner, interrupt=job.interrupt)
+            result = await self._selected(job, inner, self.queries.select_into_table)
         names = self.translator.names(job.project, _default_dataset(job.project, config))
         evaluate = partial(self._evaluated, job)
         definitions = Definitions(self.store, self.catalog, names, evaluate)
@@ -165,18 +166,24 @@ class BigQueryService:
         statement = self.translator.translate(f"SELECT {expression}", "", None)
         if statement.kind != "SELECT" or statement.tables:
             raise InvalidQueryError(f"Not a constant expression: {expression}")
-        result = self.queries.select(statement, job.watch)
-        try:
-            with self.store.reading() as cursor:
-                (row,) = read_rows(cursor, result.physical, result.schema, 0, 1, is_micros=False)
-        finally:
-            self.queries.drop(result.physical)
+        values = self.queries.few_rows(statement, job.watch)
+        if values is None:
+            raise InvalidQueryError(f"The value of an expression is too long: {expression[:100]}")
+        (row,) = wire_rows(statement.schema, values, is_micros=False)
         return row["f"][0]["v"]
 
-    def _selected(self, job: BigQueryJob, statement: Statement) -> Result:
-        job.begin()
-        self._charge(job, statement)
-        return self.queries.select(statement, job.watch)
+    async def _selected(
+        self,
+        job: BigQueryJob,
+        statement: Statement,
+        select: Callable[[Statement, OnCursor], Result],
+    ) -> Result:
+        def work() -> Result:
+            job.begin()
+            self._charge(job, statement)
+            return select(statement, job.watch)
+
+        return await self.threads.query(work, interrupt=job.interrupt)
 
     def _manipulated(self, job: BigQueryJob, statement: Statement) -> int:
         job.begin()
@@ -184,7 +191,7 @@ class BigQueryService:
         return self.queries.manipulate(statement, job.watch)
 
     def _charge(self, job: BigQueryJob, statement: Statement) -> None:
-        read_bytes = self.queries.read_bytes(statement)
+        read_bytes = self.queries.read_size(statement).size_bytes
         limit = job.configuration["query"].get("maximumBytesBilled")
         billed = check_billed(read_bytes, None if limit is None else int(limit))
         job.statistics["totalBytesProcessed"] = str(read_bytes)

@@ -4,7 +4,6 @@ Source: https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/jobs
 """
 
 from collections import OrderedDict
-from functools import partial
 
 import anyio
 from starlette.requests import Request
@@ -210,8 +209,8 @@ async def _results(
         # Without `totalRows`: by that clients tell a statement from a query without rows.
         return found
     result = job.result
-    read = partial(read_result, service, result, start, min(count, _DEFAULT_PAGE_ROWS), is_micros)
-    rows = await service.threads.read(read)
+    count = min(count, _DEFAULT_PAGE_ROWS)
+    rows = await read_result(service, result, result.schema, start, count, is_micros)
     found |= {
         "totalRows": str(result.rows),
         "schema": {"fields": [field.resource() for field in result.schema]},

@@ -21,7 +21,7 @@ from infra.emulators.bigquery.tables.job_fields import InsertAllRequest
 from infra.emulators.bigquery.tables.partition_ids import partition_start, undecorated
 from infra.emulators.bigquery.tables.records import RowReader
 from infra.emulators.bigquery.tables.resources import TableKey, TableResource
-from infra.emulators.bigquery.tables.rows import insert_rows, read_all_rows, read_rows
+from infra.emulators.bigquery.tables.rows import insert_rows, read_all_rows, read_rows, wire_rows
 from infra.emulators.bigquery.tables.schema import Json, Schema
 from infra.emulators.bigquery.tables.values import BadValueError
 
@@ -168,22 +168,24 @@ def _row_error(index: int, error: BadValueError | None) -> Json:
 async def list_rows(request: Request) -> Response:
     """Shows a page of a table's rows, or of a query's result by its hidden table."""
     service, key = service_of(request), table_key(request)
+    options = query_options(request, RowOptions)
+    start = int(options.get("pageToken") or options.get("startIndex") or 0)
+    count = min(int(options.get("maxResults", _DEFAULT_PAGE_ROWS)), _DEFAULT_PAGE_ROWS)
+    names = options.get("selectedFields")
+    is_micros = options.get("formatOptions.useInt64Timestamp", False)
     job = service.jobs.result_of(key)
     if job is not None and job.result is not None:
-        physical, schema = job.result.physical, job.result.schema
+        result = job.result
+        wanted = _selected(result.schema, names)
+        rows = await read_result(service, result, wanted, start, count, is_micros)
+        total = result.rows
     else:
         table = service.catalog.table(key)
         if table.view_query is not None:
             raise InvalidError(f"Cannot list a table of type VIEW: {key}")
-        physical, schema = table.physical, table.schema
-    options = query_options(request, RowOptions)
-    start = int(options.get("pageToken") or options.get("startIndex") or 0)
-    count = min(int(options.get("maxResults", _DEFAULT_PAGE_ROWS)), _DEFAULT_PAGE_ROWS)
-    wanted = _selected(schema, options.get("selectedFields"))
-    is_micros = options.get("formatOptions.useInt64Timestamp", False)
-    total, rows = await service.threads.read(
-        partial(read_page, service, physical, wanted, start, count, is_micros=is_micros)
-    )
+        wanted = _selected(table.schema, names)
+        read = partial(_read_page, service, table.physical, wanted, start, count, is_micros)
+        total, rows = await service.threads.read(read)
     found: Json = {
         "kind": "bigquery#tableDataList",
         "etag": "list",
@@ -195,23 +197,37 @@ async def list_rows(request: Request) -> Response:
     return RowsResponse(found)
 
 
-def read_page(
+def _read_page(
     service: BigQueryService, physical: str, schema: Schema, start: int, count: int, is_micros: bool
 ) -> tuple[int, list[Json]]:
-    """Returns how many rows a DuckDB table has, and a page of them in the wire form."""
     with service.store.reading() as cursor:
         (total,) = cursor.execute(f"SELECT count(*) FROM {physical}").fetchone()
         return int(total), read_rows(cursor, physical, schema, start, count, is_micros)
 
 
-def read_result(
-    service: BigQueryService, result: Result, start: int, count: int, is_micros: bool
+async def read_result(
+    service: BigQueryService,
+    result: Result,
+    wanted: Schema,
+    start: int,
+    count: int,
+    is_micros: bool,
 ) -> list[Json]:
     """Returns a page of a query's result in the wire form."""
-    with service.store.reading() as cursor:
-        if start == 0 and count >= result.rows:
-            return read_all_rows(cursor, result.physical, result.schema, is_micros)
-        return read_rows(cursor, result.physical, result.schema, start, count, is_micros)
+    if not result.physical:
+        values = result.values[start : start + count]
+        if wanted != result.schema:
+            places = [result.schema.index(field) for field in wanted]
+            values = [tuple(row[place] for place in places) for row in values]
+        return wire_rows(wanted, values, is_micros)
+
+    def read() -> list[Json]:
+        with service.store.reading() as cursor:
+            if start == 0 and count >= result.rows:
+                return read_all_rows(cursor, result.physical, wanted, is_micros)
+            return read_rows(cursor, result.physical, wanted, start, count, is_micros)
+
+    return await service.threads.read(read)
 
 
 def _selected(schema: Schema, names: str | None) -> Schema:

@@ -86,13 +86,42 @@ def read_all_rows(cursor: Cursor, physical: str, schema: Schema, is_micros: bool
 def _read(cursor: Cursor, source: str, schema: Schema, is_micros: bool) -> list[Json]:
     if not schema:
         return []
-    columns = ", ".join(f"CAST({quoted(field.name)} AS {_readable(field)})" for field in schema)
-    found = cursor.execute(f"SELECT {columns} FROM {source}").fetchall()
+    columns = readable_columns(schema, [quoted(field.name) for field in schema])
+    return wire_rows(
+        schema, cursor.execute(f"SELECT {columns} FROM {source}").fetchall(), is_micros
+    )
+
+
+def readable_columns(schema: Schema, names: Sequence[str]) -> str:
+    """Returns DuckDB's SQL of columns whose values its Python client can give.
+
+    Args:
+        schema: the fields of the columns.
+        names: of the columns, quoted where they need it.
+    """
+    return ", ".join(
+        # The client needs pytz for a TIMESTAMPTZ. The same moment without a zone needs nothing.
+        f"CAST(CAST({name} AS {field.duckdb_type}) AS {plain})"
+        if (plain := field.duckdb_type.replace("TIMESTAMP WITH TIME ZONE", "TIMESTAMP"))
+        != field.duckdb_type
+        else f"CAST({name} AS {plain})"
+        for name, field in zip(names, schema, strict=True)
+    )
+
+
+def wire_rows(schema: Schema, values: Sequence[tuple[Any, ...]], is_micros: bool) -> list[Json]:
+    """Returns rows in the wire form.
+
+    Args:
+        schema: their fields.
+        values: what DuckDB's Python client gave for `readable_columns`, row by row.
+        is_micros: see `read_rows`.
+    """
     # Column by column, because the choice of how a type is written is made once then.
-    columns_found = zip(*found, strict=True)
+    columns_found = zip(*values, strict=True)
     written = [
-        _wire_column(field, values, is_micros)
-        for field, values in zip(schema, columns_found, strict=False)
+        _wire_column(field, column, is_micros)
+        for field, column in zip(schema, columns_found, strict=False)
     ]
     return [{"f": [{"v": value} for value in row]} for row in zip(*written, strict=True)]
 
@@ -103,12 +132,6 @@ def _wire_column(field: Field, values: Sequence[Any], is_micros: bool) -> list[A
     if text is None:
         return [wire_value(field, value, is_micros) for value in values]
     return [None if value is None else text(value) for value in values]
-
-
-def _readable(field: Field) -> str:
-    # DuckDB's Python client needs pytz for a TIMESTAMPTZ; the same moment without a zone needs
-    # nothing.
-    return field.duckdb_type.replace("TIMESTAMP WITH TIME ZONE", "TIMESTAMP")
 
 
 def wire_value(field: Field, value: Any, is_micros: bool) -> Any:

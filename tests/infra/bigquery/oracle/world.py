@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -15,7 +15,7 @@ from zetasql.wasi._pb2.zetasql.proto.options_pb2 import AnalyzerOptionsProto
 from zetasql.wasi._pb2.zetasql.proto.simple_catalog_pb2 import SimpleCatalogProto
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
-from infra.emulators.bigquery.engine.query import Queries
+from infra.emulators.bigquery.engine.query import Queries, Result
 from infra.emulators.bigquery.errors import ServiceError, UnsupportedError
 from infra.emulators.bigquery.googlesql.analysis.analyzer import (
     NamedTable,
@@ -32,7 +32,8 @@ from infra.emulators.bigquery.googlesql.translate import Translator
 from infra.emulators.bigquery.store import Store
 from infra.emulators.bigquery.tables.catalog import TableCatalog
 from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
-from infra.emulators.bigquery.tables.schema import Field, parse_schema, quoted
+from infra.emulators.bigquery.tables.rows import readable_columns
+from infra.emulators.bigquery.tables.schema import parse_schema, quoted
 
 _REFUSAL = "not supported by the embedded BigQuery"
 DATASET = DatasetKey("p", "d")
@@ -224,24 +225,22 @@ class World:
         except ServiceError as error:
             return Found(None, error.message, _REFUSAL in error.message)
         kinds = [type_of_field(field) for field in result.schema]
-        with self._store.cursor() as cursor:
-            columns = ", ".join(_readable(field) for field in result.schema)
-            raw = cursor.execute(f"SELECT {columns} FROM {result.physical}").fetchall()
-        self._queries.drop(result.physical)
         rows = [
             tuple(_of_duckdb(value, kind) for value, kind in zip(row, kinds, strict=True))
-            for row in raw
+            for row in self._values(result)
         ]
         return Found(rows if self._is_ordered(sql) else sorted(rows, key=repr))
 
-
-def _readable(field: Field) -> str:
-    """A column with TIMESTAMPs as microseconds: DuckDB's own form of them needs a package."""
-    name = quoted(field.name)
-    if field.type != "TIMESTAMP":
-        return name
-    is_list = field.mode == "REPEATED"
-    return f"list_transform({name}, lambda e: epoch_us(e))" if is_list else f"epoch_us({name})"
+    def _values(self, result: Result) -> Sequence[tuple[Any, ...]]:
+        if not result.physical:
+            return result.values
+        columns = readable_columns(result.schema, [quoted(field.name) for field in result.schema])
+        with self._store.reading() as cursor:
+            raw: list[tuple[Any, ...]] = cursor.execute(
+                f"SELECT {columns} FROM {result.physical}"
+            ).fetchall()
+        self._queries.drop(result.physical)
+        return raw
 
 
 def _of_evaluator(value: Any, kind: Any, *, is_top: bool = False) -> Any:
@@ -319,6 +318,8 @@ def _of_duckdb(value: Any, kind: Any) -> Any:
         return _float(value)
     if kind.type_kind == types.TYPE_DATE:
         return (value - dt.date(1970, 1, 1)).days
+    if kind.type_kind == types.TYPE_TIMESTAMP:
+        return (value - dt.datetime(1970, 1, 1)) // dt.timedelta(microseconds=1)
     if kind.type_kind == types.TYPE_NUMERIC:
         return value.normalize()
     return json.loads(value) if kind.type_kind == types.TYPE_JSON else value
