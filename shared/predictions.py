@@ -141,7 +141,7 @@ def body_of(
         "data_removed": False,
         "created_at": iso(prediction.created_at_s),
         "started_at": iso(record.started_at_s) if record.started_at_s else None,
-        "completed_at": iso(_ended_at_s(record)) if record.is_over else None,
+        "completed_at": iso(ended_at_s(record)) if record.is_over else None,
         "deadline": iso(prediction.deadline_s),
         "urls": {
             "get": url,
@@ -221,7 +221,7 @@ def _metrics(prediction: Prediction, record: Record) -> dict[str, float]:
         found["delayTime"] = max(0, round((record.started_at_s - record.created_at_s) * 1000))
     if not record.is_over:
         return found
-    found["total_time"] = round(_ended_at_s(record) - record.created_at_s, 6)
+    found["total_time"] = round(ended_at_s(record) - record.created_at_s, 6)
     receipts = [outcome.receipt for outcome in record.reply.outcomes] if record.reply else []
     times_ms = [receipt.inference_ms for receipt in receipts if receipt.inference_ms is not None]
     if times_ms:
@@ -245,7 +245,7 @@ def _count_truncated(outcomes: Sequence[ItemOutcome], *, is_asked: bool) -> int 
     return type(results[0]).count_truncated(results, is_asked=is_asked) if results else None
 
 
-def _ended_at_s(record: Record) -> float:
+def ended_at_s(record: Record) -> float:
     """Returns the end of a prediction.
 
     A canceled one ended when it was canceled, whatever its worker reports.

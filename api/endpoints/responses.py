@@ -103,13 +103,14 @@ class ResponseEvents:
             **facts,
         )
 
-    def whole(self, outcomes: Sequence[ItemOutcome]) -> ResponseReply:
-        """The answer with its output."""
+    def whole(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> ResponseReply:
+        """The answer with its output, which was written until `ended_at_s`."""
         (result,) = results_of(outcomes, self._model)
         is_cut = result.finish_reason == "length"
         return self.reply(
             "incomplete" if is_cut else "completed",
             output=self._output(result),
+            completed_at=None if is_cut else int(ended_at_s),
             incomplete_details=IncompleteDetails() if is_cut else None,
             usage=ResponseUsage(
                 result.input_tokens,
@@ -218,9 +219,9 @@ class ResponseEvents:
         events.append(("response.output_item.done", {"output_index": 0, "item": item}))
         return events
 
-    def closing(self, outcomes: Sequence[ItemOutcome]) -> list[bytes]:
+    def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
         """The whole answer."""
-        whole = self.whole(outcomes)
+        whole = self.whole(outcomes, ended_at_s)
         event = self._event(self._last, f"response.{whole.status}", response=whole)
         return [event] if event else []
 

@@ -88,7 +88,7 @@ class ChatEvents:
         ended = ChatChunkChoice(index, ChatDelta(), finish_reason=choice.finish_reason)
         return [*events, self._chunk(ended)]
 
-    def closing(self, outcomes: Sequence[ItemOutcome]) -> list[bytes]:
+    def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
         """The tokens, if they were asked for."""
         if not self._has_usage:
             return [DONE]
@@ -141,7 +141,7 @@ class CompletionEvents:
         """Why the text ends."""
         return [self._chunk(CompletionChoice(index, "", result.finish_reason))]
 
-    def closing(self, outcomes: Sequence[ItemOutcome]) -> list[bytes]:
+    def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
         """The tokens, if they were asked for."""
         if not self._has_usage:
             return [DONE]

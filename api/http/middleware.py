@@ -25,7 +25,7 @@ from api.errors import BodyTooLarge, TooSlow, error_response
 from api.fair_room import OneItem
 from api.http.body_budget import BodyBudget
 from api.http.request_span import begin_span, end_span
-from shared.errors import Overloaded, PenstockError
+from shared.errors import BadInput, Overloaded, PenstockError
 from shared.stores.object_writer import MEMORY_BYTES
 from shared.tenants.api_key import PREFIX
 
@@ -135,6 +135,7 @@ class _Exchange:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         self._declared_bytes = _number(headers.get("content-length"))
+        self._encoding = headers.get("content-encoding", "").strip().lower()
         own_id = f"req_{secrets.token_hex(12)}"
         is_shown = _SANE_ID.fullmatch(given) is not None and PREFIX not in given
         context = self.context = scope["penstock.context"] = RequestContext(
@@ -162,6 +163,11 @@ class _Exchange:
                 ) from error
             raise TooSlow(f"no more of the body arrived for {BODY_IDLE_S:g} s") from error
         size = len(message.get("body", b""))
+        if size and self._encoding not in ("", "identity"):
+            raise BadInput(
+                f"content-encoding: bodies must not be compressed, not by {self._encoding[:40]!r}",
+                field="content-encoding",
+            )
         if not self._body_bytes:
             self._holder = self.context.tenant
         self._body_bytes += size

@@ -36,7 +36,7 @@ class OutputEvents:
         """Nothing: a text ends with its prediction."""
         return []
 
-    def closing(self, outcomes: Sequence[ItemOutcome]) -> list[bytes]:
+    def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
         """The end."""
         return [encode_event("done", "{}")]
 

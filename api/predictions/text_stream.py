@@ -29,7 +29,7 @@ from api.predictions.service import GRACE_S, Predictions
 from api.predictions.token_reader import TokenReader
 from shared.errors import BadInput, Overloaded, PenstockError
 from shared.messages import ItemOutcome, reason_of
-from shared.predictions import error_of
+from shared.predictions import ended_at_s, error_of
 from shared.stores.token_streams import TokenStreams
 from shared.tasks.text import GenerationResult, TokenChunk, TokenLogprob
 
@@ -73,8 +73,8 @@ class TextShape(Protocol):
     def ending(self, index: int, result: GenerationResult) -> Sequence[bytes]:
         """The last events of a text."""
 
-    def closing(self, outcomes: Sequence[ItemOutcome]) -> Sequence[bytes]:
-        """The last events of all."""
+    def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> Sequence[bytes]:
+        """The last events of all. The prediction ended at `ended_at_s` (unix time)."""
 
     def failure(self, code: str, message: str) -> bytes:
         """The event of an error, after which nothing comes."""
@@ -275,7 +275,7 @@ class _Stream:
             result = outcome.result
             assert isinstance(result, GenerationResult), "a text model gave no text; this is a bug"
             yield from self._end_of(index, result)
-        for event in self._shape.closing(outcomes):
+        for event in self._shape.closing(outcomes, ended_at_s(snapshot.record)):
             yield self._with_id(event)
 
     def fail(self, code: str, message: str) -> bytes:

@@ -38,7 +38,7 @@ from api.tasks.base import Inputs
 from shared.catalog import Model
 from shared.errors import BadInput
 from shared.messages import reason_of
-from shared.predictions import EVENTS_TYPE, error_of
+from shared.predictions import EVENTS_TYPE, ended_at_s, error_of
 from shared.tasks.text import GenerationInput
 from shared.usage.charge import price_of
 
@@ -84,7 +84,7 @@ async def create_response(request: Request) -> Response:
     outcomes = (await call.infer(model, inputs, is_repeatable=repeats)).outcomes
     made = "resp_" + call.context.request_id.removeprefix("req_")
     events = ResponseEvents(body, made, call.context.received_at_s, model)
-    return _json(events.whole(outcomes))
+    return _json(events.whole(outcomes, time.time()))
 
 
 @stored_router.get(
@@ -233,7 +233,7 @@ def _state_of(call: ApiRequest, snapshot: PredictionSnapshot) -> ResponseReply:
     _, events = _events_of(call, snapshot)
     outcomes = record.reply.outcomes if record.reply is not None else []
     if record.state == "succeeded":
-        return events.whole(outcomes)
+        return events.whole(outcomes, ended_at_s(record))
     if record.state == "canceled":
         return events.failed("canceled", "")
     if not record.is_over:

@@ -56,6 +56,8 @@ def png_of(given: ImageInput) -> bytes:
     return buffer.getvalue()
 
 
+LAST_WORD = "END"
+"""A text that stops by itself ends with it."""
 LONGEST_PROMPT_WORDS = 10
 """What an image's prompts lose beyond is told, as a real worker tells it of tokens."""
 
@@ -260,8 +262,9 @@ def _result(given: Input) -> Result:
         return ImageResult(image, given.width, given.height, given.seed, pixel_steps, left_out)
     if isinstance(given, GenerationInput):
         said = words_of(given)
+        reason = "stop" if said and said[-1].strip() == LAST_WORD else "length"
         return GenerationResult(
-            "".join(said), "length", 7 + len(said), 7, len(said), 3, _logprobs(given, said)
+            "".join(said), reason, 7 + len(said), 7, len(said), 3, _logprobs(given, said)
         )
     if isinstance(given, SimilarityInput):
         text, query = (vector_of(TextInput(one)) for one in (given.text, given.query))

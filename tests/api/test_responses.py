@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from openai import pydantic_function_tool
 from pydantic import BaseModel
 
 from shared.tasks.text import GenerationInput
+from tests.api.fake_worker import LAST_WORD
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.api.test_text import TEXT, parsed
 from tests.keys import bearer, keys_url
@@ -79,6 +81,24 @@ async def test_whatever_is_answered_has_the_types_of_the_client(
 async def test_a_message_that_was_cut_is_incomplete(api: ApiUnderTest) -> None:
     cut = await api.openai().responses.create(**asked())
     assert (cut.status, cut.output[0].status) == ("incomplete", "incomplete")
+
+
+@pytest.mark.parametrize(
+    ("text", "status"), [(SAY, "incomplete"), (f"{SAY} {LAST_WORD}", "completed")]
+)
+async def test_it_says_when_it_was_completed(api: ApiUnderTest, text: str, status: str) -> None:
+    responses = api.openai().responses
+    at_once = await responses.create(**asked(text))
+    streamed = [one async for one in await responses.create(**asked(text), stream=True)]
+    again = await responses.retrieve(streamed[-1].response.id)
+    for found in (at_once, streamed[-1].response, again):
+        assert found.status == status
+        if status == "completed":
+            assert found.created_at <= found.completed_at <= time.time()
+        else:
+            assert found.completed_at is None, "it was cut"
+    assert streamed[0].response.completed_at is None
+    assert again.completed_at == streamed[-1].response.completed_at
 
 
 async def test_only_tools_that_are_allowed_count(api: ApiUnderTest) -> None:

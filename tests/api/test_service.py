@@ -3,6 +3,7 @@ its own.
 """
 
 import asyncio
+import gzip
 import json
 import re
 from collections.abc import AsyncIterator
@@ -139,6 +140,20 @@ async def test_body_above_the_limit_is_refused_while_it_comes(
         assert response.status_code == 413
         assert response.json()["error"]["code"] == "request_too_large"
         assert (await api.http.post("/v1/embeddings", json=BODY)).status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "GZIP, identity"])
+async def test_compressed_body_is_refused_by_its_header(api: ApiUnderTest, encoding: str) -> None:
+    body = gzip.compress(json.dumps(BODY).encode())
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    response = await api.http.post("/v1/embeddings", content=body, headers=headers)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_input", "content-encoding")
+    plain = headers | {"content-encoding": "identity"}
+    content = json.dumps(BODY).encode()
+    response = await api.http.post("/v1/embeddings", content=content, headers=plain)
+    assert response.status_code == 200
 
 
 async def test_body_that_stops_coming_is_given_up(
