@@ -262,7 +262,8 @@ def _result(given: Input) -> Result:
         return ImageResult(image, given.width, given.height, given.seed, pixel_steps, left_out)
     if isinstance(given, GenerationInput):
         said = words_of(given)
-        reason = "stop" if said and said[-1].strip() == LAST_WORD else "length"
+        is_stopped = bool(said) and said[-1].strip() == LAST_WORD
+        reason: Literal["stop", "length"] = "stop" if is_stopped else "length"
         return GenerationResult(
             "".join(said), reason, 7 + len(said), 7, len(said), 3, _logprobs(given, said)
         )
