@@ -20,7 +20,8 @@ from infra.emulators.bigquery.googlesql.analysis.types import (
 from infra.emulators.bigquery.tables.schema import Json, parse_schema, quoted
 from infra.emulators.bigquery.tables.values import BadValueError, canonical_scalar
 
-_PLACEHOLDER = re.compile(r"\$(bq_\d+)\b")
+_PLACEHOLDER = re.compile(r"\$(bq_(?:zone_)?\d+)\b")
+_PLAIN_ZONE = re.compile(r"UTC|(?!SystemV|Canada)[A-Z][a-z]+/[A-Z][A-Za-z_]+")
 
 
 @dataclass
@@ -44,6 +45,16 @@ class Parameters:
 def values_in(sql: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of the placeholders that a DuckDB statement has, as it takes no others."""
     return {name: values[name] for name in _PLACEHOLDER.findall(sql) if name in values}
+
+
+def is_plain_zone(name: str) -> bool:
+    """Whether a text is a time zone as BigQuery and DuckDB both name it."""
+    return _PLAIN_ZONE.fullmatch(name) is not None
+
+
+def is_zone_parameter(sql: str) -> bool:
+    """Whether DuckDB's SQL of a value is that of a parameter whose value is such a zone."""
+    return sql.startswith("CAST($bq_zone_") and sql.endswith(" AS VARCHAR)")
 
 
 def read_parameters(parameters: Sequence[Json]) -> Parameters:
@@ -90,7 +101,9 @@ def _typed(kind: Json, value: Json, values: dict[str, Any]) -> str:
 
 def _scalar(name: str, value: Any, values: dict[str, Any]) -> str:
     (kind,) = parse_schema([{"name": "value", "type": name}])
-    placeholder = f"bq_{len(values)}"
+    is_zone = kind.type == "STRING" and isinstance(value, str) and is_plain_zone(value)
+    # The translation may rely on its being one: it is kept for others with the same placeholders.
+    placeholder = f"bq_zone_{len(values)}" if is_zone else f"bq_{len(values)}"
     if value is not None and kind.type == "BYTES":
         canonical_scalar("BYTES", value)
         values[placeholder] = base64.b64decode(value)

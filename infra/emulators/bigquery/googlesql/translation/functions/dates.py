@@ -161,7 +161,8 @@ def _timestamp(call: Call) -> str:
     if kinds[0] == types.TYPE_STRING:
         return f"bq.text_timestamp_at({call.sql[0]}, {call.zone(1)})"
     if kinds[0] in (_DATE, _DATETIME):
-        return f"bq.at_zone({call.zone(1)}, CAST({call.sql[0]} AS TIMESTAMP))"
+        macro = "bq.constant_at_zone" if call.is_constant else "bq.at_zone"
+        return f"{macro}({call.zone(1)}, CAST({call.sql[0]} AS TIMESTAMP))"
     raise call.refused()
 
 

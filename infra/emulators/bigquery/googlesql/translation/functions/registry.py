@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,9 +10,8 @@ from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
 from infra.emulators.bigquery.googlesql.analysis.tree import Node
 from infra.emulators.bigquery.googlesql.analysis.types import type_name
 from infra.emulators.bigquery.googlesql.calls import unsupported
+from infra.emulators.bigquery.googlesql.parameters import is_plain_zone, is_zone_parameter
 from infra.emulators.bigquery.googlesql.translation.literals import date_part
-
-_PLAIN_ZONE = re.compile(r"UTC|(?!SystemV|Canada)[A-Z][a-z]+/[A-Z][A-Za-z_]+")
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,16 @@ class Call:
 
     def zone(self, place: int) -> str:
         """DuckDB's SQL of an argument that names a time zone."""
-        name = self.text(place)
-        # Most are written out, as `Europe/Berlin`. What a macro would test of them is known.
-        if name is not None and _PLAIN_ZONE.fullmatch(name):
-            return self.sql[place]
-        return f"bq.zone({self.sql[place]})"
+        name, sql = self.text(place), self.sql[place]
+        # Most are like `Europe/Berlin`. What a macro would test of them is known.
+        is_plain = is_zone_parameter(sql) if name is None else is_plain_zone(name)
+        return sql if is_plain else f"bq.zone({sql})"
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether no argument has a column in it."""
+        inner = (one for node in self.nodes for one in node.walk())
+        return not any(one.kind == "ColumnRef" or one.kind.endswith("Scan") for one in inner)
 
     def put(self, form: str) -> str:
         """Puts the arguments where a form has {0}, {1} and so on."""
