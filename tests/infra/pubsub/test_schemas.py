@@ -37,8 +37,11 @@ JSON, BINARY = 1, 2
 
 
 def record(**fields: Any) -> str:
-    """The definition of a record with the fields of these types."""
-    listed = [{"name": name, "type": kind} for name, kind in fields.items()]
+    """The definition of a record with the fields of these types. Numbers may be lacking."""
+    default = {"int": {"default": 0}}
+    listed = [
+        {"name": name, "type": kind, **default.get(kind, {})} for name, kind in fields.items()
+    ]
     return json.dumps({"type": "record", "name": "User", "fields": listed})
 
 

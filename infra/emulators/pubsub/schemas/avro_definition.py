@@ -8,6 +8,7 @@ import avro.errors
 import avro.schema
 
 from infra.emulators.pubsub.schemas.avro_binary import check_binary
+from infra.emulators.pubsub.schemas.avro_changes import check_changes
 from infra.emulators.pubsub.schemas.avro_json import check_json
 from infra.emulators.pubsub.schemas.mismatch import Budget, Malformed
 
@@ -35,6 +36,10 @@ class AvroDefinition:
     def check(self, message: bytes, encoding: str, budget: Budget) -> None:
         """Refuse a message that does not fit, by raising `Mismatch`."""
         _CHECKS[encoding](self._schema, message, budget)
+
+    def check_revises(self, latest: "AvroDefinition") -> None:
+        """Refuse to follow a revision that it changes too much, by raising `Malformed`."""
+        check_changes(latest._schema, self._schema)
 
 
 def _parsed(definition: str) -> avro.schema.Schema:

@@ -65,11 +65,13 @@ def check_revision(definition: Definition, latest: Definition) -> None:
     """
     if definition.kind != latest.kind:
         raise InvalidArgument("The type of a schema can't be changed by a revision.")
-    if isinstance(definition, ProtoDefinition) and isinstance(latest, ProtoDefinition):
-        try:
+    try:
+        if isinstance(definition, AvroDefinition) and isinstance(latest, AvroDefinition):
             definition.check_revises(latest)
-        except Malformed as error:
-            raise _invalid(error) from None
+        if isinstance(definition, ProtoDefinition) and isinstance(latest, ProtoDefinition):
+            definition.check_revises(latest)
+    except Malformed as error:
+        raise _invalid(error) from None
 
 
 def _read(kind: int, definition: str) -> Definition:
