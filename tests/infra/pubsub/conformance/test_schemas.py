@@ -15,7 +15,11 @@ Make = Callable[..., str]
 
 
 def avro(**fields: object) -> Schema:
-    listed = [{"name": name, "type": kind} for name, kind in fields.items()]
+    # The service refuses a revision with a field that older messages lack, and has no default.
+    default = {"int": {"default": 0}}
+    listed = [
+        {"name": name, "type": kind, **default.get(str(kind), {})} for name, kind in fields.items()
+    ]
     definition = {"type": "record", "name": "User", "fields": listed}
     return Schema(type_=Schema.Type.AVRO, definition=json.dumps(definition))
 
