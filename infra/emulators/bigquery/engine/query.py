@@ -35,7 +35,7 @@ _KEPT_SIZES = 256
 _MOST_FEW_ROWS = 1_000
 _MOST_FEW_BYTES = 256 * 1024
 """Of a result in Python. Results of 1,000 jobs are kept."""
-_ROWS_AT_ONCE = 100
+_ROWS_AT_ONCE = 10
 _MOST_ROWS_READ_TWICE = 100_000
 _RAISED = re.compile(r"[\"']bq: (.*)[\"'](?: to INT32|, expected format)", re.DOTALL)
 """An error of a macro, which is a cast that fails."""
