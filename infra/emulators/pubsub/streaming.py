@@ -13,7 +13,7 @@ from typing import Any
 from infra.emulators.pubsub.calls.broker import Broker
 from infra.emulators.pubsub.errors import InvalidArgument, PubsubError
 from infra.emulators.pubsub.names import check_range
-from infra.emulators.pubsub.protos import PullResponse, StreamingPullRequest, StreamingPullResponse
+from infra.emulators.pubsub.protos import StreamingPullRequest, StreamingPullResponse
 from infra.emulators.pubsub.state.ack_calls import acknowledge, modify_ack_deadline
 from infra.emulators.pubsub.state.consumers import Consumer
 from infra.emulators.pubsub.state.journal import ChangeJournal
@@ -24,7 +24,7 @@ PULL_WAIT_S = 20.0
 PULL_MARGIN_S = 0.5
 
 
-async def pull(broker: Broker, request: Any, time_left_s: float | None) -> PullResponse:
+async def pull(broker: Broker, request: Any, time_left_s: float | None) -> bytes:
     """Answer a Pull with the ready messages, or wait for one.
 
         It waits for at most 20 s or the caller's deadline, and may answer with nothing.
@@ -33,6 +33,9 @@ async def pull(broker: Broker, request: Any, time_left_s: float | None) -> PullR
         broker: where the subscription lives.
         request: a `PullRequest`.
         time_left_s: seconds until the caller gives up, None if it never does.
+
+    Returns:
+        The serialized `PullResponse`.
 
     Raises:
         PubsubError: a refused request, or the subscription was deleted or detached meanwhile.
@@ -59,10 +62,7 @@ async def pull(broker: Broker, request: Any, time_left_s: float | None) -> PullR
         subscription.leave(consumer)
     if consumer.ended is not None:
         raise consumer.ended
-    response = PullResponse()
-    for delivery in deliveries:
-        subscription.backlog.fill(response.received_messages.add(), delivery)
-    return response
+    return subscription.backlog.serialized(deliveries)
 
 
 async def streaming_pull(
@@ -137,9 +137,10 @@ class _Stream:
             failure = self._failure or self.consumer.ended
             if failure is not None:
                 raise failure
+            confirms_acks = any(self._acked)
             response = self._next_response()
             if response is not None:
-                if response.HasField("acknowledge_confirmation"):
+                if confirms_acks:
                     # Confirmed means that the message does not come again, whatever becomes of this
                     # process.
                     await self._journal.committed()
@@ -205,23 +206,23 @@ class _Stream:
                 confirmed[ack_id in refused].append(ack_id)
             self._woken.set()
 
-    def _next_response(self) -> StreamingPullResponse | None:
-        deliveries = [] if self._is_half_closed else self._subscription.backlog.take(self.consumer)
+    def _next_response(self) -> bytes | None:
+        """Serialize what there is to say. None: nothing."""
+        backlog, settings = self._subscription.backlog, self._subscription.settings
+        deliveries = [] if self._is_half_closed else backlog.take(self.consumer)
         is_due = self._owes_pong or any(self._acked) or any(self._modified)
         if not deliveries and not is_due:
             return None
         if not deliveries:
-            self._subscription.backlog.busy(self.consumer)
+            backlog.busy(self.consumer)
         response = StreamingPullResponse()
-        for delivery in deliveries:
-            self._subscription.backlog.fill(response.received_messages.add(), delivery)
         if is_due:
             self._add_confirmations(response)
-        settings = self._subscription.settings
         if settings.exactly_once or settings.is_ordered:
             response.subscription_properties.exactly_once_delivery_enabled = settings.exactly_once
             response.subscription_properties.message_ordering_enabled = settings.is_ordered
-        return response
+        rest: bytes = response.SerializeToString()
+        return backlog.serialized(deliveries) + rest
 
     def _add_confirmations(self, response: StreamingPullResponse) -> None:
         if any(self._acked):

@@ -106,9 +106,7 @@ class World:
         self, consumer: Consumer, subscription_id: str = "workers", max_messages: int = 1000
     ) -> list[Pulled]:
         backlog = self.broker.registry.subscriptions[subscription_path(subscription_id)].backlog
-        response = PullResponse()
-        for delivery in backlog.take(consumer, max_messages):
-            backlog.fill(response.received_messages.add(), delivery)
+        response = PullResponse.FromString(backlog.serialized(backlog.take(consumer, max_messages)))
         return [
             Pulled(each.message.data.decode(), each.ack_id, each.delivery_attempt, each.message)
             for each in response.received_messages

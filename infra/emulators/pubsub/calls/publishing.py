@@ -1,12 +1,12 @@
 """One Publish call on the broker's state: checked as a whole, taken in at once or by steps."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from infra.emulators.pubsub.protos import message_class
 from infra.emulators.pubsub.state.arrivals import Arrivals
-from infra.emulators.pubsub.state.message import DELIVERY_COST_BYTES
-from infra.emulators.pubsub.state.registry import Registry, copy_of
+from infra.emulators.pubsub.state.message import DELIVERY_COST_BYTES, cost_of
+from infra.emulators.pubsub.state.registry import Registry
 
 _PublishResponse = message_class("PublishResponse")
 
@@ -17,18 +17,23 @@ class Publishing:
     Args:
         registry: where the topic is.
         request: a `PublishRequest` that passed its checks. This takes its messages.
-        cost_bytes: the memory that its messages take.
+        attributes: those of each message.
 
     Raises:
         PubsubError: the publish was refused and changed nothing.
     """
 
-    def __init__(self, registry: Registry, request: Any, cost_bytes: int) -> None:
+    def __init__(
+        self, registry: Registry, request: Any, attributes: Sequence[dict[str, str]]
+    ) -> None:
         self._registry = registry
         self._topic = registry.topic(request.topic)
-        deliveries = len(request.messages) * self._topic.reach
-        registry.storage.admit(cost_bytes + deliveries * DELIVERY_COST_BYTES)
         self._messages = request.messages
+        self._attributes = attributes
+        registry.storage.admit(
+            cost_of(request.ByteSize(), sum(map(len, attributes)), len(attributes))
+            + len(attributes) * self._topic.reach * DELIVERY_COST_BYTES
+        )
         self.message_ids: list[str] = []
         self._arrivals = Arrivals()
 
@@ -46,10 +51,10 @@ class Publishing:
         now_s = self._registry.timers.now_s()
         is_alone = len(self._messages) == 1
         try:
-            for received in self._messages:
-                # A message keeps the whole request's memory alive, so one of many is copied out.
-                message = received if is_alone else copy_of(received)
-                steps = self._registry.publish(self._topic, message, now_s, self._arrivals)
+            for message, attributes in zip(self._messages, self._attributes, strict=True):
+                steps = self._registry.publish(
+                    self._topic, message, attributes, now_s, self._arrivals
+                )
                 self._registry.journal.offered(message.message_id)
                 self.message_ids.append(message.message_id)
                 yield from steps

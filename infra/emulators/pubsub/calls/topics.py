@@ -9,7 +9,6 @@ from infra.emulators.pubsub.errors import FailedPrecondition, resource_exists
 from infra.emulators.pubsub.names import check_project
 from infra.emulators.pubsub.protos import Topic as TopicProto
 from infra.emulators.pubsub.protos import empty, message_class
-from infra.emulators.pubsub.state.message import cost_of
 from infra.emulators.pubsub.state.publishing import check_publish
 from infra.emulators.pubsub.state.registry import Registry
 from infra.emulators.pubsub.state.resources import DELETED_TOPIC, checked_topic, merge_update
@@ -139,7 +138,8 @@ class TopicCalls:
         """Begin a publish of messages that fit the revisions of their schema."""
         for message, revision_id in zip(request.messages, revision_ids, strict=True):
             check.stamp(message, revision_id)
-        return Publishing(self._registry, request, sum(map(cost_of, request.messages)))
+        attributes = [dict(message.attributes) for message in request.messages]
+        return Publishing(self._registry, request, attributes)
 
     def detach_subscription(self, request: Any) -> Any:
         """Cut a subscription off its topic and drop its backlog, for good."""

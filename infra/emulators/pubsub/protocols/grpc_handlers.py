@@ -36,8 +36,7 @@ def service_handlers(broker: Broker) -> "list[grpc.GenericRpcHandler[Any, Any]]"
             _refusing(method.answer, method.request)
         )
     services[SUBSCRIBER]["StreamingPull"] = grpc.stream_stream_rpc_method_handler(
-        _refusing(handle_streaming_pull),
-        response_serializer=lambda response: response.SerializeToString(),
+        _refusing(handle_streaming_pull)
     )
     return [
         grpc.method_handlers_generic_handler(service, handlers)

@@ -254,7 +254,7 @@ def _acknowledge(broker: Broker) -> Answer:
 
 def _pull(broker: Broker) -> Answer:
     async def answer_pull(request: Any, call: Call) -> bytes:
-        return _serialize(await pull(broker, request, call.time_remaining()))
+        return await pull(broker, request, call.time_remaining())
 
     return answer_pull
 

@@ -6,16 +6,17 @@ pulls, push workers).
 
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from infra.emulators.pubsub.errors import InvalidArgument
 from infra.emulators.pubsub.state.ack_ids import AckIds
 from infra.emulators.pubsub.state.arrivals import Arrivals
-from infra.emulators.pubsub.state.consumers import Consumer, Consumers, Delivery, State
+from infra.emulators.pubsub.state.consumers import Consumer, Consumers, Delivery
 from infra.emulators.pubsub.state.delivery_settings import DeliverySettings
 from infra.emulators.pubsub.state.journal import ChangeJournal
 from infra.emulators.pubsub.state.message import StoredMessage
 from infra.emulators.pubsub.state.queue import DeliveryQueue
+from infra.emulators.pubsub.state.received import received_message
 from infra.emulators.pubsub.state.timers import Timers
 
 MAX_TAKE = 1000
@@ -94,7 +95,7 @@ class Backlog:
         most = self.settings.max_delivery_attempts
         if not 0 < most <= attempts:
             return
-        if delivery.state is not State.READY:
+        if delivery.state != "ready":
             # Behind an older one of its key, whose redelivery ended this attempt.
             delivery.attempts = most - 1
             return
@@ -146,12 +147,17 @@ class Backlog:
         """Disconnect a consumer. Its leases stay until they are acked, nacked or run out."""
         self.consumers.leave(consumer, len(self._queue.ready))
 
-    def fill(self, received: Any, delivery: Delivery) -> None:
-        """Write a leased delivery into a `ReceivedMessage`."""
-        received.ack_id = self.ack_ids.of(delivery)
-        received.message.CopyFrom(delivery.message.proto)
-        if self.settings.max_delivery_attempts:
-            received.delivery_attempt = delivery.attempts
+    def serialized(self, deliveries: Iterable[Delivery]) -> bytes:
+        """Return leased deliveries as the `received_messages` of a serialized response."""
+        shows_attempts = self.settings.max_delivery_attempts > 0
+        return b"".join(
+            [
+                received_message(
+                    delivery, self.ack_ids.of(delivery), delivery.attempts if shows_attempts else 0
+                )
+                for delivery in deliveries
+            ]
+        )
 
     def find(self, ack_id: str) -> tuple[Delivery | None, bool]:
         """The delivery that an ack id means, if it is here, and whether the id is of its lease now.
@@ -168,17 +174,17 @@ class Backlog:
         delivery = self._queue.deliveries.get(number)
         if delivery is None or handout > delivery.handouts:
             return None, False
-        return delivery, delivery.state is State.LEASED and delivery.handouts == handout
+        return delivery, delivery.state == "leased" and delivery.handouts == handout
 
     def settle(self, delivery: Delivery) -> None:
         """Ack a message that is here, leased or not."""
-        if delivery.state is not State.SETTLED:
+        if delivery.state != "settled":
             self._remove(delivery)
             self._owner.acked(delivery.message)
 
     def extend(self, delivery: Delivery, deadline_s: float) -> None:
         """Let a lease, if there still is one, end so many seconds from now."""
-        if delivery.state is State.LEASED:
+        if delivery.state == "leased":
             delivery.stop_timer()
             self._lease(delivery, self._timers.now_s() + deadline_s)
 
@@ -194,7 +200,7 @@ class Backlog:
         An ack id of the time before does not ack what it brings back.
         """
         for delivery in self._queue.deliveries.values():
-            if delivery.state is State.LEASED:
+            if delivery.state == "leased":
                 # No nack and no lease that ran out, so no attempt. Its number is what ends the id.
                 delivery.attempts -= 1
                 delivery.number = self._owner.next_number()
@@ -222,16 +228,16 @@ class Backlog:
         for delivery in self._queue.deliveries.values():
             self._journal.release(delivery.message, self._holder)
             delivery.stop_timer()
-            delivery.state = State.SETTLED
+            delivery.state = "settled"
         self._queue.replace(())
 
     def _lease(self, delivery: Delivery, until_s: float) -> None:
-        delivery.state = State.LEASED
+        delivery.state = "leased"
         delivery.timer = self._timers.at(until_s, partial(self.give_back, delivery))
 
     def give_back(self, delivery: Delivery) -> None:
         """End a lease without an ack: to the dead-letter topic, into backoff, or ready at once."""
-        if delivery.state is not State.LEASED:
+        if delivery.state != "leased":
             return
         self._end_lease(delivery)
         for later in self._queue.give_back(delivery):
@@ -245,7 +251,7 @@ class Backlog:
         if backoff_s == 0:
             self._queue.offer_again(delivery)
             return
-        delivery.state = State.BACKOFF
+        delivery.state = "backoff"
         delivery.timer = self._timers.at(
             self._timers.now_s() + backoff_s, partial(self._queue.offer_again, delivery)
         )
@@ -253,7 +259,7 @@ class Backlog:
     def _call_back(self, delivery: Delivery) -> None:
         """End a lease because an older message of its key comes again. That is no attempt."""
         self._end_lease(delivery)
-        delivery.state = State.HELD
+        delivery.state = "held"
         delivery.attempts -= 1
         self._journal.hold(delivery.message, self._holder, delivery.number, delivery.attempts)
 
@@ -262,7 +268,7 @@ class Backlog:
         self.consumers.gave_back(delivery, len(self._queue.ready))
 
     def _remove(self, delivery: Delivery) -> None:
-        if delivery.state is not State.LEASED:
+        if delivery.state != "leased":
             self._queue.ready.pop(delivery.number, None)
         self._end_lease(delivery)
         self._journal.release(delivery.message, self._holder)

@@ -6,7 +6,7 @@ response.
 """
 
 from collections.abc import Callable
-from enum import Enum, auto
+from typing import Literal
 
 from infra.emulators.pubsub.errors import PubsubError
 from infra.emulators.pubsub.state.message import DELIVERY_COST_BYTES, StoredMessage
@@ -50,24 +50,19 @@ class Consumer:
         )
 
 
-class State(Enum):
-    """The state of a delivery. Every delivery is in exactly one."""
+State = Literal["arriving", "ready", "held", "backoff", "leased", "settled"]
+"""The state of a delivery. Every delivery is in exactly one.
 
-    ARRIVING = auto()
-    """Waits until its publish is committed and answered."""
-    READY = auto()
-    """Can be handed to the next consumer."""
-    HELD = auto()
-    """Waits behind an older message of its ordering key.
+- arriving: waits until its publish was taken in, or is committed and answered.
+- ready: can be handed to the next consumer.
+- held: waits behind an older message of its ordering key. Only the consumer that has the older one
+  may take it.
+- backoff: was nacked or ran out, and the retry policy holds it back.
+- leased: is with a consumer until acked, nacked or out of time.
+- settled: has left the subscription.
 
-    Only the consumer that has the older one may take it.
-    """
-    BACKOFF = auto()
-    """Was nacked or ran out, and the retry policy holds it back."""
-    LEASED = auto()
-    """Is with a consumer until acked, nacked or out of time."""
-    SETTLED = auto()
-    """Has left the subscription."""
+No enum: to look up a member takes 0.1 us, ten times for each message.
+"""
 
 
 class Delivery:
@@ -86,7 +81,7 @@ class Delivery:
         self.message = message
         self.attempts = 0
         self.handouts = 0
-        self.state = State.READY
+        self.state: State = "ready"
         self.consumer: Consumer | None = None
         self.timer: Timer | None = None
         message.storage.held_bytes += DELIVERY_COST_BYTES

@@ -46,44 +46,57 @@ class Storage:
             )
 
 
-def cost_of(proto: PubsubMessage) -> int:
-    """The bytes of memory that a message takes, without those who hold it."""
-    return _cost_of(proto.ByteSize(), len(proto.attributes))
+def cost_of(size_bytes: int, attributes: int, messages: int = 1) -> int:
+    """The bytes of memory that messages take, without those who hold them.
 
-
-def _cost_of(size_bytes: int, attributes: int) -> int:
-    return size_bytes + MESSAGE_COST_BYTES + ATTRIBUTE_COST_BYTES * attributes
+    Args:
+        size_bytes: of all of them, serialized.
+        attributes: how many all of them have together.
+        messages: how many there are.
+    """
+    return size_bytes + MESSAGE_COST_BYTES * messages + ATTRIBUTE_COST_BYTES * attributes
 
 
 class StoredMessage:
     """One message with its server-given id and time.
 
-    `sequence` is the order of arrival over all topics.
+    `sequence` is the order of arrival over all topics. `serialized` is what goes into each response
+    and into the journal, so it is made once.
     """
 
     __slots__ = (
         "attributes",
         "cost_bytes",
         "ordering_key",
-        "proto",
         "published_s",
         "sequence",
+        "serialized",
         "size_bytes",
         "storage",
     )
 
     def __init__(
-        self, proto: PubsubMessage, sequence: int, published_s: float, storage: Storage
+        self,
+        proto: PubsubMessage,
+        attributes: dict[str, str],
+        sequence: int,
+        published_s: float,
+        storage: Storage,
     ) -> None:
-        self.proto = proto
         self.sequence = sequence
         self.published_s = published_s
-        self.attributes: dict[str, str] = dict(proto.attributes)
+        self.attributes = attributes
         self.ordering_key: str = proto.ordering_key
-        self.size_bytes: int = proto.ByteSize()
+        self.serialized: bytes = proto.SerializeToString()
+        self.size_bytes = len(self.serialized)
         self.storage = storage
-        self.cost_bytes = _cost_of(self.size_bytes, len(self.attributes))
+        self.cost_bytes = cost_of(self.size_bytes, len(attributes))
         storage.held_bytes += self.cost_bytes
+
+    @property
+    def proto(self) -> PubsubMessage:
+        """The message, parsed anew. It belongs to the caller."""
+        return PubsubMessage.FromString(self.serialized)
 
     def __del__(self) -> None:
         # Backlogs, snapshots, logs and leases all hold messages; the reference count is the one

@@ -3,10 +3,11 @@
 Limits: https://cloud.google.com/pubsub/quotas#resource_limits
 """
 
+from collections.abc import Mapping
+
 from infra.emulators.pubsub.errors import InvalidArgument
 from infra.emulators.pubsub.names import check_range
-from infra.emulators.pubsub.protos import PublishRequest, PubsubMessage
-from infra.emulators.pubsub.state.message import cost_of
+from infra.emulators.pubsub.protos import PublishRequest
 
 MAX_REQUEST_BYTES = 10 * 1024 * 1024
 MAX_MESSAGES = 1000
@@ -16,8 +17,12 @@ MAX_VALUE_BYTES = 1024
 MAX_ORDERING_KEY_BYTES = 1024
 
 
-def check_publish(request: PublishRequest) -> int:
-    """Check the messages of a publish request. Returns the memory that they will take, in bytes.
+def check_publish(request: PublishRequest) -> list[dict[str, str]]:
+    """Check the messages of a publish request.
+
+    Returns:
+        The attributes of each message. Who needs them later should not read them from the request
+        again, which takes longer than all other checks of a message.
 
     Raises:
         InvalidArgument: too many, too big, an empty message, an attribute out of bounds, or several
@@ -31,7 +36,7 @@ def check_publish(request: PublishRequest) -> int:
             f"Request payload size exceeds the limit: {MAX_REQUEST_BYTES} bytes. You passed "
             f"{size_bytes} bytes."
         )
-    cost_bytes = 0
+    attributes = []
     ordering_key = messages[0].ordering_key
     check_range("ordering_key size in bytes", len(ordering_key.encode()), 0, MAX_ORDERING_KEY_BYTES)
     for message in messages:
@@ -40,21 +45,20 @@ def check_publish(request: PublishRequest) -> int:
                 "In a publish request, all messages must have no ordering key or they must all "
                 "have the same ordering key."
             )
-        _check_message(message)
-        cost_bytes += cost_of(message)
-    return cost_bytes
-
-
-def _check_message(message: PubsubMessage) -> None:
-    attributes = message.attributes
-    if not attributes:
-        if not message.data:
+        of_message = dict(message.attributes)
+        if of_message:
+            _check_attributes(of_message)
+        elif not message.data:
             raise InvalidArgument(
                 "Some messages in the publish request are empty. Each message must contain either "
                 "non-empty data, or at least one attribute. See "
                 "https://cloud.google.com/pubsub/quotas for more information about message limits."
             )
-        return
+        attributes.append(of_message)
+    return attributes
+
+
+def _check_attributes(attributes: Mapping[str, str]) -> None:
     check_range("attribute_count", len(attributes), 0, MAX_ATTRIBUTES)
     for key, value in attributes.items():
         # In ASCII a character is a byte; only longer texts are worth encoding to count.

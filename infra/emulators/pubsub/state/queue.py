@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from infra.emulators.pubsub.state.arrivals import Arrivals
-from infra.emulators.pubsub.state.consumers import Consumer, Consumers, Delivery, State
+from infra.emulators.pubsub.state.consumers import Consumer, Consumers, Delivery
 from infra.emulators.pubsub.state.delivery_settings import DeliverySettings
 from infra.emulators.pubsub.state.message import StoredMessage
 from infra.emulators.pubsub.state.ordering import OrderingLine, OrderingLines
@@ -39,22 +39,22 @@ class DeliveryQueue:
     def place(self, delivery: Delivery, arrivals: Arrivals | None = None) -> None:
         """Take a delivery in. With `arrivals`, nobody gets it before they let it out."""
         if arrivals is not None:
-            delivery.state = State.ARRIVING
+            delivery.state = "arriving"
             arrivals.note(self, delivery)
         self.deliveries[delivery.number] = delivery
         line = self._lines.add(delivery) if self._is_ordered(delivery.message) else None
-        if delivery.state is State.ARRIVING:
+        if delivery.state == "arriving":
             # It is in its line: what comes later must wait for it.
             return
         if line is not None:
-            delivery.state = State.HELD
+            delivery.state = "held"
             self._advance(line)
         else:
             self._make_ready(delivery)
 
     def let_out(self, delivery: Delivery) -> None:
         """Let consumers have a delivery that was arriving. Nothing if it has gone since."""
-        if delivery.state is State.ARRIVING:
+        if delivery.state == "arriving":
             self.offer_again(delivery)
 
     def offer_again(self, delivery: Delivery) -> None:
@@ -63,7 +63,7 @@ class DeliveryQueue:
             self._make_ready(delivery)
             return
         delivery.timer = None
-        delivery.state = State.HELD
+        delivery.state = "held"
         self._advance(self._lines.of(delivery))
 
     def next_for(self, consumer: Consumer, share: int) -> Delivery | None:
@@ -92,7 +92,7 @@ class DeliveryQueue:
     def remove(self, delivery: Delivery) -> None:
         """Take a delivery out that is not ready, for good. The next of its key may go."""
         del self.deliveries[delivery.number]
-        delivery.state = State.SETTLED
+        delivery.state = "settled"
         if self._is_ordered(delivery.message):
             self._advance(self._lines.remove(delivery))
 
@@ -109,7 +109,7 @@ class DeliveryQueue:
             key = next(iter(consumer.keys))
             line = self._lines.get(key)
             delivery = line.next if line is not None and line.owner is consumer else None
-            if delivery is not None and delivery.state is State.HELD:
+            if delivery is not None and delivery.state == "held":
                 return delivery
             del consumer.keys[key]
         return None
@@ -117,7 +117,7 @@ class DeliveryQueue:
     def _advance(self, line: OrderingLine) -> None:
         """Let the next message of a key out: to anybody, or to who has those before it."""
         delivery = line.next
-        if delivery is None or delivery.state is not State.HELD:
+        if delivery is None or delivery.state != "held":
             return
         if not line.out:
             self._make_ready(delivery)
@@ -130,6 +130,6 @@ class DeliveryQueue:
 
     def _make_ready(self, delivery: Delivery) -> None:
         delivery.timer = None
-        delivery.state = State.READY
+        delivery.state = "ready"
         self.ready[delivery.number] = delivery
         self._consumers.offer(len(self.ready))

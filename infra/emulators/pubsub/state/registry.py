@@ -82,22 +82,29 @@ class Registry:
         return look_up(path)
 
     def publish(
-        self, topic: Topic, message: PubsubMessage, now_s: float, arrivals: Arrivals | None = None
+        self,
+        topic: Topic,
+        message: PubsubMessage,
+        attributes: dict[str, str],
+        now_s: float,
+        arrivals: Arrivals | None = None,
     ) -> Iterable[None]:
         """Give a checked message an id and a time, which it has at once, and publish it by steps.
 
         Args:
             topic: where to.
-            message: what to publish. It belongs to the registry from now on.
+            message: what to publish. It gets its id and time.
+            attributes: those of the message.
             now_s: its time, in seconds since the epoch.
             arrivals: what lets it out later. None: subscribers may have it at once.
         """
         seconds = int(now_s)
         sequence = self.next_sequence()
         message.message_id = str(sequence)
-        message.publish_time.seconds = seconds
-        message.publish_time.nanos = int((now_s - seconds) * 1e6) * 1000
-        stored = StoredMessage(message, sequence, now_s, self.storage)
+        published = message.publish_time
+        published.seconds = seconds
+        published.nanos = int((now_s - seconds) * 1e6) * 1000
+        stored = StoredMessage(message, attributes, sequence, now_s, self.storage)
         self.journal.keep(stored)
         return topic.deliver(stored, arrivals)
 
@@ -112,7 +119,7 @@ class Registry:
         topic = self.topics.get(subscription.settings.dead_letter_topic)
         if topic is None:
             return False
-        letter = copy_of(delivery.message.proto)
+        letter = delivery.message.proto
         _, project_id, _, subscription_id = subscription.path.split("/")
         published = datetime.fromtimestamp(delivery.message.published_s, UTC)
         letter.attributes["CloudPubSubDeadLetterSourceDeliveryCount"] = str(delivery.attempts)
@@ -121,7 +128,7 @@ class Registry:
         letter.attributes["CloudPubSubDeadLetterSourceTopicPublishTime"] = published.isoformat(
             timespec="milliseconds"
         )
-        for _ in self.publish(topic, letter, self.timers.now_s()):
+        for _ in self.publish(topic, letter, dict(letter.attributes), self.timers.now_s()):
             pass
         return True
 
@@ -170,13 +177,6 @@ def _look_up(resources: dict[str, Resource], path: str, kind: str) -> Resource:
     except KeyError:
         check_name(path, kind)
         raise resource_not_found(path) from None
-
-
-def copy_of(message: PubsubMessage) -> PubsubMessage:
-    """Return a message of the same content."""
-    copy = PubsubMessage()
-    copy.CopyFrom(message)
-    return copy
 
 
 def _nobody_pushes(subscription: SubscriptionState) -> None:

@@ -158,7 +158,8 @@ _RESTORE: dict[str, Callable[[Registry, int, float, bytes], Restore]] = {
 
 
 def _stored(proto: PubsubMessage, sequence: int, registry: Registry) -> StoredMessage:
-    return StoredMessage(proto, sequence, seconds_of(proto.publish_time), registry.storage)
+    published_s = seconds_of(proto.publish_time)
+    return StoredMessage(proto, dict(proto.attributes), sequence, published_s, registry.storage)
 
 
 def _note_use(registry: Registry) -> None:

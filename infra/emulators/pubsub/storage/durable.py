@@ -56,7 +56,7 @@ class DurableJournal(ChangeJournal):
 
     def keep(self, message: StoredMessage) -> None:
         """Note a new message. It stays until it is dropped."""
-        self._pending.keep(message.sequence, message.proto.SerializeToString())
+        self._pending.keep(message.sequence, message.serialized)
 
     def drop(self, sequence: int) -> None:
         """Note that no subscription or snapshot holds a message any more."""
