@@ -328,7 +328,7 @@ def test_topic_of_a_deleted_schema_takes_no_messages_until_it_has_none() -> None
 def test_schema_attributes_count_for_the_storage_limit() -> None:
     data = user(name="a")
     plain_bytes = cost_of(message(data).ByteSize(), attributes=0)
-    world = World(storage_bytes=plain_bytes + 800)
+    world = World(storage_bytes=plain_bytes + 600)
     create(world)
     typed_topic(world)
     with pytest.raises(ResourceExhausted):
