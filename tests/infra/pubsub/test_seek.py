@@ -54,6 +54,25 @@ def test_seek_back_redelivers_acked_messages_in_order() -> None:
     assert world.pull_data() == ["a", "b", "c"]
 
 
+def test_memory_is_counted_once_for_each_delivery_whatever_a_seek_does() -> None:
+    world = World()
+    world.topic()
+    world.subscription(enable_message_ordering=True)
+    storage = world.broker.registry.storage
+    world.publish(*(message(each, ordering_key="k") for each in "abc"))
+    held_bytes = storage.held_bytes
+    start_s = world.now_s - 1
+    snapshot(world)
+    world.pull(max_messages=2)
+    for _ in range(2):
+        seek_to(world, start_s)
+        seek_to_snapshot(world, "before")
+        assert storage.held_bytes == held_bytes
+    world.call("DeleteSnapshot", "DeleteSnapshotRequest", snapshot=snapshot_path("before"))
+    seek_to(world, world.now_s + 1)
+    assert storage.held_bytes == 0
+
+
 def test_seek_back_without_retaining_brings_nothing(world: World) -> None:
     world.publish("a")
     world.ack(world.pull())

@@ -1,12 +1,14 @@
 """One Publish call on the broker's state: checked as a whole, taken in at once or by steps."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from infra.emulators.pubsub.protos import message_class
 from infra.emulators.pubsub.state.arrivals import Arrivals
 from infra.emulators.pubsub.state.message import DELIVERY_COST_BYTES, cost_of
+from infra.emulators.pubsub.state.publishing import Measured
 from infra.emulators.pubsub.state.registry import Registry
+from infra.emulators.pubsub.state.topic import STEP_SINKS
 
 _PublishResponse = message_class("PublishResponse")
 
@@ -17,22 +19,21 @@ class Publishing:
     Args:
         registry: where the topic is.
         request: a `PublishRequest` that passed its checks. This takes its messages.
-        attributes: those of each message.
+        measured: its size and attributes.
 
     Raises:
         PubsubError: the publish was refused and changed nothing.
     """
 
-    def __init__(
-        self, registry: Registry, request: Any, attributes: Sequence[dict[str, str]]
-    ) -> None:
+    def __init__(self, registry: Registry, request: Any, measured: Measured) -> None:
         self._registry = registry
         self._topic = registry.topic(request.topic)
         self._messages = request.messages
-        self._attributes = attributes
+        self._attributes = measured.attributes
+        count = len(measured.attributes)
         registry.storage.admit(
-            cost_of(request.ByteSize(), sum(map(len, attributes)), len(attributes))
-            + len(attributes) * self._topic.reach * DELIVERY_COST_BYTES
+            cost_of(measured.size_bytes, sum(map(len, measured.attributes)), count)
+            + count * self._topic.reach * DELIVERY_COST_BYTES
         )
         self.message_ids: list[str] = []
         self._arrivals = Arrivals()
@@ -48,20 +49,21 @@ class Publishing:
         Raises:
             ResourceExhausted: so many subscriptions get them that they take too much memory.
         """
-        now_s = self._registry.timers.now_s()
+        registry, now_s = self._registry, self._registry.timers.now_s()
         is_alone = len(self._messages) == 1
+        messages_a_step = max(1, STEP_SINKS // (1 + self._topic.sinks))
         try:
             for message, attributes in zip(self._messages, self._attributes, strict=True):
-                steps = self._registry.publish(
-                    self._topic, message, attributes, now_s, self._arrivals
-                )
-                self._registry.journal.offered(message.message_id)
+                stored = registry.store(message, attributes, now_s)
+                registry.journal.offered(stored.sequence)
                 self.message_ids.append(message.message_id)
-                yield from steps
+                for _ in self._topic.deliver(stored, self._arrivals):
+                    yield
                 if not is_alone:
                     # What subscriptions with a filter add was not admitted yet.
-                    self._registry.storage.admit(0)
-                    yield
+                    registry.storage.admit(0)
+                    if len(self.message_ids) % messages_a_step == 0:
+                        yield
         except BaseException:
             self._withdraw()
             raise

@@ -9,7 +9,7 @@ from infra.emulators.pubsub.errors import FailedPrecondition, resource_exists
 from infra.emulators.pubsub.names import check_project
 from infra.emulators.pubsub.protos import Topic as TopicProto
 from infra.emulators.pubsub.protos import empty, message_class
-from infra.emulators.pubsub.state.publishing import check_publish
+from infra.emulators.pubsub.state.publishing import check_publish, measured
 from infra.emulators.pubsub.state.registry import Registry
 from infra.emulators.pubsub.state.resources import DELETED_TOPIC, checked_topic, merge_update
 from infra.emulators.pubsub.state.schema import MessageCheck
@@ -138,8 +138,7 @@ class TopicCalls:
         """Begin a publish of messages that fit the revisions of their schema."""
         for message, revision_id in zip(request.messages, revision_ids, strict=True):
             check.stamp(message, revision_id)
-        attributes = [dict(message.attributes) for message in request.messages]
-        return Publishing(self._registry, request, attributes)
+        return Publishing(self._registry, request, measured(request))
 
     def detach_subscription(self, request: Any) -> Any:
         """Cut a subscription off its topic and drop its backlog, for good."""

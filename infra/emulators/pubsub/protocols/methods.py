@@ -169,14 +169,12 @@ def _publish(broker: Broker) -> Answer:
             await _take_in_the_rest(steps, journal)
         response = _serialize(publishing.response)
         pause_s = pause_before_delivery_s(call.invocation_metadata())
-        let_out = partial(run_on, publishing.let_out())
-        # By the journal, since a caller that gives up must leave nothing behind that is stuck.
         if pause_s is None:
-            let_out()  # while it is written: the answer says that it was
-        elif pause_s == 0:
-            journal.after_commit(let_out)
+            run_on(publishing.let_out())  # while it is written: the answer says that it was
         else:
-            journal.after_commit(partial(run_later, pause_s, let_out))
+            # By the journal, since a caller that gives up must leave nothing behind that is stuck.
+            let_out = partial(run_on, publishing.let_out())
+            journal.after_commit(partial(run_later, pause_s, let_out) if pause_s else let_out)
         await journal.committed()
         if pause_s is None and len(publishing.message_ids) == 1:
             # Lets the woken stream write first: its reader is what somebody waits for. Costs

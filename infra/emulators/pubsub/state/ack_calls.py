@@ -17,8 +17,9 @@ def acknowledge(backlog: Backlog, ack_ids: Iterable[str]) -> dict[str, str]:
         InvalidArgument: an ack id that no server would have made. Nothing was acked.
     """
     refused: dict[str, str] = {}
-    for ack_id, delivery, is_current in [(each, *backlog.find(each)) for each in ack_ids]:
-        if backlog.settings.exactly_once and not is_current:
+    exactly_once = backlog.settings.exactly_once
+    for ack_id, (delivery, is_current) in [(each, backlog.find(each)) for each in ack_ids]:
+        if exactly_once and not is_current:
             refused[ack_id] = INVALID_ACK_ID
         elif delivery is not None:
             backlog.settle(delivery)

@@ -3,7 +3,7 @@
 What Google's libraries publish waits until it is committed and answered, too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from infra.emulators.pubsub.state.consumers import Delivery
@@ -12,8 +12,8 @@ from infra.emulators.pubsub.state.consumers import Delivery
 class Queue(Protocol):
     """Where deliveries wait: those of one subscription."""
 
-    def let_out(self, delivery: Delivery) -> None:
-        """Let consumers have a delivery, if it is still here."""
+    def let_out(self, deliveries: Iterable[Delivery]) -> None:
+        """Let consumers have those of them that are still here."""
 
 
 class Arrivals:
@@ -37,7 +37,6 @@ class Arrivals:
         """Let all out, a step between two subscriptions."""
         while self._waiting:
             queue, deliveries = self._waiting.popitem()
-            for delivery in deliveries:
-                queue.let_out(delivery)
+            queue.let_out(deliveries)
             if self._waiting:
                 yield

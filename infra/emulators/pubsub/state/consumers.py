@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from infra.emulators.pubsub.errors import PubsubError
-from infra.emulators.pubsub.state.message import DELIVERY_COST_BYTES, StoredMessage
+from infra.emulators.pubsub.state.message import StoredMessage
 from infra.emulators.pubsub.state.timers import Timer
 
 
@@ -84,10 +84,6 @@ class Delivery:
         self.state: State = "ready"
         self.consumer: Consumer | None = None
         self.timer: Timer | None = None
-        message.storage.held_bytes += DELIVERY_COST_BYTES
-
-    def __del__(self) -> None:
-        self.message.storage.held_bytes -= DELIVERY_COST_BYTES
 
     def stop_timer(self) -> None:
         """Cancel the lease's or the backoff's end."""

@@ -48,7 +48,7 @@ class ChangeJournal:
     def drop(self, sequence: int) -> None:
         """Note that no subscription or snapshot holds a message any more."""
 
-    def offered(self, message_id: str) -> None:
+    def offered(self, sequence: int) -> None:
         """Note that a publisher waits for the answer to a message.
 
         Until then it may be withdrawn.

@@ -10,7 +10,7 @@ from typing import Protocol
 from infra.emulators.pubsub.state.arrivals import Arrivals
 from infra.emulators.pubsub.state.consumers import Consumer, Consumers, Delivery
 from infra.emulators.pubsub.state.delivery_settings import DeliverySettings
-from infra.emulators.pubsub.state.message import StoredMessage
+from infra.emulators.pubsub.state.message import DELIVERY_COST_BYTES, StoredMessage
 from infra.emulators.pubsub.state.ordering import OrderingLine, OrderingLines
 
 
@@ -38,11 +38,12 @@ class DeliveryQueue:
 
     def place(self, delivery: Delivery, arrivals: Arrivals | None = None) -> None:
         """Take a delivery in. With `arrivals`, nobody gets it before they let it out."""
+        self.deliveries[delivery.number] = delivery
+        delivery.message.storage.held_bytes += DELIVERY_COST_BYTES
+        line = self._lines.add(delivery) if self._is_ordered(delivery.message) else None
         if arrivals is not None:
             delivery.state = "arriving"
             arrivals.note(self, delivery)
-        self.deliveries[delivery.number] = delivery
-        line = self._lines.add(delivery) if self._is_ordered(delivery.message) else None
         if delivery.state == "arriving":
             # It is in its line: what comes later must wait for it.
             return
@@ -52,10 +53,17 @@ class DeliveryQueue:
         else:
             self._make_ready(delivery)
 
-    def let_out(self, delivery: Delivery) -> None:
-        """Let consumers have a delivery that was arriving. Nothing if it has gone since."""
-        if delivery.state == "arriving":
-            self.offer_again(delivery)
+    def let_out(self, deliveries: Iterable[Delivery]) -> None:
+        """Let consumers have what was arriving. Some of it may have gone since."""
+        for delivery in deliveries:
+            if delivery.state != "arriving":
+                continue
+            if self._is_ordered(delivery.message):
+                self.offer_again(delivery)
+            else:
+                delivery.state = "ready"
+                self.ready[delivery.number] = delivery
+        self._consumers.offer(len(self.ready))
 
     def offer_again(self, delivery: Delivery) -> None:
         """Make a delivery ready that is here, or let it wait behind the older ones of its key."""
@@ -92,12 +100,15 @@ class DeliveryQueue:
     def remove(self, delivery: Delivery) -> None:
         """Take a delivery out that is not ready, for good. The next of its key may go."""
         del self.deliveries[delivery.number]
+        delivery.message.storage.held_bytes -= DELIVERY_COST_BYTES
         delivery.state = "settled"
         if self._is_ordered(delivery.message):
             self._advance(self._lines.remove(delivery))
 
     def replace(self, deliveries: Iterable[Delivery]) -> None:
         """Start again with these and nothing else."""
+        for delivery in self.deliveries.values():
+            delivery.message.storage.held_bytes -= DELIVERY_COST_BYTES
         self.deliveries.clear()
         self.ready.clear()
         self._lines = OrderingLines()

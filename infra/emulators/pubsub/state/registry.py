@@ -3,7 +3,7 @@
 The calls of the API are in the package `calls`, which shares this registry.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
@@ -11,7 +11,6 @@ from typing import TypeVar
 from infra.emulators.pubsub.errors import InvalidArgument, resource_not_found
 from infra.emulators.pubsub.names import check_name
 from infra.emulators.pubsub.protos import PubsubMessage
-from infra.emulators.pubsub.state.arrivals import Arrivals
 from infra.emulators.pubsub.state.consumers import Delivery
 from infra.emulators.pubsub.state.journal import ChangeJournal
 from infra.emulators.pubsub.state.message import Storage, StoredMessage
@@ -81,22 +80,15 @@ class Registry:
             raise InvalidArgument(f"Invalid resource name given (name={path}).")
         return look_up(path)
 
-    def publish(
-        self,
-        topic: Topic,
-        message: PubsubMessage,
-        attributes: dict[str, str],
-        now_s: float,
-        arrivals: Arrivals | None = None,
-    ) -> Iterable[None]:
-        """Give a checked message an id and a time, which it has at once, and publish it by steps.
+    def store(
+        self, message: PubsubMessage, attributes: dict[str, str], now_s: float
+    ) -> StoredMessage:
+        """Give a checked message an id and a time, and keep it for as long as somebody holds it.
 
         Args:
-            topic: where to.
-            message: what to publish. It gets its id and time.
+            message: what is published. Its id and time are set.
             attributes: those of the message.
             now_s: its time, in seconds since the epoch.
-            arrivals: what lets it out later. None: subscribers may have it at once.
         """
         seconds = int(now_s)
         sequence = self.next_sequence()
@@ -106,7 +98,7 @@ class Registry:
         published.nanos = int((now_s - seconds) * 1e6) * 1000
         stored = StoredMessage(message, attributes, sequence, now_s, self.storage)
         self.journal.keep(stored)
-        return topic.deliver(stored, arrivals)
+        return stored
 
     def forward_dead_letter(self, subscription: SubscriptionState, delivery: Delivery) -> bool:
         """Publish a message to the dead-letter topic, with the attributes that the service adds.
@@ -128,7 +120,8 @@ class Registry:
         letter.attributes["CloudPubSubDeadLetterSourceTopicPublishTime"] = published.isoformat(
             timespec="milliseconds"
         )
-        for _ in self.publish(topic, letter, dict(letter.attributes), self.timers.now_s()):
+        stored = self.store(letter, dict(letter.attributes), self.timers.now_s())
+        for _ in topic.deliver(stored):
             pass
         return True
 

@@ -65,6 +65,11 @@ class Topic:
         """How many get every message."""
         return len(self._unfiltered)
 
+    @property
+    def sinks(self) -> int:
+        """How many may get a message, if it is for all of them."""
+        return len(self._sinks)
+
     def attach(self, sink: Sink) -> None:
         """Send it every message from now on that its filter matches."""
         self._sinks[sink.path] = sink

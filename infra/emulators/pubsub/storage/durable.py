@@ -62,12 +62,12 @@ class DurableJournal(ChangeJournal):
         """Note that no subscription or snapshot holds a message any more."""
         self._pending.drop(sequence)
 
-    def offered(self, message_id: str) -> None:
+    def offered(self, sequence: int) -> None:
         """Note that a publisher waits for the answer to a message.
 
         Until then it may be withdrawn.
         """
-        self._pending.offered.add(int(message_id))
+        self._pending.offered.add(sequence)
 
     def hold(self, message: StoredMessage, holder: int, number: int = 0, attempts: int = 0) -> None:
         """Note that a resource holds a message: delivery number and attempts, or `ACKED`."""
