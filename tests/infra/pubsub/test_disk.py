@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -20,6 +21,7 @@ from infra.emulators.pubsub.state.timers import Timers
 from infra.emulators.pubsub.state.topic import Topic
 from infra.emulators.pubsub.storage import reserve
 from infra.emulators.pubsub.storage.changes import Changes
+from infra.emulators.pubsub.storage.commit_thread import CommitThread
 from infra.emulators.pubsub.storage.database import (
     FILE_NAME,
     Database,
@@ -106,6 +108,48 @@ def test_log_that_is_not_written_back_needs_its_room(
         assert kept.covers(MIB)
         log.truncate(8 * MIB)
         assert not kept.covers(MIB)
+
+
+def test_disk_with_ample_room_is_looked_at_again_after_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = shutil.disk_usage(tmp_path)
+    now_s, free_bytes = 100.0, reserve.AMPLE_BYTES + 100 * MIB
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: used._replace(free=free_bytes))
+    kept = Reserve(tmp_path)
+    assert kept.covers(MIB)
+    free_bytes = 0
+    assert kept.covers(10 * MIB)
+    now_s += 2 * reserve.AMPLE_S
+    assert not kept.covers(10 * MIB)
+    # With little room, each commit looks.
+    free_bytes = reserve.AMPLE_BYTES
+    assert kept.covers(10 * MIB)
+    free_bytes = 0
+    assert not kept.covers(10 * MIB)
+
+
+@pytest.mark.anyio
+async def test_thread_of_commits_does_one_after_another_and_tells_what_failed() -> None:
+    done: list[int] = []
+
+    def fail() -> None:
+        raise WriteFailed("disk is full")
+
+    with CommitThread() as thread:
+        futures = [thread.do(partial(done.append, number)) for number in range(3)]
+        failed = thread.do(fail)
+        last = thread.do(lambda: list(done))
+        with pytest.raises(WriteFailed, match="disk is full"):
+            await failed
+        assert await last == [0, 1, 2]
+        assert all(future.done() for future in futures)
+        # Nobody waits for this one any more, which must not stop the next.
+        thread.do(partial(done.append, 3)).cancel()
+        assert await thread.do(lambda: list(done)) == [0, 1, 2, 3]
+        thread.do(partial(done.append, 4))
+    assert done == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.anyio

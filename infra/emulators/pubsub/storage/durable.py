@@ -6,15 +6,15 @@ when it is committed.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 from functools import partial
 
 from infra.emulators.pubsub.errors import ServerUnavailable
 from infra.emulators.pubsub.state.journal import ChangeJournal, Resource
 from infra.emulators.pubsub.state.message import StoredMessage
 from infra.emulators.pubsub.storage.changes import Changes
+from infra.emulators.pubsub.storage.commit_thread import CommitThread
 from infra.emulators.pubsub.storage.database import Database, WriteFailed
 
 LAZY_S = 0.1
@@ -42,7 +42,8 @@ class DurableJournal(ChangeJournal):
         self._pending = Changes()
         self._writing = Changes()
         self._failure = ""
-        self._due = asyncio.Event()
+        self._is_due = False
+        self._woken = asyncio.Event()
         self._is_closing = False
 
     def save(self, resource: Resource) -> None:
@@ -97,7 +98,7 @@ class DurableJournal(ChangeJournal):
                 was not written in time.
         """
         changes = self._pending
-        self._due.set()
+        self._ask()
         await changes.wait()
         if changes.error:
             raise _unavailable(changes.error)
@@ -105,7 +106,7 @@ class DurableJournal(ChangeJournal):
     def after_commit(self, act: Callable[[], None]) -> None:
         """Act once all that was noted so far is in the file, after those who wait for it."""
         self._pending.afterwards.append(act)
-        self._due.set()
+        self._ask()
 
     def flush(self) -> None:
         """Write what was noted, here and now: for a journal that is not running.
@@ -131,44 +132,56 @@ class DurableJournal(ChangeJournal):
             self._database.take_reserve()
         except WriteFailed as error:
             self._failed(str(error), withdraw)
-        with ThreadPoolExecutor(1, "pubsub-commit") as thread:
+        with CommitThread() as thread:
             committing = asyncio.create_task(self._run(withdraw, thread))
             committing.add_done_callback(self._ended)
             try:
                 yield
             finally:
                 self._is_closing = True
-                self._due.set()
+                self._ask()
                 async with asyncio.timeout(self._commit_limit_s):
                     await committing
 
-    async def _run(self, withdraw: Withdraw, thread: ThreadPoolExecutor) -> None:
-        in_thread = partial(asyncio.get_running_loop().run_in_executor, thread)
+    def _ask(self) -> None:
+        self._is_due = True
+        self._woken.set()
+
+    async def _run(self, withdraw: Withdraw, thread: CommitThread) -> None:
         is_last = has_spare_pages = False
         while not is_last:
             is_last = self._is_closing
-            with suppress(TimeoutError):
-                async with asyncio.timeout(0 if is_last else LAZY_S):
-                    await self._due.wait()
-            is_idle = not (self._due.is_set() or self._pending or self._failure)
-            self._due.clear()
+            if not (is_last or self._is_due):
+                await self._wait()
+            is_idle = not (self._is_due or self._pending or self._failure)
+            self._is_due = False
             try:
                 if not is_idle:
                     has_spare_pages = True
-                    await self._commit(in_thread)
+                    await self._commit(thread)
                 elif has_spare_pages:
-                    has_spare_pages = await in_thread(self._database.shrink)
+                    has_spare_pages = await thread.do(self._database.shrink)
             except WriteFailed as error:
                 self._failed(str(error), withdraw)
 
-    async def _commit(self, in_thread: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
+    async def _wait(self) -> None:
+        """Wait until a commit is due, or for the time that acks wait."""
+        self._woken.clear()
+        # Not `asyncio.timeout`, which takes several times as long: this comes before each commit.
+        timer = asyncio.get_running_loop().call_later(LAZY_S, self._woken.set)
+        try:
+            await self._woken.wait()
+        finally:
+            timer.cancel()
+
+    async def _commit(self, thread: CommitThread) -> None:
         self._writing, self._pending = self._pending, Changes()
         if self._failure:
-            await in_thread(self._database.make_room)
+            await thread.do(self._database.make_room)
         if self._writing:
             hung = asyncio.get_running_loop().call_later(self._commit_limit_s, self._hung)
             try:
-                await in_thread(partial(self._database.write, self._writing))
+                await thread.do(partial(self._database.write, self._writing))
             finally:
                 hung.cancel()
         # Not from here: whatever one of them does, the commits go on.
@@ -179,9 +192,9 @@ class DurableJournal(ChangeJournal):
         self._writing = Changes()
         if self._failure:
             # Acks leave unused pages. What is taken again should not have to be withdrawn again.
-            await in_thread(self._database.give_back)
-            await in_thread(self._database.probe)
-            await in_thread(self._database.take_reserve)
+            await thread.do(self._database.give_back)
+            await thread.do(self._database.probe)
+            await thread.do(self._database.take_reserve)
             self._failure = ""
             _log.warning("the data directory can be written again")
 
