@@ -167,7 +167,6 @@ def _publish(broker: Broker) -> Answer:
         steps = publishing.take_in()
         if not run_slice(steps):
             await _take_in_the_rest(steps, journal)
-        response = _serialize(publishing.response)
         pause_s = pause_before_delivery_s(call.invocation_metadata())
         if pause_s is None:
             run_on(publishing.let_out())  # while it is written: the answer says that it was
@@ -180,7 +179,7 @@ def _publish(broker: Broker) -> Answer:
             # Lets the woken stream write first: its reader is what somebody waits for. Costs
             # nothing under load, where publishers send many at a time.
             await asyncio.sleep(0)
-        return response
+        return _serialize(publishing.response)
 
     return publish
 
