@@ -35,7 +35,7 @@ _KEPT_SIZES = 256
 _MOST_FEW_ROWS = 1_000
 _MOST_FEW_BYTES = 256 * 1024
 """Of a result in Python. Results of 1,000 jobs are kept."""
-_ROWS_AT_ONCE = 10
+_FIRST_ROWS = 10
 _MOST_ROWS_READ_TWICE = 100_000
 _RAISED = re.compile(r"[\"']bq: (.*)[\"'](?: to INT32|, expected format)", re.DOTALL)
 """An error of a macro, which is a cast that fails."""
@@ -90,8 +90,10 @@ class Queries:
             InvalidQueryError: for a query that fails, at the start or on the way.
             StoppedError: where the session was interrupted.
         """
-        # A query whose rows turn out too many for Python runs twice, so not one that reads much.
-        if self.read_size(statement).rows <= _MOST_ROWS_READ_TWICE:
+        # A query whose rows turn out too many for Python runs twice. So not where that is known
+        # before, and not one that reads much.
+        most = _MOST_FEW_ROWS if statement.gives_all else _MOST_ROWS_READ_TWICE
+        if self.read_size(statement).rows <= most:
             values = self.few_rows(statement, on_cursor)
             if values is not None:
                 return Result(statement.schema, len(values), values=values)
@@ -108,11 +110,13 @@ class Queries:
             on_cursor(cursor)
             # Read as it is computed, so it ends with the session where the rows are too many.
             found = cursor.execute(query, values_in(statement.sql, statement.values))
-            while some := found.fetchmany(_ROWS_AT_ONCE):
+            count = _FIRST_ROWS  # any may be long
+            while some := found.fetchmany(count):
                 values += some
-                size_bytes += sum(map(_size_bytes, some))
+                size_bytes += sum(map(_column_bytes, zip(*some, strict=True)))
                 if len(values) > _MOST_FEW_ROWS or size_bytes > _MOST_FEW_BYTES:
                     return None
+                count = 2 * len(values)
         return values
 
     def select_into_table(self, statement: Statement, on_cursor: OnCursor) -> Result:
@@ -212,13 +216,15 @@ def table_size(cursor: Cursor, table: TableResource) -> tuple[int, int]:
     return int(rows), int(size_bytes)
 
 
-def _size_bytes(value: Any) -> int:
-    """About how much memory a value takes."""
-    if isinstance(value, str | bytes):
-        return 50 + len(value)
-    if isinstance(value, dict):
-        return 200 + sum(map(_size_bytes, value.values()))
-    return 50 + sum(map(_size_bytes, value)) if isinstance(value, list | tuple) else 30
+def _column_bytes(column: Sequence[Any]) -> int:
+    """About how much memory the values of a column take."""
+    given = [value for value in column if value is not None]
+    if given and isinstance(given[0], str | bytes):
+        return 50 * len(column) + sum(map(len, given))
+    if given and isinstance(given[0], list | tuple | dict):
+        parts = (one.values() if isinstance(one, dict) else one for one in given)
+        return 100 * len(column) + sum(_column_bytes(list(part)) for part in parts)
+    return 30 * len(column)
 
 
 def _read_fields(statement: Statement, table: TableResource) -> Schema:

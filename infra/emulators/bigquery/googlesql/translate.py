@@ -50,7 +50,7 @@ class Statement:
     statement must. `columns` are the names of the columns that are read, in lower case, by the
     number of their table. `schema` has the fields of a query's result. `definition` is the parsed
     tree of a data definition, which has no `sql`. `target` is the table that INSERT, UPDATE, DELETE
-    or MERGE changes.
+    or MERGE changes. `gives_all` says that a query gives all rows of a table.
     """
 
     kind: str
@@ -62,6 +62,7 @@ class Statement:
     checks: tuple[str, ...] = ()
     definition: exp.Expr | None = None
     target: TableKey | None = None
+    gives_all: bool = False
 
 
 @dataclass
@@ -144,6 +145,7 @@ class Translator:
             written.schema,
             written.checks,
             target=changed,
+            gives_all=written.kind == "SELECT" and _gives_all(tree),
         )
 
     def names(self, project: str, default_dataset: DatasetKey | None) -> Names:
@@ -227,6 +229,13 @@ def _written(tree: Node, scope: Scope, sources: Mapping[str, NamedSource]) -> Wr
     if tree.kind == "QueryStmt":
         return write_query(tree, scope)
     return write_manipulation(tree, scope, _changed_table(tree, sources).physical)
+
+
+def _gives_all(tree: Node) -> bool:
+    scan = tree.query
+    while scan.kind in ("ProjectScan", "OrderByScan"):
+        scan = scan.input_scan
+    return bool(scan.kind == "TableScan")
 
 
 def _changed_table(tree: Node, sources: Mapping[str, NamedSource]) -> TableResource:
