@@ -39,9 +39,13 @@ def test_every_page_has_its_rows(client: bigquery.Client, most: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 10_000, 300_000])
 def test_long_values_are_whole(client: bigquery.Client, length: int) -> None:
-    sql = f"SELECT n, REPEAT('é', {length}) AS s, [STRUCT(n AS m)] AS a FROM UNNEST([1, 2, 3]) n"
-    found = [tuple(row) for row in client.query(f"{sql} ORDER BY n").result()]
-    assert found == [(n, "é" * length, [{"m": n}]) for n in (1, 2, 3)]
+    sql = f"""
+        SELECT n, REPEAT('é', {length}) AS s, [STRUCT('a' AS k, n AS m, [b'b', NULL][0] AS b)] AS a
+        FROM UNNEST([1, 2, 3]) AS n
+        ORDER BY n
+    """
+    found = [tuple(row) for row in client.query(sql).result()]
+    assert found == [(n, "é" * length, [{"k": "a", "m": n, "b": b"b"}]) for n in (1, 2, 3)]
 
 
 @contextmanager

@@ -113,7 +113,7 @@ class Queries:
             count = _FIRST_ROWS  # any may be long
             while some := found.fetchmany(count):
                 values += some
-                size_bytes += sum(map(_column_bytes, zip(*some, strict=True)))
+                size_bytes += sum(map(_size_bytes, some))
                 if len(values) > _MOST_FEW_ROWS or size_bytes > _MOST_FEW_BYTES:
                     return None
                 count = 2 * len(values)
@@ -216,15 +216,13 @@ def table_size(cursor: Cursor, table: TableResource) -> tuple[int, int]:
     return int(rows), int(size_bytes)
 
 
-def _column_bytes(column: Sequence[Any]) -> int:
-    """About how much memory the values of a column take."""
-    given = [value for value in column if value is not None]
-    if given and isinstance(given[0], str | bytes):
-        return 50 * len(column) + sum(map(len, given))
-    if given and isinstance(given[0], list | tuple | dict):
-        parts = (one.values() if isinstance(one, dict) else one for one in given)
-        return 100 * len(column) + sum(_column_bytes(list(part)) for part in parts)
-    return 30 * len(column)
+def _size_bytes(value: Any) -> int:
+    """About how much memory a value takes, or a row of them."""
+    if isinstance(value, str | bytes):
+        return 50 + len(value)
+    if isinstance(value, dict):
+        return 200 + sum(map(_size_bytes, value.values()))
+    return 50 + sum(map(_size_bytes, value)) if isinstance(value, list | tuple) else 30
 
 
 def _read_fields(statement: Statement, table: TableResource) -> Schema:
