@@ -281,7 +281,7 @@ async def test_another_tenant_gets_a_place_though_all_are_taken(
 async def test_a_text_that_gave_its_place_away_goes_on_from_its_tokens(
     redis_url: str, tmp_path: Path, is_streamed: bool
 ) -> None:
-    tokens = 12_000  # so many that none is done before the other tenant asks
+    tokens = 20_000  # so many that none is done before the other tenant asks
     async with spelling(redis_url, tmp_path) as harness:
         for name in "abcd":
             await ask(harness, name, name, tokens, left_s=300, is_streamed=is_streamed)
