@@ -97,10 +97,18 @@ async def main(folder: Path) -> str:
             if seen < 0:
                 for path in (PLAIN, ORDERED, ONCE):
                     traffic.create_task(consume(wire, ledger, path, lambda: False))
-            async with asyncio.timeout(WAIT_LIMIT_S):
-                # What it waits for is counted by four publishers.
-                while len(ledger.answered) < enough or ledger.refused == seen:  # noqa: ASYNC110
-                    await asyncio.sleep(0.005)
+            try:
+                async with asyncio.timeout(WAIT_LIMIT_S / 3):
+                    # What it waits for is counted by four publishers.
+                    while len(ledger.answered) < enough or ledger.refused == seen:  # noqa: ASYNC110
+                        await asyncio.sleep(0.005)
+            except TimeoutError:
+                lacking = enough - len(ledger.answered)
+                refused = ledger.refused - max(seen, 0)
+                server.kill()
+                raise AssertionError(
+                    f"kill {kill}: {lacking} answers are lacking, {refused} were refused"
+                ) from None
             server.kill()
         # Whatever the disk has room for, this starts.
         server.start()
