@@ -3,7 +3,8 @@
     python -m tests.workers.speller …       takes the arguments of workers.runtime.server
 
 Prompts that begin with these signs are special. `!`: the step fails. `†`: the process dies once the
-item has two letters. `~`: with company the device has too little memory. `?`: refused.
+item has two letters. `~`: with company the device has too little memory. `?`: refused. `=`: the item
+has `FIRST_LETTERS` letters at once, and no more before one without this sign is done.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from workers.runtime import server
 
 STEP_S = 0.0005
 """So that a text which never ends stays small."""
+FIRST_LETTERS = 50
 
 
 class SpellerPreparer:
@@ -82,6 +84,7 @@ class Speller:
 
     def __init__(self) -> None:
         self._texts: dict[int, _Text] = {}
+        self._is_one_done = False
 
     def setup(self) -> None:
         """Nothing to load."""
@@ -96,6 +99,9 @@ class Speller:
             raise BadInput("no questions", field="prompt")
         if text.prompt.startswith("~") and self._texts:
             raise OutOfMemory("no room for a tilde")
+        if _waits(text):
+            for _ in range(FIRST_LETTERS - len(text.letters)):
+                text.write()
         self._texts[place] = text
 
     def step(self) -> StepEnd:
@@ -106,12 +112,14 @@ class Speller:
                 raise RuntimeError("a bang")
             if text.prompt.startswith("†") and len(text.letters) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if _waits(text) and not self._is_one_done:
+                continue
             if len(text.letters) < text.item.max_tokens:
                 text.write()
             if len(text.letters) >= text.item.max_tokens:
                 end.results[place] = text.result
         for place in end.results:
-            del self._texts[place]
+            self._is_one_done |= not _waits(self._texts.pop(place))
         return end
 
     def take_chunks(self) -> dict[int, TokenChunk]:
@@ -123,6 +131,10 @@ class Speller:
 
     def drop(self, place: int) -> None:
         self._texts.pop(place, None)
+
+
+def _waits(text: _Text) -> bool:
+    return text.prompt.startswith("=")
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from shared.stores.record_state import record_id
 from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk
 from shared.topics import inbox_topic_id
 from tests.limits import WAIT_LIMIT_S
-from tests.workers.speller import SpellerPreparer
+from tests.workers.speller import FIRST_LETTERS, SpellerPreparer
 from tests.workers.worker_harness import WorkerHarness, running_worker
 from workers.jobs.deadlines import Clock
 from workers.runtime.pool import HostedModel, ModelPool
@@ -281,21 +281,21 @@ async def test_another_tenant_gets_a_place_though_all_are_taken(
 async def test_a_text_that_gave_its_place_away_goes_on_from_its_tokens(
     redis_url: str, tmp_path: Path, is_streamed: bool
 ) -> None:
-    tokens = 20_000  # so many that none is done before the other tenant asks
+    tokens, names = 4 * FIRST_LETTERS, ["=a", "=b", "=c", "=d"]
     async with spelling(redis_url, tmp_path) as harness:
-        for name in "abcd":
+        for name in names:
             await ask(harness, name, name, tokens, left_s=300, is_streamed=is_streamed)
         await harness.until(lambda: len(running(harness)) == 4)
-        await ask(harness, "e", "e", 500, tenant="other")
+        # None of them goes on before this one is done, so one must give its place away.
+        await ask(harness, "e", "e", 3, tenant="other")
         found = dict([await outcome(harness) for _ in range(5)])
         if is_streamed:  # then the reply says where it is
-            found |= {name: await _recorded(harness, name) for name in "abcd"}
+            found |= {name: await _recorded(harness, name) for name in names}
+        assert text_of(found.pop("e")) == "eee"
         for name, done in found.items():
-            assert text_of(done) == name * (500 if name == "e" else tokens)
+            assert text_of(done) == (name * tokens)[:tokens]
         # A speller tells as cached what its last run computed.
-        computed_last = sorted(_computed(found[name]) for name in "abcd")
-        assert computed_last[0] < tokens
-        assert computed_last[1:] == [tokens] * 3
+        assert sorted(map(_computed, found.values())) == [tokens - FIRST_LETTERS] + [tokens] * 3
 
 
 async def _recorded(harness: WorkerHarness, name: str) -> ItemOutcome:
