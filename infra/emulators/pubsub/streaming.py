@@ -143,7 +143,7 @@ class _Stream:
                 if confirms_acks:
                     # Confirmed means that the message does not come again, whatever becomes of this
                     # process.
-                    await self._journal.committed()
+                    await self._journal.acks_committed()
                 await context.write(response)
             elif self._is_half_closed:
                 return

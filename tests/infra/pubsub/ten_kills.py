@@ -54,20 +54,24 @@ async def publish(wire: Wire, ledger: Ledger, key: str, start: int, size: int) -
 
 async def consume(wire: Wire, ledger: Ledger, path: str, is_done: Any) -> None:
     received = ledger.received.setdefault(path, set())
+    while not is_done():
+        pulled = (await wire.pull(path, 50, return_immediately=True)).received_messages
+        received.update(each.message.message_id for each in pulled)
+        if path == ONCE:
+            ledger.again |= ledger.confirmed & {each.message.message_id for each in pulled}
+        if path == ORDERED:
+            check_order(pulled)
+        if not pulled:
+            await asyncio.sleep(0.01)
+            continue
+        await wire.ack(path, pulled)
+        if path == ONCE:
+            ledger.confirmed |= {each.message.message_id for each in pulled}
+
+
+async def consume_until_killed(wire: Wire, ledger: Ledger, path: str) -> None:
     with suppress(grpc.aio.AioRpcError):
-        while not is_done():
-            pulled = (await wire.pull(path, 50, return_immediately=True)).received_messages
-            received.update(each.message.message_id for each in pulled)
-            if path == ONCE:
-                ledger.again |= ledger.confirmed & {each.message.message_id for each in pulled}
-            if path == ORDERED:
-                check_order(pulled)
-            if not pulled:
-                await asyncio.sleep(0.01)
-                continue
-            await wire.ack(path, pulled)
-            if path == ONCE:
-                ledger.confirmed |= {each.message.message_id for each in pulled}
+        await consume(wire, ledger, path, lambda: False)
 
 
 def check_order(pulled: Any) -> None:
@@ -96,7 +100,7 @@ async def main(folder: Path) -> str:
                 traffic.create_task(publish(wire, ledger, f"k{number}", start, size))
             if seen < 0:
                 for path in (PLAIN, ORDERED, ONCE):
-                    traffic.create_task(consume(wire, ledger, path, lambda: False))
+                    traffic.create_task(consume_until_killed(wire, ledger, path))
             try:
                 async with asyncio.timeout(WAIT_LIMIT_S / 3):
                     # What it waits for is counted by four publishers.
@@ -110,7 +114,7 @@ async def main(folder: Path) -> str:
                     f"kill {kill}: {lacking} answers are lacking, {refused} were refused"
                 ) from None
             server.kill()
-        # Whatever the disk has room for, this starts.
+        # Whatever the disk has room for, this starts, and lets everything be acked.
         server.start()
         async with connect(server.endpoint) as wire, asyncio.timeout(WAIT_LIMIT_S):
             await asyncio.gather(

@@ -96,6 +96,18 @@ async def test_publish_that_would_take_the_room_of_acks_is_refused(
         await published_at_last(wire, "x" * 6 * MIB)
 
 
+@pytest.mark.parametrize("left_bytes", [0, reserve.RESERVE_BYTES])
+def test_reserve_that_a_kill_left_empty_or_a_copy_with_holes_is_filled(
+    tmp_path: Path, left_bytes: int
+) -> None:
+    path = tmp_path / reserve.FILE_NAME
+    with path.open("wb") as file:
+        file.truncate(left_bytes)
+    assert Reserve(tmp_path).take()
+    assert path.stat().st_size == reserve.RESERVE_BYTES
+    assert path.stat().st_blocks * 512 >= reserve.RESERVE_BYTES
+
+
 def test_log_that_is_not_written_back_needs_its_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +232,71 @@ async def test_failed_commit_takes_back_what_is_published_and_nothing_else(tmp_p
         world.crash()
         assert world.pull_data() == []
         assert world.pull_data("morgue") == ["poison"]
+
+
+class FullWithReserve(FullDatabase):
+    """Full but for the reserve, which is enough for acks."""
+
+    def make_room(self) -> None:
+        self.is_full = False
+
+    def take_reserve(self) -> None:
+        if self.is_out_of_room:
+            raise WriteFailed("there is no room for 8 MiB")
+
+    is_out_of_room = False
+
+
+@pytest.mark.anyio
+async def test_acks_that_are_confirmed_are_written_into_the_reserve_of_a_full_disk(
+    tmp_path: Path,
+) -> None:
+    with opened_database(tmp_path, fsync=False):
+        pass
+    with closing(
+        sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None, check_same_thread=False)
+    ) as connection:
+        database = FullWithReserve(connection, LastCommit(tmp_path), Reserve(tmp_path))
+        world = KeptWorld(database)
+        world.topic()
+        world.subscription(enable_exactly_once_delivery=True)
+        world.publish("a", "b", "c", "d")
+        async with world.journal.running(world.broker.registry.withdraw):
+            await world.journal.committed()
+            pulled = world.pull()
+            database.is_full = database.is_out_of_room = True
+            # The first finds the disk full; the others come while there is no room for a reserve.
+            for ack in pulled[:3]:
+                world.ack([ack])
+                await world.journal.acks_committed()
+                assert not is_admitted(world.journal)
+            database.is_out_of_room = False
+            await until(lambda: is_admitted(world.journal))
+            world.crash()
+        assert world.pull_data() == ["d"]
+
+
+@pytest.mark.anyio
+async def test_acks_that_a_full_disk_has_no_room_for_are_not_confirmed(tmp_path: Path) -> None:
+    with opened_database(tmp_path, fsync=False):
+        pass
+    with closing(
+        sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None, check_same_thread=False)
+    ) as connection:
+        database = FullDatabase(connection, LastCommit(tmp_path), Reserve(tmp_path))
+        world = KeptWorld(database)
+        world.topic()
+        world.subscription(enable_exactly_once_delivery=True)
+        world.publish("a")
+        async with world.journal.running(world.broker.registry.withdraw):
+            await world.journal.committed()
+            database.is_full = True
+            world.ack(world.pull())
+            for _ in range(2):
+                with pytest.raises(ServerUnavailable, match="database or disk is full"):
+                    await world.journal.acks_committed()
+            database.is_full = False
+            await world.journal.acks_committed()
 
 
 class SlowDatabase(Database):

@@ -243,7 +243,7 @@ def _acknowledge(broker: Broker) -> Answer:
         response = _serialize(broker.call("Acknowledge", request))
         # Elsewhere an ack is best effort, and written along with whatever is published next.
         if broker.registry.subscriptions[request.subscription].settings.exactly_once:
-            await broker.journal.committed()
+            await broker.journal.acks_committed()
         return response
 
     return acknowledge

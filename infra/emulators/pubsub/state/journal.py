@@ -76,6 +76,13 @@ class ChangeJournal:
             Unavailable: it could not be kept. Uncommitted messages were withdrawn.
         """
 
+    async def acks_committed(self) -> None:
+        """Wait until all acks that were noted so far will outlive this process.
+
+        Raises:
+            Unavailable: they could not be kept yet.
+        """
+
     def after_commit(self, act: Callable[[], None]) -> None:
         """Act once all that was noted so far will outlive this process.
 

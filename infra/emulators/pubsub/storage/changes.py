@@ -29,6 +29,10 @@ class Changes:
         """What is to be done when this is written, after those who wait went on."""
         self.size_bytes = 0
         self.error = ""
+        self.again_in: Changes | None = None
+        """What has all of it but the messages on offer, if it could not be written and is tried
+        again with all room made.
+        """
         self._settled = asyncio.Event()
 
     def __bool__(self) -> bool:

@@ -97,7 +97,27 @@ class DurableJournal(ChangeJournal):
             ServerUnavailable: it could not be written and messages on offer were withdrawn, or it
                 was not written in time.
         """
+        await self._written(self._pending)
+
+    async def acks_committed(self) -> None:
+        """Wait until all acks that were noted so far are in the file.
+
+        On a disk that is full the first commit fails, which takes messages back and makes room. Acks
+        are in the next.
+
+        Raises:
+            ServerUnavailable: they could not be written with all room made, or not in time. They
+                stay noted.
+        """
         changes = self._pending
+        try:
+            await self._written(changes)
+        except ServerUnavailable:
+            if changes.again_in is None:
+                raise
+            await self._written(changes.again_in)
+
+    async def _written(self, changes: Changes) -> None:
         self._ask()
         await changes.wait()
         if changes.error:
@@ -191,10 +211,18 @@ class DurableJournal(ChangeJournal):
             call_soon(act)
         self._writing = Changes()
         if self._failure:
-            # Acks leave unused pages. What is taken again should not have to be withdrawn again.
+            await self._resume(thread)
+
+    async def _resume(self, thread: CommitThread) -> None:
+        # Acks leave unused pages. What is taken again should not have to be withdrawn again.
+        try:
             await thread.do(self._database.give_back)
             await thread.do(self._database.probe)
             await thread.do(self._database.take_reserve)
+        except WriteFailed as error:
+            # Only acks came meanwhile, and they are in the next commit.
+            self._failure = str(error)
+        else:
             self._failure = ""
             _log.warning("the data directory can be written again")
 
@@ -205,13 +233,13 @@ class DurableJournal(ChangeJournal):
             changes.settle(self._failure)
 
     def _failed(self, error: str, withdraw: Withdraw) -> None:
-        if not self._failure:
+        refused, is_first = (self._writing, self._pending), not self._failure
+        if is_first:
             _log.error(
                 "the data directory can't be written, so publishes are refused",
                 extra={"error": error},
             )
         self._failure = error
-        refused = (self._writing, self._pending)
         # Acks and attempts stay noted for the next try. Publishers hear that theirs failed and will
         # send them again.
         self._pending = self._writing.followed_by(self._pending)
@@ -220,6 +248,7 @@ class DurableJournal(ChangeJournal):
         if offered:
             withdraw(offered)
         for changes in refused:
+            changes.again_in = self._pending if is_first else None
             changes.settle(error)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:

@@ -32,11 +32,10 @@ class Reserve:
         self._is_ample_until_s = 0.0
 
     def take(self) -> bool:
-        """Makes the file, if it is missing. Returns whether the disk had the room."""
-        if self._path.exists():
-            return True
+        """Makes the file, or what is missing of it. Returns whether the disk had the room."""
         try:
-            with self._path.open("xb") as file:
+            # Also if it is there: a process that was killed here left less, and a copy has holes.
+            with self._path.open("ab") as file:
                 os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
         except OSError:
             self.give_up()
