@@ -3,8 +3,8 @@
     python -m tests.workers.speller …       takes the arguments of workers.runtime.server
 
 Prompts that begin with these signs are special. `!`: the step fails. `†`: the process dies once the
-item has two letters. `~`: with company the device has too little memory. `?`: refused. `=`: the item
-has `FIRST_LETTERS` letters at once, and no more before one without this sign is done.
+item has two letters. `~`: with company the device has too little memory. `?`: refused. `=`: the
+item has `FIRST_LETTERS` letters at once, and no more before one without this sign is done.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ class DurableJournal(ChangeJournal):
     async def acks_committed(self) -> None:
         """Wait until all acks that were noted so far are in the file.
 
-        On a disk that is full the first commit fails, which takes messages back and makes room. Acks
-        are in the next.
+        On a disk that is full the first commit fails, which takes messages back and makes room.
+        Acks are in the next.
 
         Raises:
             ServerUnavailable: they could not be written with all room made, or not in time. They
