@@ -1,9 +1,12 @@
-"""`python -m tests.infra.pubsub.ten_kills FOLDER`: ten SIGKILLs, on a disk full at times.
+"""`python -m tests.infra.pubsub.ten_kills FOLDER [SEED]`: ten SIGKILLs, on a disk full at times.
+
+The seed draws how large messages are, and how long after a refusal a kill comes.
 
 It runs in a mount namespace (`unshare --map-root-user --mount`), where it may mount a small disk.
 """
 
 import asyncio
+import random
 import subprocess
 import sys
 from contextlib import suppress
@@ -22,6 +25,11 @@ TOPIC = "projects/p/topics/jobs"
 PLAIN, ORDERED, ONCE = (f"projects/p/subscriptions/{name}" for name in ("plain", "ordered", "once"))
 KILLS = 10
 PUBLISHERS = 4
+ENOUGH_SMALL, ENOUGH_LARGE = 60, 5
+"""Answers before a kill."""
+SMALL_BYTES, LARGE_BYTES = (200, 2_000), (20_000, 50_000, 200_000)
+PAUSES_S = (0.0, 0.01, 0.1, 0.2)
+"""Before a kill, so that it comes while the server refuses, makes room or has room again."""
 
 
 @dataclass
@@ -82,8 +90,39 @@ def check_order(pulled: Any) -> None:
         latest[each.message.ordering_key] = message_id
 
 
-async def main(folder: Path) -> str:
-    server, ledger = KeptServer(folder), Ledger()
+async def kill_in_traffic(
+    server: KeptServer, ledger: Ledger, kill: int, draw: random.Random
+) -> None:
+    """Let all publish, and consume unless the disk is to get full, and kill the server then."""
+    is_full = kill % 3 == 2
+    size = draw.choice(LARGE_BYTES if is_full else SMALL_BYTES)
+    enough = len(ledger.answered) + (ENOUGH_LARGE if is_full else ENOUGH_SMALL)
+    refused = ledger.refused
+    async with connect(server.endpoint) as wire, asyncio.TaskGroup() as traffic:
+        for number in range(PUBLISHERS):
+            start = (kill * PUBLISHERS + number) * 10_000
+            traffic.create_task(publish(wire, ledger, f"k{number}", start, size))
+        if not is_full:
+            for path in (PLAIN, ORDERED, ONCE):
+                traffic.create_task(consume_until_killed(wire, ledger, path))
+        try:
+            async with asyncio.timeout(WAIT_LIMIT_S / 3):
+                # What it waits for is counted by four publishers.
+                while len(ledger.answered) < enough or (is_full and ledger.refused == refused):
+                    await asyncio.sleep(0.005)
+                if is_full:
+                    await asyncio.sleep(draw.choice(PAUSES_S))
+        except TimeoutError:
+            lacking, refused = enough - len(ledger.answered), ledger.refused - refused
+            raise AssertionError(
+                f"kill {kill}: {lacking} answers are lacking, {refused} were refused"
+            ) from None
+        finally:
+            server.kill()
+
+
+async def main(folder: Path, seed: int) -> str:
+    server, ledger, draw = KeptServer(folder), Ledger(), random.Random(seed)
     server.start()
     async with connect(server.endpoint) as wire:
         await wire.topic(TOPIC)
@@ -91,29 +130,7 @@ async def main(folder: Path) -> str:
         await wire.subscription(ORDERED, TOPIC, enable_message_ordering=True)
         await wire.subscription(ONCE, TOPIC, enable_exactly_once_delivery=True)
     for kill in range(KILLS):
-        enough = len(ledger.answered) + 60
-        async with connect(server.endpoint) as wire, asyncio.TaskGroup() as traffic:
-            # Every third time the disk is full before the kill.
-            size, seen = (50_000, ledger.refused) if kill % 3 == 2 else (200, -1)
-            for number in range(PUBLISHERS):
-                start = (kill * PUBLISHERS + number) * 10_000
-                traffic.create_task(publish(wire, ledger, f"k{number}", start, size))
-            if seen < 0:
-                for path in (PLAIN, ORDERED, ONCE):
-                    traffic.create_task(consume_until_killed(wire, ledger, path))
-            try:
-                async with asyncio.timeout(WAIT_LIMIT_S / 3):
-                    # What it waits for is counted by four publishers.
-                    while len(ledger.answered) < enough or ledger.refused == seen:  # noqa: ASYNC110
-                        await asyncio.sleep(0.005)
-            except TimeoutError:
-                lacking = enough - len(ledger.answered)
-                refused = ledger.refused - max(seen, 0)
-                server.kill()
-                raise AssertionError(
-                    f"kill {kill}: {lacking} answers are lacking, {refused} were refused"
-                ) from None
-            server.kill()
+        await kill_in_traffic(server, ledger, kill, draw)
         # Whatever the disk has room for, this starts, and lets everything be acked.
         server.start()
         async with connect(server.endpoint) as wire, asyncio.timeout(WAIT_LIMIT_S):
@@ -137,6 +154,6 @@ def all_of(ledger: Ledger, path: str) -> bool:
 
 
 if __name__ == "__main__":
-    disk = Path(sys.argv[1])
+    disk, seed = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     subprocess.run(["mount", "-t", "tmpfs", "-o", DISK, "tmpfs", str(disk)], check=True)
-    sys.stdout.write(asyncio.run(main(disk)) + "\n")
+    sys.stdout.write(asyncio.run(main(disk, seed)) + "\n")
