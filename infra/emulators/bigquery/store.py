@@ -22,6 +22,8 @@ FILE_NAME = "bigquery.duckdb"
 _SUFFIXES = ("", ".wal", ".wal.checkpoint", ".wal.recovery")
 """Of the files of a database."""
 _LOST = "has been invalidated"
+_IS_DURABLE = "COMMIT succeeded and is durable"
+"""DuckDB's word where it could not write the log back after a commit."""
 _IS_ATTACHED = "SELECT 1 FROM duckdb_databases() WHERE database_name = 'data'"
 _MEMORY_LIMIT = "2GB"
 _MACROS = Path(__file__).parent / "googlesql" / "macros.sql"
@@ -40,7 +42,7 @@ class Store:
         self._root: Cursor = None
         self._place = ":memory:"
         self.changes = 0
-        """Grows with each session that may have changed rows, before its caller is answered."""
+        """Grows with each transaction, before its caller is answered."""
         self._is_lost = False
         self._reopening = threading.Lock()
         self._counting = threading.Lock()
@@ -106,16 +108,6 @@ class Store:
             self._root = None
 
     @contextmanager
-    def cursor(self) -> Iterator[Cursor]:
-        """Opens a session that may change the data. See `reading`."""
-        try:
-            with self.reading() as cursor:
-                yield cursor
-        finally:
-            with self._counting:
-                self.changes += 1
-
-    @contextmanager
     def reading(self) -> Iterator[Cursor]:
         """Opens a session that does not change `data`, and sees one state of it per statement.
 
@@ -158,16 +150,34 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[Cursor]:
-        """Gives a session whose statements are kept together or not at all."""
-        with self.cursor() as cursor:
-            cursor.execute("BEGIN")
-            try:
-                yield cursor
-            except BaseException:
-                with suppress(duckdb.Error):  # there is none if the database is lost
-                    cursor.execute("ROLLBACK")
-                raise
+        """Gives a session that may change `data`: its statements are kept together or not at all.
+
+        Raises:
+            duckdb.Error: nothing was kept.
+        """
+        try:
+            with self.reading() as cursor:
+                cursor.execute("BEGIN")
+                try:
+                    yield cursor
+                except BaseException:
+                    with suppress(duckdb.Error):  # there is none if the database is lost
+                        cursor.execute("ROLLBACK")
+                    raise
+                self._commit(cursor)
+        finally:
+            with self._counting:
+                self.changes += 1
+
+    def _commit(self, cursor: Cursor) -> None:
+        # Not by a statement alone, which would fail in the same way, and look as if it had failed.
+        try:
             cursor.execute("COMMIT")
+        except duckdb.IOException as error:
+            if _IS_DURABLE not in str(error):
+                raise
+            self._is_lost = self._is_lost or _LOST in str(error)
+            log.warning("the log was not written back: %s", str(error).split("\n")[0])
 
 
 def _literal(text: str) -> str:

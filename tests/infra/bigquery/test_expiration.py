@@ -39,7 +39,7 @@ def table(catalog: TableCatalog, settings: Json, **dataset: str) -> TableKey:
 
 
 def days(store: Store, catalog: TableCatalog, key: TableKey) -> list[str]:
-    with store.cursor() as cursor:
+    with store.transaction() as cursor:
         found = cursor.execute(
             f"SELECT day FROM {catalog.table(key).physical} ORDER BY day"
         ).fetchall()
@@ -64,7 +64,7 @@ def test_partitions_leave_one_by_one(store: Store, catalog: TableCatalog) -> Non
     key = table(catalog, {"timePartitioning": partitioning})
     # Day 20,000 after 1970 is 4 October 2024.
     rows: list[Json] = [{"day": f"2024-10-0{day}"} for day in (1, 2, 3, 4)]
-    with store.cursor() as cursor:
+    with store.transaction() as cursor:
         insert_rows(cursor, catalog.table(key).physical, SCHEMA, [*rows, {"day": None}])
     expire(store, catalog, NOW_MS - 1)
     assert days(store, catalog, key) == ["2024-10-02", "2024-10-03", "2024-10-04", "None"]
@@ -75,7 +75,7 @@ def test_partitions_leave_one_by_one(store: Store, catalog: TableCatalog) -> Non
 def test_an_expiration_of_zero_is_none(store: Store, catalog: TableCatalog) -> None:
     partitioning = {"type": "DAY", "field": "day", "expirationMs": "0"}
     key = table(catalog, {"timePartitioning": partitioning})
-    with store.cursor() as cursor:
+    with store.transaction() as cursor:
         insert_rows(cursor, catalog.table(key).physical, SCHEMA, [{"day": "2001-01-01"}])
     expire(store, catalog, NOW_MS)
     assert days(store, catalog, key) == ["2001-01-01"]

@@ -59,7 +59,7 @@ def queries() -> Iterator[tuple[Queries, Translator]]:
         catalog.create_dataset(DatasetKey("p", "d"), {})
         schema = parse_schema([{"name": "i", "type": "INT64"}])
         table = catalog.create_table(TableKey("p", "d", "t"), schema, {})
-        with store.cursor() as cursor:
+        with store.transaction() as cursor:
             cursor.execute(f"INSERT INTO {table.physical} SELECT i FROM range(100001) AS r(i)")
         yield Queries(store), Translator(catalog.table, lambda *_: pytest.fail("not asked"))
     finally:

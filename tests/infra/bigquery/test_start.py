@@ -30,7 +30,7 @@ def filled(data_dir: Path) -> Path:
     catalog.create_dataset(DatasetKey("p", "d"), {})
     for key in (GOOD, BAD):
         catalog.create_table(key, (Field("a", "INTEGER"),), {})
-    with store.cursor() as cursor:
+    with store.transaction() as cursor:
         rows = "SELECT range FROM range(100000)"
         cursor.execute(f"INSERT INTO {catalog.table(GOOD).physical} {rows}")
     store.close()

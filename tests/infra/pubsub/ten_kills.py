@@ -108,7 +108,9 @@ async def kill_in_traffic(
         try:
             async with asyncio.timeout(WAIT_LIMIT_S / 3):
                 # What it waits for is counted by four publishers.
-                while len(ledger.answered) < enough or (is_full and ledger.refused == refused):
+                while (  # noqa: ASYNC110
+                    len(ledger.answered) < enough or (is_full and ledger.refused == refused)
+                ):
                     await asyncio.sleep(0.005)
                 if is_full:
                     await asyncio.sleep(draw.choice(PAUSES_S))

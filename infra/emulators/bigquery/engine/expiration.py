@@ -53,7 +53,7 @@ def _expire_partitions(store: Store, table: TableResource, now_ms: int) -> None:
     # A partition lives for the expiration after its own start, whatever its rows' times.
     column = quoted(partitioning.column)
     start = f"date_trunc('{partitioning.unit.lower()}', CAST({column} AS TIMESTAMP))"
-    with store.cursor() as cursor:
+    with store.transaction() as cursor:
         cursor.execute(
             f"DELETE FROM {table.physical} WHERE {start} <="
             " make_timestamp(CAST(? AS BIGINT) * 1000)",

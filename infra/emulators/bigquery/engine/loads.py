@@ -105,7 +105,7 @@ def _stage_parquet(
         schema = parquet.schema(config, known)
         physical = service.queries.stage(schema)
         try:
-            with service.store.cursor() as cursor:
+            with service.store.reading() as cursor:
                 job.watch(cursor)
                 return schema, physical, _Loaded(parquet.stage(cursor, config, schema, physical))
         except BaseException:
@@ -158,7 +158,7 @@ def _stage(
     most_bad = int(config.get("maxBadRecords") or 0)
     lines = _read(config, file, schema)
     reader = RowReader(schema, bool(config.get("ignoreUnknownValues")), takes_json=True)
-    with service.store.cursor() as cursor:
+    with service.store.reading() as cursor:
         job.watch(cursor)
         while chunk := list(islice(lines, _CHUNK_ROWS)):
             rows = []

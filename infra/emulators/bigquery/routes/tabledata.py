@@ -124,7 +124,7 @@ def _insert_into(
     if errors and not options.get("skipInvalidRows"):
         return [_row_error(index, errors.get(index)) for index in range(len(rows))]
     if good:
-        with service.store.cursor() as cursor:
+        with service.store.transaction() as cursor:
             insert_rows(cursor, table.physical, table.schema, good, moment)
         insert_ids.remember(table, list(new_ids))
     return [_row_error(index, error) for index, error in sorted(errors.items())]

@@ -91,7 +91,7 @@ async def delete(request: Request) -> Response:
 def _empty_partition(service: BigQueryService, key: TableKey, partition_id: str) -> None:
     table = service.catalog.table(key)
     within = partition_condition(table, partition_id)
-    with service.store.cursor() as cursor:
+    with service.store.transaction() as cursor:
         cursor.execute(f"DELETE FROM {table.physical} WHERE {within}")
 
 

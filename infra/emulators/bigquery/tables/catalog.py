@@ -59,7 +59,7 @@ class TableCatalog:
 
     def load(self) -> None:
         """Reads what an earlier run left in the database."""
-        with self._store.cursor() as cursor:
+        with self._store.transaction() as cursor:
             self.datasets, self.tables = stored.load(cursor)
 
     def dataset(self, key: DatasetKey) -> DatasetResource:
@@ -143,7 +143,7 @@ class TableCatalog:
             raise InUseError(f"Dataset {key} is still in use")
         for table in tables:
             self.delete_table(table.key)
-        with self._store.cursor() as cursor:
+        with self._store.transaction() as cursor:
             stored.drop_dataset(cursor, key)
         del self.datasets[key]
 
@@ -283,7 +283,7 @@ class TableCatalog:
             del self.tables[key]
 
     def _keep_dataset(self, dataset: DatasetResource) -> DatasetResource:
-        with self._store.cursor() as cursor:
+        with self._store.transaction() as cursor:
             stored.keep_dataset(cursor, dataset)
         self.datasets[dataset.key] = dataset
         return dataset

@@ -186,7 +186,7 @@ class Definitions:
         table = self._catalog.table(_table_key(node, self._names))
         if table.view_query is not None:
             raise InvalidQueryError(f"{table.key} is a view")
-        with self._store.cursor() as cursor:
+        with self._store.transaction() as cursor:
             cursor.execute(f"DELETE FROM {table.physical}")
         return Defined("REPLACE", table.key)
 
