@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from infra.emulators.bigquery.googlesql.calls import unsupported
 
@@ -45,6 +45,12 @@ def is_definition(sql: str) -> bool:
     if first in _SCRIPTS:
         raise unsupported("Scripts")
     return first in _DEFINITIONS
+
+
+def tokens(sql: str) -> Iterator[tuple[int, int]]:
+    """Yields where each token begins and ends: texts, comments, names, words, spaces, signs."""
+    for token in _TOKENS.finditer(sql):
+        yield token.span()
 
 
 def possible_names(sql: str) -> set[tuple[str, ...]]:

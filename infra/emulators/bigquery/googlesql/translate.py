@@ -5,18 +5,17 @@ The entry of this package, called by query jobs and views. Data definition goes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import sqlglot
 from sqlglot import exp
 
 from infra.emulators.bigquery.errors import InvalidQueryError
 from infra.emulators.bigquery.googlesql.analysis.analyzer import Analyzer, ParameterTypes
 from infra.emulators.bigquery.googlesql.analysis.tree import Node
-from infra.emulators.bigquery.googlesql.calls import unsupported
+from infra.emulators.bigquery.googlesql.definition import definition_kind, parse_definition
 from infra.emulators.bigquery.googlesql.kept import KeptStatements, LookedUp
 from infra.emulators.bigquery.googlesql.names import (
     NamedSource,
@@ -27,6 +26,7 @@ from infra.emulators.bigquery.googlesql.names import (
 )
 from infra.emulators.bigquery.googlesql.parameters import Parameters, read_parameters
 from infra.emulators.bigquery.googlesql.partitions import ReadTable, View, check_partition_filters
+from infra.emulators.bigquery.googlesql.templates import Template, TemplateText, find_holes
 from infra.emulators.bigquery.googlesql.text import SplitNames, is_definition
 from infra.emulators.bigquery.googlesql.translation.scans import subquery
 from infra.emulators.bigquery.googlesql.translation.scope import Scope
@@ -92,6 +92,9 @@ class Translator:
     listing: Callable[[str, Sequence[str], str], Listing]
     analyzer: Analyzer = field(default_factory=Analyzer)
     _kept: KeptStatements[Statement] = field(default_factory=lambda: KeptStatements())
+    _templates: KeptStatements[tuple[Template, Statement]] = field(
+        default_factory=lambda: KeptStatements()
+    )
 
     def translate(
         self,
@@ -119,34 +122,56 @@ class Translator:
             tree = parse_definition(sql)
             return Statement(definition_kind(tree), "", {}, (), {}, definition=tree)
         bound = read_parameters(parameters)
-        asked = (sql, project, default_dataset, is_view, bound.form())
-        found = self._kept.get(asked)
+        around = (project, default_dataset, is_view, bound.form())
+        found = self._kept.get((sql, *around))
+        if found is None:
+            text = TemplateText(sql)
+            found = self._filled(text, around)
         if found is None:
             looked_up = LookedUp(self.find)
             names = Names(project, default_dataset, looked_up, self.listing)
-            found = self._translate(sql, names, bound, is_view)
+            found, template = self._translate(sql, names, bound, is_view)
             looked_up.is_lasting = not names.listed
-            self._kept.put(asked, looked_up, found)
+            self._kept.put((sql, *around), looked_up, found)
+            if text.is_kept:
+                self._templates.put((text.key, *around), looked_up, (template, found))
         return replace(found, values=bound.values)
 
-    def _translate(self, sql: str, names: Names, bound: Parameters, is_view: bool) -> Statement:
+    def _filled(self, text: TemplateText, around: tuple[Hashable, ...]) -> Statement | None:
+        """A statement that differs from one before in its literals only."""
+        kept = self._templates.get((text.key, *around)) if text.is_kept else None
+        if kept is None:
+            return None
+        template, statement = kept
+        sql = template.filled(text)
+        return None if sql is None else replace(statement, sql=sql[0], checks=sql[1:])
+
+    def _translate(
+        self, sql: str, names: Names, bound: Parameters, is_view: bool
+    ) -> tuple[Statement, Template]:
         reads = _Reads()
-        tree, sources, scope = self._analyze(sql, names, bound, reads, 0)
+        tree, sources, scope, read = self._analyze(sql, names, bound, reads, 0)
         if not is_view:
             check_partition_filters(tree, {key: one.read for key, one in sources.items()})
+        text = TemplateText(read)
+        holes = find_holes(tree, text)
+        scope.literal_marks = holes.marks
         written = _written(tree, scope, sources)
+        template = Template(text, holes, (written.sql, *written.checks))
+        filled, *checks = template.with_own()
         changed = None if written.kind == "SELECT" else _changed_table(tree, sources).key
-        return Statement(
+        statement = Statement(
             written.kind,
-            written.sql,
+            filled,
             {},
             tuple(reads.tables.values()),
             reads.columns,
             written.schema,
-            written.checks,
+            tuple(checks),
             target=changed,
             gives_all=written.kind == "SELECT" and _gives_all(tree),
         )
+        return statement, template
 
     def names(self, project: str, default_dataset: DatasetKey | None) -> Names:
         """Returns where names of a statement are looked up."""
@@ -154,7 +179,7 @@ class Translator:
 
     def _analyze(
         self, sql: str, names: Names, parameters: Parameters, reads: _Reads, depth: int
-    ) -> tuple[Node, dict[str, NamedSource], Scope]:
+    ) -> tuple[Node, dict[str, NamedSource], Scope, str]:
         if depth > _DEEPEST_VIEW:
             raise InvalidQueryError(
                 f"Resources exceeded: views are nested more than {_DEEPEST_VIEW} deep"
@@ -163,7 +188,7 @@ class Translator:
         def translate_view(table: TableResource) -> TranslatedView:
             return self._view(table, names, reads, depth + 1)
 
-        tree, sources = self._read(sql, names, parameters, translate_view)
+        tree, sources, read_sql = self._read(sql, names, parameters, translate_view)
         for scan in (node for node in tree.walk() if node.kind == "TableScan"):
             table = sources[scan.table.name].read.table
             if table is not None:
@@ -175,7 +200,7 @@ class Translator:
             parameters.sql,
             subquery,
         )
-        return tree, sources, scope
+        return tree, sources, scope, read_sql
 
     def _read(
         self,
@@ -183,20 +208,22 @@ class Translator:
         names: Names,
         parameters: Parameters,
         translate_view: Callable[[TableResource], TranslatedView],
-    ) -> tuple[Node, dict[str, NamedSource]]:
-        """The tree of a statement, and the tables that it may read by their names in it."""
+    ) -> tuple[Node, dict[str, NamedSource], str]:
+        """A statement's tree, the tables that it may read by their names in it, and its text."""
         likely = likely_sources(sql, names)
         if likely is not None:
             # Asking the analyzer for the names costs half as much as reading the statement.
             with suppress(InvalidQueryError):
-                return self._tree(sql, *likely, parameters), likely[0]
+                tree, read_sql = self._tree(sql, *likely, parameters)
+                return tree, likely[0], read_sql
         paths = self.analyzer.table_paths(sql)
         sources = {}
         for path in dict.fromkeys(tuple(names.parts(path)) for path in paths):
             key = ".".join(path)
             sources[key] = look_up(path, key, names, translate_view)
         whole = [path[0] for path in paths if len(path) == 1]
-        return self._tree(sql, sources, whole, parameters), sources
+        tree, read_sql = self._tree(sql, sources, whole, parameters)
+        return tree, sources, read_sql
 
     def _tree(
         self,
@@ -204,11 +231,11 @@ class Translator:
         sources: Mapping[str, NamedSource],
         whole: Sequence[str],
         parameters: Parameters,
-    ) -> Node:
+    ) -> tuple[Node, str]:
         split = SplitNames(sql, whole)
         try:
             tables = [one.named for one in sources.values()]
-            return self.analyzer.analyze(split.sql, tables, parameters.types)
+            return self.analyzer.analyze(split.sql, tables, parameters.types), split.sql
         except InvalidQueryError as error:
             raise InvalidQueryError(split.as_given(error.message)) from error
 
@@ -217,7 +244,7 @@ class Translator:
     ) -> TranslatedView:
         names = replace(around, project=table.key.project, default_dataset=None)
         nothing = Parameters(ParameterTypes())
-        tree, sources, scope = self._analyze(str(table.view_query), names, nothing, reads, depth)
+        tree, sources, scope, _ = self._analyze(str(table.view_query), names, nothing, reads, depth)
         written = _written(tree, scope, sources)
         if written.kind != "SELECT":
             raise InvalidQueryError("A view's query must be a SELECT")
@@ -244,53 +271,3 @@ def _changed_table(tree: Node, sources: Mapping[str, NamedSource]) -> TableResou
     if table is None:
         raise InvalidQueryError(f"{name} is not allowed for this operation because it is a view")
     return table
-
-
-def parse_definition(sql: str) -> exp.Expr:
-    """Parses one data definition.
-
-    Raises:
-        InvalidQueryError: for a syntax error, with the line and column.
-        UnsupportedError: for a statement that this server does not know.
-    """
-    try:
-        tree = sqlglot.parse_one(sql, dialect="bigquery")
-    except sqlglot.errors.SqlglotError as error:
-        raise InvalidQueryError(_syntax_message(error)) from error
-    known = isinstance(tree, exp.Create | exp.Drop | exp.TruncateTable | exp.Alter)
-    if not known and not _is_alter(tree):
-        raise unsupported("This statement")
-    return tree
-
-
-def _syntax_message(error: sqlglot.errors.SqlglotError) -> str:
-    details = getattr(error, "errors", None)
-    if not details:
-        return f"Syntax error: {error}"
-    first = details[0]
-    return f"Syntax error: {first['description']} at [{first['line']}:{first['col']}]"
-
-
-def definition_kind(tree: exp.Expr) -> str:
-    """Returns the API's statementType of a data definition."""
-    if isinstance(tree, exp.Command):
-        return f"ALTER_{_altered_kind(tree)}"
-    kind = str(tree.args.get("kind") or "TABLE").upper()
-    if isinstance(tree, exp.Create):
-        is_filled = kind == "TABLE" and tree.expression is not None
-        return f"CREATE_{kind}_AS_SELECT" if is_filled else f"CREATE_{kind}"
-    if isinstance(tree, exp.Drop):
-        return f"DROP_{kind}"
-    return "TRUNCATE_TABLE" if isinstance(tree, exp.TruncateTable) else f"ALTER_{kind}"
-
-
-def _is_alter(tree: exp.Expr) -> bool:
-    # sqlglot keeps several forms of ALTER as they are written.
-    if not isinstance(tree, exp.Command) or tree.name.upper() != "ALTER":
-        return False
-    return _altered_kind(tree) != ""
-
-
-def _altered_kind(tree: exp.Expr) -> str:
-    tokens = sqlglot.tokenize(str(tree.expression), dialect="bigquery")
-    return tokens[0].text.upper() if tokens else ""

@@ -19,7 +19,7 @@ from tests.infra.bigquery.oracle.expressions import (
 )
 from tests.infra.bigquery.oracle.world import Found, World
 
-_QUERIES = Path(__file__).parent / "queries"
+QUERIES = Path(__file__).parent / "queries"
 _UNSUPPORTED = Path(__file__).parent / "unsupported.txt"
 _RULES = ("Array cannot have a null element", "Duplicate column names in the result")
 """Errors of BigQuery about a result, which the evaluator has not."""
@@ -37,7 +37,7 @@ def queries_of(path: Path) -> list[str]:
     return [line for line in lines if line and not line.startswith("--")]
 
 
-@pytest.mark.parametrize("path", sorted(_QUERIES.glob("*.sql")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(QUERIES.glob("*.sql")), ids=lambda path: path.stem)
 def test_queries_answer_as_google_s_evaluator_does(world: World, path: Path) -> None:
     known = set(_UNSUPPORTED.read_text(encoding="utf-8").splitlines())
     wrong = []
@@ -88,7 +88,7 @@ def _agree(expected: Found, given: Found) -> bool:
 
 
 def test_there_are_enough_of_them() -> None:
-    files = list(_QUERIES.glob("*.sql"))
+    files = list(QUERIES.glob("*.sql"))
     assert sum(len(set(queries_of(path))) for path in files) >= 1_900
 
 
@@ -96,7 +96,7 @@ def _write_unsupported() -> None:
     world = World()
     refused = [
         sql
-        for path in sorted(_QUERIES.glob("*.sql"))
+        for path in sorted(QUERIES.glob("*.sql"))
         for sql in queries_of(path)
         if world.given(sql).is_unsupported
     ]

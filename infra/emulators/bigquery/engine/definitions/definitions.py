@@ -28,8 +28,8 @@ from infra.emulators.bigquery.engine.definitions.text import (
 from infra.emulators.bigquery.engine.query import Result
 from infra.emulators.bigquery.errors import DuplicateError, InvalidQueryError, NotFoundError
 from infra.emulators.bigquery.googlesql.calls import unsupported
+from infra.emulators.bigquery.googlesql.definition import definition_kind
 from infra.emulators.bigquery.googlesql.names import Names
-from infra.emulators.bigquery.googlesql.translate import definition_kind
 from infra.emulators.bigquery.store import Store
 from infra.emulators.bigquery.tables.catalog import TableCatalog
 from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey, TableResource

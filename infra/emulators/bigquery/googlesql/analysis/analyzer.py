@@ -113,6 +113,7 @@ class Analyzer:
             language_options=self._language,
             enabled_rewrites=rewrites(),
             error_message_mode=options.ERROR_MESSAGE_ONE_LINE,
+            parse_location_record_type=options.PARSE_LOCATION_RECORD_CODE_SEARCH,
             prune_unused_columns=True,
             default_timezone="UTC",
         )

@@ -66,6 +66,11 @@ def _argument(node: Node, scope: Scope) -> str:
 
 
 def _literal(node: Node, scope: Scope) -> str:
+    if scope.literal_marks:
+        place = node.parse_location_range
+        mark = scope.literal_marks.get((place.start, place.end))
+        if mark is not None:
+            return mark
     return literal(node.value.value, node.type)
 
 

@@ -36,6 +36,8 @@ class Scope:
     translate_subquery: Callable[[Node, Scope], str]
     named_queries: dict[str, list[int]] = field(default_factory=dict)
     """The column ids of each WITH query, in order."""
+    literal_marks: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    """What is written for literals that are filled in later, by their ranges in the statement."""
     targets: dict[int, str] = field(default_factory=dict)
     """The SQL of columns that are not output by a query below, such as an UPDATE's."""
 
