@@ -26,6 +26,7 @@ from infra.emulators.bigquery.googlesql.translation.literals import literal
 
 _LONGEST = 20_000
 _MOST_LITERALS = 500
+_MOST_DIGITS = len(str(2**63))
 _FUNCTIONS = frozenset(
     f"ZetaSQL:${name}"
     for name in ("equal", "not_equal", "less", "less_or_equal", "greater", "greater_or_equal")
@@ -62,18 +63,16 @@ class TemplateText:
         self._sql = sql
         self._parts: list[str] = []
         self.literals: list[_Literal] = []
-        at = 0
-        for start, end, content in _literals(sql):
-            self._parts.append(sql[at:start])
-            self.literals.append(_Literal(content, start, end))
-            at = end
-        self._parts.append(sql[at:])
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether it is worth a template."""
-        is_plain = len(self._sql) <= _LONGEST and _NAMES_FROM_VALUES not in self._sql.upper()
-        return is_plain and 0 < len(self.literals) <= _MOST_LITERALS
+        """None in a statement that is not worth a template."""
+        if len(sql) > _LONGEST or _NAMES_FROM_VALUES in sql.upper():
+            return
+        found = [_Literal(content, *span) for content, span in _literals(sql)]
+        if len(found) > _MOST_LITERALS:
+            return
+        self.literals = found
+        ends = [0, *(one.end for one in found)]
+        starts = [*(one.start for one in found), len(sql)]
+        self._parts = [sql[end:start] for end, start in zip(ends, starts, strict=True)]
 
     @cached_property
     def equals(self) -> tuple[int, ...]:
@@ -98,8 +97,8 @@ class TemplateText:
         return [(length[one.start], length[one.end]) for one in self.literals]
 
 
-def _literals(sql: str) -> Iterator[tuple[int, int, int | str]]:
-    """Start, end and content of each whole number, and of each text without escapes or prefix."""
+def _literals(sql: str) -> Iterator[tuple[int | str, tuple[int, int]]]:
+    """Content and span of each whole number, and of each text without escapes or prefix."""
     before, before_end = "", 0
     found = list(tokens(sql))
     for place, (start, end) in enumerate(found):
@@ -107,14 +106,14 @@ def _literals(sql: str) -> Iterator[tuple[int, int, int | str]]:
         joined = before if before_end == start else ""
         following = found[place + 1] if place + 1 < len(found) else None
         after = sql[slice(*following)] if following else ""
-        if token.isdecimal() and token.isascii():
+        if token.isdecimal() and token.isascii() and len(token) <= _MOST_DIGITS:
             # Not the half of 1.5, and not a part of a name such as my-project-1.
             if not joined.endswith((".", "-")) and after[:1] not in (".", "-"):
-                yield start, end, int(token)
+                yield int(token), (start, end)
         elif token[0] in "'\"" and token[:3] not in ("'''", '"""'):
             is_prefixed = joined[-1:].isalnum()
             if not is_prefixed and "\\" not in token and "\n" not in token:
-                yield start, end, token[1:-1]
+                yield token[1:-1], (start, end)
         before, before_end = token, end
 
 
@@ -137,17 +136,19 @@ def find_holes(tree: Node, text: TemplateText) -> Holes:
         tree: what the analyzer made of it.
         text: the text that the analyzer read.
     """
+    if not text.literals:
+        return Holes({}, {})
     places = {end: place for place, (_, end) in enumerate(text.byte_ranges())}
     found: dict[int, Node] = {}
-    copies = []  # what a rewriting made of a literal, or what may be that
+    copies = set()  # what a rewriting made of a literal, or what may be that
     for node, is_free in _literal_nodes(tree):
         # By the end: that of DATE '2024-01-01' begins before it.
         place = places.get(_range(node)[1])
         if place is None or place in found or not is_free or not _is_plain(node, text, place):
-            copies.append(node.value.value)
+            copies.add(_bytes(node))
         if place is not None:
             found[place] = node
-    free = {place: node for place, node in found.items() if node.value.value not in copies}
+    free = {place: node for place, node in found.items() if _bytes(node) not in copies}
     first: dict[tuple[int, int], int] = {}
     marks = {
         _range(node): _mark(first.setdefault((text.equals[place], node.type.type_kind), place))
@@ -170,6 +171,10 @@ def _literal_nodes(tree: Node) -> Iterator[tuple[Node, bool]]:
 
 def _is_plain(node: Node, text: TemplateText, place: int) -> bool:
     return bool(_value(text.literals[place].content, node.type) == node.value.value)
+
+
+def _bytes(node: Node) -> bytes:
+    return bytes(node.value.value.SerializeToString(deterministic=True))
 
 
 def _mark(place: int) -> str:

@@ -133,13 +133,13 @@ class Translator:
             found, template = self._translate(sql, names, bound, is_view)
             looked_up.is_lasting = not names.listed
             self._kept.put((sql, *around), looked_up, found)
-            if text.is_kept:
+            if text.literals:
                 self._templates.put((text.key, *around), looked_up, (template, found))
         return replace(found, values=bound.values)
 
     def _filled(self, text: TemplateText, around: tuple[Hashable, ...]) -> Statement | None:
         """A statement that differs from one before in its literals only."""
-        kept = self._templates.get((text.key, *around)) if text.is_kept else None
+        kept = self._templates.get((text.key, *around)) if text.literals else None
         if kept is None:
             return None
         template, statement = kept
