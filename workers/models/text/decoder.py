@@ -111,7 +111,8 @@ class Decoder:
             ids = torch.arange(1, _TRIAL_TOKENS + 1, device=self._device)
             with torch.inference_mode():
                 right = self._model(ids[None], use_cache=False).logits[0, -1].float()
-            if self._device.type == "cpu" and self._dtype == torch.bfloat16:
+            in_bf16 = (self._device.type, self._dtype) == ("cpu", torch.bfloat16)
+            if in_bf16 and computes_bf16():  # else torch computes it without oneDNN
                 pack_linear_layers(self._model)
             self._model.set_attn_implementation(ATTENTION)
             self._compute = LlamaPass(self._model) if self._joins else self._compute_by_modules

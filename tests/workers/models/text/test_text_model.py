@@ -18,6 +18,7 @@ from shared.errors import ConfigurationError, ModelFailed
 from tests.workers.models.text import tiny
 from tests.workers.models.text.tiny import Generate
 from workers.models.base import OutOfMemory, SteppedModel
+from workers.models.text import decoder
 from workers.models.text.model import TextModel
 from workers.models.text.vocabulary import Vocabulary
 
@@ -247,6 +248,16 @@ def test_other_precisions_write_the_same_alone_and_again(folder: Path, precision
     first, again = (tiny.run(model, tiny.prompt(PROMPTS[1], 20))[0] for _ in range(2))
     assert first == again
     assert len(tiny.run(model, *(tiny.prompt(ids, 20) for ids in PROMPTS))) == 5
+
+
+def test_bf16_is_computed_on_a_cpu_whose_onednn_has_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "computes_bf16", lambda: False)  # as with AVX2 only
+    model = tiny.open_model(folder, precision="bf16")
+    first, again = (tiny.run(model, tiny.prompt(PROMPTS[1], 20))[0] for _ in range(2))
+    assert first == again
+    assert first.output_tokens == 20
 
 
 FAMILIES: dict[str, Any] = {
