@@ -17,7 +17,7 @@ from infra.emulators.bigquery.googlesql.analysis.analyzer import (
     ParameterTypes,
 )
 from infra.emulators.bigquery.googlesql.analysis.tree import Node
-from infra.emulators.bigquery.googlesql.templates import TemplateText
+from infra.emulators.bigquery.googlesql.templates import StatementText
 from infra.emulators.bigquery.googlesql.translate import Statement, Translator
 from infra.emulators.bigquery.store import Store
 from infra.emulators.bigquery.tables.catalog import TableCatalog
@@ -81,6 +81,12 @@ def told(translator: Translator, sql: str) -> Statement | str:
         return repr(error)
 
 
+def selects(conditions: tuple[str, str]) -> tuple[str, str]:
+    """Two statements that differ in their conditions only."""
+    first, second = (f"SELECT name FROM people WHERE {condition}" for condition in conditions)
+    return first, second
+
+
 SHARED_CONDITIONS = [
     ("id > 5", "id > 70"),
     ("score = 5", "score = 6"),
@@ -98,10 +104,7 @@ SHARED_CONDITIONS = [
     ("id IN (1, 1)", "id IN (2, 2)"),
 ]
 SHARED = [
-    *(
-        (f"SELECT name FROM people WHERE {a}", f"SELECT name FROM people WHERE {b}")
-        for a, b in SHARED_CONDITIONS
-    ),
+    *map(selects, SHARED_CONDITIONS),
     ("SELECT name FROM `p.d.people` WHERE id = 1", "SELECT name FROM `p.d.people` WHERE id = 2"),
     (
         "INSERT INTO people (id, name, born) VALUES (1, 'a', '2024-01-01'), (2, 'b', NULL)",
@@ -150,10 +153,7 @@ APART_CONDITIONS = [
     ("name = 'a'", "name = 'a' 'b'"),
 ]
 APART = [
-    *(
-        (f"SELECT name FROM people WHERE {a}", f"SELECT name FROM people WHERE {b}")
-        for a, b in APART_CONDITIONS
-    ),
+    *map(selects, APART_CONDITIONS),
     # What the analyzer takes for one expression.
     ("SELECT id + 1 FROM people GROUP BY id + 1", "SELECT id + 1 FROM people GROUP BY id + 2"),
     ("SELECT id = 1 FROM people GROUP BY id = 1", "SELECT id = 1 FROM people GROUP BY id = 2"),
@@ -192,7 +192,7 @@ def test_statement_that_means_something_else_is_analyzed(
 @pytest.mark.parametrize("path", sorted(QUERIES.glob("*.sql")), ids=lambda path: path.stem)
 def test_any_other_literals_give_what_the_analyzer_gives(tables: Tables, path: Path) -> None:
     draw = random.Random(path.stem)
-    queries = [sql for sql in queries_of(path) if TemplateText(sql).literals]
+    queries = [sql for sql in queries_of(path) if StatementText(sql).literals]
     for sql in draw.sample(queries, min(len(queries), 12)):
         translator = tables.translator()
         told(translator, sql)
@@ -202,7 +202,7 @@ def test_any_other_literals_give_what_the_analyzer_gives(tables: Tables, path: P
 
 def varied(sql: str, draw: random.Random) -> str:
     """The statement with other numbers and texts, equal ones staying equal for the most part."""
-    text, parts, at = TemplateText(sql), [], 0
+    text, parts, at = StatementText(sql), [], 0
     new: dict[int, str] = {}
     for place, one in zip(text.equals, text.literals, strict=True):
         if place not in new or draw.random() < 0.1:

@@ -6,7 +6,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -188,6 +189,16 @@ def test_disk_that_gets_full_loses_nothing_and_starts_and_has_room_again(
     assert done.returncode == 0, done.stderr
 
 
+@contextmanager
+def connected(folder: Path) -> Iterator[sqlite3.Connection]:
+    """The connection to a file of the server, as its database has it."""
+    with opened_database(folder, fsync=False):
+        pass
+    path = folder / FILE_NAME
+    with closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as opened:
+        yield opened
+
+
 class FullDatabase(Database):
     """The real one on a disk that is full while the test says so."""
 
@@ -201,11 +212,7 @@ class FullDatabase(Database):
 
 @pytest.mark.anyio
 async def test_failed_commit_takes_back_what_is_published_and_nothing_else(tmp_path: Path) -> None:
-    with opened_database(tmp_path, fsync=False):
-        pass
-    with closing(
-        sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None, check_same_thread=False)
-    ) as connection:
+    with connected(tmp_path) as connection:
         database = FullDatabase(connection, LastCommit(tmp_path), Reserve(tmp_path))
         world = KeptWorld(database)
         world.topic()
@@ -237,6 +244,8 @@ async def test_failed_commit_takes_back_what_is_published_and_nothing_else(tmp_p
 class FullWithReserve(FullDatabase):
     """Full but for the reserve, which is enough for acks."""
 
+    is_out_of_room = False
+
     def make_room(self) -> None:
         self.is_full = False
 
@@ -244,18 +253,12 @@ class FullWithReserve(FullDatabase):
         if self.is_out_of_room:
             raise WriteFailed("there is no room for 8 MiB")
 
-    is_out_of_room = False
-
 
 @pytest.mark.anyio
 async def test_acks_that_are_confirmed_are_written_into_the_reserve_of_a_full_disk(
     tmp_path: Path,
 ) -> None:
-    with opened_database(tmp_path, fsync=False):
-        pass
-    with closing(
-        sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None, check_same_thread=False)
-    ) as connection:
+    with connected(tmp_path) as connection:
         database = FullWithReserve(connection, LastCommit(tmp_path), Reserve(tmp_path))
         world = KeptWorld(database)
         world.topic()
@@ -278,11 +281,7 @@ async def test_acks_that_are_confirmed_are_written_into_the_reserve_of_a_full_di
 
 @pytest.mark.anyio
 async def test_acks_that_a_full_disk_has_no_room_for_are_not_confirmed(tmp_path: Path) -> None:
-    with opened_database(tmp_path, fsync=False):
-        pass
-    with closing(
-        sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None, check_same_thread=False)
-    ) as connection:
+    with connected(tmp_path) as connection:
         database = FullDatabase(connection, LastCommit(tmp_path), Reserve(tmp_path))
         world = KeptWorld(database)
         world.topic()
@@ -318,11 +317,7 @@ async def test_disk_that_does_not_answer_refuses_in_time_and_what_waits_is_writt
     tmp_path: Path,
 ) -> None:
     answers = threading.Event()
-    with opened_database(tmp_path, fsync=False):
-        pass
-    with closing(
-        sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None, check_same_thread=False)
-    ) as connection:
+    with connected(tmp_path) as connection:
         journal = DurableJournal(SlowDatabase(connection, tmp_path, answers), commit_limit_s=0.05)
         async with journal.running(lambda sequences: None):
             journal.save(

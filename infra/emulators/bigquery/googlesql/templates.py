@@ -1,7 +1,7 @@
 """Statements that differ in compared values only: one analysis does for all of them.
 
 Dashboards and reports send the same statement with other days and ids. What was translated once is
-kept as a template, with holes in place of the literals whose value nothing has looked at. These are
+kept as a template, with marks in place of the literals whose value nothing has looked at. These are
 whole numbers, texts, and dates and timestamps in their plain form, compared with something or
 inserted. All others must come again as they were, and literals that were equal must be equal again,
 since the analyzer takes equal expressions for one.
@@ -52,7 +52,7 @@ class _Literal:
     end: int
 
 
-class TemplateText:
+class StatementText:
     """A statement's text, without its literals.
 
     Args:
@@ -118,7 +118,7 @@ def _literals(sql: str) -> Iterator[tuple[int | str, tuple[int, int]]]:
 
 
 @dataclass(frozen=True)
-class Holes:
+class FreeLiterals:
     """The free literals of a statement.
 
     `kinds` are their types, by their places among the literals. `marks` are what is written for
@@ -129,7 +129,7 @@ class Holes:
     marks: dict[tuple[int, int], str]
 
 
-def find_holes(tree: Node, text: TemplateText) -> Holes:
+def free_literals(tree: Node, text: StatementText) -> FreeLiterals:
     """Returns the literals of a statement that are free.
 
     Args:
@@ -137,7 +137,7 @@ def find_holes(tree: Node, text: TemplateText) -> Holes:
         text: the text that the analyzer read.
     """
     if not text.literals:
-        return Holes({}, {})
+        return FreeLiterals({}, {})
     places = {end: place for place, (_, end) in enumerate(text.byte_ranges())}
     found: dict[int, Node] = {}
     copies = set()  # what a rewriting made of a literal, or what may be that
@@ -154,7 +154,7 @@ def find_holes(tree: Node, text: TemplateText) -> Holes:
         _range(node): _mark(first.setdefault((text.equals[place], node.type.type_kind), place))
         for place, node in free.items()
     }
-    return Holes({place: node.type for place, node in free.items()}, marks)
+    return FreeLiterals({place: node.type for place, node in free.items()}, marks)
 
 
 def _literal_nodes(tree: Node) -> Iterator[tuple[Node, bool]]:
@@ -169,7 +169,7 @@ def _literal_nodes(tree: Node) -> Iterator[tuple[Node, bool]]:
         yield from ((node, is_free) for node in children if node.kind == "Literal")
 
 
-def _is_plain(node: Node, text: TemplateText, place: int) -> bool:
+def _is_plain(node: Node, text: StatementText, place: int) -> bool:
     return bool(_value(text.literals[place].content, node.type) == node.value.value)
 
 
@@ -217,24 +217,24 @@ def _moment(content: str) -> ValueProto:
 
 
 @dataclass(frozen=True)
-class Template:
+class StatementTemplate:
     """A translated statement, without its free literals.
 
     Args:
         text: the statement.
-        holes: its free literals.
+        free: its free literals.
         sql: what it was translated to, in DuckDB's SQL with marks.
     """
 
-    text: TemplateText
-    holes: Holes
+    text: StatementText
+    free: FreeLiterals
     sql: tuple[str, ...]
 
-    def filled(self, text: TemplateText) -> tuple[str, ...] | None:
+    def filled(self, text: StatementText) -> tuple[str, ...] | None:
         """Returns the SQL of a statement with the same key. None: it must be translated anew."""
         written: dict[str, str] = {}
         for place, one in enumerate(text.literals):
-            kind = self.holes.kinds.get(place)
+            kind = self.free.kinds.get(place)
             if kind is not None:
                 value = _value(one.content, kind)
                 if value is None:
@@ -253,4 +253,4 @@ class Template:
     @cached_property
     def _marks(self) -> dict[int, str]:
         by_end = {end: place for place, (_, end) in enumerate(self.text.byte_ranges())}
-        return {by_end[end]: mark for (_, end), mark in self.holes.marks.items()}
+        return {by_end[end]: mark for (_, end), mark in self.free.marks.items()}

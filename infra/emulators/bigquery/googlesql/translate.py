@@ -26,7 +26,11 @@ from infra.emulators.bigquery.googlesql.names import (
 )
 from infra.emulators.bigquery.googlesql.parameters import Parameters, read_parameters
 from infra.emulators.bigquery.googlesql.partitions import ReadTable, View, check_partition_filters
-from infra.emulators.bigquery.googlesql.templates import Template, TemplateText, find_holes
+from infra.emulators.bigquery.googlesql.templates import (
+    StatementTemplate,
+    StatementText,
+    free_literals,
+)
 from infra.emulators.bigquery.googlesql.text import SplitNames, is_definition
 from infra.emulators.bigquery.googlesql.translation.scans import subquery
 from infra.emulators.bigquery.googlesql.translation.scope import Scope
@@ -92,7 +96,7 @@ class Translator:
     listing: Callable[[str, Sequence[str], str], Listing]
     analyzer: Analyzer = field(default_factory=Analyzer)
     _kept: KeptStatements[Statement] = field(default_factory=lambda: KeptStatements())
-    _templates: KeptStatements[tuple[Template, Statement]] = field(
+    _templates: KeptStatements[tuple[StatementTemplate, Statement]] = field(
         default_factory=lambda: KeptStatements()
     )
 
@@ -125,7 +129,7 @@ class Translator:
         around = (project, default_dataset, is_view, bound.form())
         found = self._kept.get((sql, *around))
         if found is None:
-            text = TemplateText(sql)
+            text = StatementText(sql)
             found = self._filled(text, around)
         if found is None:
             looked_up = LookedUp(self.find)
@@ -137,7 +141,7 @@ class Translator:
                 self._templates.put((text.key, *around), looked_up, (template, found))
         return replace(found, values=bound.values)
 
-    def _filled(self, text: TemplateText, around: tuple[Hashable, ...]) -> Statement | None:
+    def _filled(self, text: StatementText, around: tuple[Hashable, ...]) -> Statement | None:
         """A statement that differs from one before in its literals only."""
         kept = self._templates.get((text.key, *around)) if text.literals else None
         if kept is None:
@@ -148,16 +152,16 @@ class Translator:
 
     def _translate(
         self, sql: str, names: Names, bound: Parameters, is_view: bool
-    ) -> tuple[Statement, Template]:
+    ) -> tuple[Statement, StatementTemplate]:
         reads = _Reads()
         tree, sources, scope, read = self._analyze(sql, names, bound, reads, 0)
         if not is_view:
             check_partition_filters(tree, {key: one.read for key, one in sources.items()})
-        text = TemplateText(read)
-        holes = find_holes(tree, text)
-        scope.literal_marks = holes.marks
+        text = StatementText(read)
+        free = free_literals(tree, text)
+        scope.literal_marks = free.marks
         written = _written(tree, scope, sources)
-        template = Template(text, holes, (written.sql, *written.checks))
+        template = StatementTemplate(text, free, (written.sql, *written.checks))
         filled, *checks = template.with_own()
         changed = None if written.kind == "SELECT" else _changed_table(tree, sources).key
         statement = Statement(
