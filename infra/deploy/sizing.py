@@ -101,21 +101,9 @@ def size_workers(
     Raises:
         ConfigurationError: a full batch alone takes longer than the deadline.
     """
-    share_of = model.gpu.share if model.gpu.type != "none" else 1
-    service_s = rate.seconds_per_item or 0.0
-    if share_of != rate.measured_share:
-        service_s *= share_of / rate.measured_share / rate.kept_when_sharing
-    batch = batch_items(model, rate)
+    service_s, batch = _service_s(model, rate), batch_items(model, rate)
     places = batch if model.definition.shares_weights else 1
-    spare_s = model.deadline.default_s - TRIP_S - batch * service_s
-    if spare_s <= 0:
-        raise ConfigurationError(
-            f"models.{model.name}: seconds_per_item: a full batch of {batch} takes "
-            f"{batch * service_s:.3g} s on its share of the GPU, the deadline (deadline.default_s) "
-            f"is {model.deadline.default_s:g} s: no number of workers is enough; lower "
-            "batch.max_items or gpu.share",
-            field=f"models.{model.name}.seconds_per_item",
-        )
+    spare_s = _spare_s(model, batch, batch * service_s)
 
     def processes(requests_per_s: float) -> int:
         load = requests_per_s * rate.items_per_request * (1 - rate.hit_share) * service_s
@@ -148,6 +136,29 @@ def size_workers(
         pods_peak=max(model.replicas.min, _pods(model, at_peak)),
         answer_s=TRIP_S + wait_s + batch * service_s,
     )
+
+
+def _service_s(model: Model, rate: ModelRate) -> float:
+    """Seconds for an item on the model's share of a GPU, which may not be the one measured."""
+    share = model.gpu.share if model.gpu.type != "none" else 1
+    service_s = rate.seconds_per_item or 0.0
+    if share == rate.measured_share:
+        return service_s
+    return service_s * share / rate.measured_share / rate.kept_when_sharing
+
+
+def _spare_s(model: Model, batch: int, batch_s: float) -> float:
+    """How long a request may wait for its batch, so that its answer is there by the deadline."""
+    spare_s = model.deadline.default_s - TRIP_S - batch_s
+    if spare_s <= 0:
+        raise ConfigurationError(
+            f"models.{model.name}: seconds_per_item: a full batch of {batch} takes "
+            f"{batch_s:.3g} s on its share of the GPU, the deadline (deadline.default_s) "
+            f"is {model.deadline.default_s:g} s: no number of workers is enough; lower "
+            "batch.max_items or gpu.share",
+            field=f"models.{model.name}.seconds_per_item",
+        )
+    return spare_s
 
 
 def batch_items(model: Model, rate: ModelRate) -> int:
