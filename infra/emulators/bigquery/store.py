@@ -44,6 +44,8 @@ class Store:
         self.changes = 0
         """Grows with each transaction, before its caller is answered."""
         self._is_lost = False
+        self._reopened = 0
+        """How often the database was let go to be opened again."""
         self._reopening = threading.Lock()
         self._counting = threading.Lock()
         self._uploads: tempfile.TemporaryDirectory[str] | None = None
@@ -112,17 +114,23 @@ class Store:
         """Opens a session that does not change `data`, and sees one state of it per statement.
 
         Raises:
-            duckdb.IOException: the database was lost to a full disk, and can't be opened yet.
+            duckdb.IOException: the database was lost to a full disk, and can't be opened yet, or
+                was opened again meanwhile.
         """
         if self._is_lost:
             self._reopen()
+        reopened = self._reopened
         cursor = self._root.cursor()
         try:
             yield cursor
         except duckdb.Error as error:
             # DuckDB gives up a database whose log it could not write back, as on a full disk.
             self._is_lost = self._is_lost or _LOST in str(error)
-            raise
+            is_told = isinstance(error, duckdb.IOException | duckdb.InterruptException)
+            if is_told or reopened == self._reopened:
+                raise
+            # Without the database no table is there, which says nothing about the statement.
+            raise duckdb.IOException("the database was opened again meanwhile") from error
         finally:
             cursor.close()
 
@@ -134,6 +142,7 @@ class Store:
         with self._reopening:
             if not self._is_lost:
                 return
+            self._reopened += 1
             if self._root.execute(_IS_ATTACHED).fetchone() is not None:
                 self._root.execute("DETACH data")
             try:

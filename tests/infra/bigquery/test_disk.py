@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import duckdb
 import psutil
 import pytest
 from google.cloud import bigquery
 
+from infra.emulators.bigquery.store import FILE_NAME, Store
 from infra.local.process import free_port, listens
 from tests.infra.bigquery.connecting import connected, request, rows_of
 from tests.infra.bigquery.test_process import process
@@ -51,9 +53,38 @@ def test_a_full_disk_is_told_of_and_left_behind(tmp_path: Path) -> None:
         assert "backendError" in json.dumps(told), told
         server.rlimit(psutil.RLIMIT_FSIZE, unlimited)
         assert insert(endpoint, 100) == 200
+        assert rows_of(client, "SELECT DISTINCT LENGTH(text) FROM d.t") == [(MIB,)]
         kept = {row[0] for row in rows_of(client, "SELECT id FROM d.t")}
         # What was refused is not there either: a client that sends it again would have it twice.
         assert kept == {number for number, status in answered.items() if status == 200} | {100}
+
+
+def test_session_that_is_open_while_the_database_is_opened_again_is_worth_a_retry(
+    tmp_path: Path,
+) -> None:
+    store = Store(tmp_path)
+    store.open()
+    with store.transaction() as cursor:
+        cursor.execute("CREATE TABLE data.main.t AS SELECT 1 AS x")
+    aside, path = tmp_path / "aside", tmp_path / FILE_NAME
+    read = "SELECT x FROM data.main.t"
+
+    def read_while_it_is_away() -> None:
+        with store.reading() as held:
+            with pytest.raises(duckdb.IOException), store.reading():
+                raise duckdb.IOException('Database "data" has been invalidated')  # DuckDB's words
+            path.rename(aside)
+            path.write_bytes(b"no database" * 1000)
+            with pytest.raises(duckdb.IOException, match="opened again"), store.reading():
+                pytest.fail("it can't be opened")
+            held.execute(read)
+
+    with pytest.raises(duckdb.IOException, match="opened again meanwhile"):
+        read_while_it_is_away()
+    aside.rename(path)
+    with store.reading() as cursor:
+        assert cursor.execute(read).fetchall() == [(1,)]
+    store.close()
 
 
 def test_kills_on_a_disk_that_gets_full_lose_nothing_that_was_answered(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class Queries:
         query = f"SELECT {readable_columns(statement.schema, columns)} FROM {named}"
         values: list[tuple[Any, ...]] = []
         size_bytes = 0
-        with self._store.reading() as cursor, _translated(statement):
+        with _translated(statement), self._store.reading() as cursor:
             on_cursor(cursor)
             # Read as it is computed, so it ends with the session where the rows are too many.
             found = cursor.execute(query, values_in(statement.sql, statement.values))
@@ -123,7 +123,7 @@ class Queries:
         """Runs a query and keeps its rows in a table, for another table. See `select`."""
         schema = statement.schema
         physical = f"memory.main.r{next(self._numbers)}"
-        with self._store.reading() as cursor, _translated(statement):
+        with _translated(statement), self._store.reading() as cursor:
             on_cursor(cursor)
             columns = ", ".join(f"{quoted(field.name)} {field.duckdb_type}" for field in schema)
             cursor.execute(f"CREATE TABLE {physical} ({columns})")
