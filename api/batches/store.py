@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from api.batches.admissions import Admissions
 from api.batches.documents import (
     BatchCreated,
     BatchEnded,
@@ -54,16 +55,28 @@ class BatchStore:
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
+        self._admissions = Admissions(objects, self._marked)
 
-    async def create(self, created: BatchCreated) -> None:
-        """Keeps a new batch. Its marker comes first: a batch that nobody finds would never end.
+    async def create(self, created: BatchCreated, most_open: int) -> bool:
+        """Keeps a new batch, unless `most_open` of its tenant are open. Returns whether it did.
+
+        Its marker comes first: a batch that nobody finds would never end.
 
         Raises:
+            Overloaded: too many are being created at once.
             Unavailable: the object store is out of reach.
         """
         owner = owner_of(created.tenant)
-        await self._objects.create(f"{OPEN}/{owner}/{created.id}/open", b"{}", _JSON)
+        marker = f"{OPEN}/{owner}/{created.id}/open"
+
+        async def mark() -> None:
+            await self._objects.create(marker, b"{}", _JSON)
+
+        if not await self._admissions.admit(owner, created.id, most_open, mark):
+            await self._objects.delete(marker)
+            return False
         await self.write(owner, created.id, "created", created)
+        return True
 
     async def write(self, owner: str, batch_id: str, name: str, document: msgspec.Struct) -> bool:
         """Writes a document unless it exists. Returns whether it did.
@@ -233,6 +246,9 @@ class BatchStore:
             Unavailable: the object store is out of reach.
         """
         return decode_header(await self._objects.get_range(segment.key, 0, HEADER_BYTES))
+
+    async def _marked(self, owner: str) -> set[str]:
+        return {one.id for one in await self.open(owner)}
 
     async def _counts(self, owner: str, batch_id: str) -> Counts:
         try:
