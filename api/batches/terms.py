@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -39,7 +40,8 @@ class CurrentTerms:
         self._version = ""
         self._document = Document()
         self._limits: dict[str, Limits | None] = {}
-        self._asked_s = -REFRESH_S
+        self._asked_s = -math.inf
+        self._reason = ""
         self._reading = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -85,8 +87,15 @@ class CurrentTerms:
                 # Thousands of keys take tens of milliseconds, in which lines go on.
                 document = await asyncio.to_thread(decode_document, found.data, source)
             except (TimeoutError, Unavailable, ConfigurationError) as error:
-                facts = {"source": self._store.source, "reason": str(error)}
-                log.warning("limits of batches not read; those read before count", extra=facts)
+                self._failed(str(error) or f"no answer in {READ_LIMIT_S:g} s")
                 return
+            self._reason = ""
             self._document, self._version = document, found.version
             self._limits = {key.id: key.limits for key in document.keys}
+
+    def _failed(self, reason: str) -> None:
+        """Logs a reason once, as the store is asked again and again."""
+        if self._store is not None and reason != self._reason:
+            facts = {"source": self._store.source, "reason": reason}
+            log.warning("limits of batches not read; those read before count", extra=facts)
+        self._reason = reason
