@@ -100,6 +100,7 @@ def _over_budget(counter: Counter, amount: float, now_s: float) -> BudgetExceede
         f"Budget in {counter.subject}: limit {counter.limit:g}, used {counter.used:.10g}, "
         f"requested {amount:.10g}. It starts anew with the next month (UTC).",
         unit=counter.unit,
-        retry_after_s=counter.retry_after_s(now_s),
+        # 0: it is more than the whole budget, so nobody was asked when the next month begins.
+        retry_after_s=counter.retry_after_s(now_s) or LONGEST_RETRY_S,
         is_final=True,
     )
