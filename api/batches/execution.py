@@ -58,12 +58,18 @@ class Progress:
 
     Args:
         should_yield: whether another batch could run in place of this one.
+        attempts: ends that the records of lines have, by the numbers of the lines. They outlive the
+            turn, as the next one would get these ends again.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, should_yield: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+        self,
+        should_yield: Callable[[], bool],
+        attempts: dict[int, int],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.attempts = attempts
         self._should_yield = should_yield
         self._clock = clock
         self._moved_s = clock()
@@ -71,8 +77,9 @@ class Progress:
         self.is_stalled = False
         """Whether the rest of the lines waits for a later turn."""
 
-    def note_end(self) -> None:
+    def note_end(self, line: BatchLine) -> None:
         """A line ended."""
+        self.attempts.pop(line.number, None)
         self._moved_s = self._clock()
         self.ended_lines += 1
 
@@ -118,15 +125,16 @@ class LineExecutor:
         Returns:
             None if it has to wait for a later turn.
         """
-        pauses, attempt = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0
+        pauses, attempts = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), progress.attempts
         while time.time() < batch.expires_at_s:
-            request_id = _request_id(batch, line, attempt)
+            request_id = _request_id(batch, line, attempts.get(line.number, 0))
             try:
                 response = await self._compute(batch, caller, line, request_id)
                 body = await self._reply(batch, line, response)
             except _TRANSIENT as error:
                 # The record of the job has this end, so the same id would only get it again.
-                attempt += isinstance(error, DeadlineExceeded | Canceled)
+                if isinstance(error, DeadlineExceeded | Canceled):
+                    attempts[line.number] = attempts.get(line.number, 0) + 1
                 if not progress.is_worth_waiting(error):
                     return None
                 left_s = max(0.0, batch.expires_at_s - time.time())
@@ -134,10 +142,10 @@ class LineExecutor:
                     pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
                 continue
             except PenstockError as error:
-                progress.note_end()
+                progress.note_end(line)
                 LINES.labels("failed").inc()
                 return LineAnswer(refused(batch, line, request_id, error), "failed")
-            progress.note_end()
+            progress.note_end(line)
             LINES.labels("completed").inc()
             tokens = sum(outcome.receipt.tokens or 0 for outcome in response.outcomes)
             return LineAnswer(answered(batch, line, request_id, body), "completed", tokens)

@@ -113,6 +113,7 @@ class BatchRun:
         stop: says when no more lines are run.
         share: bounds the lines in flight.
         turns: which other batches wait.
+        attempts: of its lines in earlier turns (`Progress`).
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class BatchRun:
         stop: Stop,
         share: Share,
         turns: Turns,
+        attempts: dict[int, int],
     ) -> None:
         self._tools = tools
         self._batch = batch
@@ -129,7 +131,7 @@ class BatchRun:
         self._stop = stop
         self._share = share
         self._turns = turns
-        self._progress = Progress(turns.is_anyone_waiting)
+        self._progress = Progress(turns.is_anyone_waiting, attempts)
 
     async def run(self) -> BatchEnded | Paused:
         """Returns the end of the batch, which is kept, or why it goes on in a later turn.

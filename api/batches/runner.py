@@ -104,6 +104,7 @@ class BatchRunner:
         self._held: dict[str, _Held] = {}
         self._served_s: dict[str, float] = {}
         self._patience: dict[str, _Patience] = {}
+        self._attempts: dict[str, dict[int, int]] = {}
         self._woken = asyncio.Event()
 
     async def run(self) -> None:
@@ -215,7 +216,8 @@ class BatchRunner:
         if held.is_cancelled:
             stop.cancel()
         with self._window.share() as share:
-            run = BatchRun(self._tools, batch, stop, share, held)
+            attempts = self._attempts.setdefault(batch.id, {})
+            run = BatchRun(self._tools, batch, stop, share, held, attempts)
             running = asyncio.ensure_future(run.run())
             keeping = asyncio.ensure_future(self._leases.keep(batch.id))
             try:
@@ -243,6 +245,7 @@ class BatchRunner:
 
     def _forget(self, batches: set[str], owners: set[str]) -> None:
         self._patience = {one: value for one, value in self._patience.items() if one in batches}
+        self._attempts = {one: value for one, value in self._attempts.items() if one in batches}
         self._served_s = {one: value for one, value in self._served_s.items() if one in owners}
 
 

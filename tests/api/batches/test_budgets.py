@@ -15,7 +15,7 @@ from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.request import InferenceRequest, InferenceResponse
 from shared.catalog import Catalog
 from shared.catalog_entry import Price
-from shared.errors import Unavailable
+from shared.errors import DeadlineExceeded, PenstockError, Unavailable
 from shared.tenants.directory import StoredKey
 from shared.tenants.plan import Limits, Plan
 from tests.api.batches.batching import (
@@ -146,18 +146,20 @@ async def test_spent_budgets_of_many_tenants_leave_hands_to_others(
         assert (await poor.batches.retrieve(stuck.id)).request_counts.completed == 0
 
 
+@pytest.mark.parametrize("error", [Unavailable(), DeadlineExceeded()])
 async def test_batch_that_can_not_move_steps_aside_for_another_one_of_its_tenant(
-    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, error: PenstockError
 ) -> None:
     """As if the worker of the one model were gone: what is wrong lasts, and it is no budget."""
     monkeypatch.setattr(execution, "STALLED_S", 0.2)
     monkeypatch.setattr(execution, "LONGEST_PAUSE_S", 0.05)
-    real, is_back = Dispatcher.dispatch, asyncio.Event()
+    real, is_back, late = Dispatcher.dispatch, asyncio.Event(), list[str]()
 
     async def dispatch(self: Dispatcher, request: InferenceRequest) -> InferenceResponse:
         number = int(request.request_id.split("-")[1])
         if request.batch_id == stuck.id and number > 2 and not is_back.is_set():
-            raise Unavailable
+            late.append(request.request_id)
+            raise error
         return await real(self, request)
 
     async with batching(tmp_path, redis_url) as (api, _):
@@ -173,6 +175,8 @@ async def test_batch_that_can_not_move_steps_aside_for_another_one_of_its_tenant
         async with asyncio.timeout(10):
             assert (await until(client, stuck)).request_counts.completed == 5
         assert set(_computed(api, stuck).values()) == {1}
+        if isinstance(error, DeadlineExceeded):
+            assert len(late) == len(set(late)), "the record of a late job would only say so again"
 
 
 async def test_older_batch_goes_on_before_newer_ones(
