@@ -83,6 +83,12 @@ class Progress:
         self._moved_s = self._clock()
         self.ended_lines += 1
 
+    def note_failure(self, line: BatchLine, error: PenstockError) -> None:
+        """A line failed, and may be tried again."""
+        # The record of the job has this end, so the same id would only get it again.
+        if isinstance(error, DeadlineExceeded | Canceled):
+            self.attempts[line.number] = self.attempts.get(line.number, 0) + 1
+
     def is_worth_waiting(self, error: PenstockError) -> bool:
         """Whether a line that failed with this is tried again in this turn.
 
@@ -125,16 +131,14 @@ class LineExecutor:
         Returns:
             None if it has to wait for a later turn.
         """
-        pauses, attempts = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), progress.attempts
+        pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while time.time() < batch.expires_at_s:
-            request_id = _request_id(batch, line, attempts.get(line.number, 0))
+            request_id = _request_id(batch, line, progress.attempts.get(line.number, 0))
             try:
                 response = await self._compute(batch, caller, line, request_id)
                 body = await self._reply(batch, line, response)
             except _TRANSIENT as error:
-                # The record of the job has this end, so the same id would only get it again.
-                if isinstance(error, DeadlineExceeded | Canceled):
-                    attempts[line.number] = attempts.get(line.number, 0) + 1
+                progress.note_failure(line, error)
                 if not progress.is_worth_waiting(error):
                     return None
                 left_s = max(0.0, batch.expires_at_s - time.time())
