@@ -118,6 +118,12 @@ class BudgetExceeded(RateLimited):
     code = "insufficient_quota"
 
 
+class BudgetReserved(BudgetExceeded):
+    """Requests in flight have reserved what is left of the budget. It passes when they end."""
+
+    code = "rate_limit_exceeded"
+
+
 class ClientGone(Canceled):
     """The caller closed the connection before the answer was there."""
 

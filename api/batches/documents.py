@@ -65,15 +65,19 @@ class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
     plan_name: str = ""
     key_limits: Limits | None = None
 
-    @property
-    def caller(self) -> Caller:
-        """Who pays. Lines are within the budgets of the month. Rates are for requests only."""
-        key_limits = self.key_limits
+    def caller(self, plan: Plan, plan_name: str, key_limits: Limits | None) -> Caller:
+        """Who pays. Lines are within the budgets of the month. Rates are for requests only.
+
+        Args:
+            plan: of the tenant.
+            plan_name: its name. Empty: the tenant has none.
+            key_limits: of the key alone.
+        """
         return Caller(
             tenant=self.tenant,
             key_id=self.key_id,
-            plan=msgspec.structs.replace(self.plan, per_model={}, **_NO_RATES),
-            plan_name=self.plan_name,
+            plan=msgspec.structs.replace(plan, per_model={}, **_NO_RATES),
+            plan_name=plan_name,
             key_limits=key_limits and msgspec.structs.replace(key_limits, **_NO_RATES),
         )
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from prometheus_client import Counter
 
 from api.batches.documents import BatchCreated
 from api.batches.lines import BatchLine, answered, not_run, refused
+from api.batches.segments import LineAnswer
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
 from api.endpoints import ENDPOINTS
 from api.endpoints.base import ReplyTools
+from api.errors import BudgetReserved, RateLimited
 from api.inputs.image_codec import ImageCodec
 from api.limits.limited_request import LimitedRequest
 from api.limits.limiter import Limiter
@@ -24,6 +26,10 @@ from shared.stores.objects import ObjectStore
 from shared.tenants.plan import Caller
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
+LONGEST_RESERVED_PAUSE_S = 5.0
+"""A budget that requests in other processes have reserved is asked again after this time."""
+STALLED_S = 30.0
+"""A batch of which no line has ended for so long steps aside, if another batch waits."""
 REPLY_LIMIT_S = 60.0
 """For the encoding of the images of one line."""
 LANE = "batch"
@@ -47,12 +53,52 @@ LINES = Counter(
 _TRANSIENT = (Overloaded, Unavailable, DeadlineExceeded, Canceled)
 
 
-class LineAnswer(NamedTuple):
-    """The end of a line: a line of the output file, or of the error file."""
+class Progress:
+    """What one turn of a batch has brought, and whether it is worth waiting for more.
 
-    data: bytes
-    end: Literal["completed", "failed", "not_run"]
-    tokens: int = 0
+    Args:
+        should_yield: whether another batch could run in place of this one.
+        attempts: ends that the records of lines have, by the numbers of the lines. They outlive the
+            turn, as the next one would get these ends again.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        should_yield: Callable[[], bool],
+        attempts: dict[int, int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.attempts = attempts
+        self._should_yield = should_yield
+        self._clock = clock
+        self._moved_s = clock()
+        self.ended_lines = 0
+        self.is_stalled = False
+        """Whether the rest of the lines waits for a later turn."""
+
+    def note_end(self, line: BatchLine) -> None:
+        """A line ended."""
+        self.attempts.pop(line.number, None)
+        self._moved_s = self._clock()
+        self.ended_lines += 1
+
+    def note_failure(self, line: BatchLine, error: PenstockError) -> None:
+        """A line failed, and may be tried again."""
+        # The record of the job has this end, so the same id would only get it again.
+        if isinstance(error, DeadlineExceeded | Canceled):
+            self.attempts[line.number] = self.attempts.get(line.number, 0) + 1
+
+    def is_worth_waiting(self, error: PenstockError) -> bool:
+        """Whether a line that failed with this is tried again in this turn.
+
+        A budget that is spent holds up this line only: others may be cheaper.
+        """
+        if isinstance(error, RateLimited) and error.is_final:
+            return False
+        if self._clock() - self._moved_s >= STALLED_S and self._should_yield():
+            self.is_stalled = True
+        return not self.is_stalled
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +106,10 @@ class LineExecutor:
     """Runs lines through the dispatcher, in the lane `batch`.
 
     What keeps a line from being computed now is tried again until its batch expires: a full
-    instance, a budget that is spent, a broker out of reach, a deadline, a worker that gave up.
-    What is wrong with the line itself ends it.
+    instance, a broker out of reach, a deadline, a worker that gave up. A budget of which the rest
+    is reserved is tried again when a request ends. If the budget is spent, or if nothing moves
+    while others wait, the line waits for a later turn of its batch. What is wrong with the line
+    itself ends it.
     """
 
     dispatcher: Dispatcher
@@ -69,35 +117,57 @@ class LineExecutor:
     image_codec: ImageCodec
     limiter: Limiter
 
-    async def run(self, batch: BatchCreated, caller: Caller, line: BatchLine) -> LineAnswer:
+    async def run(
+        self, batch: BatchCreated, caller: Caller, line: BatchLine, progress: Progress
+    ) -> LineAnswer | None:
         """Computes a line. A canceled call leaves it undone.
 
         Args:
             batch: the batch.
             caller: who pays.
             line: of the batch.
+            progress: of this turn of the batch.
+
+        Returns:
+            None if it has to wait for a later turn.
         """
-        pauses, attempt = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0
+        pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while time.time() < batch.expires_at_s:
-            request_id = _request_id(batch, line, attempt)
+            request_id = _request_id(batch, line, progress.attempts.get(line.number, 0))
             try:
                 response = await self._compute(batch, caller, line, request_id)
                 body = await self._reply(batch, line, response)
             except _TRANSIENT as error:
-                # The record of the job has this end, so the same id would only get it again.
-                attempt += isinstance(error, DeadlineExceeded | Canceled)
+                progress.note_failure(line, error)
+                if not progress.is_worth_waiting(error):
+                    return None
                 left_s = max(0.0, batch.expires_at_s - time.time())
-                await asyncio.sleep(min(_pause_s(error, next(pauses)), left_s))
+                if await self._pause(error, caller, line, next(pauses), left_s):
+                    pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
                 continue
             except PenstockError as error:
+                progress.note_end(line)
                 LINES.labels("failed").inc()
                 return LineAnswer(refused(batch, line, request_id, error), "failed")
+            progress.note_end(line)
             LINES.labels("completed").inc()
             tokens = sum(outcome.receipt.tokens or 0 for outcome in response.outcomes)
             return LineAnswer(answered(batch, line, request_id, body), "completed", tokens)
         LINES.labels("not_run").inc()
         data = not_run(batch, line.number, line.custom_id, *NOT_RUN["expired"])
         return LineAnswer(data, "not_run")
+
+    async def _pause(
+        self, error: PenstockError, caller: Caller, line: BatchLine, drawn_s: float, left_s: float
+    ) -> bool:
+        """Waits before the next try. Returns whether something has changed for it."""
+        if isinstance(error, BudgetReserved):
+            model = line.request.model
+            account = self.limiter.account(caller, model.name, model.definition.unit)
+            longest_s = min(drawn_s, LONGEST_RESERVED_PAUSE_S, left_s)
+            return await self.limiter.wait_released(account, longest_s)
+        await asyncio.sleep(min(_pause_s(error, drawn_s), left_s))
+        return False
 
     async def _compute(
         self, batch: BatchCreated, caller: Caller, line: BatchLine, request_id: str
@@ -121,6 +191,7 @@ class LineExecutor:
         async with LimitedRequest(
             self.limiter, caller, model, request.inputs, {}, price_share=batch.price_share
         ) as limited:
+            limited.wake_next()
             response = await self.dispatcher.dispatch(request)
             limited.settle(response.price, response.outcomes)
         response.raise_failed()

@@ -3,6 +3,7 @@
     batches/files/<owner>/<file>/data, file.json     an uploaded file, or the output of a batch
     batches/runs/<owner>/<batch>/…                   the documents and the segments of a batch
     batches/open/<owner>/<batch>/open, cancel        markers of the batches that are not over
+    batches/admissions/<owner>/<number>              which of them were admitted
 
 `<owner>` is a digest of the tenant, so a tenant's ids lead to nothing below another one. An id
 begins with its time, counted down: in the order of their names the newest comes first.
@@ -17,6 +18,7 @@ import secrets
 FILES = "batches/files"
 RUNS = "batches/runs"
 OPEN = "batches/open"
+ADMISSIONS = "batches/admissions"
 _LAST_MS = 16**12 - 1
 _FILE = re.compile(r"file-[0-9a-f]{32}")
 _BATCH = re.compile(r"batch_[0-9a-f]{32}")

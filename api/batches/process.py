@@ -13,6 +13,7 @@ from api.batches.outputs import Outputs
 from api.batches.run import RunTools
 from api.batches.runner import BatchRunner
 from api.batches.store import BatchStore
+from api.batches.terms import CurrentTerms
 from api.batches.window import Window
 from api.dispatch.pipeline import open_pipeline
 from api.inputs.codec_pool import CodecPool
@@ -20,6 +21,7 @@ from api.inputs.image_codec import ImageCodec
 from api.limits.opening import open_limiter
 from shared.catalog import Catalog
 from shared.settings import ApiSettings
+from shared.stores.key_stores import key_store
 from shared.stores.objects import ObjectStore
 from shared.transport import Admin, Transport
 from shared.usage.row import RowSink
@@ -47,7 +49,7 @@ async def opened_runner(
         lease_s: after so many seconds another runner takes over from one that died.
 
     Raises:
-        ConfigurationError: the object store's URL is wrong.
+        ConfigurationError: the URL of the object store or of the keys is wrong.
         Unavailable: the broker is out of reach.
     """
     # Lines seldom repeat, and Redis has those that do. So the memory of a runner stays flat.
@@ -58,6 +60,9 @@ async def opened_runner(
     async with AsyncExitStack() as opened:
         leases = await opened.enter_async_context(
             BatchLeases(settings.records_redis_url, instance, lease_s=lease_s)
+        )
+        terms = await opened.enter_async_context(
+            CurrentTerms(key_store(settings.keys_url) if settings.keys_url else None)
         )
         pool = await opened.enter_async_context(
             CodecPool(settings.picture_processes, settings.picture_budget_bytes)
@@ -77,6 +82,7 @@ async def opened_runner(
             files=files,
             outputs=Outputs(objects, store, files),
             catalog=catalog,
+            terms=terms,
             executor=LineExecutor(pipeline.dispatcher, objects, ImageCodec(pool), limiter),
         )
         window = Window(settings.batch_items_in_flight)

@@ -1,8 +1,12 @@
 """The runner: leases open batches, runs several at the same time, and announces their ends.
 
-Tenants take turns. A runner has at most one batch of a tenant in hand. Where more tenants wait than
-it has hands, a batch is put back after each segment, and the tenant that was served longest ago is
-next.
+Tenants take turns. A runner has at most one batch of a tenant in hand, the oldest that can go on.
+Where more tenants wait than it has hands, a batch is put back after each segment, and the tenant
+that was served longest ago is next.
+
+A batch whose lines can't run now, such as for a budget that is spent, steps aside: its place goes
+to another batch. It is looked at again after pauses that grow up to LONGEST_PAUSE_S, and goes on
+before newer batches of its tenant.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from prometheus_client import Gauge
 from api.batches.documents import BatchCreated, BatchEnded
 from api.batches.lease import BatchLeases
 from api.batches.names import created_at_s
-from api.batches.run import BatchRun, RunTools, Stop
+from api.batches.run import BatchRun, Paused, RunTools, Stop
 from api.batches.store import OpenBatch
 from api.batches.window import Window
 from shared.backoff import backoff
@@ -48,6 +52,16 @@ class _Held:
     is_cancelled: bool
     stop: Stop | None = None
     task: asyncio.Task[None] | None = None
+    is_next_due: bool = False
+    is_any_waiting: bool = False
+
+    def is_next_one_due(self) -> bool:
+        """Whether more tenants wait than there are hands, or an older batch of this one does."""
+        return self.is_next_due
+
+    def is_anyone_waiting(self) -> bool:
+        """Whether any batch could run in place of this one."""
+        return self.is_any_waiting
 
     def cancel(self) -> None:
         self.is_cancelled = True
@@ -57,10 +71,17 @@ class _Held:
 
 @dataclass(slots=True)
 class _Patience:
-    """When a batch is looked at again that is held elsewhere, or that failed here."""
+    """When a batch is looked at again that is held elsewhere, that failed here or stepped aside."""
 
     pauses: Iterator[float] = field(default_factory=lambda: backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S))
     until_s: float = 0.0
+    is_aside: bool = False
+    """Whether it has stepped aside. Then a cancellation can end it at once."""
+
+    def wait(self, *, is_aside: bool) -> None:
+        """Waits at least FIRST_PAUSE_S, and longer than the last time."""
+        self.until_s = time.monotonic() + max(FIRST_PAUSE_S, next(self.pauses))
+        self.is_aside = is_aside
 
 
 class BatchRunner:
@@ -83,7 +104,7 @@ class BatchRunner:
         self._held: dict[str, _Held] = {}
         self._served_s: dict[str, float] = {}
         self._patience: dict[str, _Patience] = {}
-        self._is_contended = False
+        self._attempts: dict[str, dict[int, int]] = {}
         self._woken = asyncio.Event()
 
     async def run(self) -> None:
@@ -114,17 +135,31 @@ class BatchRunner:
             held = self._held.get(one.owner)
             if one.is_cancelled and held is not None and held.id == one.id:
                 held.cancel()
-        waiting = _oldest_of_each(one for one in opened if self._may_start(one))
+        due = [one for one in opened if self._is_due(one)]
+        waiting = _oldest_of_each(one for one in due if one.owner not in self._held)
         waiting.sort(key=lambda one: self._served_s.get(one.owner, 0.0))
         free = MOST_AT_ONCE - len(self._held)
         for one in waiting[:free]:
             self._start(one)
-        self._is_contended = len(waiting) > free
+        self._tell_held(due, is_contended=len(waiting) > free)
 
-    def _may_start(self, one: OpenBatch) -> bool:
+    def _is_due(self, one: OpenBatch) -> bool:
         patience = self._patience.get(one.id)
-        is_due = patience is None or patience.until_s <= time.monotonic()
-        return is_due and one.owner not in self._held
+        if patience is None or (patience.is_aside and one.is_cancelled):
+            return True
+        return patience.until_s <= time.monotonic()
+
+    def _tell_held(self, due: list[OpenBatch], *, is_contended: bool) -> None:
+        """Tells the batches in hand who waits for their turns."""
+        others: dict[str, list[str]] = {}
+        for one in due:
+            held = self._held.get(one.owner)
+            if held is not None and held.id != one.id:
+                others.setdefault(one.owner, []).append(one.id)
+        for owner, held in self._held.items():
+            # Ids count down: the oldest has the largest.
+            held.is_next_due = is_contended or any(one > held.id for one in others.get(owner, ()))
+            held.is_any_waiting = is_contended or owner in others
 
     def _start(self, one: OpenBatch) -> None:
         held = self._held[one.owner] = _Held(one.id, one.is_cancelled)
@@ -146,37 +181,43 @@ class BatchRunner:
                 patience.until_s = time.monotonic() + ELSEWHERE_S
                 return
             try:
-                await self._run(one, held)
-                self._patience.pop(one.id, None)
+                paused = await self._run(one, held)
+                if paused is not Paused.STUCK:
+                    self._patience.pop(one.id, None)
+                if paused in (Paused.STUCK, Paused.MOVED):
+                    self._patience.setdefault(one.id, _Patience()).wait(is_aside=True)
             finally:
                 await self._leases.release(one.id)
         except PenstockError as error:
             facts = {"batch": one.id, "reason": error.message}
             log.warning("batch interrupted", extra=facts)
-            patience.until_s = time.monotonic() + next(patience.pauses)
+            patience.wait(is_aside=False)
         except Exception as error:  # a bug must not cost the other batches their runner
             log.error("batch failed unexpectedly", extra={"batch": one.id}, exc_info=error)
-            patience.until_s = time.monotonic() + next(patience.pauses)
+            patience.wait(is_aside=False)
 
-    async def _run(self, one: OpenBatch, held: _Held) -> None:
+    async def _run(self, one: OpenBatch, held: _Held) -> Paused | None:
         store = self._tools.store
         state = await store.state(one.owner, one.id)
         if state is None:
             if time.time() - created_at_s(one.id) > NEVER_CREATED_S:
                 await store.close(one.owner, one.id)
-            return
+            return None
         ended = state.ended or await self._compute(state.created, held)
-        if ended is not None:
-            await self._announce(ended)
-            await store.close(one.owner, one.id)
-            log.info("batch over", extra={"batch": one.id, "end": ended.end})
+        if not isinstance(ended, BatchEnded):
+            return ended
+        await self._announce(ended)
+        await store.close(one.owner, one.id)
+        log.info("batch over", extra={"batch": one.id, "end": ended.end})
+        return None
 
-    async def _compute(self, batch: BatchCreated, held: _Held) -> BatchEnded | None:
+    async def _compute(self, batch: BatchCreated, held: _Held) -> BatchEnded | Paused | None:
         stop = held.stop = Stop(batch.expires_at_s)
         if held.is_cancelled:
             stop.cancel()
         with self._window.share() as share:
-            run = BatchRun(self._tools, batch, stop, share, lambda: self._is_contended)
+            attempts = self._attempts.setdefault(batch.id, {})
+            run = BatchRun(self._tools, batch, stop, share, held, attempts)
             running = asyncio.ensure_future(run.run())
             keeping = asyncio.ensure_future(self._leases.keep(batch.id))
             try:
@@ -204,6 +245,7 @@ class BatchRunner:
 
     def _forget(self, batches: set[str], owners: set[str]) -> None:
         self._patience = {one: value for one, value in self._patience.items() if one in batches}
+        self._attempts = {one: value for one, value in self._attempts.items() if one in batches}
         self._served_s = {one: value for one, value in self._served_s.items() if one in owners}
 
 

@@ -66,11 +66,6 @@ class Batches:
         if file.purpose != "batch":
             reason = f"the file has purpose {file.purpose}, not batch"
             raise BadInput(f"input_file_id: {reason}", field="input_file_id")
-        if len(await self._store.open(owner_of(caller.tenant))) >= MOST_OPEN:
-            raise Overloaded(
-                f"{MOST_OPEN} of your batches are not over, the most that are taken on",
-                retry_after_s=FULL_RETRY_S,
-            )
         now_s = time.time()
         await self._files.keep_until(file, now_s + WINDOW_S + INPUT_KEEP_S)
         created = BatchCreated(
@@ -91,7 +86,11 @@ class Batches:
             key_limits=caller.key_limits,
             models=None if caller.models is None else sorted(caller.models),
         )
-        await self._store.create(created)
+        if not await self._store.create(created, MOST_OPEN):
+            raise Overloaded(
+                f"{MOST_OPEN} of your batches are not over, the most that are taken on",
+                retry_after_s=FULL_RETRY_S,
+            )
         return BatchState(created)
 
     async def find(self, tenant: str, batch_id: str) -> BatchState:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from api.batches.admissions import Admissions
 from api.batches.documents import (
     BatchCreated,
     BatchEnded,
@@ -17,7 +19,15 @@ from api.batches.documents import (
     Finalizing,
 )
 from api.batches.names import OPEN, RUNS, is_batch_id, owner_of
-from api.batches.segments import HEADER_BYTES, SegmentHeader, decode_header
+from api.batches.segments import (
+    HEADER_BYTES,
+    LineAnswer,
+    SegmentHeader,
+    decode_half_header,
+    decode_half_segment,
+    decode_header,
+    encode_half_segment,
+)
 from api.errors import NotFound
 from shared.errors import BadInput
 from shared.stores.objects import ObjectStore, StoredObject
@@ -26,6 +36,8 @@ MOST_OPEN_OF_ALL = 20_000
 """Markers that are read at a time."""
 MOST_SEGMENTS = 50_000
 _DOCUMENT_MAX_BYTES = 16 * 1024 * 1024
+_HALF_SEGMENT_MAX_BYTES = 256 * 1024 * 1024
+"""A larger one is not read, and its lines are computed again."""
 _JSON = "application/json"
 D = TypeVar("D", bound=msgspec.Struct)
 
@@ -43,16 +55,28 @@ class BatchStore:
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
+        self._admissions = Admissions(objects, self._marked)
 
-    async def create(self, created: BatchCreated) -> None:
-        """Keeps a new batch. Its marker comes first: a batch that nobody finds would never end.
+    async def create(self, created: BatchCreated, most_open: int) -> bool:
+        """Keeps a new batch, unless `most_open` of its tenant are open. Returns whether it did.
+
+        Its marker comes first: a batch that nobody finds would never end.
 
         Raises:
+            Overloaded: too many are being created at once.
             Unavailable: the object store is out of reach.
         """
         owner = owner_of(created.tenant)
-        await self._objects.create(f"{OPEN}/{owner}/{created.id}/open", b"{}", _JSON)
+        marker = f"{OPEN}/{owner}/{created.id}/open"
+
+        async def mark() -> None:
+            await self._objects.create(marker, b"{}", _JSON)
+
+        if not await self._admissions.admit(owner, created.id, most_open, mark):
+            await self._objects.delete(marker)
+            return False
         await self.write(owner, created.id, "created", created)
+        return True
 
     async def write(self, owner: str, batch_id: str, name: str, document: msgspec.Struct) -> bool:
         """Writes a document unless it exists. Returns whether it did.
@@ -157,6 +181,7 @@ class BatchStore:
         """
         for segment in await self.segments(owner, batch_id):
             await self._objects.delete(segment.key)
+        await self._objects.delete(_half_segment_key(owner, batch_id))
         for mark in ("cancel", "open"):
             await self._objects.delete(f"{OPEN}/{owner}/{batch_id}/{mark}")
 
@@ -177,6 +202,43 @@ class BatchStore:
         key = f"{RUNS}/{owner}/{batch_id}/segments/{index:05d}"
         return await self._objects.create(key, data, "application/octet-stream")
 
+    async def keep_half_segment(
+        self,
+        owner: str,
+        batch_id: str,
+        segment: int,
+        counts: Counts,
+        answers: Mapping[int, LineAnswer],
+    ) -> None:
+        """Keeps the answers of a segment so far, in place of what was kept before.
+
+        Args:
+            owner: of the batch.
+            batch_id: the batch.
+            segment: the index of the segment.
+            counts: of all lines that are over.
+            answers: by the numbers of their lines.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        data = encode_half_segment(segment, counts, answers)
+        key = _half_segment_key(owner, batch_id)
+        await self._objects.put(key, data, "application/octet-stream")
+
+    async def half_segment(self, owner: str, batch_id: str, segment: int) -> dict[int, LineAnswer]:
+        """The answers that are kept of a segment, by the numbers of their lines.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        key = _half_segment_key(owner, batch_id)
+        try:
+            data = await self._objects.get(key, _HALF_SEGMENT_MAX_BYTES)
+        except BadInput:
+            return {}
+        return decode_half_segment(data) if decode_half_header(data).segment == segment else {}
+
     async def header(self, segment: StoredObject) -> SegmentHeader:
         """Reads the header of a segment.
 
@@ -185,12 +247,25 @@ class BatchStore:
         """
         return decode_header(await self._objects.get_range(segment.key, 0, HEADER_BYTES))
 
+    async def _marked(self, owner: str) -> set[str]:
+        return {one.id for one in await self.open(owner)}
+
     async def _counts(self, owner: str, batch_id: str) -> Counts:
         try:
             segments = await self.segments(owner, batch_id)
-            return (await self.header(segments[-1])).counts if segments else Counts()
+            counts = (await self.header(segments[-1])).counts if segments else Counts()
         except BadInput:  # the batch ended meanwhile, and its segments are gone
             return Counts()
+        try:
+            key = _half_segment_key(owner, batch_id)
+            half = decode_half_header(await self._objects.get_range(key, 0, HEADER_BYTES))
+        except BadInput:
+            return counts
+        return half.counts if half.segment == len(segments) else counts
+
+
+def _half_segment_key(owner: str, batch_id: str) -> str:
+    return f"{RUNS}/{owner}/{batch_id}/half-segment"
 
 
 def _document_key(owner: str, batch_id: str, name: str) -> str:

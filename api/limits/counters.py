@@ -16,7 +16,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import ClassVar
 
-from api.limits.store import Answer, Ask, Kind, Standing
+import msgspec
+
+from api.limits.store import SLOTS_S, Answer, Ask, Kind, Standing
 
 LEASE_S = 0.25
 """LEASE_BUCKETS of take.lua: a window covers what may still be used of what was taken in it."""
@@ -25,6 +27,8 @@ BLOCK_S = 0.25
 RECENT_S = 1.0
 """A lease is renewed with more than is needed if the last one ended less than this ago."""
 MINUTE_S = 60.0
+ROUNDING_USD = 1e-9
+"""Sums of doubles, as in take.lua."""
 ALONE = -1.0
 """The period of what was taken while Redis was away."""
 
@@ -80,6 +84,12 @@ class Counter(ABC):
     @abstractmethod
     def abandon(self, ask: Ask, need: float) -> None:
         """Notes that Redis did not answer."""
+
+    def hold(self, amount: float, period: float) -> None:  # noqa: B027  most limits don't care
+        """Notes that a request that is not over has reserved `amount` in `period`."""
+
+    def release(self, amount: float, period: float) -> None:  # noqa: B027  nor here
+        """Notes that this request is over. What it did not use was given back before."""
 
     @abstractmethod
     def is_due(self, now_s: float) -> bool:
@@ -240,11 +250,62 @@ class MonthCounter(LeasedCounter):
         """The month, counted from year 0. 0: not known yet."""
         self.key_id = ""
         """The key whose budget it is. Empty: the tenant's."""
+        self.spent = 0.0
+        """By all instances, when Redis was last asked: used, and not only reserved."""
+        self._reserved = 0.0
+        """By requests of this instance that are not over."""
+        self._asking = 0.0
+        self._told = 0.0
+        """What Redis knows of what this instance may give back."""
+        self._told_s = 0.0
+
+    def is_spent(self, amount: float) -> bool:
+        """Whether `amount` would not fit either if all that is reserved came back unused."""
+        return amount > self.limit - self.spent + ROUNDING_USD
+
+    def hold(self, amount: float, period: float) -> None:
+        """What is reserved may come back."""
+        if period == self.period:
+            self._reserved += amount
+
+    def release(self, amount: float, period: float) -> None:
+        """What was used of it does not come back. The rest may be enough for who was refused."""
+        self._blocked_need = math.inf
+        if period == self.period:
+            self._reserved -= amount
+            if self._reserved < ROUNDING_USD:
+                self._reserved = 0.0
+
+    def ask(self, need: float, now_s: float) -> Ask:
+        """Says as well what may come back. Asks are answered in order, so the last one counts."""
+        self._asking += need
+        return msgspec.structs.replace(super().ask(need, now_s), held=self._reserved + self._asking)
 
     def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
-        """Notes the month as well."""
+        """Notes the month as well, and what of it is spent."""
         super().accept(ask, answer, sent_s, need=need)
-        self.period = answer.period
+        self._asking -= need
+        if answer.period != self.period:
+            self.period, self._reserved = answer.period, 0.0
+        self.spent = answer.used - answer.held
+        self._told, self._told_s = ask.held - ask.need + answer.granted, sent_s
+
+    def abandon(self, ask: Ask, need: float) -> None:
+        """What may come back is said again with the next round trip."""
+        super().abandon(ask, need)
+        self._asking -= need
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether something goes back, or Redis thinks that more may come back than does."""
+        if self._reserved and now_s >= self._told_s + SLOTS_S / 2:
+            return True
+        is_over = self._told > self._reserved + self._left + ROUNDING_USD
+        return super().is_due(now_s) or (is_over and now_s >= self._ends_s)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be given back now or later, and Redis knows it."""
+        return super().is_idle and not self._reserved and self._told < ROUNDING_USD
 
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
         """This instance's part of what was left. Redis gets to know it afterwards."""

@@ -91,6 +91,11 @@ class LimitedRequest:
             self._reservation.cancel()
         self._headers |= self._limiter.headers(self._account)
 
+    def wake_next(self) -> None:
+        """Wakes who waits for the same budgets: this one got in, so there may be room."""
+        if self._account is not None:
+            self._limiter.wake_all_next(self._account)
+
     def go_on(self, follow: Callable[[LimitedRequest], bool]) -> None:
         """Says that the work outlives the block.
 

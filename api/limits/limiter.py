@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Self
@@ -74,6 +75,8 @@ class Limiter:
         self._accounts = Accounts()
         self._touched: set[Counter] = set()
         self._is_touched = asyncio.Event()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """Who waits for what is reserved of a budget, by its key, the longest first."""
 
     async def __aenter__(self) -> Self:
         await self.store.__aenter__()
@@ -164,11 +167,10 @@ class Limiter:
         for (counter, amount), ask, answer in zip(lacking, asks, answers, strict=True):
             counter.accept(ask, answer, sent_s, need=amount)
         self.touch(counter for counter, _ in lacking)
-        for (counter, _), answer in zip(lacking, answers, strict=True):
+        for (counter, amount), answer in zip(lacking, answers, strict=True):
             if self._warnings is not None and isinstance(counter, MonthCounter):
-                self._warnings.check(
-                    counter, account.plan, account.tenant, is_refused=not answer.fits
-                )
+                is_refused = not answer.fits and counter.is_spent(amount)
+                self._warnings.check(counter, account.plan, account.tenant, is_refused=is_refused)
         refused = [need for need, answer in zip(lacking, answers, strict=True) if not answer.fits]
         if refused:
             raise refusal(refused, self._clock())
@@ -187,6 +189,49 @@ class Limiter:
         """Says that these may have something to give back soon."""
         self._touched.update(counters)
         self._is_touched.set()
+
+    async def wait_released(self, account: Account, limit_s: float) -> bool:
+        """Waits until a request ends that has reserved a part of one of the account's budgets.
+
+        Each such end wakes one waiter, and `wake_all_next` the next one. Requests in other
+        instances wake nobody, so ask again when the time is over.
+
+        Args:
+            account: of a request that was refused.
+            limit_s: seconds after which it waits no longer.
+
+        Returns:
+            Whether a request of this instance ended.
+        """
+        woken = asyncio.get_running_loop().create_future()
+        keys = [one.key for one in account.counters if isinstance(one, MonthCounter)]
+        for key in keys:
+            self._waiting.setdefault(key, deque()).append(woken)
+        try:
+            async with asyncio.timeout(limit_s):
+                await woken
+        except TimeoutError:
+            return False
+        finally:
+            for key in keys:
+                left = deque(one for one in self._waiting.pop(key, ()) if one is not woken)
+                if left:
+                    self._waiting[key] = left
+        return True
+
+    def wake_next(self, counter: Counter) -> None:
+        """Wakes who has waited longest for this budget."""
+        queue = self._waiting.get(counter.key)
+        while queue:
+            woken = queue.popleft()
+            if not woken.done():
+                woken.set_result(None)
+                return
+
+    def wake_all_next(self, account: Account) -> None:
+        """Wakes the next one for each budget: whoever was let in may have left room for it."""
+        for counter in account.counters:
+            self.wake_next(counter)
 
     def give_back_to(self, counter: Counter, amount: float, period: float) -> None:
         """Gives back what a reservation did not use."""
@@ -250,6 +295,7 @@ class Reservation:
     def note(self, need: Need, period: float) -> None:
         """Notes what was taken of one limit, and in which period."""
         self._taken.append((need, period))
+        need.counter.hold(need.amount, period)
 
     def settle(self, used: RequestDemand) -> None:
         """Ends the reservation: the request used so much, and nothing is in flight any more."""
@@ -277,5 +323,8 @@ class Reservation:
         self._end()
 
     def _end(self) -> None:
+        for (counter, amount), period in self._taken:
+            counter.release(amount, period)
+            self._limiter.wake_next(counter)
         self._limiter.touch(need.counter for need, _ in self._taken)
         self._taken = []

@@ -9,11 +9,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from api.errors import BudgetExceeded, RateLimited
-from api.limits.counters import Counter
+from api.errors import BudgetExceeded, BudgetReserved, RateLimited
+from api.limits.counters import Counter, MonthCounter
 
 SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.25, 60.0
 """Bounds of `Retry-After`, as for an instance that is full (api/dispatch/admission.py)."""
+RESERVED_RETRY_S = 1.0
+"""When to ask again for a budget of which what is left is reserved: most requests end sooner."""
 BUDGET_UNIT = "usd"
 LIMITS_PREFIX = "x-ratelimit-"
 SHOWN_UNITS = ("requests", "tokens", "pixel_steps")
@@ -84,11 +86,21 @@ def refusal(refused: Sequence[Need], now_s: float) -> RateLimited:
 
 
 def _over_budget(counter: Counter, amount: float, now_s: float) -> BudgetExceeded:
+    if isinstance(counter, MonthCounter) and not counter.is_spent(amount):
+        return BudgetReserved(
+            f"Requests in flight have reserved what is left of the budget in {counter.subject}: "
+            f"limit {counter.limit:g}, spent {counter.spent:.10g}, "
+            f"reserved {counter.used - counter.spent:.10g}, requested {amount:.10g}. "
+            f"Please try again in {duration(RESERVED_RETRY_S)}.",
+            unit=counter.unit,
+            retry_after_s=RESERVED_RETRY_S,
+        )
     return BudgetExceeded(
         "You exceeded your current quota, please check your plan and billing details. "
         f"Budget in {counter.subject}: limit {counter.limit:g}, used {counter.used:.10g}, "
         f"requested {amount:.10g}. It starts anew with the next month (UTC).",
         unit=counter.unit,
-        retry_after_s=counter.retry_after_s(now_s),
+        # 0: it is more than the whole budget, so nobody was asked when the next month begins.
+        retry_after_s=counter.retry_after_s(now_s) or LONGEST_RETRY_S,
         is_final=True,
     )

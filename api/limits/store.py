@@ -43,6 +43,8 @@ class Ask(msgspec.Struct, frozen=True):
     """What it would like besides, if the limit is far from full."""
     returns: list[tuple[float, float]] = []
     """Periods, and what of them was taken and not used. Negative: used besides."""
+    held: float = 0.0
+    """Of a month: what this instance may give back of what is used, `need` included."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -54,9 +56,11 @@ class Answer(msgspec.Struct, frozen=True):
     period: float
     fits: bool
     retry_ms: float
-    """Until there is room for `need`."""
+    """Until there is room for `need`. 0 of a month: as soon as enough of `held` comes back."""
     reset_ms: float
     """Until nothing is used any more."""
+    held: float = 0.0
+    """Of a month: what all instances may give back of `used`. The rest is spent."""
 
 
 class Standing(NamedTuple):

@@ -2,9 +2,12 @@
 --
 -- KEYS: one for each limit
 -- ARGV: instance, lifetime of slots in ms, JSON: [{kind, limit, need, extra, returns}, ...]
--- Returns JSON: [{granted, used, period, fits, retry_ms, reset_ms}, ...]. If one does not fit,
+-- Returns JSON: [{granted, used, period, fits, retry_ms, reset_ms, held}, ...]. If one does not fit,
 -- nothing is granted.
 --
+-- held: of a month, what of `used` the instance may give back, `need` included. It is kept for as long
+-- as slots are, so what a dead instance reserved counts as spent. The answer has what all may give
+-- back: if a request fits without that, it is worth asking again soon, and retry_ms is 0.
 -- kind: `window` (of a minute), `month` (a calendar month, UTC) or `slots` (held by instances).
 -- need: what the request needs. extra: what the instance would like beyond that, for later requests.
 -- It gets that from limits that are far from full: at most a SLICES-th part of what is left, and
@@ -101,27 +104,53 @@ local function start_ms(months)
   return (era * 146097 + day - 719468) * 86400000
 end
 
-local months = {}
+local months, HELD = {}, 'held:'
 
 function months.open(key)
-  local month, found = month_of(now_ms), redis.call('HMGET', key, 'month', 'used')
-  if tonumber(found[1] or -1) ~= month then
-    redis.call('DEL', key)
-    return {used = 0, period = month}
+  local state, month = {used = 0, period = month_of(now_ms), others_held = 0}, nil
+  local entries = redis.call('HGETALL', key)
+  for at = 1, #entries, 2 do
+    local field, value = entries[at], entries[at + 1]
+    if field == 'month' then
+      month = tonumber(value)
+    elseif field == 'used' then
+      state.used = tonumber(value)
+    elseif string.sub(field, 1, #HELD) == HELD then
+      local held, ends_ms = string.match(value, '^(%S+) (%d+)$')
+      if tonumber(ends_ms) <= now_ms then
+        redis.call('HDEL', key, field)
+      elseif field ~= HELD .. instance then
+        state.others_held = state.others_held + tonumber(held)
+      end
+    end
   end
-  return {used = tonumber(found[2] or 0), period = month}
+  if month == state.period then return state end
+  redis.call('DEL', key)
+  return {used = 0, period = state.period, others_held = 0}
 end
 
 function months.give_back(_, state, period, amount)
   if period == state.period or period == -1 then state.used = math.max(0, state.used - amount) end
 end
 
-function months.take(key, state, amount)
+function months.take(key, state, amount, one)
   state.used = state.used + amount
+  local own = math.max(0, (one.held or 0) - one.need + amount)
+  state.held = math.min(state.used, state.others_held + own)
+  if own > 0 then
+    local value = string.format('%.17g', own) .. ' ' .. whole(now_ms + slots_ms)
+    redis.call('HSET', key, HELD .. instance, value)
+  else
+    redis.call('HDEL', key, HELD .. instance)
+  end
   redis.call('HSET', key, 'month', whole(state.period), 'used', string.format('%.17g', state.used))
 end
 
-function months.retry_ms(_, state) return start_ms(state.period + 1) - now_ms end
+function months.retry_ms(_, state, one)
+  local spent = state.used - state.others_held - math.max(0, (one.held or 0) - one.need)
+  if one.need <= one.limit - spent + ROUNDING_USD then return 0 end
+  return start_ms(state.period + 1) - now_ms
+end
 
 function months.reset_ms(_, state) return start_ms(state.period + 1) - now_ms end
 
@@ -183,10 +212,10 @@ for index, one in ipairs(asked) do
     granted = state.own
   end
   local retry_ms = state.fits and 0 or kind.retry_ms(key, state, one)
-  kind.take(key, state, granted)
+  kind.take(key, state, granted, one)
   answers[index] = {
     granted = granted, used = state.used, period = state.period, fits = state.fits,
-    retry_ms = retry_ms, reset_ms = kind.reset_ms(key, state),
+    retry_ms = retry_ms, reset_ms = kind.reset_ms(key, state), held = state.held or 0,
   }
 end
 return cjson.encode(answers)

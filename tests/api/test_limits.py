@@ -192,6 +192,29 @@ async def test_spent_budget_is_insufficient_quota(tmp_path: Path, redis_url: str
         assert (await embed(api, "one", key="other")).status_code == 200
 
 
+async def test_reserved_budget_is_worth_asking_for_again(tmp_path: Path, redis_url: str) -> None:
+    """Each text reserves 12 tokens, and spends 3. So the third fits once the first two are over."""
+    texts = [f"{letter * 40}" for letter in "abcdef"]
+    async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.025)) as api:
+        api.worker.go.clear()
+        first = [asyncio.create_task(embed(api, text)) for text in texts[:2]]
+        await api.worker.until_taken(2)
+        refused = await embed(api, texts[2])
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "x-should-retry" not in refused.headers
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        assert "spent 0, reserved 0.024, requested 0.012" in error["message"]
+        rows = [row for row in api.rows if row.status == "refused"]
+        assert [(row.error_code, row.cost_usd) for row in rows] == [("rate_limit_exceeded", 0.0)]
+        api.worker.go.set()
+        assert [(await one).status_code for one in first] == [200, 200]
+        answers = [await embed(api, text) for text in texts[2:]]
+        assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+        assert answers[-1].json()["error"]["code"] == "insufficient_quota"
+        assert answers[-1].headers["x-should-retry"] == "false"
+
+
 async def test_prediction_is_settled_if_its_end_is_waited_for(
     tmp_path: Path, redis_url: str
 ) -> None:

@@ -25,9 +25,13 @@ resource "google_cloud_run_v2_worker_pool" "batches" {
       args    = ["batches"]
 
       dynamic "env" {
-        # Where it runs there is nobody to scrape it, and no caller has a key.
+        # Where it runs there is nobody to scrape it. Keys in Redis tell it the budgets of now.
+        # Without them those at the creation of a batch count, as the file of keys is not mounted.
         for_each = merge(
-          { for name, value in module.region[local.home].environment : name => value if name != "PENSTOCK_KEYS_URL" },
+          {
+            for name, value in module.region[local.home].environment : name => value
+            if name != "PENSTOCK_KEYS_URL" || module.options.api.keys_in_redis
+          },
           { PENSTOCK_METRICS_PORT = "0" },
         )
 

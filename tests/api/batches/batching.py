@@ -12,6 +12,7 @@ from typing import Any
 
 from api.batches.process import opened_runner
 from api.batches.runner import BatchRunner
+from shared.catalog import Catalog
 from shared.settings import ApiSettings
 from shared.usage.row import Row
 from tests.api.harness import (
@@ -87,13 +88,13 @@ class Running:
 
 @asynccontextmanager
 async def running_runner(
-    api: ApiUnderTest, settings: ApiSettings, lease_s: float = 15.0
+    api: ApiUnderTest, settings: ApiSettings, lease_s: float = 15.0, catalog: Catalog = CATALOG
 ) -> AsyncIterator[Running]:
     """A runner beside an API, with its broker and its object store."""
     rows = RowList()
     async with opened_runner(
         settings,
-        CATALOG,
+        catalog,
         already_open(api.broker),
         already_open(api.broker),
         rows,
@@ -109,9 +110,12 @@ async def running_runner(
 
 @asynccontextmanager
 async def batching(
-    tmp_path: Path, redis_url: str, **settings: object
+    tmp_path: Path, redis_url: str, *, catalog: Catalog = CATALOG, **settings: object
 ) -> AsyncIterator[tuple[ApiUnderTest, Running]]:
     """An API with a runner."""
     given = settings_for(tmp_path, redis_url=redis_url, **settings)
-    async with running_api(given) as api, running_runner(api, given) as running:
+    async with (
+        running_api(given, catalog=catalog) as api,
+        running_runner(api, given, catalog=catalog) as running,
+    ):
         yield api, running

@@ -11,8 +11,9 @@ import pytest
 from api.batches import runner as runner_module
 from api.batches import validation
 from api.batches.documents import BatchCreated
-from api.batches.execution import LineAnswer, LineExecutor
+from api.batches.execution import LineExecutor, Progress
 from api.batches.lines import BatchLine
+from api.batches.segments import LineAnswer
 from shared.tenants.plan import Caller
 from tests.api.batches.batching import (
     Running,
@@ -50,11 +51,15 @@ def held_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], asyncio.Event
         go, run_line = asyncio.Event(), LineExecutor.run
 
         async def run(
-            self: LineExecutor, batch: BatchCreated, caller: Caller, line: BatchLine
-        ) -> LineAnswer:
+            self: LineExecutor,
+            batch: BatchCreated,
+            caller: Caller,
+            line: BatchLine,
+            progress: Progress,
+        ) -> LineAnswer | None:
             if line.number > number:
                 await go.wait()
-            return await run_line(self, batch, caller, line)
+            return await run_line(self, batch, caller, line, progress)
 
         monkeypatch.setattr(LineExecutor, "run", run)
         return go

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from api.errors import BudgetExceeded
+from api.errors import BudgetExceeded, BudgetReserved
 from api.limits.budget_warnings import BudgetWarnings
 from api.limits.limiter import Limiter, RequestDemand
 from api.limits.store import LimitStore
@@ -52,11 +52,13 @@ class Fleet:
         limiter = self.limiters[instance]
         wanted = RequestDemand("tokens", items=1, work=1, cost_usd=usd)
         try:
-            await limiter.reserve(limiter.account(caller, "mini", "tokens"), wanted)
+            reserved = await limiter.reserve(limiter.account(caller, "mini", "tokens"), wanted)
+            reserved.settle(wanted)
         finally:
             for warnings in self.warnings:
                 await warnings.__aexit__(None, None, None)
             self.clock.advance(5)
+            await limiter.give_back(self.clock())
 
 
 @pytest.fixture
@@ -99,6 +101,19 @@ async def test_each_share_is_told_once_a_month(fleet: Fleet) -> None:
     fleet.clock.advance(10 * 86_400)
     await fleet.spend(0.9, caller)
     assert told(fleet)[2:] == [("2026-12", 0.8)]
+
+
+async def test_budget_that_is_only_reserved_is_not_told_as_spent(fleet: Fleet) -> None:
+    caller, limiter = Caller(tenant="acme", plan=PLAN), fleet.limiters[1]
+    wanted = RequestDemand("tokens", items=1, work=1, cost_usd=0.7)
+    held = await limiter.reserve(limiter.account(caller, "mini", "tokens"), wanted)
+    with pytest.raises(BudgetReserved):
+        await fleet.spend(0.4, caller)
+    assert told(fleet) == []
+    held.cancel()
+    await limiter.give_back(fleet.clock())
+    await fleet.spend(0.4, caller)
+    assert told(fleet) == []
 
 
 async def test_warning_that_was_not_published_is_told_by_the_next(fleet: Fleet) -> None:

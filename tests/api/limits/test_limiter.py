@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from api.errors import BudgetExceeded, RateLimited
+from api.errors import BudgetExceeded, BudgetReserved, RateLimited, headers_for
 from api.limits.limiter import Limiter, RequestDemand, Reservation
 from api.limits.store import Answer
 from infra.local.redis_server import RedisServer
@@ -217,13 +217,106 @@ async def test_budget_is_never_overspent(ten: list[Limiter], clock: Clock) -> No
     assert spent == 500
 
 
-async def test_spent_budget_says_when_it_starts_anew(ten: list[Limiter]) -> None:
+async def test_spent_budget_says_when_it_starts_anew(ten: list[Limiter], clock: Clock) -> None:
     caller = Caller(tenant="acme", plan=Plan(budget_usd_per_month=0.001))
-    await ask(ten[0], caller, demand(usd=0.001))
+    (await ask(ten[0], caller, demand(usd=0.001))).settle(demand(usd=0.001))
+    await give_back(ten, clock)
     with pytest.raises(BudgetExceeded) as refused:
         await ask(ten[1], caller, demand(usd=0.001))
-    assert refused.value.retry_after_s == pytest.approx(8.5 * 86_400)
+    assert refused.value.retry_after_s == pytest.approx(8.5 * 86_400, abs=1)
+    assert (refused.value.is_final, refused.value.code) == (True, "insufficient_quota")
     assert await is_let_in(ten[1], caller, demand(usd=0.0)), "what is free needs no budget"
+
+
+async def test_budget_that_is_only_reserved_is_refused_for_a_moment(
+    ten: list[Limiter], clock: Clock
+) -> None:
+    """Whether the one who reserves is this instance or another one."""
+    caller = Caller(tenant="acme", plan=Plan(budget_usd_per_month=1.0))
+    spent = await ask(ten[2], caller, demand(usd=0.4))
+    spent.settle(demand(usd=0.4))
+    await give_back(ten, clock)
+    held = [await ask(ten[0], caller, demand(usd=0.2)), await ask(ten[1], caller, demand(usd=0.2))]
+    for limiter in ten[:4]:
+        with pytest.raises(BudgetReserved) as refused:
+            await ask(limiter, caller, demand(usd=0.5))
+        assert (refused.value.is_final, refused.value.retry_after_s) == (False, 1.0)
+        headers = headers_for(refused.value)
+        assert (headers["retry-after"], headers.get("x-should-retry")) == ("1", None)
+        assert "spent 0.4, reserved 0.4, requested 0.5" in refused.value.message
+    await give_back(ten, clock)
+    with pytest.raises(BudgetExceeded, match="exceeded your current quota") as final:
+        await ask(ten[3], caller, demand(usd=0.61))
+    assert final.value.is_final, "this does not fit even if all that is reserved comes back"
+    for one in held:
+        one.settle(demand(usd=0.05))
+    await give_back(ten, clock)
+    assert await is_let_in(ten[3], caller, demand(usd=0.5))
+
+
+async def test_reservation_that_is_open_for_long_stays_one_that_may_come_back(
+    ten: list[Limiter], clock: Clock
+) -> None:
+    caller = Caller(tenant="acme", plan=Plan(budget_usd_per_month=1.0))
+    held = await ask(ten[0], caller, demand(usd=1.0))
+    for _ in range(20):
+        clock.advance(7)
+        await ten[0].give_back(clock())
+        with pytest.raises(BudgetReserved):
+            await ask(ten[1], caller, demand(usd=0.5))
+    held.settle(demand(usd=1.0))
+    await give_back(ten, clock)
+    with pytest.raises(BudgetExceeded) as refused:
+        await ask(ten[1], caller, demand(usd=0.5))
+    assert refused.value.is_final
+
+
+async def test_what_a_dead_instance_reserved_counts_as_spent(
+    ten: list[Limiter], clock: Clock
+) -> None:
+    caller = Caller(tenant="acme", plan=Plan(budget_usd_per_month=1.0))
+    await ask(ten[0], caller, demand(usd=1.0))
+    clock.advance(31)
+    with pytest.raises(BudgetExceeded) as refused:
+        await ask(ten[1], caller, demand(usd=0.5))
+    assert refused.value.is_final
+
+
+async def test_reservations_of_the_last_month_leave_the_new_one_alone(
+    ten: list[Limiter], clock: Clock
+) -> None:
+    caller = Caller(tenant="acme", plan=Plan(budget_usd_per_month=1.0))
+    held = await ask(ten[0], caller, demand(usd=1.0))
+    clock.advance(10 * 86_400)
+    (await ask(ten[0], caller, demand(usd=1.0))).settle(demand(usd=1.0))
+    await give_back(ten, clock)
+    with pytest.raises(BudgetExceeded) as refused:
+        await ask(ten[0], caller, demand(usd=0.5))
+    assert refused.value.is_final
+    held.settle(demand(usd=0.0))
+    await give_back(ten, clock)
+    assert not await is_let_in(ten[0], caller, demand(usd=0.5))
+
+
+async def test_end_of_a_request_wakes_one_who_waits_for_its_budget(ten: list[Limiter]) -> None:
+    caller = Caller(tenant="acme", plan=Plan(budget_usd_per_month=1.0))
+    limiter, other = ten[0], Caller(tenant="other", plan=Plan(budget_usd_per_month=1.0))
+    account = limiter.account(caller, "mini", "tokens")
+    held = [await ask(limiter, caller, demand(usd=0.5)) for _ in range(2)]
+    waiting = [asyncio.create_task(limiter.wait_released(account, 60)) for _ in range(3)]
+    await asyncio.sleep(0)
+    (await ask(limiter, other, demand(usd=0.5))).cancel()
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    held[0].cancel()
+    assert await waiting[0]
+    assert not any(task.done() for task in waiting[1:])
+    assert await is_let_in(limiter, caller, demand(usd=0.5)), "a refusal just before is forgotten"
+    waiting[1].cancel()
+    held[1].cancel()
+    assert await waiting[2]
+    assert not await limiter.wait_released(account, 0)
+    assert not limiter._waiting
 
 
 async def test_items_in_flight_of_all_instances_are_bounded(

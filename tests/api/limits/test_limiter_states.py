@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from api.errors import RateLimited
+from api.errors import BudgetExceeded, RateLimited
 from api.limits.limiter import Limiter, RequestDemand, Reservation
 from api.limits.store import Answer
 from infra.local.redis_server import RedisServer
@@ -78,7 +78,10 @@ class Limited(RuleBasedStateMachine):
         account = limiter.account(caller, "mini", "tokens")
         try:
             reservation = self.run(limiter.reserve(account, wanted))
-        except RateLimited:
+        except RateLimited as error:
+            if isinstance(error, BudgetExceeded) and error.is_final and not self.was_away:
+                spent = sum(use.tokens for use in self.uses if not use.is_open)
+                assert (spent + tokens) * USD_PER_TOKEN > 0.3, "what is reserved is not spent"
             return
         use = Use(self.clock(), caller, tokens, items, self.is_away)
         self.uses.append(use)

@@ -30,4 +30,29 @@ run "runner_in_the_home_region" {
     ])
     error_message = "The API's image runs batches."
   }
+
+  assert {
+    condition = alltrue([
+      for pool in google_cloud_run_v2_worker_pool.batches :
+      !contains(pool.template[0].containers[0].env[*].name, "PENSTOCK_KEYS_URL")
+    ])
+    error_message = "The file of keys is not mounted there."
+  }
+}
+
+run "runner_that_knows_the_budgets_of_now" {
+  command = plan
+
+  variables {
+    api     = { image = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0", max_instances = 1, keys_in_redis = true }
+    batches = { instances = 1 }
+  }
+
+  assert {
+    condition = alltrue([
+      for pool in google_cloud_run_v2_worker_pool.batches :
+      contains(pool.template[0].containers[0].env[*].name, "PENSTOCK_KEYS_URL")
+    ])
+    error_message = "Keys in Redis are for runners too."
+  }
 }

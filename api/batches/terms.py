@@ -1,0 +1,101 @@
+"""The limits of a batch's tenant and key as they are now, from the directory of keys.
+
+A batch may run for a day. A budget that is raised meanwhile lets its lines go on, and one that is
+lowered holds them. Its price, its weight and its models are those of its creation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from api.batches.documents import BatchCreated
+from shared.errors import ConfigurationError, Unavailable
+from shared.tenants.directory import Document, decode_document, plan_name_of, plan_of
+from shared.tenants.key_store import KeyStore
+from shared.tenants.plan import Caller, Limits
+
+REFRESH_S = 2.0
+"""As long as API instances take to see a change."""
+READ_LIMIT_S = 2.0
+log = logging.getLogger(__name__)
+
+
+class CurrentTerms:
+    """Reads the directory when somebody asks. An async context manager that owns the store.
+
+    Args:
+        store: has the directory. None: nobody needs a key, and limits are those of the creation.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, store: KeyStore | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._version = ""
+        self._document = Document()
+        self._limits: dict[str, Limits | None] = {}
+        self._asked_s = -math.inf
+        self._reason = ""
+        self._reading = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        if self._store is not None:
+            await self._store.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._store is not None:
+            await self._store.__aexit__(kind, error, trace)
+
+    async def caller_of(self, batch: BatchCreated) -> Caller:
+        """Who pays for the lines of a batch, with the budgets of now.
+
+        What is not known is as it was when the batch was created: a key that is gone, or all while
+        no directory can be read. Rates are for requests only.
+        """
+        await self._refresh()
+        if not self._version:
+            return batch.caller(batch.plan, batch.plan_name, batch.key_limits)
+        return batch.caller(
+            plan_of(batch.tenant, self._document),
+            plan_name_of(batch.tenant, self._document),
+            self._limits.get(batch.key_id, batch.key_limits),
+        )
+
+    async def _refresh(self) -> None:
+        async with self._reading:
+            if self._store is None or self._clock() < self._asked_s + REFRESH_S:
+                return
+            self._asked_s = self._clock()
+            try:
+                async with asyncio.timeout(READ_LIMIT_S):
+                    found = await self._store.read(self._version)
+                if found is None:
+                    return
+                source = self._store.source
+                # Thousands of keys take tens of milliseconds, in which lines go on.
+                document = await asyncio.to_thread(decode_document, found.data, source)
+            except (TimeoutError, Unavailable, ConfigurationError) as error:
+                self._failed(str(error) or f"no answer in {READ_LIMIT_S:g} s")
+                return
+            self._reason = ""
+            self._document, self._version = document, found.version
+            self._limits = {key.id: key.limits for key in document.keys}
+
+    def _failed(self, reason: str) -> None:
+        """Logs a reason once, as the store is asked again and again."""
+        if self._store is not None and reason != self._reason:
+            facts = {"source": self._store.source, "reason": reason}
+            log.warning("limits of batches not read; those read before count", extra=facts)
+        self._reason = reason
