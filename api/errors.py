@@ -48,18 +48,21 @@ class Unauthorized(PenstockError):
     """No valid API key was given."""
 
     code = "invalid_api_key"
+    public_by_default = None
 
 
 class Forbidden(PenstockError):
     """This caller may not do this."""
 
     code = "forbidden"
+    public_by_default = None
 
 
 class NotFound(PenstockError):
     """This resource does not exist."""
 
     code = "not_found"
+    public_by_default = None
 
 
 class PreviousResponseNotFound(BadInput):
@@ -72,12 +75,14 @@ class MethodNotAllowed(PenstockError):
     """This path does not take that method."""
 
     code = "method_not_allowed"
+    public_by_default = None
 
 
 class KeyReused(PenstockError):
     """This Idempotency-Key was used with another request; a key stands for one request."""
 
     code = "idempotency_key_reused"
+    public_by_default = None
 
     def __init__(self) -> None:
         super().__init__(field="idempotency-key")
@@ -87,6 +92,7 @@ class KeyInUse(PenstockError):
     """The first request with this Idempotency-Key is still being answered; ask again."""
 
     code = "idempotency_key_in_use"
+    public_by_default = None
 
     def __init__(self) -> None:
         super().__init__(field="idempotency-key")
@@ -216,7 +222,7 @@ def error_response(error: PenstockError) -> Response:
     mapping = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
     # OpenAI names the limit in the type.
     kind = error.unit if type(error) is RateLimited else mapping.type
-    body = ErrorReply(ErrorDetail(error.message, kind, error.field, error.code))
+    body = ErrorReply(ErrorDetail(error.public_message, kind, error.field, error.code))
     return Response(encode_error(body), mapping.status, headers_for(error), "application/json")
 
 

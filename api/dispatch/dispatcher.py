@@ -151,7 +151,7 @@ class Dispatcher:
         Items that their leader abandoned stay pending for another round.
         """
         if self._is_closing:
-            raise Unavailable(CLOSING)
+            raise Unavailable(public=CLOSING)
         shareable = state.is_shareable
         joined = [
             (index, *self._single_flight.join(state.items[index], shareable=shareable))
@@ -259,7 +259,10 @@ class Dispatcher:
                 for in_flight in job.items
             ]
         if self._is_closing:
-            return [failure(in_flight.item.index, Unavailable(CLOSING)) for in_flight in job.items]
+            return [
+                failure(in_flight.item.index, Unavailable(public=CLOSING))
+                for in_flight in job.items
+            ]
         return [None] * len(job.items)
 
     def _cancel_on_workers(self, request: InferenceRequest, job: InFlightJob) -> None:

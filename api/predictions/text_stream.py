@@ -84,6 +84,7 @@ class StreamLost(PenstockError):
     """The tokens that a reader goes on from are not known any more."""
 
     code = "stream_lost"
+    public_by_default = None
 
 
 class Seen(NamedTuple):
@@ -198,7 +199,7 @@ class TextStreams:
                     yield event
                 is_done = True
             except PenstockError as error:
-                yield stream.fail(error.code, error.message)
+                yield stream.fail(error.code, error.public_message)
                 is_done = True
         finally:
             if not is_done and not stays and not snapshot.record.is_over:
