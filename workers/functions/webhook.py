@@ -162,7 +162,7 @@ class Webhooks:
             answer = await self._post(prediction, record, delivery.delivery_id, turn)
             attempt.status = answer.status
         except PenstockError as error:
-            attempt.error = error.message
+            attempt.error = error.public_message
             raise
         finally:
             attempt.duration_s = round(time.time() - attempt.at_s, 6)
