@@ -7,6 +7,7 @@ shared/errors.py.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -169,6 +170,8 @@ ERROR_MAPPINGS = {
 }
 SHORT_RETRY_S = 1.0
 
+log = logging.getLogger(__name__)
+
 
 EXPECTED_ERRORS = (
     PenstockError,
@@ -201,11 +204,22 @@ async def handle_error(request: Request, error: Exception) -> Response:
     raise TypeError(f"no answer to {error!r}; this is a bug")
 
 
+def log_reason(error: PenstockError, request_id: str) -> None:
+    """Logs what the caller of a request is not shown of an error."""
+    if error.public_message != error.message:
+        facts = {"request_id": request_id, "code": error.code, "reason": error.message}
+        log.warning("request failed", extra=facts)
+
+
 def set_error_code(request: Request, error: Exception) -> None:
-    """Puts the error code into the context of the request, for metrics and rows."""
+    """Puts the error code into the context of the request, for metrics and rows.
+
+    The log gets the reason that callers are not shown.
+    """
     match error:
         case PenstockError():
             code = error.code
+            log_reason(error, request.scope["penstock.context"].request_id)
         case HTTPException():
             code = {404: NotFound.code, 405: MethodNotAllowed.code}.get(
                 error.status_code, BadInput.code

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
+from api.errors import log_reason
 from api.fair_room import FairRoom, OneItem
 from api.predictions.creation import PredictionSnapshot
 from api.predictions.service import GRACE_S, Predictions
@@ -199,6 +200,7 @@ class TextStreams:
                     yield event
                 is_done = True
             except PenstockError as error:
+                log_reason(error, prediction.record)
                 yield stream.fail(error.code, error.public_message)
                 is_done = True
         finally:

@@ -60,8 +60,8 @@ class ReportService:
         task = asyncio.create_task(reading)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        # A thread can't be stopped: the turn lasts until its query is over, whoever hangs up. BigQuery
-        # ends it after QUERY_LIMIT_S.
+        # A thread can't be stopped: the turn lasts until its query is over, whoever hangs up.
+        # BigQuery ends it after QUERY_LIMIT_S.
         return await asyncio.shield(task)
 
     def _read(

@@ -119,8 +119,10 @@ def find_zone(tz: str) -> ZoneInfo:
 
 @cache
 def _zones() -> frozenset[str]:
-    """The names that BigQuery knows too. ZoneInfo also opens what only this machine has beside them,
-    such as `posix/UTC` and `localtime`."""
+    """The names that BigQuery knows too.
+
+    ZoneInfo also opens what only this machine has, such as `posix/UTC` and `localtime`.
+    """
     return frozenset(available_timezones()) - {"Factory", "localtime"}
 
 

@@ -112,7 +112,10 @@ def refusals() -> list[PenstockError]:
     """What the clients of both brokers raise."""
     codes = [code for code in StatusCode if code is not StatusCode.OK]
     found = [
-        translate(AioRpcError(code, Metadata(), Metadata(), details=WORDS), WORDS) for code in codes
+        translate(
+            AioRpcError(code, Metadata(), Metadata(), details=WORDS, debug_error_string=""), WORDS
+        )
+        for code in codes
     ]
     return [*found, translate_amqp(ConnectionError(WORDS), WORDS)]
 
@@ -131,7 +134,10 @@ def check(response: httpx.Response) -> None:
 async def test_no_route_repeats_what_an_upstream_said(tmp_path: Path, status: int) -> None:
     async with broken_world(tmp_path, status) as api:
         api.broker.outage = translate(
-            AioRpcError(StatusCode.UNAVAILABLE, Metadata(), Metadata(), details=WORDS), WORDS
+            AioRpcError(
+                StatusCode.UNAVAILABLE, Metadata(), Metadata(), details=WORDS, debug_error_string=""
+            ),
+            WORDS,
         )
         api.http.headers.update(bearer("boss") | {"x-penstock-deadline-ms": "2000"})
         statuses = set()
@@ -172,3 +178,14 @@ def test_no_refusal_gets_into_a_message_or_a_record() -> None:
         again = error_for_code(outcome.error.code, reason_of(outcome))
         assert SECRET not in bytes(error_response(again).body).decode()
         assert SECRET in error.message, "our logs lack the reason"
+
+
+async def test_the_log_says_what_callers_are_not_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_api(settings_for(tmp_path)) as api:
+        api.broker.outage = refusals()[0]
+        response = await api.http.post("/v1/embeddings", json=BODIES["/v1/embeddings"])
+    (record,) = [one for one in caplog.records if one.message == "request failed"]
+    assert SECRET in record.__dict__["reason"]
+    assert record.__dict__["request_id"] == response.headers["x-request-id"]
