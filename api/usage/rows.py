@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from shared.errors import BadInput, Unavailable
-from shared.usage.bigquery import open_client, run_query
+from shared.usage.bigquery import open_client, public_reason, run_query
 
 QUERY_LIMIT_S = 20.0
 MOST_LINES = 10_000
@@ -101,7 +101,7 @@ class UsageRows:
             reason = (str(error).splitlines() or [repr(error)])[0]
             raise Unavailable(
                 f"the usage can't be read now: {reason}",
-                public="the usage can't be read now; try again",
+                public=public_reason(reason, "the usage can't be read now; try again"),
             ) from error
         if len(lines) > MOST_LINES:
             raise BadInput(

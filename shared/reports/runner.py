@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shared.errors import BadInput, Unavailable
 from shared.reports.definitions import Parameter, Report
 from shared.reports.question import ReportQuestion, check_fits
-from shared.usage.bigquery import open_client, run_query
+from shared.usage.bigquery import open_client, public_reason, run_query
 
 if TYPE_CHECKING:
     from google.cloud.bigquery import Client
@@ -241,6 +241,5 @@ def translated_errors() -> Iterator[None]:
         first = (str(error).splitlines() or [repr(error)])[0]
         if INVALID_ZONE in first:
             raise BadInput(f"BigQuery: {first}", field="tz", public=WRONG_ZONE) from error
-        raise Unavailable(
-            f"BigQuery: {first}", public="the report can't be read now; try again"
-        ) from error
+        public = public_reason(first, "the report can't be read now; try again")
+        raise Unavailable(f"BigQuery: {first}", public=public) from error

@@ -21,6 +21,8 @@ from shared.usage.spool import Fields
 
 SEND_TIMEOUT_S = 10.0
 CANCEL_LIMIT_S = 2.0
+TOO_LARGE = "bytes billed"
+"""How BigQuery says that a query would read more than `maximum_bytes_billed`."""
 TIMED_OUT = "timed out"
 """How BigQuery says that it ended a job after `job_timeout_ms`."""
 REFUSED = frozenset({400, 413})
@@ -148,6 +150,18 @@ def run_query(
             raise _too_slow(limit_s, error) from error
         raise
     return job, rows
+
+
+def public_reason(reason: str, otherwise: str) -> str:
+    """What callers may read of BigQuery's refusal of a query.
+
+    Args:
+        reason: in BigQuery's words.
+        otherwise: the answer if nothing better is known.
+    """
+    if TOO_LARGE in reason:
+        return "the question reads too many bytes; ask for a shorter range"
+    return otherwise
 
 
 def _cancel(job: Any) -> None:
