@@ -7,6 +7,7 @@ shared/errors.py.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -48,18 +49,21 @@ class Unauthorized(PenstockError):
     """No valid API key was given."""
 
     code = "invalid_api_key"
+    public_by_default = None
 
 
 class Forbidden(PenstockError):
     """This caller may not do this."""
 
     code = "forbidden"
+    public_by_default = None
 
 
 class NotFound(PenstockError):
     """This resource does not exist."""
 
     code = "not_found"
+    public_by_default = None
 
 
 class PreviousResponseNotFound(BadInput):
@@ -72,12 +76,14 @@ class MethodNotAllowed(PenstockError):
     """This path does not take that method."""
 
     code = "method_not_allowed"
+    public_by_default = None
 
 
 class KeyReused(PenstockError):
     """This Idempotency-Key was used with another request; a key stands for one request."""
 
     code = "idempotency_key_reused"
+    public_by_default = None
 
     def __init__(self) -> None:
         super().__init__(field="idempotency-key")
@@ -87,6 +93,7 @@ class KeyInUse(PenstockError):
     """The first request with this Idempotency-Key is still being answered; ask again."""
 
     code = "idempotency_key_in_use"
+    public_by_default = None
 
     def __init__(self) -> None:
         super().__init__(field="idempotency-key")
@@ -169,6 +176,8 @@ ERROR_MAPPINGS = {
 }
 SHORT_RETRY_S = 1.0
 
+log = logging.getLogger(__name__)
+
 
 EXPECTED_ERRORS = (
     PenstockError,
@@ -201,11 +210,22 @@ async def handle_error(request: Request, error: Exception) -> Response:
     raise TypeError(f"no answer to {error!r}; this is a bug")
 
 
+def log_reason(error: PenstockError, request_id: str) -> None:
+    """Logs what the caller of a request is not shown of an error."""
+    if error.public_message != error.message:
+        facts = {"request_id": request_id, "code": error.code, "reason": error.message}
+        log.warning("request failed", extra=facts)
+
+
 def set_error_code(request: Request, error: Exception) -> None:
-    """Puts the error code into the context of the request, for metrics and rows."""
+    """Puts the error code into the context of the request, for metrics and rows.
+
+    The log gets the reason that callers are not shown.
+    """
     match error:
         case PenstockError():
             code = error.code
+            log_reason(error, request.scope["penstock.context"].request_id)
         case HTTPException():
             code = {404: NotFound.code, 405: MethodNotAllowed.code}.get(
                 error.status_code, BadInput.code
@@ -222,7 +242,7 @@ def error_response(error: PenstockError) -> Response:
     mapping = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
     # OpenAI names the limit in the type.
     kind = error.unit if type(error) is RateLimited else mapping.type
-    body = ErrorReply(ErrorDetail(error.message, kind, error.field, error.code))
+    body = ErrorReply(ErrorDetail(error.public_message, kind, error.field, error.code))
     return Response(encode_error(body), mapping.status, headers_for(error), "application/json")
 
 

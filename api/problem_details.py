@@ -91,7 +91,7 @@ def errors_in_input() -> Iterator[None]:
             or error.field is None
         ):
             raise
-        description = error.message.removeprefix(f"{error.field}: ")
+        description = error.public_message.removeprefix(f"{error.field}: ")
         raise InvalidFields(
             [InvalidField(error.code, f"input.{error.field}", description)]
         ) from error
@@ -122,9 +122,11 @@ def _answer(error: PenstockError) -> Response:
     fields = error.fields if isinstance(error, InvalidFields) else []
     if not fields and status == 422 and error.field:
         fields = [
-            InvalidField(error.code, error.field, error.message.removeprefix(f"{error.field}: "))
+            InvalidField(
+                error.code, error.field, error.public_message.removeprefix(f"{error.field}: ")
+            )
         ]
-    return _json(Problem(title, error.message, status, fields), headers_for(error))
+    return _json(Problem(title, error.public_message, status, fields), headers_for(error))
 
 
 def _title(status: int) -> str:

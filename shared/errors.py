@@ -15,6 +15,10 @@ PenstockError
 
 A `code` is stable. It appears in messages, rows and metrics. api/errors.py maps it to an HTTP
 status.
+
+`message` is for us: logs and commands. It may repeat what BigQuery, Redis, the broker or the object
+store said, with addresses and names of ours. `public_message` is for callers. Whatever leaves for a
+caller (a body, an event, a record, a webhook) takes that one.
 """
 
 from __future__ import annotations
@@ -25,20 +29,39 @@ LONGEST_MESSAGE = 8000
 
 
 class PenstockError(Exception):
-    """Something went wrong inside Penstock."""
+    """Something went wrong inside Penstock.
+
+    Args:
+        message: what happened, for us. Default: what is public, or the docstring's first line.
+        field: of the request, or a variable, that is wrong.
+        public: what a caller may read of it. Default: as `public_by_default` says.
+    """
 
     code = "internal"
+    public_by_default: str | None = "something went wrong on our side; try again"
+    """What a caller may read where nothing else is said. None: the message, which is about what the
+    caller sent."""
 
-    def __init__(self, message: str | None = None, *, field: str | None = None) -> None:
-        self.message = (message or (type(self).__doc__ or "").split("\n", 1)[0])[:LONGEST_MESSAGE]
+    def __init__(
+        self, message: str | None = None, *, field: str | None = None, public: str | None = None
+    ) -> None:
+        words = message or public or (type(self).__doc__ or "").split("\n", 1)[0]
+        self.message = words[:LONGEST_MESSAGE]
         self.field = field
+        self._public = public
         super().__init__(self.message)
+
+    @property
+    def public_message(self) -> str:
+        """What callers may read."""
+        return self._public or self.public_by_default or self.message
 
 
 class BadInput(PenstockError):
     """The request is not valid."""
 
     code = "invalid_input"
+    public_by_default = None
 
 
 class UnknownModel(BadInput):
@@ -63,9 +86,12 @@ class Overloaded(PenstockError):
     """The system is full. Try again later."""
 
     code = "overloaded"
+    public_by_default = None
 
-    def __init__(self, message: str | None = None, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str | None = None, *, retry_after_s: float = 1.0, public: str | None = None
+    ) -> None:
+        super().__init__(message, public=public)
         self.retry_after_s = retry_after_s
 
 
@@ -73,24 +99,28 @@ class DeadlineExceeded(PenstockError):
     """The deadline passed before the answer was there."""
 
     code = "deadline_exceeded"
+    public_by_default = None
 
 
 class Canceled(PenstockError):
     """The caller canceled the request, or hung up."""
 
     code = "canceled"
+    public_by_default = None
 
 
 class ModelFailed(PenstockError):
     """The model could not compute this item."""
 
     code = "model_failed"
+    public_by_default = None
 
 
 class Unavailable(PenstockError):
     """A service that this request needs is out of reach."""
 
     code = "unavailable"
+    public_by_default = "a service that this request needs is out of reach; try again"
 
 
 class UndecodableMessage(PenstockError):
@@ -119,10 +149,16 @@ _ON_THE_WIRE = (
 
 
 def error_for_code(code: str, message: str, field: str | None = None) -> PenstockError:
-    """Returns the error for a `code`. An unknown code gives a plain PenstockError."""
+    """Returns the error that came as these. An unknown code gives a plain PenstockError.
+
+    Args:
+        code: of the error.
+        message: as it left the sender, which sends only what is public.
+        field: of the request.
+    """
     for kind in _ON_THE_WIRE:
         if kind.code == code:
-            return kind(message, field=field)
+            return kind(message, field=field, public=message)
     if code == Overloaded.code:
-        return Overloaded(message)
-    return PenstockError(message, field=field)
+        return Overloaded(message, public=message)
+    return PenstockError(message, field=field, public=message)

@@ -235,12 +235,15 @@ def reason_of(outcome: ItemOutcome) -> str:
 _STATUSES = {"deadline_exceeded": "expired", "canceled": "canceled"}
 
 
+def error_item(error: PenstockError) -> ItemError:
+    """An error as it goes into messages and records, whose readers are callers."""
+    return ItemError(error.code, error.public_message, error.field)
+
+
 def failure(index: int, error: PenstockError, receipt: Receipt | None = None) -> ItemOutcome:
     """The outcome of an item that ends with `error`."""
     status = _STATUSES.get(error.code, "failed")
-    return ItemOutcome(
-        index, status, receipt or Receipt(), error=ItemError(error.code, error.message, error.field)
-    )
+    return ItemOutcome(index, status, receipt or Receipt(), error=error_item(error))
 
 
 def check_schema(attributes: Mapping[str, str]) -> None:

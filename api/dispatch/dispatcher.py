@@ -32,7 +32,7 @@ from api.dispatch.job_sender import JobSender, envelope_of, split_into_jobs
 from api.dispatch.request import InferenceRequest, InferenceResponse
 from api.dispatch.request_state import RequestState, cache_hit
 from api.dispatch.singleflight import InFlightItem, InFlightJob, ItemCompletion, SingleFlight
-from api.errors import ClientGone
+from api.errors import ClientGone, log_reason
 from shared import slo
 from shared.errors import Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure
@@ -151,7 +151,7 @@ class Dispatcher:
         Items that their leader abandoned stay pending for another round.
         """
         if self._is_closing:
-            raise Unavailable(CLOSING)
+            raise Unavailable(public=CLOSING)
         shareable = state.is_shareable
         joined = [
             (index, *self._single_flight.join(state.items[index], shareable=shareable))
@@ -220,6 +220,7 @@ class Dispatcher:
         try:
             return await self._sender.send(request, job)
         except PenstockError as error:
+            log_reason(error, request.request_id)
             return [failure(in_flight.item.index, error) for in_flight in job.items]
 
     def _end_job(
@@ -259,7 +260,10 @@ class Dispatcher:
                 for in_flight in job.items
             ]
         if self._is_closing:
-            return [failure(in_flight.item.index, Unavailable(CLOSING)) for in_flight in job.items]
+            return [
+                failure(in_flight.item.index, Unavailable(public=CLOSING))
+                for in_flight in job.items
+            ]
         return [None] * len(job.items)
 
     def _cancel_on_workers(self, request: InferenceRequest, job: InFlightJob) -> None:

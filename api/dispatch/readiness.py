@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ REDIS_LIMIT_S = 0.5
 REUSED_S = 1.0
 """How long a result is reused, so that frequent checks do not load the broker."""
 _KEYS_READY = frozenset({"ok", "not required"})
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,5 +114,7 @@ class Readiness:
         except TimeoutError:
             return f"no round trip within {PROBE_LIMIT_S:g} s"
         except PenstockError as error:
-            return error.message
+            # Anybody may read the answer, but what the broker said is for us.
+            log.warning("no round trip through the broker", extra={"reason": error.message})
+            return "no round trip: out of reach, or refusing"
         return "ok"

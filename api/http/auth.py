@@ -117,7 +117,7 @@ class ApiKeys:
             raise _denied("malformed", _NOT_VALID)
         directory = self.directory.current()
         if directory is None:
-            raise Unavailable(f"the API keys can't be checked: {self.directory.status()}")
+            raise Unavailable(public="the API keys can't be checked now; try again")
         now_s = self._clock()
         state, caller = directory.find(key, now_s)
         if state == "valid":

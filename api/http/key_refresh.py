@@ -98,10 +98,10 @@ class LiveDirectory:
         return self._directory
 
     def status(self) -> str:
-        """`ok` if keys can be checked, else the reason."""
+        """`ok` if keys can be checked, else the reason as anybody may read it. The log has more."""
         if self.current() is not None:
             return "ok"
-        return self._failure.message if self._failure else "not read yet"
+        return self._failure.public_message if self._failure else "not read yet"
 
     async def refresh(self) -> None:
         """Reads the directory once, if it has changed."""
@@ -133,7 +133,7 @@ class LiveDirectory:
         """Without the task no change is seen any more, so this instance must not go on."""
         if not task.cancelled():
             log.critical("refresh of API keys ended; this is a bug", exc_info=task.exception())
-            self._failure = Unavailable("the refresh of API keys ended")
+            self._failure = Unavailable(public="the refresh of API keys ended")
             self._directory = None
 
     def _decode(self, found: StoredDocument) -> Directory:

@@ -232,9 +232,9 @@ class _Exchange:
             extra={"request_id": self.context.request_id},
             exc_info=error,
         )
-        await error_response(PenstockError("internal error; x-request-id identifies this request"))(
-            self._scope, self._receive, self.send
-        )
+        await error_response(
+            PenstockError(public="internal error; x-request-id identifies this request")
+        )(self._scope, self._receive, self.send)
 
     def end(self) -> None:
         if self._held_bytes:

@@ -159,7 +159,7 @@ class IdempotencyService:
         metrics.IDEMPOTENT_REQUESTS.labels("computed").inc()
         await asyncio.wait([task])
         if task.cancelled():
-            raise Unavailable("this instance is shutting down")
+            raise Unavailable(public="this instance is shutting down")
         return task.result(), False
 
     async def _wait(
@@ -259,7 +259,7 @@ class IdempotencyService:
             body = await self._objects.get(stored.object_key, stored.body_bytes)
         except BadInput as error:
             raise Unavailable(
-                "the answer kept for this Idempotency-Key is no longer there"
+                public="the answer kept for this Idempotency-Key is no longer there"
             ) from error
         return msgspec.structs.replace(stored, body=body)
 

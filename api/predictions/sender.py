@@ -143,7 +143,7 @@ class PredictionSender:
         """Ends a prediction that was not published, unless the caller can repeat the request."""
         metrics.PREDICTIONS.labels(new.prediction.model, "refused").inc()
         if not new.is_keyed:
-            reply = failed_reply("unavailable", f"the broker did not take it: {error.message}")
+            reply = failed_reply("unavailable", error.public_message)
             await self._records.finish(new.prediction.record, "failed", reply)
         if isinstance(error, Overloaded):
             raise error

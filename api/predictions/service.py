@@ -47,6 +47,7 @@ class PredictionNotOver(PenstockError):
     """This needs a prediction that has ended."""
 
     code = "prediction_not_over"
+    public_by_default = None
 
 
 class Predictions:

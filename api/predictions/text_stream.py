@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
+from api.errors import log_reason
 from api.fair_room import FairRoom, OneItem
 from api.predictions.creation import PredictionSnapshot
 from api.predictions.service import GRACE_S, Predictions
@@ -84,6 +85,7 @@ class StreamLost(PenstockError):
     """The tokens that a reader goes on from are not known any more."""
 
     code = "stream_lost"
+    public_by_default = None
 
 
 class Seen(NamedTuple):
@@ -198,7 +200,8 @@ class TextStreams:
                     yield event
                 is_done = True
             except PenstockError as error:
-                yield stream.fail(error.code, error.message)
+                log_reason(error, prediction.record)
+                yield stream.fail(error.code, error.public_message)
                 is_done = True
         finally:
             if not is_done and not stays and not snapshot.record.is_over:

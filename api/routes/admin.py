@@ -244,7 +244,7 @@ async def list_acts(request: Request, after: ActId = "", limit: Limit = 20) -> R
 def _administration(call: ApiRequest) -> tuple[KeyStore, Administration]:
     store = call.dependencies.access.store
     if store is None:
-        raise Unavailable("this API has no directory of keys")
+        raise Unavailable(public="this API has no directory of keys")
     client = call.http.client
     actor, address = f"key {call.caller.key_id}", client.host if client else ""
     return store, Administration(store, actor=actor, address=address)

@@ -29,7 +29,7 @@ from shared.errors import BadInput
 from shared.reports.budgets import read_budgets
 from shared.reports.definitions import Report, reports
 from shared.reports.plots import drawings
-from shared.reports.question import ask
+from shared.reports.question import ROWS_KEPT_DAYS, ask
 from shared.reports.runner import ReportResult
 
 router = APIRouter(prefix="/v1/reports", tags=["usage"])
@@ -69,6 +69,7 @@ async def get_report(request: Request, name: str) -> Response:
         tenants=_tenants(call, report, given.getlist("tenant")),
         models=tuple(given.getlist("model")) or None,
         days=report.days,
+        max_days=ROWS_KEPT_DAYS,
     )
     budgets_usd = await _budgets(call, report)
     service = call.dependencies.reports

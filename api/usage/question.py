@@ -15,6 +15,7 @@ from starlette.datastructures import QueryParams
 
 from api.usage.rows import UsageQuery
 from shared.errors import BadInput
+from shared.reports.question import ROWS_KEPT_DAYS
 
 WIDTHS_S = {"1m": 60, "1h": 3600, "1d": 86_400}
 LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}
@@ -22,8 +23,7 @@ LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}
 COST_LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 180)}
 GROUPS = {"project_id": "by_tenant", "api_key_id": "by_key", "model": "by_model"}
 COST_GROUPS = {"project_id": "by_tenant", "api_key_id": "by_key", "line_item": "by_model"}
-KEPT_S = 400 * 86_400
-"""Rows are kept for so long (infra/bigquery/rows.table.json)."""
+KEPT_S = ROWS_KEPT_DAYS * 86_400
 MOST_NAMES = 100
 _PAGE = re.compile(r"page_([0-9]{1,11})")
 _WHOLE = re.compile(r"[0-9]{1,11}")
@@ -123,7 +123,10 @@ def _moment(given: QueryParams, name: str, now: int) -> int | None:
         except ValueError:
             at_s = None
     if at_s is None:
-        raise BadInput(f"{name}: {text[:40]!r} is no unix time in seconds", field=name)
+        raise BadInput(
+            f"{name}: {text[:40]!r} is neither unix seconds nor a day such as 2026-10-01",
+            field=name,
+        )
     if not now - KEPT_S <= at_s <= now + KEPT_S:
         raise BadInput(f"{name}: rows are kept for {KEPT_S // 86_400} days", field=name)
     return at_s

@@ -56,21 +56,13 @@ class ReportService:
             Unavailable: BigQuery is out of reach, or refused.
         """
         self._turns.claim(tenant)
-        task = asyncio.create_task(self._run(report, question, tenant, budgets_usd))
+        reading = self._turns.run(tenant, self._read, report, question, budgets_usd)
+        task = asyncio.create_task(reading)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         # A thread can't be stopped: the turn lasts until its query is over, whoever hangs up.
+        # BigQuery ends it after QUERY_LIMIT_S.
         return await asyncio.shield(task)
-
-    async def _run(
-        self,
-        report: Report,
-        question: ReportQuestion,
-        tenant: str,
-        budgets_usd: Mapping[str, float],
-    ) -> ReportResult:
-        async with self._turns.taken(tenant):
-            return await asyncio.to_thread(self._read, report, question, budgets_usd)
 
     def _read(
         self, report: Report, question: ReportQuestion, budgets_usd: Mapping[str, float]

@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from shared.errors import BadInput, Unavailable
-from shared.usage.bigquery import open_client
+from shared.usage.bigquery import open_client, public_reason, run_query
 
 QUERY_LIMIT_S = 20.0
 MOST_LINES = 10_000
@@ -95,14 +95,14 @@ class UsageRows:
         try:
             if self._client is None:
                 self._client = open_client(self._project, self._endpoint)
-            job = self._client.query(
-                sql, job_config=config, retry=None, job_retry=None, timeout=QUERY_LIMIT_S
-            )
-            result = job.result(retry=None, job_retry=None, timeout=QUERY_LIMIT_S)
+            _, result = run_query(self._client, sql, config, QUERY_LIMIT_S)
             lines = [UsageLine(*row.values()) for row in result]
         except (GoogleAPIError, GoogleAuthError, RequestException, TimeoutError) as error:
             reason = (str(error).splitlines() or [repr(error)])[0]
-            raise Unavailable(f"the usage can't be read now: {reason}") from error
+            raise Unavailable(
+                f"the usage can't be read now: {reason}",
+                public=public_reason(reason, "the usage can't be read now; try again"),
+            ) from error
         if len(lines) > MOST_LINES:
             raise BadInput(
                 f"group_by: more than {MOST_LINES} groups; ask for fewer buckets", field="group_by"

@@ -69,6 +69,8 @@ class UsageService:
         return self._clock() < kept.result().read_at_s + KEEP_S
 
     async def _read(self, query: UsageQuery, tenant: str) -> UsageRead:
-        async with self._turns.taken(tenant):
+        def read() -> UsageRead:
             read_at_s = self._clock()
-            return UsageRead(await asyncio.to_thread(self._rows.read, query), read_at_s)
+            return UsageRead(self._rows.read(query), read_at_s)
+
+        return await self._turns.run(tenant, read)

@@ -218,9 +218,9 @@ def translate(error: aio.AioRpcError, what: str) -> PenstockError:
     """Translates a failed call into a PenstockError. The message begins with `what`."""
     code, message = error.code(), f"{what}: {error.code().name}: {error.details()}"
     if code in REFUSED_INPUT:
-        return BadInput(message)
+        return BadInput(message, public="the message was refused")
     if code is StatusCode.RESOURCE_EXHAUSTED:
-        return Overloaded(message)
+        return Overloaded(message, public="no more is taken now; try again")
     if code in REFUSED_CALLER:
         return ConfigurationError(message, field="credentials")
     return Unavailable(message)

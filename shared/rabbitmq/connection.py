@@ -118,5 +118,5 @@ def translate(error: BaseException, what: str) -> PenstockError:
     if isinstance(error, aiormq.ChannelPreconditionFailed):
         return ConfigurationError(message, field="broker")
     if isinstance(error, aiormq.ChannelNotFoundEntity):
-        return BadInput(message)
+        return BadInput(message, public="the message was refused")
     return Unavailable(message)

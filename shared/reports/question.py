@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, date, datetime, time, timedelta
+from functools import cache
 from typing import NamedTuple
-from zoneinfo import ZoneInfo
+from zoneinfo import ZoneInfo, available_timezones
 
 from shared.errors import BadInput
 from shared.reports.definitions import Report
 
 MOST_NAMES = 1000
 LONGEST_NAME = 256
+MAX_DAYS = 3660
+"""Of a range. A report with a line for each day, or hour, has lines of days without rows too."""
+ROWS_KEPT_DAYS = 400
+"""Rows are kept for so long (infra/bigquery/rows.table.json)."""
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _MONTH = re.compile(r"[0-9]{4}-[0-9]{2}")
-_ZONE = re.compile(r"[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+-]+){0,2}")
 
 
 class ReportQuestion(NamedTuple):
@@ -40,6 +44,7 @@ def ask(
     tenants: tuple[str, ...] | None = None,
     models: tuple[str, ...] | None = None,
     days: int = 7,
+    max_days: int = MAX_DAYS,
     now: datetime | None = None,
 ) -> ReportQuestion:
     """Reads a question from words.
@@ -51,6 +56,7 @@ def ask(
         tenants: whose rows. None: everybody's.
         models: of which models. None: of all.
         days: how far to look back where `since` is empty.
+        max_days: how long the range may be.
         now: the present moment. Tests replace it.
 
     Raises:
@@ -62,6 +68,12 @@ def ask(
     if start >= end:
         raise BadInput(
             f"from: {since or start} is not before the end, {until or end}", field="from"
+        )
+    if (end - start).days > max_days:
+        raise BadInput(
+            f"from: {since or start} is {(end - start).days} days before the end, {until or end};"
+            f" a range is at most {max_days} days long, so give a later `from`",
+            field="from",
         )
     return ReportQuestion(start, end, tz, _names(tenants, "tenant"), _names(models, "model"))
 
@@ -100,18 +112,23 @@ def find_zone(tz: str) -> ZoneInfo:
     Raises:
         BadInput: there is none.
     """
-    try:
-        # The pattern first: ZoneInfo reads files.
-        if _ZONE.fullmatch(tz):
-            return ZoneInfo(tz)
-    except (KeyError, OSError, ValueError):
-        pass
+    if tz in _zones():
+        return ZoneInfo(tz)
     raise BadInput(f"tz: {tz[:40]!r} is not a time zone such as Europe/Berlin", field="tz")
 
 
+@cache
+def _zones() -> frozenset[str]:
+    """The names that BigQuery knows too.
+
+    ZoneInfo also opens what only this machine has, such as `posix/UTC` and `localtime`.
+    """
+    return frozenset(available_timezones()) - {"Factory", "localtime"}
+
+
 def _back(end: datetime, days: int) -> datetime:
-    if not 1 <= days <= 3660:
-        raise BadInput(f"days: {days} is not from 1 to 3660", field="days")
+    if not 1 <= days <= MAX_DAYS:
+        raise BadInput(f"days: {days} is not from 1 to {MAX_DAYS}", field="days")
     try:
         return end - timedelta(days=days)
     except OverflowError:

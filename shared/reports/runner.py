@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shared.errors import BadInput, Unavailable
 from shared.reports.definitions import Parameter, Report
 from shared.reports.question import ReportQuestion, check_fits
-from shared.usage.bigquery import open_client
+from shared.usage.bigquery import open_client, public_reason, run_query
 
 if TYPE_CHECKING:
     from google.cloud.bigquery import Client
@@ -25,6 +25,8 @@ QUERY_LIMIT_S = 60.0
 RETRY_LIMIT_S = 5.0
 """The default of the client is ten minutes, too long for somebody who waits."""
 MOST_ROWS = 200_000
+INVALID_ZONE = "Invalid time zone"
+WRONG_ZONE = "tz: it is not a time zone such as Europe/Berlin"
 
 
 class ReportColumn(NamedTuple):
@@ -105,11 +107,13 @@ class ReportRunner:
             retry = DEFAULT_RETRY.with_timeout(RETRY_LIMIT_S)
             config = self._config(report, question, values)
             config.maximum_bytes_billed = self._most_bytes
-            job = self._client.query(
-                report.sql, job_config=config, retry=retry, job_retry=None, timeout=limit_s
-            )
-            result = job.result(
-                retry=retry, job_retry=None, timeout=limit_s, max_results=self._most_rows + 1
+            job, result = run_query(
+                self._client,
+                report.sql,
+                config,
+                limit_s,
+                retry=retry,
+                max_results=self._most_rows + 1,
             )
             rows = _all_rows(result)
             columns = [ReportColumn(field.name, field.field_type) for field in result.schema]
@@ -222,6 +226,7 @@ def translated_errors() -> Iterator[None]:
     """Turns errors of Google's client into ours.
 
     Raises:
+        BadInput: BigQuery does not know the time zone. Its list may be older than ours.
         Unavailable: BigQuery is out of reach, or refused.
     """
     # Imported when needed: Google's client takes half a second.
@@ -234,4 +239,7 @@ def translated_errors() -> Iterator[None]:
     except (GoogleAPIError, GoogleAuthError, RequestException, TimeoutError) as error:
         # The other lines name the job, which is of no use here.
         first = (str(error).splitlines() or [repr(error)])[0]
-        raise Unavailable(f"BigQuery: {first}") from error
+        if INVALID_ZONE in first:
+            raise BadInput(f"BigQuery: {first}", field="tz", public=WRONG_ZONE) from error
+        public = public_reason(first, "the report can't be read now; try again")
+        raise Unavailable(f"BigQuery: {first}", public=public) from error

@@ -84,7 +84,8 @@ class KeyRedis(RedisStore):
                 return None
         new, data = await self._commands.run("HMGET", self._directory, "version", "document")
         if new is None or data is None:
-            raise NoDirectory(f"there are no keys in Redis; {HOW_TO_START}")
+            reason = f"there are no keys in Redis; {HOW_TO_START}"
+            raise NoDirectory(reason, public=reason)
         return StoredDocument(new.decode("latin-1"), data)
 
     async def replace(self, version: str, data: bytes, act: Act) -> bool:

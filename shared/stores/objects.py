@@ -278,6 +278,9 @@ def _open(url: str, setting: str) -> Any:
     )
 
 
+_OUT_OF_REACH = "the object store is out of reach; try again"
+
+
 def _check(key: str) -> None:
     """Allows only plain path segments (no `..`, `%` or `//`), as keys come from messages."""
     if len(key) > KEY_LIMIT_BYTES or not _KEY.fullmatch(key):
@@ -290,13 +293,15 @@ def _translated(operation: str, key: str) -> Iterator[None]:
         yield
     except TimeoutError as error:
         ERRORS.labels(operation).inc()
-        raise Unavailable(f"the object store did not answer in {TIMEOUT_S:g} s") from error
+        reason = f"the object store did not answer in {TIMEOUT_S:g} s"
+        raise Unavailable(reason, public=_OUT_OF_REACH) from error
     except (BaseError, OSError, ValueError) as error:
         # A put that finds nothing lacks its bucket, which is no fault of the caller.
         if isinstance(error, FileNotFoundError) and operation == "get":
             raise BadInput(f"there is no object {key!r}", field="object_key") from error
         ERRORS.labels(operation).inc()
-        raise Unavailable(f"the object store failed on {key!r}: {_reason(error)}") from error
+        reason = f"the object store failed on {key!r}: {_reason(error)}"
+        raise Unavailable(reason, public=_OUT_OF_REACH) from error
 
 
 def _reason(error: Exception) -> str:

@@ -255,7 +255,10 @@ class Commands:
         answers = await self._batcher.call([call]) if self._link.is_up else None
         if answers is None or isinstance(answers[0], Exception):
             reason = "out of reach" if answers is None else f"refusing: {answers[0]}"
-            raise Unavailable(f"{self._store} is {reason}; try again")
+            raise Unavailable(
+                f"{self._store} is {reason}; try again",
+                public=f"{self._store} is out of reach; try again",
+            )
         return answers[0]
 
     async def _send(self, calls: list[_Call]) -> list[Any]:

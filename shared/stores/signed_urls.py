@@ -25,6 +25,7 @@ class LinkInvalid(PenstockError):
     """The link is not signed by this API, or has expired."""
 
     code = "link_invalid"
+    public_by_default = None
 
 
 class UrlSigner:

@@ -273,7 +273,8 @@ class Administration:
                 log.info("keys changed", extra=msgspec.structs.asdict(act))
                 return
             await asyncio.sleep(next(pauses))
-        raise Unavailable("the directory of keys is being changed by others; try again")
+        reason = "the directory of keys is being changed by others; try again"
+        raise Unavailable(reason, public=reason)
 
     def _act(
         self,

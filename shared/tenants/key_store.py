@@ -25,6 +25,7 @@ class KeysReadOnly(PenstockError):
     """Keys can't be changed here."""
 
     code = "keys_read_only"
+    public_by_default = None
 
 
 class StoredDocument(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from prometheus_client import Counter
@@ -19,6 +20,11 @@ from shared.errors import Unavailable
 from shared.usage.spool import Fields
 
 SEND_TIMEOUT_S = 10.0
+CANCEL_LIMIT_S = 2.0
+TOO_LARGE = "bytes billed"
+"""How BigQuery says that a query would read more than `maximum_bytes_billed`."""
+TIMED_OUT = "timed out"
+"""How BigQuery says that it ended a job after `job_timeout_ms`."""
 REFUSED = frozenset({400, 413})
 """Statuses for wrong rows.
 
@@ -105,6 +111,73 @@ class BigQuerySender:
         if self._client is None:
             self._client = open_client(self._project, self._endpoint)
         return self._client
+
+
+def run_query(
+    client: Any,
+    sql: str,
+    config: Any,
+    limit_s: float,
+    *,
+    retry: Any = None,
+    max_results: int | None = None,
+) -> tuple[Any, Any]:
+    """Runs a query that ends within a time, at BigQuery too. Returns its job and its rows.
+
+    Args:
+        client: of `open_client`.
+        sql: the query.
+        config: a QueryJobConfig, which gets the limit.
+        limit_s: how long the query may take.
+        retry: of single calls.
+        max_results: rows at most.
+
+    Raises:
+        Unavailable: it took longer.
+        google.api_core.exceptions.GoogleAPIError: BigQuery refused, or is out of reach.
+    """
+    from google.api_core.exceptions import GoogleAPICallError
+
+    config.job_timeout_ms = int(limit_s * 1000)
+    job = client.query(sql, job_config=config, retry=retry, job_retry=None, timeout=limit_s)
+    try:
+        rows = job.result(retry=retry, job_retry=None, timeout=limit_s, max_results=max_results)
+    except TimeoutError as error:
+        _cancel(job)
+        raise _too_slow(limit_s, error) from error
+    except GoogleAPICallError as error:
+        if TIMED_OUT in str(error):
+            raise _too_slow(limit_s, error) from error
+        raise
+    return job, rows
+
+
+def public_reason(reason: str, otherwise: str) -> str:
+    """What callers may read of BigQuery's refusal of a query.
+
+    Args:
+        reason: in BigQuery's words.
+        otherwise: the answer if nothing better is known.
+    """
+    if TOO_LARGE in reason:
+        return "the question reads too many bytes; ask for a shorter range"
+    return otherwise
+
+
+def _cancel(job: Any) -> None:
+    """Asks BigQuery to end a job that nobody waits for. Its own limit ends it in any case."""
+    from google.api_core.exceptions import GoogleAPIError
+    from requests.exceptions import RequestException
+
+    with suppress(GoogleAPIError, RequestException, TimeoutError):
+        job.cancel(retry=None, timeout=CANCEL_LIMIT_S)
+
+
+def _too_slow(limit_s: float, error: Exception) -> Unavailable:
+    return Unavailable(
+        f"BigQuery: not done within {limit_s:g} s: {error}",
+        public=f"the question took longer than {limit_s:g} s; ask for a shorter range",
+    )
 
 
 def open_client(project: str, endpoint: str) -> Any:

@@ -128,7 +128,9 @@ def test_url_without_keys_is_refused_at_the_start(url: str) -> None:
         LiveDirectory(key_store(url))
 
 
-async def test_keys_outlive_their_source_for_a_day(tmp_path: Path) -> None:
+async def test_keys_outlive_their_source_for_a_day(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     now_s = 0.0
     url = keys_url(tmp_path, a="acme")
     directory = LiveDirectory(key_store(url), lambda: now_s, refresh_s=1e6)
@@ -139,9 +141,12 @@ async def test_keys_outlive_their_source_for_a_day(tmp_path: Path) -> None:
         assert gets_in(keys, "a")
         assert REGISTRY.get_sample_value("penstock_keys_age_seconds") == STALE_LIMIT_S
         now_s += 1
-        with pytest.raises(Unavailable, match="No such file"):
+        with pytest.raises(Unavailable, match="can't be checked now"):
             gets_in(keys, "a")
-        assert "No such file" in keys.keys_status()
+        assert "out of reach" in keys.keys_status()
+        # Whoever asks for the state is not to learn where the keys are.
+        assert str(tmp_path) not in keys.keys_status()
+        assert "No such file" in caplog.records[-1].__dict__["reason"]
 
 
 class Broken(KeyFile):
@@ -163,7 +168,7 @@ async def test_instance_that_would_see_no_revocation_lets_nobody_in(
     directory = LiveDirectory(Broken(tmp_path / "keys.json"), refresh_s=0.001)
     async with ApiKeys(directory) as keys:
         await until(lambda: directory.current() is None)
-        with pytest.raises(Unavailable, match="refresh of API keys ended"):
+        with pytest.raises(Unavailable, match="can't be checked now"):
             gets_in(keys, "a")
         assert "refresh" in keys.keys_status()
         assert "ZeroDivisionError" in caplog.text

@@ -252,7 +252,7 @@ def test_reply_without_its_attributes(change: dict[str, str | None]) -> None:
 def test_failure_carries_the_error(error: PenstockError, status: str) -> None:
     outcome = failure(3, error)
     assert (outcome.index, outcome.status, outcome.result) == (3, status, None)
-    assert outcome.error == ItemError(error.code, error.message, error.field)
+    assert outcome.error == ItemError(error.code, error.public_message, error.field)
 
 
 def test_row_tells_times_apart() -> None:

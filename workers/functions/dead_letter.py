@@ -28,7 +28,7 @@ from shared.errors import (
     UnknownModel,
 )
 from shared.message_encoding import decode_job, decode_reply_body, encode_reply, encode_reply_body
-from shared.messages import Envelope, ItemError, Reply, ReplyBody, failure
+from shared.messages import Envelope, Reply, ReplyBody, error_item, failure
 from shared.salvage import salvage_envelope
 from shared.stores.record_state import Finish, record_id
 from shared.stores.records import Records
@@ -134,7 +134,7 @@ class DeadLetters:
             [failure(item, error) for item in items], worker=ANSWERED_BY, replied_at_s=time.time()
         )
         if isinstance(error, UndecodableMessage):  # its items are not known
-            body.error = ItemError(error.code, error.message, error.field)
+            body.error = error_item(error)
         found = await self._end(envelope, body)
         if found is None:
             DEAD_LETTERS.labels("none").inc()

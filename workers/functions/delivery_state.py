@@ -68,5 +68,14 @@ class DeliveryState(RedisStore):
         with contextlib.suppress(Unavailable):
             await self._commands.run("SET", self._key(record, "done"), 1, "EX", KEEP_S)
 
+    async def refused_since(self, delivery_id: str, now_s: float) -> float | None:
+        """When an event was refused first, in unix time: now if it was not. None: unknown."""
+        key = self._key(delivery_id, "refused")
+        with contextlib.suppress(Unavailable):
+            await self._commands.run("SET", key, now_s, "NX", "EX", KEEP_S)
+            found = await self._commands.run("GET", key)
+            return None if found is None else float(found)
+        return None
+
     def _key(self, record: str, what: str) -> str:
         return f"{self._prefix}webhook:{record}:{what}"

@@ -27,6 +27,7 @@ from workers.functions.deliveries import Deliveries
 from workers.functions.delivery_state import DeliveryState
 from workers.functions.event_webhooks import ATTRIBUTES, EventWebhooks
 from workers.functions.handler import Handler
+from workers.functions.receiver_turns import ReceiverTurns
 from workers.functions.settings import FunctionSettings
 from workers.functions.webhook import Webhooks
 
@@ -79,6 +80,7 @@ class FunctionDependencies:
         settings = self._settings
         delivery_state = await self._stack.enter_async_context(DeliveryState(settings.redis_url))
         url_signer = UrlSigner(settings.secret)
+        turns = ReceiverTurns()
         deliveries = Deliveries(RowTable(settings, WEBHOOK_DELIVERIES), settings.region)
         webhooks = Webhooks(
             await self._open_records(),
@@ -86,10 +88,15 @@ class FunctionDependencies:
             url_signer,
             settings.webhook_secrets,
             deliveries,
+            turns,
             allow_private=settings.webhooks_private,
         )
         events = EventWebhooks(
-            settings.webhook_secrets, deliveries, allow_private=settings.webhooks_private
+            settings.webhook_secrets,
+            deliveries,
+            delivery_state,
+            turns,
+            allow_private=settings.webhooks_private,
         )
 
         async def deliver(message: Message) -> None:

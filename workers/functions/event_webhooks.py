@@ -22,6 +22,8 @@ from shared.webhooks import (
     decode_budget_event,
 )
 from workers.functions.deliveries import Deliveries
+from workers.functions.delivery_state import DeliveryState
+from workers.functions.receiver_turns import ReceiverBusy, ReceiverTurns, Turn
 from workers.functions.webhook import WEBHOOKS, end_of, signed_headers
 from workers.functions.webhook_client import WebhookClient
 
@@ -47,11 +49,23 @@ class EventWebhooks:
     Args:
         secrets: as for shared.webhooks.tenant_secrets.
         deliveries: tells of each attempt.
+        delivery_state: remembers refusals.
+        turns: those of all deliveries of this process.
         allow_private: as for WebhookClient.
     """
 
-    def __init__(self, secrets: str, deliveries: Deliveries, *, allow_private: bool) -> None:
+    def __init__(
+        self,
+        secrets: str,
+        deliveries: Deliveries,
+        delivery_state: DeliveryState,
+        turns: ReceiverTurns,
+        *,
+        allow_private: bool,
+    ) -> None:
         self._secrets = secrets
+        self._delivery_state = delivery_state
+        self._turns = turns
         self._deliveries = deliveries
         self._allow_private = allow_private
 
@@ -71,13 +85,17 @@ class EventWebhooks:
             notice = _notice_of_budget(event)
         end = "failed"
         try:
-            end = await self._post(event, notice, message)
+            async with self._turns.taken(event.tenant, event.url) as turn:
+                end = await self._post(event, notice, message, turn)
+        except ReceiverBusy:
+            end = "deferred"
+            raise
         finally:
             WEBHOOKS.labels(notice.kind, end).inc()
         log.info("webhook", extra={**notice.facts, "event": notice.kind, "end": end})
 
     async def _post(
-        self, event: BatchEvent | BudgetEvent, notice: _Notice, message: Message
+        self, event: BatchEvent | BudgetEvent, notice: _Notice, message: Message, turn: Turn
     ) -> str:
         event_id = "evt_" + hashlib.sha256(notice.identity.encode()).hexdigest()[:32]
         body = msgspec.json.encode(
@@ -100,9 +118,11 @@ class EventWebhooks:
         try:
             async with self._deliveries.told(delivery):
                 client = WebhookClient(event.url, allow_private=self._allow_private)
-                answer = await client.post(headers, body)
+                with turn.posting():
+                    answer = await client.post(headers, body)
                 delivery.status_code = answer.status
-                delivery.outcome = end = end_of(answer, message)
+                end = await end_of(answer, message, event_id, self._delivery_state)
+                delivery.outcome = end
             return end
         except WebhookUrlForbidden as error:
             log.warning("webhook forbidden", extra={**notice.facts, "reason": error.message})

@@ -20,6 +20,7 @@ from shared.errors import PenstockError, UndecodableMessage
 from shared.transport import Message
 from workers.functions.push_auth import PushAuthenticator, PushRefused
 from workers.functions.push_message import read_push
+from workers.functions.receiver_turns import ReceiverBusy
 
 HANDLE_LIMIT_S = 50.0
 """Pub/Sub waits 60 s for an answer and then sends the message again, while we would still be at it.
@@ -109,6 +110,9 @@ async def handle_message(message: Message, function: str, handle: Handler) -> st
             "reason": error.message,
         }
         log.error("message unreadable", extra=facts)
+    except ReceiverBusy as error:
+        # No failure, and too often for the log. The webhooks' counter has it by its end.
+        return error.message
     except (PenstockError, TimeoutError) as error:
         FAILED.labels(function).inc()
         reason = str(error) or "out of time"

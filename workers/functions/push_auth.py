@@ -34,6 +34,7 @@ class PushRefused(PenstockError):
     """The caller may not call."""
 
     code = "push_refused"
+    public_by_default = None
 
 
 class PushAuthenticator:

@@ -1,8 +1,8 @@
 """Sends events to webhooks: the body that GET returns, signed, posted once per push.
 
 Pub/Sub retries failed deliveries every 5 to 600 s for a day, with the same `webhook-id`. 2xx ends
-the retries. 410 ends all events of the prediction. Other 4xx and redirects are retried for an hour.
-None of this changes the record of the prediction.
+the retries. 410 ends all events of the prediction. Other 4xx and redirects are retried for an hour
+from the first one. None of this changes the record of the prediction.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shared.webhook_urls import WebhookUrlForbidden
 from shared.webhooks import WebhookEvent, decode_webhook_event, signature, tenant_secrets
 from workers.functions.deliveries import Deliveries
 from workers.functions.delivery_state import DeliveryState
+from workers.functions.receiver_turns import ReceiverBusy, ReceiverTurns, Turn
 from workers.functions.webhook_client import WebhookClient, WebhookResponse
 
 GONE = 410
@@ -55,6 +56,7 @@ class Webhooks:
         url_signer: signs the URLs of results.
         secrets: as for shared.webhooks.tenant_secrets.
         deliveries: tells of each attempt.
+        turns: those of all deliveries of this process.
         allow_private: as for WebhookClient.
     """
 
@@ -65,10 +67,12 @@ class Webhooks:
         url_signer: UrlSigner,
         secrets: str,
         deliveries: Deliveries,
+        turns: ReceiverTurns,
         *,
         allow_private: bool,
     ) -> None:
         self._records = records
+        self._turns = turns
         self._deliveries = deliveries
         self._delivery_state = delivery_state
         self._url_signer = url_signer
@@ -94,6 +98,9 @@ class Webhooks:
             end = "failed"
             try:
                 end = await self._deliver(event, message)
+            except ReceiverBusy:
+                end = "deferred"
+                raise
             finally:
                 WEBHOOKS.labels(event.event, end).inc()
                 delivery.set({"penstock.webhook.end": end})
@@ -108,6 +115,17 @@ class Webhooks:
             return "unwanted"
         if event.event == "completed" and not record.is_over:
             raise Unavailable("the prediction is not over yet")
+        async with self._turns.taken(prediction.tenant, prediction.webhook) as turn:
+            return await self._deliver_now(event, message, prediction, record, turn)
+
+    async def _deliver_now(
+        self,
+        event: WebhookEvent,
+        message: Message,
+        prediction: Prediction,
+        record: Record,
+        turn: Turn,
+    ) -> str:
         if not event.is_replay:
             decision = await self._delivery_state.admit(event.id, event.event)
             if decision != "due":
@@ -122,9 +140,10 @@ class Webhooks:
         )
         try:
             async with self._deliveries.told(delivery):
-                answer = await self._logged_post(prediction, record, delivery)
+                answer = await self._logged_post(prediction, record, delivery, turn)
                 delivery.status_code = answer.status
-                delivery.outcome = end = end_of(answer, message)
+                end = await end_of(answer, message, delivery.delivery_id, self._delivery_state)
+                delivery.outcome = end
         except WebhookUrlForbidden as error:
             log.warning("webhook forbidden", extra={"record": event.id, "reason": error.message})
             return "forbidden"
@@ -133,17 +152,17 @@ class Webhooks:
         return end
 
     async def _logged_post(
-        self, prediction: Prediction, record: Record, delivery: WebhookDelivery
+        self, prediction: Prediction, record: Record, delivery: WebhookDelivery, turn: Turn
     ) -> WebhookResponse:
         """Posts, and logs what became of it. What the receiver wrote is in no log of a caller."""
         attempt = WebhookAttempt(
             webhook_id=delivery.delivery_id, event=delivery.event, at_s=time.time(), duration_s=0.0
         )
         try:
-            answer = await self._post(prediction, record, delivery.delivery_id)
+            answer = await self._post(prediction, record, delivery.delivery_id, turn)
             attempt.status = answer.status
         except PenstockError as error:
-            attempt.error = error.message
+            attempt.error = error.public_message
             raise
         finally:
             attempt.duration_s = round(time.time() - attempt.at_s, 6)
@@ -151,13 +170,13 @@ class Webhooks:
         return answer
 
     async def _post(
-        self, prediction: Prediction, record: Record, webhook_id: str
+        self, prediction: Prediction, record: Record, webhook_id: str, turn: Turn
     ) -> WebhookResponse:
         body = msgspec.json.encode(body_of(prediction, record, self._url_signer))
         headers = signed_headers(self._secrets, prediction.tenant, webhook_id, body)
-        return await WebhookClient(prediction.webhook, allow_private=self._allow_private).post(
-            headers, body
-        )
+        client = WebhookClient(prediction.webhook, allow_private=self._allow_private)
+        with turn.posting():
+            return await client.post(headers, body)
 
 
 def _prediction_of(record: Record) -> Prediction:
@@ -202,18 +221,31 @@ def signed_headers(setting: str, tenant: str, webhook_id: str, body: bytes) -> d
     return headers
 
 
-def end_of(answer: WebhookResponse, message: Message) -> str:
+async def end_of(
+    answer: WebhookResponse, message: Message, delivery_id: str, state: DeliveryState
+) -> str:
     """What the answer to an event means for its message.
+
+    The hour of a refused event begins with its first refusal. What it waited for its turn before
+    takes nothing from it.
+
+    Args:
+        answer: of the receiver.
+        message: with the event.
+        delivery_id: the same for every attempt.
+        state: remembers the first refusal.
 
     Raises:
         Unavailable: to be tried again.
     """
-    age_s = time.time() - (message.publish_time_s or time.time())
     if 200 <= answer.status < 300:
         return "delivered"
     if answer.status == GONE:
         return "gone"
     is_refusal = 300 <= answer.status < 500 and answer.status not in WORTH_RETRYING
-    if is_refusal and age_s > REFUSED_LIMIT_S:
-        return "refused"
+    if is_refusal:
+        now_s = time.time()
+        first_s = await state.refused_since(delivery_id, now_s) or message.publish_time_s or now_s
+        if now_s - first_s > REFUSED_LIMIT_S:
+            return "refused"
     raise Unavailable(f"the receiver answered {answer.status}: {answer.words[:WORDS_LOGGED]}")

@@ -99,14 +99,16 @@ class WebhookClient:
                 return WebhookResponse(answer.status, await _first_words(answer))
         except (ClientError, OSError, ValueError) as error:
             # aiohttp's own time limits are TimeoutError, which is an OSError.
-            raise Unavailable(f"{url.host}: {str(error) or type(error).__name__}") from error
+            reason = f"{url.host}: {str(error) or type(error).__name__}"
+            raise Unavailable(reason, public=reason) from error  # of the caller's own receiver
 
     async def _addresses(self, host: str, port: int) -> list[str]:
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S):
                 addresses = await self._resolve(host, port)
         except (OSError, UnicodeError) as error:
-            raise Unavailable(f"{host} could not be resolved: {error}") from error
+            reason = f"{host} could not be resolved: {error}"
+            raise Unavailable(reason, public=reason) from error
         private = [address for address in addresses if not is_public(ip_address(address))]
         if private and not self._allow_private:
             raise WebhookUrlForbidden(

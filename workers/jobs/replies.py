@@ -7,7 +7,7 @@ import time
 
 from shared.errors import BadInput, PenstockError, UndecodableMessage
 from shared.message_encoding import encode_reply_body, reply_attributes
-from shared.messages import Envelope, ItemError, ReplyBody
+from shared.messages import Envelope, ReplyBody, error_item
 from shared.salvage import salvage_envelope
 from shared.topics import dead_letter_topic_id
 from shared.tracing.context import read_attributes, set_current
@@ -80,7 +80,7 @@ class ReplyPublisher:
         envelope = salvage_envelope(message.attributes)
         try:
             if envelope is not None:
-                reason = ItemError(error.code, error.message, error.field)
+                reason = error_item(error)
                 body = ReplyBody([], reason, self._worker, replied_at_s=time.time())
                 await self.publish(envelope, encode_reply_body(body))
             await self.publish_dead_letter(message, error.message)

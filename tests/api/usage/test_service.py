@@ -9,8 +9,9 @@ import pytest
 
 from api.usage.rows import UsageLine, UsageQuery, UsageRows
 from api.usage.service import KEEP_S, UsageService
-from api.usage.turns import OF_ONE_TENANT, RUNNING, Turns
+from api.usage.turns import MAX_OF_ONE_TENANT, MAX_RUNNING, Turns
 from shared.errors import Overloaded, Unavailable
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 
@@ -57,7 +58,7 @@ async def test_one_tenant_takes_not_all_places() -> None:
     service = UsageService(rows, Turns())
     waiting = [
         asyncio.create_task(service.read(question(number), "acme"))
-        for number in range(OF_ONE_TENANT)
+        for number in range(MAX_OF_ONE_TENANT)
     ]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
@@ -66,8 +67,50 @@ async def test_one_tenant_takes_not_all_places() -> None:
     await asyncio.sleep(0)
     rows.go.set()
     await asyncio.gather(*waiting, other)
-    assert rows.most <= RUNNING
+    assert rows.most <= MAX_RUNNING
     await service.read(question(99), "acme")
+
+
+async def test_slow_questions_of_one_tenant_hold_up_nobody() -> None:
+    slow, quick, turns = Rows(), Rows(), Turns()
+    quick.go.set()
+    asked = UsageService(slow, turns)
+    waiting = [
+        asyncio.create_task(asked.read(question(number), "acme"))
+        for number in range(MAX_OF_ONE_TENANT)
+    ]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        for number in range(20):
+            await UsageService(quick, turns).read(question(number), "other")
+    assert not any(task.done() for task in waiting)
+    assert slow.most <= MAX_RUNNING // 2
+    slow.go.set()
+    await asyncio.gather(*waiting)
+
+
+async def test_tenants_that_wait_take_turns() -> None:
+    turns, order, go = Turns(), [], asyncio.Event()
+
+    async def ask(tenant: str) -> None:
+        turns.claim(tenant)
+        async with turns.taken(tenant):
+            order.append(tenant)
+            await go.wait()
+
+    tenants = [f"busy-{number}" for number in range(MAX_RUNNING)]
+    asked = [asyncio.create_task(ask(tenant)) for tenant in tenants * MAX_OF_ONE_TENANT]
+    await asyncio.sleep(0)
+    gone = asyncio.create_task(ask("gone"))
+    asked.append(asyncio.create_task(ask("quiet")))
+    await asyncio.sleep(0)
+    gone.cancel()
+    go.set()
+    await asyncio.gather(*asked)
+    assert "gone" not in order
+    assert order.index("quiet") <= 2 * MAX_RUNNING
+    assert len(order) == MAX_RUNNING * MAX_OF_ONE_TENANT + 1
+    await ask("gone")
 
 
 async def test_failure_is_not_kept() -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import pytest
 from openai import InvalidWebhookSignatureError, OpenAI
+from redis import Redis
 
 from infra.local.process import free_port
 from shared.message_encoding import encode_reply_body
@@ -200,12 +201,23 @@ async def test_end_waits_for_the_record(world: World, receiver: Receiver) -> Non
     ],
 )
 async def test_refusals_are_repeated_for_an_hour(
-    world: World, receiver: Receiver, status: int, age_s: int, end: str, answered: int
+    world: World,
+    receiver: Receiver,
+    functions_settings: dict[str, str],
+    status: int,
+    age_s: int,
+    end: str,
+    answered: int,
 ) -> None:
-    receiver.statuses = [status]
-    before = await world.count(METRIC, end, 0)
+    receiver.statuses = [404, status]
     await world.create(receiver.url)
-    assert await world.push_event("start", age_s) == answered
+    # However long it waited for its turn before, the hour begins with the first refusal.
+    assert await world.push_event("start", 2 * age_s) == 503
+    before = await world.count(METRIC, end, 0)
+    redis = Redis.from_url(functions_settings["PENSTOCK_REDIS_URL"])
+    key = f"penstock:webhook:{receiver.deliveries[0].id}:refused"
+    assert redis.set(key, time.time() - age_s, xx=True)
+    assert await world.push_event("start", 2 * age_s) == answered
     assert await world.count(METRIC, end) == before + 1
 
 

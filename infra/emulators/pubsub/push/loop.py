@@ -16,7 +16,8 @@ from infra.emulators.pubsub.state.ack_calls import acknowledge, modify_ack_deadl
 from infra.emulators.pubsub.state.consumers import Consumer, Delivery
 from infra.emulators.pubsub.state.subscription import SubscriptionState
 
-PUSH_WORKERS = 8
+PUSH_WORKERS = 32
+"""Messages of a subscription with its endpoint at a time. Most of the time they wait for others."""
 # https://cloud.google.com/pubsub/docs/push#receive_push: these ack, anything else is a nack.
 ACK_STATUSES = frozenset({102, 200, 201, 202, 204})
 # The service's push backoff, used where the subscription has no retry policy of its own.
