@@ -47,7 +47,7 @@ PAGE = 100
 Limit = Annotated[int, Query(ge=1, le=PAGE)]
 ActId = Annotated[str, Query(pattern=r"^([0-9]{1,18}(-[0-9]{1,18})?)?$")]
 Body = TypeVar("Body")
-_NOT_HERE = "Keys are in a file, which the API only reads."
+_NOT_HERE = "Keys are in a file, which the API only reads, or what is to be removed is in use."
 
 
 def _changed(reply: type[msgspec.Struct], *statuses: int) -> Responses:
@@ -121,7 +121,10 @@ async def get_key(request: Request, key_id: str) -> Response:
     responses=_changed(KeyDeleted, 404),
 )
 async def revoke_key(request: Request, key_id: str) -> Response:
-    """Ends the key. All instances refuse it within 5 s. It stays in the list for 90 days."""
+    """Ends the key. All instances refuse it within 5 s. It stays in the list for 90 days.
+
+    A key does not end itself: another one does.
+    """
     call = authenticate(request)
     _, admin = _administration(call)
     await admin.revoke_key(key_id)
@@ -177,7 +180,7 @@ async def set_plan(request: Request, name: str) -> Response:
     responses=_changed(PlanDeleted, 404),
 )
 async def remove_plan(request: Request, name: str) -> Response:
-    """Removes a plan that no tenant has."""
+    """Removes a plan that no tenant has. `default` can be replaced, not removed."""
     call = authenticate(request)
     _, admin = _administration(call)
     await admin.set_plan(name, None)

@@ -16,9 +16,10 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from shared.backoff import backoff
-from shared.errors import BadInput, ConfigurationError, Unavailable
+from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
 from shared.tenants.api_key import PREFIX, SALT_BYTES, ApiKey, hash_of, new_key
 from shared.tenants.directory import (
+    DEFAULT_PLAN_NAME,
     Document,
     Scope,
     StoredKey,
@@ -34,6 +35,8 @@ LONGEST_PAUSE_S = 0.2
 LONGEST_OVERLAP_S = 30 * 86_400
 FORGOTTEN_AFTER_S = 90 * 86_400
 """Keys that were revoked or expired this long ago are dropped when a key is created."""
+MAX_NAMED = 5
+"""Tenants that an error names."""
 log = logging.getLogger(__name__)
 
 
@@ -41,6 +44,12 @@ class NotThere(BadInput):
     """There is no such key, tenant or plan."""
 
     code = "not_found"
+
+
+class InUse(PenstockError):
+    """Others need this, so it can't be taken away."""
+
+    code = "in_use"
 
 
 class KeyRequest(NamedTuple):
@@ -180,8 +189,12 @@ class Administration:
     async def revoke_key(self, key_id: str) -> StoredKey:
         """Ends a key for good. Does nothing if it was revoked before.
 
+        A key ends neither itself nor the last other one that may administer: nobody could undo it
+        over the network. Whoever has the directory itself may end any key.
+
         Raises:
             NotThere: there is no such key.
+            InUse: a key acts, and would end itself or the last key that administers.
             KeysReadOnly: keys can't be changed here.
             Unavailable: the store is out of reach.
         """
@@ -194,14 +207,24 @@ class Administration:
                 old, revoked_s=now_s, previous_hash="", previous_until_s=0
             )
 
-        return await self._change_key("key.revoke", key_id, revoked)
+        def check(document: Document) -> None:
+            if self._actor == f"key {key_id}":
+                raise InUse("this is the key that asks; revoke it with another one", field="id")
+            if self._actor.startswith("key ") and _is_last_admin(document, key_id, now_s):
+                raise InUse(
+                    "this is the last key with the scope admin; create another one first",
+                    field="id",
+                )
+
+        return await self._change_key("key.revoke", key_id, revoked, check)
 
     async def set_plan(self, name: str, plan: Plan | None) -> None:
         """Creates or replaces a plan. None removes it.
 
         Raises:
             NotThere: there is no such plan to remove.
-            BadInput: the plan is not valid, or a tenant still has it.
+            InUse: a tenant still has it, or it is the default plan.
+            BadInput: the plan is not valid.
             KeysReadOnly: plans can't be changed here.
             Unavailable: the store is out of reach.
         """
@@ -213,6 +236,7 @@ class Administration:
             elif old is None:
                 raise NotThere(f"there is no plan {name!r}", field="plan")
             else:
+                _check_unused(name, document)
                 del plans[name]
             return _Change(_with(document, plans=plans), _builtins(old), _builtins(plan))
 
@@ -238,7 +262,11 @@ class Administration:
         await self._change("tenant.set", tenant, change)
 
     async def _change_key(
-        self, action: str, key_id: str, change: Callable[[StoredKey], StoredKey]
+        self,
+        action: str,
+        key_id: str,
+        change: Callable[[StoredKey], StoredKey],
+        check: Callable[[Document], None] = lambda document: None,
     ) -> StoredKey:
         changed: StoredKey | None = None
 
@@ -247,6 +275,7 @@ class Administration:
             places = [at for at, key in enumerate(document.keys) if key.id == key_id]
             if not places:
                 raise NotThere(f"there is no key {key_id[:80]!r}", field="id")
+            check(document)
             keys, old = list(document.keys), document.keys[places[0]]
             keys[places[0]] = changed = change(old)
             return _Change(_with(document, keys=tuple(keys)), shown(old), shown(changed))
@@ -318,6 +347,35 @@ def state_of(key: StoredKey, now_s: float) -> Literal["valid", "revoked", "expir
 def _is_forgotten(key: StoredKey, now_s: float) -> bool:
     ends = [at_s for at_s in (key.revoked_s, key.expires_s) if at_s is not None]
     return bool(ends) and min(ends) <= now_s - FORGOTTEN_AFTER_S
+
+
+def _check_unused(plan: str, document: Document) -> None:
+    """Refuses to remove a plan that tenants have, in name or as the default."""
+    if plan == DEFAULT_PLAN_NAME:
+        raise InUse(
+            f"the plan {plan!r} can't be removed: tenants without a plan of their own would have "
+            "no limits; replace it instead (PUT, or penstock plans set)",
+            field="plan",
+        )
+    tenants = sorted(name for name, stored in document.tenants.items() if stored.plan == plan)
+    if tenants:
+        shown, more = ", ".join(tenants[:MAX_NAMED]), len(tenants) - MAX_NAMED
+        named = f"{shown} and {more} more" if more > 0 else shown
+        have = "1 tenant has it" if len(tenants) == 1 else f"{len(tenants)} tenants have it"
+        whom = "it" if len(tenants) == 1 else "them"
+        raise InUse(
+            f"the plan {plan!r} is in use: {have} ({named}); give {whom} another plan first",
+            field="plan",
+        )
+
+
+def _is_last_admin(document: Document, key_id: str, now_s: float) -> bool:
+    admins = {
+        key.id
+        for key in document.keys
+        if "admin" in key.scopes and state_of(key, now_s) == "valid"
+    }
+    return admins == {key_id}
 
 
 def _with(document: Document, **changed: Any) -> Document:

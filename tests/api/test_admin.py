@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from shared.stores.key_redis import KeyRedis
-from shared.tenants.administration import Administration
+from shared.tenants.administration import Administration, InUse
 from shared.tenants.api_key import parse_key
 from shared.tenants.directory import Document
 from tests.api.harness import ApiUnderTest, running_api, settings_for
@@ -36,6 +36,15 @@ async def ask(api: ApiUnderTest, method: str, path: str, body: object = None) ->
     assert answer.status_code == 200, answer.text
     assert answer.headers["cache-control"] == "no-store"
     return answer.json()
+
+
+async def refused(api: ApiUnderTest, method: str, path: str) -> str:
+    """Why a change is refused that would take away what is in use."""
+    answer = await api.http.request(method, f"/v1/admin{path}", headers=ROOT)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (409, "in_use"), answer.text
+    assert answer.headers["x-should-retry"] == "false"
+    return str(error["message"])
 
 
 async def status_of(api: ApiUnderTest, key: str) -> int:
@@ -104,14 +113,55 @@ async def test_tenants_get_plans(api: ApiUnderTest) -> None:
     assert (caller.plan.weight, caller.plan.requests_per_min) == (2.0, 60)
     tenants = (await ask(api, "GET", "/tenants"))["data"]
     assert [(one["name"], one["plan"]) for one in tenants] == [("acme", "team"), ("ops", None)]
-    used = await api.http.delete("/v1/admin/plans/team", headers=ROOT)
-    assert (used.status_code, used.json()["error"]["message"]) == (
-        400,
-        "tenants['acme'].plan: there is no plan 'team'",
+    assert await refused(api, "DELETE", "/plans/team") == (
+        "the plan 'team' is in use: 1 tenant has it (acme); give it another plan first"
     )
     await ask(api, "PUT", "/tenants/acme", {"plan": None})
     await ask(api, "DELETE", "/plans/team")
     assert (await ask(api, "GET", "/plans"))["data"] == []
+
+
+async def test_default_plan_stays(api: ApiUnderTest) -> None:
+    """Without it all tenants that have no plan of their own would have no limits."""
+    await ask(api, "PUT", "/plans/default", {"requests_per_min": 1})
+    reason = await refused(api, "DELETE", "/plans/default")
+    assert "would have no limits" in reason
+    assert "PUT" in reason
+    assert [one["name"] for one in (await ask(api, "GET", "/plans"))["data"]] == ["default"]
+    sent = [await api.http.get("/v1/models", headers=PLAIN) for _ in range(2)]
+    assert [answer.status_code for answer in sent] == [200, 200]
+    await ask(api, "PUT", "/plans/default", {})
+
+
+async def test_plan_in_use_names_its_tenants(api: ApiUnderTest) -> None:
+    await ask(api, "PUT", "/plans/team", {})
+    for number in range(12):
+        await ask(api, "PUT", f"/tenants/t{number:02}", {"plan": "team"})
+    reason = await refused(api, "DELETE", "/plans/team")
+    assert "12 tenants have it (t00, t01, t02, t03, t04 and 7 more)" in reason
+
+
+async def test_key_does_not_end_itself(api: ApiUnderTest) -> None:
+    root = stored("root", "ops").id
+    reason = await refused(api, "DELETE", f"/keys/{root}")
+    assert "the key that asks" in reason
+    made = await ask(api, "POST", "/keys", {"tenant": "ops", "name": "b", "scopes": ["admin"]})
+    other = {"authorization": f"Bearer {made['value']}"}
+    answer = await api.http.delete(f"/v1/admin/keys/{root}", headers=other)
+    assert answer.status_code == 200
+    assert (await api.http.get("/v1/admin/keys", headers=ROOT)).status_code == 401
+
+
+async def test_two_keys_that_end_each_other_at_once_leave_one(redis_url: str) -> None:
+    keys = [stored(name, "ops", scopes=("admin",)) for name in ("one", "two")]
+    async with KeyRedis(redis_url, timeout_s=WAIT_LIMIT_S) as store:
+        admins = [Administration(store, actor=f"key {key.id}", address="desk") for key in keys]
+        await admins[0].start_directory(Document(keys=(*keys, stored("plain", "acme"))))
+        await admins[0].revoke_key(keys[1].id)
+        # Its instance has not read of its end yet.
+        with pytest.raises(InUse, match="last key with the scope admin"):
+            await admins[1].revoke_key(keys[0].id)
+        await admins[1].revoke_key(stored("plain", "acme").id)
 
 
 async def test_every_act_is_noted(api: ApiUnderTest, caplog: pytest.LogCaptureFixture) -> None:

@@ -103,7 +103,9 @@ def test_tenants_have_plans(operator: Operator) -> None:
     operator.types("tenants", "set", "acme", "--plan", "team")
     assert operator.reads("plans", "list")["team"]["weight"] == 2.0
     assert operator.reads("tenants", "list") == [{"tenant": "acme", "plan": "team"}]
-    assert "no plan 'team'" in operator.refused("plans", "remove", "team")
+    assert "1 tenant has it (acme)" in operator.refused("plans", "remove", "team")
+    operator.types("plans", "set", "default")
+    assert "would have no limits" in operator.refused("plans", "remove", "default")
     operator.types("tenants", "set", "acme", "--plan", "")
     operator.types("plans", "remove", "team")
     assert "unknown field `weigh`" in operator.refused("plans", "set", "x", "--set", "weigh=1")
