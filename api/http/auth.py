@@ -12,9 +12,10 @@ from prometheus_client import Counter
 from api.errors import Unauthorized
 from api.http.key_refresh import LiveDirectory
 from api.http.loopback import OpenOnLoopback
+from shared.catalog import Catalog
 from shared.errors import Unavailable
 from shared.settings import ApiSettings
-from shared.stores.key_stores import key_store
+from shared.stores.key_stores import key_store, served_by
 from shared.tenants.api_key import parse_key
 from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Caller
@@ -66,8 +67,12 @@ class Access(Protocol):
         ...
 
 
-def access_of(settings: ApiSettings) -> Access:
+def access_of(settings: ApiSettings, catalog: Catalog | None = None) -> Access:
     """Who may call an API with these settings.
+
+    Args:
+        settings: of this process.
+        catalog: the models that plans and keys in a file may name. None: not checked.
 
     Raises:
         ConfigurationError: no keys are set although others can reach this API, or the keys are not
@@ -75,7 +80,10 @@ def access_of(settings: ApiSettings) -> Access:
     """
     if not settings.keys_url:
         return OpenOnLoopback(settings.host, settings.cors_origins)
-    return ApiKeys(LiveDirectory(key_store(settings.keys_url)))
+    served = (
+        None if catalog is None else served_by(catalog, allow_private=settings.webhooks_private)
+    )
+    return ApiKeys(LiveDirectory(key_store(settings.keys_url), served=served))
 
 
 class ApiKeys:

@@ -17,8 +17,9 @@ from typing import Self
 from prometheus_client import Counter, Gauge
 
 from shared.errors import ConfigurationError, PenstockError, Unavailable
-from shared.tenants.directory import Directory, decode_document
+from shared.tenants.directory import Directory, decode_document, mistake_in
 from shared.tenants.key_store import KeyStore, StoredDocument
+from shared.tenants.rules import Served, document_mistakes
 
 REFRESH_S = 2.0
 """A change takes effect within this time and that of a read."""
@@ -49,6 +50,9 @@ class LiveDirectory:
         store: where the directory is. It is opened and closed with this object.
         clock: monotonic seconds.
         refresh_s: pause between two reads.
+        served: what plans and keys may name. A file that names anything else is not valid. Redis
+            was checked when it was changed, so there it is only logged: the catalog has changed.
+            None: not known.
 
     Raises:
         ConfigurationError: the store has a directory at the start, and it is not valid.
@@ -59,10 +63,12 @@ class LiveDirectory:
         store: KeyStore,
         clock: Callable[[], float] = time.monotonic,
         refresh_s: float = REFRESH_S,
+        served: Served | None = None,
     ) -> None:
         self.store = store
         self._clock = clock
         self._refresh_s = refresh_s
+        self._served = served
         self._directory: Directory | None = None
         self._version = ""
         self._current_s = clock()
@@ -137,7 +143,13 @@ class LiveDirectory:
             self._directory = None
 
     def _decode(self, found: StoredDocument) -> Directory:
-        return Directory(decode_document(found.data, self.store.source))
+        document = decode_document(found.data, self.store.source)
+        for mistake in document_mistakes(document, self._served, time.time()):
+            wrong = mistake_in(found.data, self.store.source, mistake)
+            if self.store.read_only:
+                raise wrong
+            log.warning("API keys name what is not served", extra={"reason": wrong.message})
+        return Directory(document)
 
     def _failed(self, reason: str, error: PenstockError) -> None:
         FAILURES.labels(reason).inc()

@@ -30,6 +30,8 @@ from api.schemas.replicate_replies import PredictionReply, PredictionsPage
 from shared.catalog import Model
 from shared.errors import BadInput
 from shared.predictions import body_of
+from shared.tenants.api_key import holds_key
+from shared.tenants.rules import IS_A_KEY
 from shared.usage.charge import price_of
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
@@ -216,6 +218,7 @@ async def _create(
 ) -> Response:
     dependencies, context = call.dependencies, call.context
     call.use(model)
+    _check_names(id=own_id, owner=owner, deployment=deployment)
     new = await read_prediction(
         call, body, model, owner=owner, own_id=own_id, deployment=deployment
     )
@@ -234,6 +237,13 @@ async def _create(
         if creation.is_new and (reply := creation.snapshot.record.reply) is not None:
             limited.settle(price, reply.outcomes)
     return _created(dependencies, creation.snapshot, is_new=creation.is_new)
+
+
+def _check_names(**names: str) -> None:
+    """Refuses names in a path that would keep a key, without repeating it."""
+    for field, name in names.items():
+        if holds_key(name):
+            raise BadInput(f"{field}: {IS_A_KEY}", field=field)
 
 
 def _created(dependencies: Dependencies, snapshot: PredictionSnapshot, *, is_new: bool) -> Response:

@@ -8,19 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from shared.backoff import backoff
 from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
-from shared.tenants.api_key import PREFIX, SALT_BYTES, ApiKey, hash_of, new_key
+from shared.tenants.api_key import (
+    ID_LENGTH,
+    PREFIX,
+    SALT_BYTES,
+    ApiKey,
+    hash_of,
+    holds_key,
+    new_key,
+)
 from shared.tenants.directory import (
     DEFAULT_PLAN_NAME,
+    PLAN_NAME_PATTERN,
     Document,
+    Mistake,
     Scope,
     StoredKey,
     StoredTenant,
@@ -29,6 +40,13 @@ from shared.tenants.directory import (
 )
 from shared.tenants.key_store import Act, KeysReadOnly, KeyStore
 from shared.tenants.plan import Limits, Plan
+from shared.tenants.rules import (
+    IS_A_KEY,
+    Served,
+    document_mistakes,
+    key_mistakes,
+    plan_mistakes,
+)
 
 ATTEMPTS = 40
 LONGEST_PAUSE_S = 0.2
@@ -83,6 +101,8 @@ class Administration:
         store: where the directory is. Open.
         actor: who acts, as `Act` says.
         address: from where.
+        served: what plans and keys may name. None: not known, so models and webhooks are not
+            checked.
         clock: Unix seconds.
     """
 
@@ -92,9 +112,11 @@ class Administration:
         *,
         actor: str,
         address: str,
+        served: Served | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
+        self._served = served
         self._actor = actor
         self._address = address
         self._clock = clock
@@ -118,6 +140,7 @@ class Administration:
             BadInput: there is one, or this one is not valid.
             Unavailable: the store is out of reach.
         """
+        _refuse(document_mistakes(document, self._served, self._clock()))
         act = self._act("directory.start", self._store.source, None, {"keys": len(document.keys)})
         if not await self._store.replace("", _checked(document), act):
             raise BadInput("there is a directory of keys already")
@@ -133,6 +156,7 @@ class Administration:
         key, salt, now_s = new_key(), secrets.token_bytes(SALT_BYTES), int(self._clock())
         if request.expires_s is not None and request.expires_s <= now_s:
             raise BadInput("expires: is not in the future", field="expires")
+        _check_tenant(request.tenant)
         stored = StoredKey(
             id=key.id,
             tenant=request.tenant,
@@ -145,6 +169,8 @@ class Administration:
             limits=request.limits,
             expires_s=request.expires_s,
         )
+
+        _refuse(key_mistakes(stored, self._served))
 
         def add(document: Document) -> _Change:
             kept = [one for one in document.keys if not _is_forgotten(one, now_s)]
@@ -228,6 +254,15 @@ class Administration:
             KeysReadOnly: plans can't be changed here.
             Unavailable: the store is out of reach.
         """
+        _check_name(name, "plan")
+        if plan is not None:
+            if re.fullmatch(PLAN_NAME_PATTERN, name) is None:
+                raise BadInput(
+                    "plan: its name has 1 to 64 letters, digits, '.', '_' or '-', and begins with "
+                    "a letter or digit",
+                    field="plan",
+                )
+            _refuse(plan_mistakes(plan, self._served))
 
         def change(document: Document) -> _Change:
             plans, old = dict(document.plans), document.plans.get(name)
@@ -250,6 +285,10 @@ class Administration:
             KeysReadOnly: tenants can't be changed here.
             Unavailable: the store is out of reach.
         """
+        _check_name(tenant, "tenant")
+        if plan is not None:
+            _check_name(plan, "plan")
+            _check_tenant(tenant)
 
         def change(document: Document) -> _Change:
             tenants, old = dict(document.tenants), document.tenants.get(tenant)
@@ -268,6 +307,7 @@ class Administration:
         change: Callable[[StoredKey], StoredKey],
         check: Callable[[Document], None] = lambda document: None,
     ) -> StoredKey:
+        check_key_id(key_id)
         changed: StoredKey | None = None
 
         def replaced(document: Document) -> _Change:
@@ -349,6 +389,37 @@ def _is_forgotten(key: StoredKey, now_s: float) -> bool:
     return bool(ends) and min(ends) <= now_s - FORGOTTEN_AFTER_S
 
 
+def check_key_id(key_id: str) -> None:
+    """Refuses a whole key where its id belongs, without repeating it.
+
+    Raises:
+        BadInput: it is more than an id.
+    """
+    if holds_key(key_id):
+        raise BadInput(
+            f"id: this is a whole key; send only its id, the {ID_LENGTH} characters behind "
+            f"{PREFIX!r}",
+            field="id",
+        )
+
+
+def _check_name(name: str, field: str) -> None:
+    if holds_key(name):
+        raise BadInput(f"{field}: {IS_A_KEY}", field=field)
+
+
+def _check_tenant(tenant: str) -> None:
+    if tenant in (".", ".."):
+        raise BadInput(
+            "tenant: must not be '.' or '..', which clients cut out of paths", field="tenant"
+        )
+
+
+def _refuse(mistakes: Iterator[Mistake]) -> None:
+    for mistake in mistakes:
+        raise BadInput(f"{mistake.place}: {mistake.reason}", field=mistake.place)
+
+
 def _check_unused(plan: str, document: Document) -> None:
     """Refuses to remove a plan that tenants have, in name or as the default."""
     if plan == DEFAULT_PLAN_NAME:
@@ -371,9 +442,7 @@ def _check_unused(plan: str, document: Document) -> None:
 
 def _is_last_admin(document: Document, key_id: str, now_s: float) -> bool:
     admins = {
-        key.id
-        for key in document.keys
-        if "admin" in key.scopes and state_of(key, now_s) == "valid"
+        key.id for key in document.keys if "admin" in key.scopes and state_of(key, now_s) == "valid"
     }
     return admins == {key_id}
 
@@ -393,6 +462,6 @@ def _checked(document: Document) -> bytes:
     try:
         decode_document(data, "directory")
     except ConfigurationError as error:
-        reason = error.message.removeprefix("PENSTOCK_KEYS_URL: directory: ")
+        reason = re.sub(r"^PENSTOCK_KEYS_URL: directory: (line \d+: )?", "", error.message)
         raise BadInput(reason, field=error.field) from error
     return data

@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -13,11 +14,12 @@ from shared.tenants.administration import Administration, InUse
 from shared.tenants.api_key import parse_key
 from shared.tenants.directory import Document
 from tests.api.harness import ApiUnderTest, running_api, settings_for
-from tests.keys import bearer, keys_url, stored
+from tests.keys import bearer, key_for, keys_url, stored
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 ROOT, PLAIN = bearer("root"), bearer("plain")
+KEY = key_for("of somebody else")
 NEW = {"tenant": "acme", "name": "website"}
 
 
@@ -133,6 +135,16 @@ async def test_default_plan_stays(api: ApiUnderTest) -> None:
     await ask(api, "PUT", "/plans/default", {})
 
 
+@pytest.mark.parametrize("name", ["a/b", "/", "ü ?#%", "a//b/"])
+async def test_tenants_of_any_name_get_plans(api: ApiUnderTest, name: str) -> None:
+    await ask(api, "PUT", "/plans/team", {"weight": 2.0})
+    made = await ask(api, "POST", "/keys", {"tenant": name, "name": "x"})
+    path = f"/tenants/{quote(name, safe='')}"
+    assert (await ask(api, "PUT", path, {"plan": "team"}))["name"] == name
+    caller = api.dependencies.access.caller_of([(b"x-api-key", made["value"].encode())])
+    assert (caller.tenant, caller.plan_name) == (name, "team")
+
+
 async def test_plan_in_use_names_its_tenants(api: ApiUnderTest) -> None:
     await ask(api, "PUT", "/plans/team", {})
     for number in range(12):
@@ -214,6 +226,34 @@ async def test_every_act_is_noted(api: ApiUnderTest, caplog: pytest.LogCaptureFi
         ("DELETE", "/plans/team", None, 404, "plan"),
         ("PUT", "/tenants/acme", {"plan": "gold"}, 400, "tenants['acme'].plan"),
         ("PUT", "/tenants/acme", {}, 400, None),
+        ("PUT", "/tenants/acme/", {"plan": None}, 404, None),
+        ("PUT", "/plans/a/b", {}, 404, None),
+        ("PUT", "/plans/a%2Fb", {}, 400, "plan"),
+        ("POST", "/keys", NEW | {"tenant": ".."}, 400, "tenant"),
+        ("PUT", "/plans/team", {"budget_webhook": "javascript:x"}, 400, "budget_webhook"),
+        ("PUT", "/plans/team", {"budget_webhook": "https://localhost/"}, 400, "budget_webhook"),
+        ("PUT", "/plans/team", {"per_model": {"gpt-9": {}}}, 400, "per_model['gpt-9']"),
+        ("PUT", "/plans/team", {"requests_per_min": 2**54}, 400, "requests_per_min"),
+        ("POST", "/keys", NEW | {"models": ["gpt-9"]}, 400, "models[0]"),
+        ("POST", "/keys", NEW | {"models": []}, 400, "models"),
+        ("POST", "/keys", NEW | {"scopes": []}, 400, "scopes"),
+        ("POST", "/keys", NEW | {"name": "a\u202e"}, 400, "name"),
+        *(
+            (*asked, 400, field)
+            for asked, field in (
+                (("POST", "/keys", NEW | {"name": f"x{KEY}"}), "name"),
+                (("POST", "/keys", NEW | {"tenant": KEY}), "tenant"),
+                (("POST", "/keys", NEW | {"models": [KEY]}), "models[0]"),
+                (("GET", f"/keys/{KEY}", None), "id"),
+                (("DELETE", f"/keys/{KEY}", None), "id"),
+                (("POST", f"/keys/{KEY}/rotate", {}), "id"),
+                (("PUT", f"/plans/{KEY}", {}), "plan"),
+                (("PUT", f"/plans/{KEY[:50]}", {}), "plan"),
+                (("PUT", "/plans/team", {"per_model": {KEY: {}}}), "per_model"),
+                (("PUT", f"/tenants/{KEY}", {"plan": None}), "tenant"),
+                (("PUT", "/tenants/acme", {"plan": KEY}), "plan"),
+            )
+        ),
     ],
 )  # fmt: skip
 async def test_wrong_request_names_the_field_and_changes_nothing(
@@ -221,6 +261,7 @@ async def test_wrong_request_names_the_field_and_changes_nothing(
 ) -> None:
     answer = await api.http.request(method, f"/v1/admin{path}", json=body, headers=ROOT)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, field), answer.text
+    assert KEY[21:] not in answer.text
     assert len((await ask(api, "GET", "/audit"))["data"]) == 1
     broken = await api.http.post("/v1/admin/keys", content=b'{"a', headers=ROOT)
     assert broken.status_code == 400

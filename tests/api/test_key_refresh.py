@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +14,14 @@ from api.http.auth import ApiKeys
 from api.http.key_refresh import STALE_LIMIT_S, LiveDirectory
 from shared.errors import ConfigurationError, Unavailable
 from shared.stores.key_file import KeyFile
-from shared.stores.key_stores import key_store
+from shared.stores.key_redis import KeyRedis
+from shared.stores.key_stores import key_store, served_by
+from shared.tenants.administration import Administration
+from shared.tenants.directory import Document
 from shared.tenants.key_store import StoredDocument
-from tests.keys import key_for, keys_url
+from shared.tenants.plan import Plan
+from tests.api.harness import CATALOG, IMAGE_MODEL, TEXT_MODEL
+from tests.keys import key_for, keys_url, stored
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -117,6 +123,77 @@ def test_wrong_key_in_a_file_is_named(
     file.write_text(json.dumps(document))
     with pytest.raises(ConfigurationError, match=reason):
         LiveDirectory(key_store(file.as_uri()))
+
+
+TEXT, IMAGE, ALIAS = TEXT_MODEL.name, IMAGE_MODEL.name, TEXT_MODEL.aliases[0]
+UNUSABLE: list[tuple[dict[str, object], dict[str, object], str]] = [
+    ({"budget_webhook": "javascript:alert(1)"}, {}, r"plans\['team'\].budget_webhook: 'java"),
+    ({"budget_webhook": "http://acme.example/"}, {}, "is not an https URL"),
+    ({"budget_webhook": "https://10.0.0.1/"}, {}, "not public"),
+    ({"budget_webhook": f"https://acme.example/?k={key_for('a')}"}, {}, "form of an API key"),
+    ({"per_model": {"gpt-9": {}}}, {}, r"plans\['team'\].per_model\['gpt-9'\]: there is no model"),
+    ({"per_model": {ALIAS: {}}}, {}, f"is an alias; write the name of the model, '{TEXT}'"),
+    ({"per_model": {TEXT: {"pixel_steps_per_min": 1}}}, {}, "use tokens_per_min"),
+    ({"per_model": {IMAGE: {"tokens_per_min": 1}}}, {}, "use pixel_steps_per_min"),
+    ({"per_model": {TEXT: {"tokens_per_min": 2**54}}}, {}, "is above 9007199254740992"),
+    ({"max_in_flight": 2**54}, {}, r"plans\['team'\].max_in_flight: is above"),
+    ({}, {"models": ["gpt-9"]}, r"keys\[0\].models\[0\]: there is no model 'gpt-9'"),
+    ({}, {"models": [ALIAS]}, "is an alias"),
+    ({}, {"models": []}, r"keys\[0\].models: is empty"),
+    ({}, {"scopes": []}, r"keys\[0\].scopes: is empty"),
+    ({}, {"name": "a\x1b[2J"}, r"keys\[0\].name: has characters"),
+    ({}, {"name": f"my {key_for('b')}"}, r"keys\[0\].name: has the form of an API key"),
+    ({}, {"tenant": key_for("b")}, r"keys\[0\].tenant: has the form of an API key"),
+    ({}, {"limits": {"requests_per_min": 2**54}}, r"keys\[0\].limits.requests_per_min: is above"),
+    ({}, {"expires_s": 1_798_761_600_000}, r"keys\[0\].expires_s: is beyond the year 9999"),
+]
+
+
+@pytest.mark.parametrize(("plan", "key", "reason"), UNUSABLE)
+async def test_file_with_what_cannot_work_is_refused_with_its_line(
+    tmp_path: Path, plan: dict[str, object], key: dict[str, object], reason: str
+) -> None:
+    file = tmp_path / "keys.json"
+    keys_url(tmp_path, plans={"team": Plan()}, a="acme")
+    good = json.loads(file.read_bytes())
+    wrong = json.loads(file.read_bytes())
+    wrong["plans"]["team"] |= plan
+    wrong["keys"][0] |= key
+    file.write_text(json.dumps(wrong, indent=1))
+    served = served_by(CATALOG, allow_private=False)
+    with pytest.raises(ConfigurationError, match=reason) as refused:
+        LiveDirectory(key_store(file.as_uri()), served=served)
+    found = re.match(rf"PENSTOCK_KEYS_URL: {file}: line (\d+): ", refused.value.message)
+    assert found is not None
+    (field,) = plan or key
+    assert f'"{field}"' in "".join(file.read_text().splitlines()[: int(found[1])][-5:])
+    assert key_for("b")[21:] not in refused.value.message
+    # What ended may name what is gone, and a running instance keeps what it has.
+    file.write_text(json.dumps(good))
+    directory = LiveDirectory(key_store(file.as_uri()), refresh_s=1e6, served=served)
+    async with ApiKeys(directory) as keys:
+        file.write_text(json.dumps(wrong))
+        await directory.refresh()
+        assert gets_in(keys, "a")
+    wrong["plans"]["team"] = {}
+    wrong["keys"][0]["revoked_s"] = 5
+    file.write_text(json.dumps(wrong))
+    LiveDirectory(key_store(file.as_uri()), served=served)
+
+
+async def test_redis_that_names_a_model_that_is_gone_still_lets_in(
+    redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was checked when it was changed. The catalog has lost the model since."""
+    async with KeyRedis(redis_url) as store:
+        admin = Administration(store, actor="user ann", address="desk")
+        await admin.start_directory(Document(keys=(stored("a", "acme", models=("gone",)),)))
+    served = served_by(CATALOG, allow_private=False)
+    async with ApiKeys(LiveDirectory(KeyRedis(redis_url), refresh_s=1e6, served=served)) as keys:
+        assert gets_in(keys, "a")
+    assert "keys[0].models[0]: there is no model 'gone'" in str(
+        [vars(record) for record in caplog.records]
+    )
 
 
 @pytest.mark.parametrize(
