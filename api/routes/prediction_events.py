@@ -50,6 +50,7 @@ ExtraEvents = Annotated[
 async def list_webhooks(request: Request, prediction_id: str) -> Response:
     """Each attempt to deliver an event, with the status or the error. The last hundred are kept."""
     call = authenticate(request)
+    await call.prediction(prediction_id)
     found = await call.dependencies.predictions.webhook_attempts(call.tenant, prediction_id)
     results = [
         WebhookAttemptReply(
@@ -84,6 +85,7 @@ async def replay_webhook(request: Request, prediction_id: str) -> Response:
     Earlier events are not replayed, because the states that they told of are gone.
     """
     call = authenticate(request)
+    await call.prediction(prediction_id)
     await call.dependencies.predictions.replay_webhook(call.tenant, prediction_id)
     return Response(status_code=202)
 
@@ -120,7 +122,7 @@ async def stream(
         context_of(request).tenant = snapshot.prediction.tenant
     else:
         call = authenticate(request)
-        snapshot = await dependencies.predictions.read(call.tenant, prediction_id)
+        snapshot = await call.prediction(prediction_id)
     extra = _extra_kinds(events)
     last_id, prediction = request.headers.get("last-event-id", ""), snapshot.prediction
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}

@@ -135,7 +135,10 @@ async def create_of_deployment(request: Request, owner: str, name: str) -> Respo
     },
 )
 async def list_all(request: Request, cursor: Cursor = "") -> Response:
-    """Predictions in pages, newest first. `next` is the URL of the next page."""
+    """Predictions in pages, newest first. `next` is the URL of the next page.
+
+    Those that the key may not read are left out, so a page may have fewer than others.
+    """
     call = authenticate(request)
     if not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: not a cursor of this API", field="cursor")
@@ -143,7 +146,11 @@ async def list_all(request: Request, cursor: Cursor = "") -> Response:
         call.tenant, float(cursor) if cursor else None
     )
     following = None if next_s is None else f"{call.base_url}/v1/predictions?cursor={next_s!r}"
-    bodies = [body_of(*snapshot, call.dependencies.url_signer) for snapshot in found]
+    bodies = [
+        body_of(*snapshot, call.dependencies.url_signer)
+        for snapshot in found
+        if call.lists(snapshot)
+    ]
     return _json({"previous": None, "next": following, "results": bodies})
 
 
@@ -157,7 +164,7 @@ async def get(request: Request, prediction_id: str) -> Response:
     """The prediction in its current state."""
     call = authenticate(request)
     predictions = call.dependencies.predictions
-    snapshot = await predictions.read(call.tenant, prediction_id)
+    snapshot = await call.prediction(prediction_id)
     place = await predictions.place(snapshot)
     return _json(body_of(*snapshot, call.dependencies.url_signer, place))
 
@@ -174,6 +181,7 @@ async def cancel(request: Request, prediction_id: str) -> Response:
     Its worker stops at the next step. A prediction that has ended stays as it is.
     """
     call = authenticate(request)
+    await call.prediction(prediction_id)
     return _answer(
         call.dependencies, await call.dependencies.predictions.cancel(call.tenant, prediction_id)
     )
@@ -200,7 +208,7 @@ async def delete(request: Request, prediction_id: str) -> Response:
     call = authenticate(request)
     dependencies = call.dependencies
     # The objects go first: without the record nobody would know of them.
-    snapshot = await dependencies.predictions.read(call.tenant, prediction_id)
+    snapshot = await call.prediction(prediction_id)
     if snapshot.record.is_over:
         await dependencies.result_fetcher.delete(snapshot)
     await dependencies.predictions.delete(call.tenant, prediction_id)

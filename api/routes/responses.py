@@ -196,7 +196,7 @@ async def _create_kept(
 
 
 async def _find(call: ApiRequest, response_id: str) -> PredictionSnapshot:
-    snapshot = await call.dependencies.predictions.read(call.tenant, response_id)
+    snapshot = await call.prediction(response_id)
     if snapshot.prediction.endpoint != PATH:
         raise NotFound(f"there is no response {response_id[:80]!r}")
     return snapshot

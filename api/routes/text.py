@@ -108,7 +108,7 @@ async def read_chat(
 ) -> Response:
     """The whole answer once it is there. With `stream=true` its events, from any place on."""
     call = authenticate(request)
-    snapshot = await call.dependencies.predictions.read(call.tenant, completion_id)
+    snapshot = await call.prediction(completion_id)
     if snapshot.prediction.endpoint != CHAT.path:
         raise NotFound(f"there is no chat completion {completion_id[:80]!r}")
     body = ChatBody.model_validate(snapshot.prediction.input)
