@@ -53,6 +53,10 @@ class Access(Protocol):
         """
         ...
 
+    async def meet(self, headers: RawHeaders) -> None:
+        """Looks for the key in these headers if it is not known yet, for a bounded time."""
+        ...
+
     def keys_status(self) -> str:
         """`ok`, `not required`, or the reason why no key can be checked."""
         ...
@@ -132,6 +136,19 @@ class ApiKeys:
             self.directory.uses[key.id] = int(now_s)
             return caller
         raise _denied(state, _NOT_VALID if state == "unknown" else f"the API key is {state}")
+
+    async def meet(self, headers: RawHeaders) -> None:
+        """Looks for the key in these headers if it is not known yet, for a bounded time.
+
+        It may have been created, or have got its new secret, a moment ago.
+        """
+        sent, directory = _sent_keys(headers), self.directory.current()
+        key = parse_key(sent.pop()) if len(sent) == 1 else None
+        if key is None or directory is None:
+            return
+        # All that is not known takes the same time, an id without its secret too.
+        if directory.find(key, self._clock()).state == "unknown":
+            await self.directory.look_again(key)
 
     def keys_status(self) -> str:
         """`ok`, or the reason why no key can be checked."""

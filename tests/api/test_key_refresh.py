@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 
 from api.errors import Unauthorized
 from api.http.auth import ApiKeys
-from api.http.key_refresh import STALE_LIMIT_S, LiveDirectory
+from api.http.key_refresh import LOOK_AGAIN_S, STALE_LIMIT_S, LiveDirectory
 from shared.errors import ConfigurationError, Unavailable
 from shared.stores.key_file import KeyFile
 from shared.stores.key_redis import KeyRedis
@@ -219,6 +219,73 @@ async def test_keys_outlive_their_source_for_a_day(tmp_path: Path) -> None:
         with pytest.raises(Unavailable, match="No such file"):
             gets_in(keys, "a")
         assert "No such file" in keys.keys_status()
+
+
+class Counted(KeyFile):
+    """A store that counts its reads."""
+
+    reads = 0
+
+    async def read(self, version: str = "") -> StoredDocument | None:
+        self.reads += 1
+        return await super().read(version)
+
+
+async def meets(keys: ApiKeys, name: str) -> bool:
+    await keys.meet([(b"x-api-key", key_for(name).encode())])
+    return gets_in(keys, name)
+
+
+async def test_key_that_was_just_made_is_known_at_once(tmp_path: Path) -> None:
+    url = keys_url(tmp_path, a="acme")
+    async with ApiKeys(LiveDirectory(key_store(url), refresh_s=1e6)) as keys:
+        assert not gets_in(keys, "b")
+        keys_url(tmp_path, a="acme", b="acme")
+        assert await meets(keys, "b")
+
+
+async def test_new_secret_of_a_key_is_known_at_once(tmp_path: Path) -> None:
+    keys_url(tmp_path, a="acme")
+    async with (
+        KeyFile(tmp_path / "keys.json", is_writable=True) as store,
+        ApiKeys(LiveDirectory(KeyFile(tmp_path / "keys.json"), refresh_s=1e6)) as keys,
+    ):
+        admin = Administration(store, actor="user ann", address="desk")
+        issued = await admin.rotate_key(stored("a", "acme").id, 0)
+        headers = [(b"x-api-key", issued.key.text.encode())]
+        await keys.meet(headers)
+        assert keys.caller_of(headers).tenant == "acme"
+
+
+async def test_wrong_keys_are_looked_for_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, pauses = 100.0, list[float]()
+
+    async def pass_time(pause_s: float) -> None:
+        nonlocal now_s
+        if 0 < pause_s < 1e6:
+            pauses.append(pause_s)
+            now_s += pause_s
+        await real_sleep(pause_s if pause_s >= 1e6 else 0)
+
+    real_sleep = asyncio.sleep
+    monkeypatch.setattr("api.http.key_refresh.asyncio.sleep", pass_time)
+    keys_url(tmp_path, a="acme")
+    store = Counted(tmp_path / "keys.json")
+    async with ApiKeys(LiveDirectory(store, lambda: now_s, refresh_s=1e6)) as keys:
+        before = store.reads
+        found = await asyncio.gather(*(meets(keys, f"wrong {one}") for one in range(200)))
+        assert not any(found)
+        assert (store.reads - before, pauses) == (2, [LOOK_AGAIN_S])
+        for one in range(5):
+            assert not await meets(keys, f"later {one}")
+        assert store.reads - before == 2 + 5
+        assert pauses == [LOOK_AGAIN_S] * 6
+        assert not await meets(keys, "later 1")  # at once
+        for header in ([], [(b"x-api-key", b"x")], [(b"x-api-key", key_for("a").encode())]):
+            await keys.meet(header)
+        assert store.reads - before == 2 + 5
 
 
 class Broken(KeyFile):
