@@ -90,13 +90,22 @@ class ApiRequest:
         )
         async with self.limited(model, inputs) as limited:
             response = await while_connected(
-                self.http.receive, self.dependencies.dispatcher.dispatch(request)
+                self.http.receive, self.dependencies.dispatcher.dispatch(request), self.check_key
             )
             limited.settle(response.price, response.outcomes)
         context.has_rows = True
         context.headers |= response.headers()
         response.raise_failed()
         return response
+
+    def check_key(self) -> None:
+        """Refuses a caller whose key has ended since the request began. For all that takes long.
+
+        Raises:
+            Unauthorized: the key was revoked, has expired, or its secret is not valid any more.
+            Unavailable: no keys are known.
+        """
+        self.dependencies.access.caller_of(self.http.scope["headers"])
 
     def limited(self, model: Model, inputs: Sequence[Input]) -> LimitedRequest:
         """A block that runs within the limits of the caller. See LimitedRequest."""

@@ -241,7 +241,7 @@ async def _create(
         if wait_s:
             # A caller that hangs up leaves here, and the prediction continues.
             waiting = creation.wait(wait_s - context.total_ms / 1000)
-            await while_connected(call.http.receive, waiting)
+            await while_connected(call.http.receive, waiting, call.check_key)
         if creation.is_new and (reply := creation.snapshot.record.reply) is not None:
             limited.settle(price, reply.outcomes)
     return _created(dependencies, creation.snapshot, is_new=creation.is_new)

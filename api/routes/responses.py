@@ -189,7 +189,7 @@ async def _create_kept(
                 limited.settle(price_of(model, call.context.received_at_s), [])
             if body.waits:
                 left_s = new.prediction.deadline_s + GRACE_S - time.time()
-                await while_connected(call.http.receive, creation.wait(left_s))
+                await while_connected(call.http.receive, creation.wait(left_s), call.check_key)
         if body.stream:
             return _stream(call, creation.snapshot, -1, held.pop_all())
     return _json(_state_of(call, creation.snapshot))
@@ -223,7 +223,9 @@ def _stream(
             return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
         stays = bool(body.background or not body.stream)
         seen = [Seen(*events.seen)]
-        told = call.dependencies.text_streams.follow(snapshot, events, seen, stays=stays)
+        told = call.dependencies.text_streams.follow(
+            snapshot, events, seen, call.check_key, stays=stays
+        )
         headers = {**_HEADERS, "location": f"{PATH}/{snapshot.prediction.id}"}
         return HeldResponse(told, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
 

@@ -179,7 +179,9 @@ def _stream(
         if IS_HEAD in call.http.scope:
             return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
         shape = endpoint.events(body, prediction.id, prediction.created_at_s, model)
-        told = call.dependencies.text_streams.follow(snapshot, shape, seen, stays=False)
+        told = call.dependencies.text_streams.follow(
+            snapshot, shape, seen, call.check_key, stays=False
+        )
         headers = {**_HEADERS, "location": f"{CHAT.path}/{prediction.id}"}
         if endpoint is not CHAT:
             del headers["location"]
