@@ -13,6 +13,7 @@ has no limits. A file and Redis hold the same document.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import math
@@ -301,24 +302,27 @@ def _wrong(source: str, line: int, place: str, reason: str) -> ConfigurationErro
 
 
 def line_of(data: bytes, path: tuple[str | int, ...]) -> int:
-    """The line of the value at `path` in a JSON document, from 1. Steps that are not there end it.
+    """The line of the value at `path` in a JSON document, from 1.
 
     Args:
-        data: a document that is valid JSON.
-        path: names and numbers from the top.
+        data: a document. Where it ends or is no JSON any more, the line before that counts.
+        path: names and numbers from the top. A step that is not there ends it.
     """
-    text, at = data.decode(), 0
-    for step in path:
-        found = _step(text, _after_space(text, at), step)
-        if found is None:
-            break
-        at = found
+    text, at = data.decode(errors="replace"), 0
+    with contextlib.suppress(ValueError, IndexError, RecursionError):
+        for step in path:
+            found = _step(text, _after_space(text, at), step)
+            if found is None:
+                break
+            at = found
     return text.count("\n", 0, _after_space(text, at)) + 1
 
 
 def _step(text: str, at: int, step: str | int) -> int | None:
     """Where the value of a name or number begins in the object or list at `at`."""
     is_object, number = text[at] == "{", 0
+    if text[at] not in "{[":
+        return None
     at = _after_space(text, at + 1)
     while text[at] not in "}]":
         name: object = number
