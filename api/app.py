@@ -92,7 +92,7 @@ def create_app(
     configuration = _Configuration(
         settings,
         catalog,
-        access_of(settings),
+        access_of(settings, catalog),
         ObjectStore(settings.objects_url),
         UrlSigner(settings.secret),
     )

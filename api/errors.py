@@ -161,6 +161,7 @@ ERROR_MAPPINGS = {
     "request_timeout": ErrorMapping(408, "invalid_request_error", retry=False),
     "idempotency_key_in_use": ErrorMapping(409, "invalid_request_error"),
     "prediction_not_over": ErrorMapping(409, "invalid_request_error", retry=False),
+    "in_use": ErrorMapping(409, "invalid_request_error", retry=False),
     "keys_read_only": ErrorMapping(409, "invalid_request_error", retry=False),
     "request_too_large": ErrorMapping(413, "invalid_request_error"),
     "idempotency_key_reused": ErrorMapping(422, "invalid_request_error"),

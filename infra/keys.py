@@ -18,8 +18,10 @@ import typer
 from shared.errors import BadInput, ConfigurationError
 
 if TYPE_CHECKING:
+    from shared.settings import ApiSettings
     from shared.tenants.administration import Administration, IssuedKey
     from shared.tenants.key_store import KeyStore
+    from shared.tenants.rules import Served
 
 Done = TypeVar("Done")
 Made = TypeVar("Made")
@@ -222,16 +224,28 @@ def _administer(act: Callable[[Administration, KeyStore], Awaitable[Done]]) -> D
     from shared.stores.key_stores import key_store
     from shared.tenants.administration import Administration
 
-    url = read_settings(ApiSettings).keys_url
+    settings = read_settings(ApiSettings)
+    url, served = settings.keys_url, _served(settings)
     if not url:
         raise ConfigurationError("PENSTOCK_KEYS_URL: names no directory of keys", field="keys_url")
 
     async def run() -> Done:
         async with key_store(url, is_writable=True) as store:
             who, where = f"user {getpass.getuser()}", socket.gethostname()
-            return await act(Administration(store, actor=who, address=where), store)
+            admin = Administration(store, actor=who, address=where, served=served)
+            return await act(admin, store)
 
     return asyncio.run(run())
+
+
+def _served(settings: ApiSettings) -> Served | None:
+    """What plans and keys may name. None where there is no catalog to look into."""
+    from shared.catalog import read_catalog
+    from shared.stores.key_stores import served_by
+
+    if not settings.models_file.exists():
+        return None
+    return served_by(read_catalog(settings.models_file), allow_private=settings.webhooks_private)
 
 
 def _show_issued(issued: IssuedKey, *, as_json: bool) -> None:

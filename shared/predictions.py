@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
+from shared.message_encoding import decode_reply_body
 from shared.messages import ItemOutcome, reason_of
-from shared.stores.record_state import Record
+from shared.stores.record_state import Record, State, receipts_of
 from shared.stores.signed_urls import UrlSigner
 from shared.stores.waiting_line import QueuePlace
 from shared.tasks import Result
@@ -91,6 +92,51 @@ def decode_document(document: bytes) -> Prediction:
     return _decoder.decode(document)
 
 
+class _End(msgspec.Struct, omit_defaults=True):
+    """What stays of a deleted prediction until its webhook is told of its end."""
+
+    prediction: Prediction
+    state: State
+    created_at_s: float
+    started_at_s: float = 0.0
+    ended_at_s: float = 0.0
+    canceled_at_s: float = 0.0
+    receipts: bytes = b""
+
+
+def encode_end(prediction: Prediction, record: Record) -> bytes:
+    """The end of a prediction without its data: neither input nor output."""
+    return msgspec.json.encode(
+        _End(
+            msgspec.structs.replace(prediction, input={}),
+            record.state,
+            record.created_at_s,
+            record.started_at_s,
+            record.ended_at_s,
+            record.canceled_at_s,
+            b"" if record.reply is None else receipts_of(record.reply),
+        )
+    )
+
+
+def decode_end(data: bytes) -> tuple[Prediction, Record]:
+    """Reads what `encode_end` made.
+
+    Raises:
+        msgspec.MsgspecError: it is something else.
+    """
+    end = msgspec.json.decode(data, type=_End)
+    record = Record(
+        state=end.state,
+        reply=decode_reply_body(end.receipts) if end.receipts else None,
+        created_at_s=end.created_at_s,
+        started_at_s=end.started_at_s,
+        ended_at_s=end.ended_at_s,
+        canceled_at_s=end.canceled_at_s,
+    )
+    return end.prediction, record
+
+
 def record_of(tenant: str, own_id: str) -> str:
     """Returns the record id for an id that a caller chose.
 
@@ -115,6 +161,8 @@ def body_of(
     record: Record,
     url_signer: UrlSigner,
     place: QueuePlace | None = None,
+    *,
+    is_deleted: bool = False,
 ) -> dict[str, Any]:
     """The prediction as callers see it, ready for JSON.
 
@@ -123,6 +171,7 @@ def body_of(
         record: its record.
         url_signer: signs the URLs of large images, which are valid for an hour from now.
         place: in line, if it is known.
+        is_deleted: whether its data is gone, as `encode_end` leaves it.
     """
     url = f"{prediction.base_url}/v1/predictions/{prediction.id}"
     return {
@@ -133,12 +182,12 @@ def body_of(
         "source": prediction.source,
         "status": record.state,
         "input": prediction.input,
-        "output": output_of(prediction, record, url_signer),
+        "output": None if is_deleted else output_of(prediction, record, url_signer),
         "logs": logs_of(record),
         "error": error_of(record),
         "metrics": _metrics(prediction, record),
         "queue": None if place is None else place._asdict(),
-        "data_removed": False,
+        "data_removed": is_deleted,
         "created_at": iso(prediction.created_at_s),
         "started_at": iso(record.started_at_s) if record.started_at_s else None,
         "completed_at": iso(ended_at_s(record)) if record.is_over else None,

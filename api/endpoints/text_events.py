@@ -14,6 +14,7 @@ from api.endpoints.text import (
     usage_of,
 )
 from api.endpoints.tool_calls import shown_of
+from api.errors import ERROR_MAPPINGS
 from api.schemas.openai_replies import ErrorDetail, ErrorReply
 from api.schemas.openai_text import ChatBody, CompletionBody
 from api.schemas.openai_text_replies import (
@@ -33,7 +34,8 @@ _encode = msgspec.json.Encoder().encode
 
 def failure_event(code: str, message: str) -> bytes:
     """An error, as OpenAI's clients raise it."""
-    detail = ErrorDetail(message, "server_error", None, code)
+    mapping = ERROR_MAPPINGS.get(code, ERROR_MAPPINGS["internal"])
+    detail = ErrorDetail(message, mapping.type, None, code)
     return _event(ErrorReply(detail))
 
 

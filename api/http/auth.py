@@ -12,9 +12,10 @@ from prometheus_client import Counter
 from api.errors import Unauthorized
 from api.http.key_refresh import LiveDirectory
 from api.http.loopback import OpenOnLoopback
+from shared.catalog import Catalog
 from shared.errors import Unavailable
 from shared.settings import ApiSettings
-from shared.stores.key_stores import key_store
+from shared.stores.key_stores import key_store, served_by
 from shared.tenants.api_key import parse_key
 from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Caller
@@ -52,6 +53,10 @@ class Access(Protocol):
         """
         ...
 
+    async def meet(self, headers: RawHeaders) -> None:
+        """Looks for the key in these headers if it is not known yet, for a bounded time."""
+        ...
+
     def keys_status(self) -> str:
         """`ok`, `not required`, or the reason why no key can be checked."""
         ...
@@ -66,8 +71,12 @@ class Access(Protocol):
         ...
 
 
-def access_of(settings: ApiSettings) -> Access:
+def access_of(settings: ApiSettings, catalog: Catalog | None = None) -> Access:
     """Who may call an API with these settings.
+
+    Args:
+        settings: of this process.
+        catalog: the models that plans and keys in a file may name. None: not checked.
 
     Raises:
         ConfigurationError: no keys are set although others can reach this API, or the keys are not
@@ -75,7 +84,10 @@ def access_of(settings: ApiSettings) -> Access:
     """
     if not settings.keys_url:
         return OpenOnLoopback(settings.host, settings.cors_origins)
-    return ApiKeys(LiveDirectory(key_store(settings.keys_url)))
+    served = (
+        None if catalog is None else served_by(catalog, allow_private=settings.webhooks_private)
+    )
+    return ApiKeys(LiveDirectory(key_store(settings.keys_url), served=served))
 
 
 class ApiKeys:
@@ -124,6 +136,19 @@ class ApiKeys:
             self.directory.uses[key.id] = int(now_s)
             return caller
         raise _denied(state, _NOT_VALID if state == "unknown" else f"the API key is {state}")
+
+    async def meet(self, headers: RawHeaders) -> None:
+        """Looks for the key in these headers if it is not known yet, for a bounded time.
+
+        It may have been created, or have got its new secret, a moment ago.
+        """
+        sent, directory = _sent_keys(headers), self.directory.current()
+        key = parse_key(sent.pop()) if len(sent) == 1 else None
+        if key is None or directory is None:
+            return
+        # All that is not known takes the same time, an id without its secret too.
+        if directory.find(key, self._clock()).state == "unknown":
+            await self.directory.look_again(key)
 
     def keys_status(self) -> str:
         """`ok`, or the reason why no key can be checked."""

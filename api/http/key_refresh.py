@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import secrets
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -17,12 +19,19 @@ from typing import Self
 from prometheus_client import Counter, Gauge
 
 from shared.errors import ConfigurationError, PenstockError, Unavailable
-from shared.tenants.directory import Directory, decode_document
+from shared.tenants.api_key import SALT_BYTES, ApiKey, hash_of
+from shared.tenants.directory import Directory, decode_document, mistake_in
 from shared.tenants.key_store import KeyStore, StoredDocument
+from shared.tenants.rules import Served, document_mistakes
 
 REFRESH_S = 2.0
 """A change takes effect within this time and that of a read."""
 READ_LIMIT_S = 2.0
+LOOK_AGAIN_S = 1.0
+"""A key that is not known is looked for at most this often, for all requests together."""
+MAX_LOOKED_FOR = 4096
+MAX_LOOKING = 64
+"""Requests that may wait for that. Further ones are answered from what is known."""
 NOTE_USES_S = 60.0
 """Uses of keys are written down this often."""
 STALE_LIMIT_S = 86_400.0
@@ -49,6 +58,9 @@ class LiveDirectory:
         store: where the directory is. It is opened and closed with this object.
         clock: monotonic seconds.
         refresh_s: pause between two reads.
+        served: what plans and keys may name. A file that names anything else is not valid. Redis
+            was checked when it was changed, so there it is only logged: the catalog has changed.
+            None: not known.
 
     Raises:
         ConfigurationError: the store has a directory at the start, and it is not valid.
@@ -59,15 +71,19 @@ class LiveDirectory:
         store: KeyStore,
         clock: Callable[[], float] = time.monotonic,
         refresh_s: float = REFRESH_S,
+        served: Served | None = None,
     ) -> None:
         self.store = store
         self._clock = clock
         self._refresh_s = refresh_s
+        self._served = served
         self._directory: Directory | None = None
         self._version = ""
         self._current_s = clock()
         self._failure: PenstockError | None = None
         self._refreshing = asyncio.Lock()
+        self._salt, self._looked_for = secrets.token_bytes(SALT_BYTES), set[bytes]()
+        self._looking, self._looked_s, self._waiting = asyncio.Lock(), -math.inf, 0
         self.uses: dict[str, int] = {}
         """When keys were last used, by id in Unix seconds, as far as not written down."""
         if (first := store.read_at_start()) is not None:
@@ -108,6 +124,31 @@ class LiveDirectory:
         async with self._refreshing:
             await self._refresh()
 
+    async def look_again(self, key: ApiKey) -> None:
+        """Reads the directory for a key that is not known: it may have been made just now.
+
+        Requests that meet such keys at the same time wait for the same look. The next one is
+        LOOK_AGAIN_S after it, whoever sends wrong keys. A key is looked for once while the
+        directory stays as it is, so a caller with a wrong key does not wait each time.
+        """
+        digest = hash_of(self._salt, key)
+        if digest in self._looked_for or self._waiting >= MAX_LOOKING:
+            return
+        came_s = self._clock()
+        self._waiting += 1
+        try:
+            async with self._looking:
+                if self._looked_s > came_s:
+                    return
+                await asyncio.sleep(self._looked_s + LOOK_AGAIN_S - self._clock())
+                self._looked_s = self._clock()
+                await self.refresh()
+        finally:
+            self._waiting -= 1
+            if len(self._looked_for) >= MAX_LOOKED_FOR:
+                self._looked_for.clear()
+            self._looked_for.add(digest)
+
     async def _refresh(self) -> None:
         try:
             async with asyncio.timeout(READ_LIMIT_S):
@@ -117,6 +158,7 @@ class LiveDirectory:
                 # Thousands of keys take tens of milliseconds, in which requests go on.
                 self._directory = await asyncio.to_thread(self._decode, found)
                 self._version = found.version
+                self._looked_for.clear()
                 log.info("API keys read", extra={"source": self.store.source})
         except TimeoutError:
             self._failed("unavailable", Unavailable(f"no answer in {READ_LIMIT_S:g} s"))
@@ -137,7 +179,13 @@ class LiveDirectory:
             self._directory = None
 
     def _decode(self, found: StoredDocument) -> Directory:
-        return Directory(decode_document(found.data, self.store.source))
+        document = decode_document(found.data, self.store.source)
+        for mistake in document_mistakes(document, self._served, time.time()):
+            wrong = mistake_in(found.data, self.store.source, mistake)
+            if self.store.read_only:
+                raise wrong
+            log.warning("API keys name what is not served", extra={"reason": wrong.message})
+        return Directory(document)
 
     def _failed(self, reason: str, error: PenstockError) -> None:
         FAILURES.labels(reason).inc()

@@ -70,6 +70,9 @@ class OpenOnLoopback:
                 )
         return _ANYONE
 
+    async def meet(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Does nothing."""
+
     def keys_status(self) -> str:
         """`not required`."""
         return "not required"

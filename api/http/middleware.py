@@ -116,6 +116,8 @@ class ContextMiddleware:
         exchange = _Exchange(scope, receive, send, self._bodies)
         with metrics.REQUESTS_OPEN.track_inprogress():
             try:
+                # Before the route, since nothing in it waits for who the caller is.
+                await scope["app"].state.dependencies.access.meet(scope["headers"])
                 await self._app(scope, exchange.receive, exchange.send)
             except Exception as error:
                 await exchange.answer_unexpected(error)

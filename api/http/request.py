@@ -17,9 +17,10 @@ from api.http.dependencies import Dependencies, dependencies_of
 from api.http.disconnect import while_connected
 from api.http.middleware import RequestContext, context_of
 from api.http.request_options import LANE_HEADER, read_options
-from api.http.scopes import check_model, check_scope
+from api.http.scopes import check_access, check_model, may_see
 from api.inputs.json_limits import check_amount
 from api.limits.limited_request import LimitedRequest
+from api.predictions.creation import PredictionSnapshot
 from shared.catalog import Model, unknown_model
 from shared.errors import BadInput
 from shared.tasks import Input
@@ -89,13 +90,22 @@ class ApiRequest:
         )
         async with self.limited(model, inputs) as limited:
             response = await while_connected(
-                self.http.receive, self.dependencies.dispatcher.dispatch(request)
+                self.http.receive, self.dependencies.dispatcher.dispatch(request), self.check_key
             )
             limited.settle(response.price, response.outcomes)
         context.has_rows = True
         context.headers |= response.headers()
         response.raise_failed()
         return response
+
+    def check_key(self) -> None:
+        """Refuses a caller whose key has ended since the request began. For all that takes long.
+
+        Raises:
+            Unauthorized: the key was revoked, has expired, or its secret is not valid any more.
+            Unavailable: no keys are known.
+        """
+        self.dependencies.access.caller_of(self.http.scope["headers"])
 
     def limited(self, model: Model, inputs: Sequence[Input]) -> LimitedRequest:
         """A block that runs within the limits of the caller. See LimitedRequest."""
@@ -130,6 +140,23 @@ class ApiRequest:
         """
         self.context.model = model.name
         check_model(self.caller, model.name)
+
+    async def prediction(self, prediction_id: str) -> PredictionSnapshot:
+        """A prediction of the tenant, also one that another endpoint created, as it is now.
+
+        Raises:
+            NotFound: the tenant has no such prediction, or it has expired.
+            Forbidden: the key may not do this with what that endpoint or model computed.
+            Unavailable: Redis is out of reach.
+        """
+        found = await self.dependencies.predictions.read(self.tenant, prediction_id)
+        route = self.http.scope["route"].path
+        check_access(self.caller, self.http.method, route, found.prediction)
+        return found
+
+    def lists(self, snapshot: PredictionSnapshot) -> bool:
+        """Whether a list of predictions has this one for the caller."""
+        return may_see(self.caller, self.http.scope["route"].path, snapshot.prediction)
 
     def listed_models(self) -> list[Model]:
         """The models that the caller may see."""
@@ -175,7 +202,7 @@ def authenticate(request: Request) -> ApiRequest:
     context.tenant, context.key_id = caller.tenant, caller.key_id
     context.plan = caller.plan_name
     context.record_refusal = dependencies.refusals.write_row
-    check_scope(caller, request.method, request.scope["route"].path)
+    check_access(caller, request.method, request.scope["route"].path)
     return ApiRequest(request, dependencies, context, caller, _NO_OPTIONS)
 
 

@@ -1,37 +1,90 @@
-"""What a key may do: the scope that each route needs, and the models of a key."""
+"""What a key may do: what each route needs of its scopes and models, in one table."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from api.errors import Forbidden
 from shared.tenants.directory import Scope
 from shared.tenants.plan import Caller
 
-SCOPE_OF_GROUP: dict[str, Scope | None] = {
-    "embeddings": "embeddings",
-    "images": "images",
-    "chat": "text",
-    "completions": "text",
-    "responses": "text",
-    "predictions": "predictions",
-    "webhooks": "predictions",
-    "files": "files",
-    "batches": "batches",
-    "usage": "usage",
-    "organization": "usage",
-    "reports": "usage",
-    "admin": "admin",
-    # What is served here, which every key may see.
-    "models": None,
-    "status": None,
-    "deployments": None,
-    "account": None,
-    "hardware": None,
-}
-"""The scope that a route needs, by the first part of its path after /v1. A route of another group
-needs an unrestricted key. None: any key.
+ModelCheck: TypeAlias = Literal["", "named", "stored", "listed"]
+"""Where a route meets models that a key may not use. `named`: the request names one. `stored`: what
+it reads or changes was computed by one. `listed`: it leaves those of others out.
 """
+
+
+class Rule(NamedTuple):
+    """What a route needs. No scope: any key."""
+
+    scope: Scope | None
+    model: ModelCheck = ""
+
+
+_RULES_OF_PATHS: dict[str, tuple[str, Rule]] = {
+    "/embeddings": ("POST", Rule("embeddings", "named")),
+    "/images/generations": ("POST", Rule("images", "named")),
+    "/images/edits": ("POST", Rule("images", "named")),
+    "/chat/completions": ("POST", Rule("text", "named")),
+    "/chat/completions/{completion_id}": ("GET", Rule("text", "stored")),
+    "/completions": ("POST", Rule("text", "named")),
+    "/responses": ("POST", Rule("text", "named")),
+    "/responses/{response_id}": ("GET DELETE", Rule("text", "stored")),
+    "/responses/{response_id}/cancel": ("POST", Rule("text", "stored")),
+    "/models/{owner}/{name}/predictions": ("POST", Rule("predictions", "named")),
+    "/deployments/{owner}/{name}/predictions": ("POST", Rule("predictions", "named")),
+    "/predictions/{prediction_id}/cancel": ("POST", Rule("predictions", "stored")),
+    "/predictions/{prediction_id}/stream": ("GET", Rule("predictions", "stored")),
+    "/predictions/{prediction_id}/webhooks": ("GET", Rule("predictions", "stored")),
+    "/predictions/{prediction_id}/webhooks/replay": ("POST", Rule("predictions", "stored")),
+    "/webhooks/default/secret": ("GET", Rule("predictions")),
+    "/files": ("GET POST", Rule("files")),
+    "/files/{file_id}": ("GET DELETE", Rule("files")),
+    "/files/{file_id}/content": ("GET", Rule("files")),
+    "/batches": ("GET POST", Rule("batches")),
+    "/batches/{batch_id}": ("GET", Rule("batches")),
+    "/batches/{batch_id}/cancel": ("POST", Rule("batches")),
+    "/usage": ("GET", Rule("usage")),
+    "/organization/costs": ("GET", Rule("usage")),
+    "/organization/usage/embeddings": ("GET", Rule("usage")),
+    "/organization/usage/images": ("GET", Rule("usage")),
+    "/reports": ("GET", Rule("usage")),
+    "/reports/{name}": ("GET", Rule("usage")),
+    "/admin/keys": ("GET POST", Rule("admin")),
+    "/admin/keys/{key_id}": ("GET DELETE", Rule("admin")),
+    "/admin/keys/{key_id}/rotate": ("POST", Rule("admin")),
+    "/admin/plans": ("GET", Rule("admin")),
+    "/admin/plans/{name:path}": ("PUT DELETE", Rule("admin")),
+    "/admin/tenants": ("GET", Rule("admin")),
+    "/admin/tenants/{name:path}": ("PUT", Rule("admin")),
+    "/admin/audit": ("GET", Rule("admin")),
+    # What is served here, which every key may see.
+    "/models": ("GET", Rule(None, "listed")),
+    "/models/{model}": ("GET", Rule(None, "listed")),
+    "/models/{owner}/{name}": ("GET", Rule(None, "listed")),
+    "/models/{owner}/{name}/versions": ("GET", Rule(None, "listed")),
+    "/models/{owner}/{name}/versions/{version}": ("GET", Rule(None, "listed")),
+    "/deployments": ("GET", Rule(None, "listed")),
+    "/deployments/{owner}/{name}": ("GET", Rule(None, "listed")),
+    "/hardware": ("GET", Rule(None, "listed")),
+    "/status": ("GET", Rule(None, "listed")),
+    "/account": ("GET", Rule(None)),
+}
+RULES: dict[tuple[str, str], Rule] = {
+    (method, path): rule
+    for path, (methods, rule) in _RULES_OF_PATHS.items()
+    for method in methods.split()
+} | {
+    ("GET", "/predictions"): Rule("predictions", "listed"),
+    ("POST", "/predictions"): Rule("predictions", "named"),
+    ("GET", "/predictions/{prediction_id}"): Rule("predictions", "stored"),
+    ("DELETE", "/predictions/{prediction_id}"): Rule("predictions", "stored"),
+    ("PUT", "/predictions/{prediction_id}"): Rule("predictions", "named"),
+}
+"""What each route needs, by method and template without /v1. HEAD is GET. A route that is not here
+needs an unrestricted key.
+"""
+_UNKNOWN = Rule("all")
 
 
 class MissingScope(Forbidden):
@@ -46,33 +99,62 @@ class ModelForbidden(Forbidden):
     code = "model_not_allowed"
 
 
-def check_scope(caller: Caller, method: str, path: str) -> None:
-    """Refuses what the key of the caller may not do.
+class StoredWork(Protocol):
+    """What was computed and can be read again."""
+
+    @property
+    def endpoint(self) -> str:
+        """The path that it was created by. Empty: that of predictions."""
+
+    @property
+    def model(self) -> str:
+        """Its name in the catalog."""
+
+
+def check_access(caller: Caller, method: str, path: str, stored: StoredWork | None = None) -> None:
+    """Refuses what the key of the caller may not do, whichever door it comes by.
 
     Args:
         caller: whose request it is.
         method: of the request. HEAD counts as GET.
         path: the template of the route, such as `/v1/files/{file_id}`.
+        stored: what it reads or changes, if that was computed by a model. The key needs the scope
+            of its endpoint too.
 
     Raises:
-        MissingScope: the key lacks the scope of the route.
+        MissingScope: the key lacks a scope.
+        ModelForbidden: it may not use the model.
     """
-    held, needed = caller.scopes, scope_of(path)
+    method = "GET" if method == "HEAD" else method
+    _check_scope(caller, method, rule_of(method, path).scope)
+    if stored is not None:
+        if stored.endpoint:
+            _check_scope(caller, method, rule_of("POST", stored.endpoint).scope)
+        check_model(caller, stored.model)
+
+
+def may_see(caller: Caller, path: str, stored: StoredWork) -> bool:
+    """Whether a list at `path` has this for the caller."""
+    try:
+        check_access(caller, "GET", path, stored)
+    except Forbidden:
+        return False
+    return True
+
+
+def rule_of(method: str, path: str) -> Rule:
+    """What a route needs, by its template with or without /v1."""
+    return RULES.get((method, path.removeprefix("/v1")), _UNKNOWN)
+
+
+def _check_scope(caller: Caller, method: str, needed: Scope | None) -> None:
+    held = caller.scopes
     if needed is None or (held is not None and needed in held):
         return
-    reads = method in ("GET", "HEAD")
+    reads = method == "GET"
     if needed != "admin" and (held is None or "all" in held or (reads and "read" in held)):
         return
     raise MissingScope(f"this API key lacks the scope {needed!r}")
-
-
-@lru_cache(maxsize=256)
-def scope_of(path: str) -> Scope | None:
-    """The scope that a route needs. None: any key."""
-    parts = path.removeprefix("/v1").strip("/").split("/")
-    if parts[-1] == "predictions":  # of a model, or of a deployment
-        return "predictions"
-    return SCOPE_OF_GROUP.get(parts[0], "all")
 
 
 def check_model(caller: Caller, model: str) -> None:

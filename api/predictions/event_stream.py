@@ -19,8 +19,8 @@ import asyncio
 import base64
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 from api.fair_room import FairRoom, OneItem
 from api.predictions.creation import POLL_S, PredictionSnapshot
 from api.predictions.service import Predictions
-from shared.errors import Overloaded
+from shared.errors import Overloaded, PenstockError
 from shared.predictions import error_of, logs_of, output_of
 from shared.stores.previews import Preview
 from shared.stores.signed_urls import UrlSigner
@@ -109,15 +109,35 @@ class EventStreams:
             self._room.release(stream)
 
     async def follow(
-        self, snapshot: PredictionSnapshot, last_id: str, extra: Collection[str] = ()
+        self,
+        snapshot: PredictionSnapshot,
+        last_id: str,
+        check: Callable[[], object],
+        extra: Collection[str] = (),
     ) -> AsyncGenerator[bytes]:
         """Yields the events after `last_id` (empty: all) to the last one, for at most LONGEST_S.
 
         Args:
             snapshot: the prediction.
             last_id: the id of the last event that the reader has. Empty: none.
+            check: raises PenstockError once the reader may read no more, since its key was revoked.
+                The error is the last event then.
             extra: which of EXTRA_KINDS it wants.
         """
+        async with aclosing(self._events(snapshot, last_id, check, extra)) as events:
+            try:
+                async for event in events:
+                    yield event
+            except PenstockError as error:
+                yield failure_event(error.public_message)
+
+    async def _events(
+        self,
+        snapshot: PredictionSnapshot,
+        last_id: str,
+        check: Callable[[], object],
+        extra: Collection[str],
+    ) -> AsyncGenerator[bytes]:
         place, sent_s = Place.from_id(last_id), time.monotonic()
         until_s, told = sent_s + LONGEST_S, None
         while True:
@@ -143,6 +163,7 @@ class EventStreams:
                 yield b": keep-alive\n\n"
                 sent_s = time.monotonic()
             await asyncio.sleep(POLL_S)
+            check()
             snapshot = await self._predictions.refresh(snapshot)
 
 
@@ -194,6 +215,12 @@ def _shown(preview: Preview) -> str:
         "image": f"data:image/webp;base64,{image}",
     }
     return msgspec.json.encode(shown).decode()
+
+
+def failure_event(message: str) -> bytes:
+    """Why a stream ends early, and its end."""
+    detail = msgspec.json.encode({"detail": message}).decode()
+    return encode_event("error", detail) + encode_event("done", '{"reason":"error"}')
 
 
 def encode_event(kind: str, data: str, event_id: str | None = None) -> bytes:

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from http import HTTPStatus
 
 from api import metrics
 from api.dispatch.admission import Admission
@@ -22,7 +23,13 @@ from api.errors import KeyReused, NotFound
 from api.predictions.creation import Creation, PredictionSnapshot
 from api.predictions.sender import NewPrediction, PredictionSender, failed_reply
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable
-from shared.predictions import decode_document, encode_document, record_of
+from shared.predictions import (
+    Prediction,
+    decode_document,
+    encode_document,
+    encode_end,
+    record_of,
+)
 from shared.stores.previews import Preview
 from shared.stores.record_state import Record
 from shared.stores.records import Records
@@ -180,6 +187,8 @@ class Predictions:
     async def delete(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
         """Deletes a prediction of this tenant that has ended. Returns what it was.
 
+        If its webhook has yet to be told of the end, it is told without input and output.
+
         Raises:
             NotFound: the tenant has no such prediction, or it has expired.
             PredictionNotOver: it has not ended.
@@ -187,6 +196,9 @@ class Predictions:
         """
         snapshot = await self.read(tenant, prediction_id)
         prediction = snapshot.prediction
+        if snapshot.record.is_over and await self._owes_webhook(prediction):
+            # Before it is deleted: one that is kept for nothing expires.
+            await self._records.webhook_log.keep_end(prediction.record, encode_end(*snapshot))
         deleted = await self._records.delete(prediction.record, prediction.deadline_s)
         if deleted is None:
             raise _not_found(prediction_id)
@@ -194,6 +206,12 @@ class Predictions:
             raise PredictionNotOver("the prediction has not ended; cancel it first")
         metrics.PREDICTIONS.labels(prediction.model, "deleted").inc()
         return snapshot
+
+    async def _owes_webhook(self, prediction: Prediction) -> bool:
+        if not prediction.webhook or "completed" not in prediction.webhook_events:
+            return False
+        attempts = await self._records.webhook_log.read(prediction.record)
+        return not any(one.event == "completed" and _is_final(one.status) for one in attempts)
 
     async def webhook_attempts(self, tenant: str, prediction_id: str) -> list[WebhookAttempt]:
         """Returns what became of the webhooks of a prediction, oldest attempt first.
@@ -356,3 +374,8 @@ class Predictions:
 
 def _not_found(prediction_id: str) -> NotFound:
     return NotFound(f"there is no prediction {prediction_id[:80]!r}")
+
+
+def _is_final(status: int | None) -> bool:
+    """Whether a receiver that answered so is told no more."""
+    return status is not None and (200 <= status < 300 or status == HTTPStatus.GONE)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
-from api.predictions.event_stream import encode_event
+from api.predictions.event_stream import encode_event, failure_event
 from shared.messages import ItemOutcome
 from shared.tasks.text import GenerationResult, TokenLogprob
 
@@ -44,5 +42,4 @@ class OutputEvents:
         """Why there is no more text, and the end. A canceled prediction is no error."""
         if code == "canceled":
             return encode_event("done", '{"reason":"canceled"}')
-        detail = msgspec.json.encode({"detail": message}).decode()
-        return encode_event("error", detail) + encode_event("done", '{"reason":"error"}')
+        return failure_event(message)

@@ -17,7 +17,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -30,8 +30,8 @@ from api.predictions.service import GRACE_S, Predictions
 from api.predictions.token_reader import TokenReader
 from shared.errors import BadInput, Overloaded, PenstockError
 from shared.messages import ItemOutcome, reason_of
-from shared.predictions import ended_at_s, error_of
-from shared.stores.token_streams import TokenStreams
+from shared.predictions import Prediction, ended_at_s, error_of
+from shared.stores.token_streams import READER_S, TokenStreams
 from shared.tasks.text import GenerationResult, TokenChunk, TokenLogprob
 
 MAX_STREAMS = 2048
@@ -44,6 +44,8 @@ HEARTBEAT_S, HEARTBEAT = 10.0, b": keep-alive\n"
 No empty line follows: OpenAI's client for Python takes one behind an event with an id for an event
 without data, and fails.
 """
+CHECK_S = 2.0
+"""How often it is checked that the reader may still read."""
 CLOSE_LIMIT_S = 1.0
 LEFT_S = 30.0
 """A text that nobody reads any more for so long is canceled."""
@@ -182,44 +184,56 @@ class TextStreams:
             self._room.release(stream)
 
     async def follow(
-        self, snapshot: PredictionSnapshot, shape: TextShape, seen: Sequence[Seen], *, stays: bool
+        self,
+        snapshot: PredictionSnapshot,
+        shape: TextShape,
+        seen: Sequence[Seen],
+        check: Callable[[], object],
+        *,
+        stays: bool,
     ) -> AsyncGenerator[bytes]:
         """Yields the events of a prediction's texts, for at most LONGEST_S.
+
+        A reader that may not go on, since its key was revoked, gets the error as the last event.
+        Then the texts end as if it had hung up, at what it was sent.
 
         Args:
             snapshot: the prediction.
             shape: the form of the events.
             seen: what the reader has of each text.
+            check: raises PenstockError once the reader may read no more.
             stays: whether the prediction goes on when nobody reads along.
         """
-        stream = _Stream(shape, [_Text(one) for one in seen])
+        stream, watch = _Stream(shape, [_Text(one) for one in seen]), _Watch(check)
         prediction, is_done = snapshot.prediction, False
         try:
             try:
-                async for event in self._events(snapshot, stream):
+                async for event in self._events(snapshot, stream, watch):
                     yield event
                 is_done = True
             except PenstockError as error:
                 log_reason(error, prediction.record)
+                is_done = not watch.has_refused
                 yield stream.fail(error.code, error.public_message)
-                is_done = True
         finally:
             if not is_done and not stays and not snapshot.record.is_over:
-                leaving = asyncio.create_task(
-                    self._cancel_unread(prediction.record, prediction.tenant, prediction.id)
-                )
+                # Nobody comes back with a key that is not valid any more.
+                after_s = READER_S if watch.has_refused else LEFT_S
+                leaving = asyncio.create_task(self._cancel_unread(prediction, after_s))
                 self._leaving.add(leaving)
                 leaving.add_done_callback(self._leaving.discard)
 
-    async def _events(self, snapshot: PredictionSnapshot, stream: _Stream) -> AsyncGenerator[bytes]:
+    async def _events(
+        self, snapshot: PredictionSnapshot, stream: _Stream, watch: _Watch
+    ) -> AsyncGenerator[bytes]:
         prediction, until_s = snapshot.prediction, time.monotonic() + LONGEST_S
-        following = self._reader.follow(prediction.record, len(stream.texts), HEARTBEAT_S)
+        following = self._reader.follow(prediction.record, len(stream.texts), watch.every_s)
         async with contextlib.aclosing(following) as news:
             async for found in news:
                 for index, tokens in found.items():
                     for event in stream.read(index, tokens.chunks):
                         yield event
-                if not found:
+                if watch.is_heartbeat_due(is_silent=not found):
                     yield HEARTBEAT
                 is_late = time.time() > prediction.deadline_s + GRACE_S
                 if is_late or any(tokens.is_over for tokens in found.values()):
@@ -230,16 +244,47 @@ class TextStreams:
         while not (snapshot := await self._predictions.refresh(snapshot)).record.is_over:
             if time.monotonic() > until_s:
                 return
+            watch.is_heartbeat_due(is_silent=True)
             await asyncio.sleep(1.0)
         for event in stream.end(snapshot):
             yield event
 
-    async def _cancel_unread(self, record: str, tenant: str, prediction_id: str) -> None:
+    async def _cancel_unread(self, prediction: Prediction, after_s: float) -> None:
         """Cancels a prediction if its reader does not come back, to whichever instance."""
-        await asyncio.sleep(LEFT_S)
+        await asyncio.sleep(after_s)
         with contextlib.suppress(PenstockError):
-            if not await self._streams.is_read(record):
-                await self._predictions.cancel(tenant, prediction_id)
+            if not await self._streams.is_read(prediction.record):
+                await self._predictions.cancel(prediction.tenant, prediction.id)
+
+
+class _Watch:
+    """Says what is due while a stream is followed: heartbeats, and checks of its reader."""
+
+    def __init__(self, check: Callable[[], object]) -> None:
+        self._check = check
+        self._checked_s = self._sent_s = time.monotonic()
+        self.every_s = min(CHECK_S, HEARTBEAT_S)
+        self.has_refused = False
+        """Whether the reader may not go on."""
+
+    def is_heartbeat_due(self, *, is_silent: bool) -> bool:
+        """Whether nothing was sent for so long that a comment is due. Checks the reader too.
+
+        Raises:
+            PenstockError: it may read no more.
+        """
+        now_s = time.monotonic()
+        if now_s - self._checked_s >= CHECK_S:
+            self._checked_s = now_s
+            try:
+                self._check()
+            except PenstockError:
+                self.has_refused = True
+                raise
+        is_due = is_silent and now_s - self._sent_s >= HEARTBEAT_S
+        if is_due or not is_silent:
+            self._sent_s = now_s
+        return is_due
 
 
 class _Stream:

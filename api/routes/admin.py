@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.errors import NotFound
 from api.http.openapi import AUTHENTICATED, Described, Responses, ref_to, responses
 from api.http.request import ApiRequest, authenticate
 from api.inputs.json_limits import check_amount
@@ -30,11 +31,13 @@ from api.schemas.admin import (
     TenantsReply,
 )
 from shared.errors import BadInput, Unavailable
+from shared.stores.key_stores import served_by
 from shared.tenants.administration import (
     Administration,
     IssuedKey,
     KeyRequest,
     NotThere,
+    check_key_id,
     redacted,
     state_of,
 )
@@ -45,9 +48,10 @@ from shared.tenants.plan import Plan
 router = APIRouter(prefix="/v1/admin", tags=["admin"])
 PAGE = 100
 Limit = Annotated[int, Query(ge=1, le=PAGE)]
+_SLASHES = len(["", "v1", "admin", "tenants", "NAME"]) - 1
 ActId = Annotated[str, Query(pattern=r"^([0-9]{1,18}(-[0-9]{1,18})?)?$")]
 Body = TypeVar("Body")
-_NOT_HERE = "Keys are in a file, which the API only reads."
+_NOT_HERE = "Keys are in a file, which the API only reads, or what is to be removed is in use."
 
 
 def _changed(reply: type[msgspec.Struct], *statuses: int) -> Responses:
@@ -103,11 +107,12 @@ async def create_key(request: Request) -> Response:
     "/keys/{key_id}",
     summary="Get a key",
     openapi_extra=AUTHENTICATED,
-    responses=responses(KeyObject, 401, 404),
+    responses=responses(KeyObject, 400, 401, 404),
 )
 async def get_key(request: Request, key_id: str) -> Response:
     """The key without its secret."""
     store, admin = _administration(authenticate(request))
+    check_key_id(key_id)
     for key in (await admin.read()).keys:
         if key.id == key_id:
             return _json(_key(key, (await store.uses()).get(key_id)))
@@ -121,7 +126,10 @@ async def get_key(request: Request, key_id: str) -> Response:
     responses=_changed(KeyDeleted, 404),
 )
 async def revoke_key(request: Request, key_id: str) -> Response:
-    """Ends the key. All instances refuse it within 5 s. It stays in the list for 90 days."""
+    """Ends the key. All instances refuse it within 5 s. It stays in the list for 90 days.
+
+    A key does not end itself: another one does.
+    """
     call = authenticate(request)
     _, admin = _administration(call)
     await admin.revoke_key(key_id)
@@ -156,14 +164,15 @@ async def list_plans(request: Request) -> Response:
 
 
 @router.put(
-    "/plans/{name}",
+    "/plans/{name:path}",
     summary="Create or replace a plan",
     openapi_extra=_body(Plan),
-    responses=_changed(PlanObject),
+    responses=_changed(PlanObject, 404),
 )
 async def set_plan(request: Request, name: str) -> Response:
     """The plan takes effect within seconds for all its tenants."""
     call = authenticate(request)
+    _check_slashes(request)
     _, admin = _administration(call)
     plan = await _read(call, Plan)
     await admin.set_plan(name, plan)
@@ -171,14 +180,15 @@ async def set_plan(request: Request, name: str) -> Response:
 
 
 @router.delete(
-    "/plans/{name}",
+    "/plans/{name:path}",
     summary="Remove a plan",
     openapi_extra=AUTHENTICATED,
     responses=_changed(PlanDeleted, 404),
 )
 async def remove_plan(request: Request, name: str) -> Response:
-    """Removes a plan that no tenant has."""
+    """Removes a plan that no tenant has. `default` can be replaced, not removed."""
     call = authenticate(request)
+    _check_slashes(request)
     _, admin = _administration(call)
     await admin.set_plan(name, None)
     return await _done(call, PlanDeleted(name))
@@ -200,14 +210,15 @@ async def list_tenants(request: Request) -> Response:
 
 
 @router.put(
-    "/tenants/{name}",
+    "/tenants/{name:path}",
     summary="Set the plan of a tenant",
     openapi_extra=_body(TenantBody),
-    responses=_changed(TenantObject),
+    responses=_changed(TenantObject, 404),
 )
 async def set_tenant(request: Request, name: str) -> Response:
-    """A plan of null is the default plan."""
+    """A plan of null is the default plan. A slash in the name is sent as %2F."""
     call = authenticate(request)
+    _check_slashes(request)
     _, admin = _administration(call)
     body = await _read(call, TenantBody)
     await admin.set_tenant(name, body.plan)
@@ -247,7 +258,21 @@ def _administration(call: ApiRequest) -> tuple[KeyStore, Administration]:
         raise Unavailable(public="this API has no directory of keys")
     client = call.http.client
     actor, address = f"key {call.caller.key_id}", client.host if client else ""
-    return store, Administration(store, actor=actor, address=address)
+    served = served_by(
+        call.dependencies.catalog, allow_private=call.dependencies.settings.webhooks_private
+    )
+    return store, Administration(store, actor=actor, address=address, served=served)
+
+
+def _check_slashes(request: Request) -> None:
+    """Takes a slash in the name at the end of a path only as %2F: others are one too many.
+
+    Raises:
+        NotFound: there are more.
+    """
+    raw = request.scope.get("raw_path") or request.scope["path"].encode()
+    if raw.partition(b"?")[0].count(b"/") != _SLASHES:
+        raise NotFound(f"{request.url.path} does not exist; '/' in a name is sent as %2F")
 
 
 async def _read(call: ApiRequest, kind: type[Body]) -> Body:

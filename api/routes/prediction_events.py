@@ -50,6 +50,7 @@ ExtraEvents = Annotated[
 async def list_webhooks(request: Request, prediction_id: str) -> Response:
     """Each attempt to deliver an event, with the status or the error. The last hundred are kept."""
     call = authenticate(request)
+    await call.prediction(prediction_id)
     found = await call.dependencies.predictions.webhook_attempts(call.tenant, prediction_id)
     results = [
         WebhookAttemptReply(
@@ -84,6 +85,7 @@ async def replay_webhook(request: Request, prediction_id: str) -> Response:
     Earlier events are not replayed, because the states that they told of are gone.
     """
     call = authenticate(request)
+    await call.prediction(prediction_id)
     await call.dependencies.predictions.replay_webhook(call.tenant, prediction_id)
     return Response(status_code=202)
 
@@ -117,10 +119,10 @@ async def stream(
     if signature and not _sends_key(request):
         dependencies.url_signer.check(stream_key(record), EVENTS_TYPE, expires, signature)
         snapshot = await dependencies.predictions.read_linked(record, prediction_id)
-        context_of(request).tenant = snapshot.prediction.tenant
+        context_of(request).tenant, check = snapshot.prediction.tenant, _stays_valid
     else:
         call = authenticate(request)
-        snapshot = await dependencies.predictions.read(call.tenant, prediction_id)
+        snapshot, check = await call.prediction(prediction_id), call.check_key
     extra = _extra_kinds(events)
     last_id, prediction = request.headers.get("last-event-id", ""), snapshot.prediction
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -128,10 +130,10 @@ async def stream(
         if _is_read_along(dependencies, prediction):
             texts, seen = dependencies.text_streams, seen_from_id(last_id, 1)
             held.enter_context(texts.reserved(prediction.tenant))
-            told = texts.follow(snapshot, OutputEvents(), seen, stays=True)
+            told = texts.follow(snapshot, OutputEvents(), seen, check, stays=True)
         else:
             held.enter_context(dependencies.event_streams.reserved(prediction.tenant))
-            told = dependencies.event_streams.follow(snapshot, last_id, extra)
+            told = dependencies.event_streams.follow(snapshot, last_id, check, extra)
         if IS_HEAD in request.scope:
             return Response(headers=headers, media_type=EVENTS_TYPE)
         return HeldResponse(told, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
@@ -143,6 +145,10 @@ def _is_read_along(dependencies: Dependencies, prediction: Prediction) -> bool:
         model = dependencies.catalog.find(prediction.model)
         return API_TASKS[model.task].streams_tokens and not prediction.is_list
     return False
+
+
+def _stays_valid() -> None:
+    """A signed link does not end before its time."""
 
 
 def _sends_key(request: Request) -> bool:

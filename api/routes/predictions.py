@@ -30,6 +30,8 @@ from api.schemas.replicate_replies import PredictionReply, PredictionsPage
 from shared.catalog import Model
 from shared.errors import BadInput
 from shared.predictions import body_of
+from shared.tenants.api_key import holds_key
+from shared.tenants.rules import IS_A_KEY
 from shared.usage.charge import price_of
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
@@ -133,7 +135,10 @@ async def create_of_deployment(request: Request, owner: str, name: str) -> Respo
     },
 )
 async def list_all(request: Request, cursor: Cursor = "") -> Response:
-    """Predictions in pages, newest first. `next` is the URL of the next page."""
+    """Predictions in pages, newest first. `next` is the URL of the next page.
+
+    Those that the key may not read are left out, so a page may have fewer than others.
+    """
     call = authenticate(request)
     if not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: not a cursor of this API", field="cursor")
@@ -141,7 +146,11 @@ async def list_all(request: Request, cursor: Cursor = "") -> Response:
         call.tenant, float(cursor) if cursor else None
     )
     following = None if next_s is None else f"{call.base_url}/v1/predictions?cursor={next_s!r}"
-    bodies = [body_of(*snapshot, call.dependencies.url_signer) for snapshot in found]
+    bodies = [
+        body_of(*snapshot, call.dependencies.url_signer)
+        for snapshot in found
+        if call.lists(snapshot)
+    ]
     return _json({"previous": None, "next": following, "results": bodies})
 
 
@@ -155,7 +164,7 @@ async def get(request: Request, prediction_id: str) -> Response:
     """The prediction in its current state."""
     call = authenticate(request)
     predictions = call.dependencies.predictions
-    snapshot = await predictions.read(call.tenant, prediction_id)
+    snapshot = await call.prediction(prediction_id)
     place = await predictions.place(snapshot)
     return _json(body_of(*snapshot, call.dependencies.url_signer, place))
 
@@ -172,6 +181,7 @@ async def cancel(request: Request, prediction_id: str) -> Response:
     Its worker stops at the next step. A prediction that has ended stays as it is.
     """
     call = authenticate(request)
+    await call.prediction(prediction_id)
     return _answer(
         call.dependencies, await call.dependencies.predictions.cancel(call.tenant, prediction_id)
     )
@@ -198,7 +208,7 @@ async def delete(request: Request, prediction_id: str) -> Response:
     call = authenticate(request)
     dependencies = call.dependencies
     # The objects go first: without the record nobody would know of them.
-    snapshot = await dependencies.predictions.read(call.tenant, prediction_id)
+    snapshot = await call.prediction(prediction_id)
     if snapshot.record.is_over:
         await dependencies.result_fetcher.delete(snapshot)
     await dependencies.predictions.delete(call.tenant, prediction_id)
@@ -216,6 +226,7 @@ async def _create(
 ) -> Response:
     dependencies, context = call.dependencies, call.context
     call.use(model)
+    _check_names(id=own_id, owner=owner, deployment=deployment)
     new = await read_prediction(
         call, body, model, owner=owner, own_id=own_id, deployment=deployment
     )
@@ -230,10 +241,17 @@ async def _create(
         if wait_s:
             # A caller that hangs up leaves here, and the prediction continues.
             waiting = creation.wait(wait_s - context.total_ms / 1000)
-            await while_connected(call.http.receive, waiting)
+            await while_connected(call.http.receive, waiting, call.check_key)
         if creation.is_new and (reply := creation.snapshot.record.reply) is not None:
             limited.settle(price, reply.outcomes)
     return _created(dependencies, creation.snapshot, is_new=creation.is_new)
+
+
+def _check_names(**names: str) -> None:
+    """Refuses names in a path that would keep a key, without repeating it."""
+    for field, name in names.items():
+        if holds_key(name):
+            raise BadInput(f"{field}: {IS_A_KEY}", field=field)
 
 
 def _created(dependencies: Dependencies, snapshot: PredictionSnapshot, *, is_new: bool) -> Response:

@@ -189,14 +189,14 @@ async def _create_kept(
                 limited.settle(price_of(model, call.context.received_at_s), [])
             if body.waits:
                 left_s = new.prediction.deadline_s + GRACE_S - time.time()
-                await while_connected(call.http.receive, creation.wait(left_s))
+                await while_connected(call.http.receive, creation.wait(left_s), call.check_key)
         if body.stream:
             return _stream(call, creation.snapshot, -1, held.pop_all())
     return _json(_state_of(call, creation.snapshot))
 
 
 async def _find(call: ApiRequest, response_id: str) -> PredictionSnapshot:
-    snapshot = await call.dependencies.predictions.read(call.tenant, response_id)
+    snapshot = await call.prediction(response_id)
     if snapshot.prediction.endpoint != PATH:
         raise NotFound(f"there is no response {response_id[:80]!r}")
     return snapshot
@@ -223,7 +223,9 @@ def _stream(
             return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
         stays = bool(body.background or not body.stream)
         seen = [Seen(*events.seen)]
-        told = call.dependencies.text_streams.follow(snapshot, events, seen, stays=stays)
+        told = call.dependencies.text_streams.follow(
+            snapshot, events, seen, call.check_key, stays=stays
+        )
         headers = {**_HEADERS, "location": f"{PATH}/{snapshot.prediction.id}"}
         return HeldResponse(told, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
 

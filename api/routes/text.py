@@ -108,7 +108,7 @@ async def read_chat(
 ) -> Response:
     """The whole answer once it is there. With `stream=true` its events, from any place on."""
     call = authenticate(request)
-    snapshot = await call.dependencies.predictions.read(call.tenant, completion_id)
+    snapshot = await call.prediction(completion_id)
     if snapshot.prediction.endpoint != CHAT.path:
         raise NotFound(f"there is no chat completion {completion_id[:80]!r}")
     body = ChatBody.model_validate(snapshot.prediction.input)
@@ -179,7 +179,9 @@ def _stream(
         if IS_HEAD in call.http.scope:
             return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
         shape = endpoint.events(body, prediction.id, prediction.created_at_s, model)
-        told = call.dependencies.text_streams.follow(snapshot, shape, seen, stays=False)
+        told = call.dependencies.text_streams.follow(
+            snapshot, shape, seen, call.check_key, stays=False
+        )
         headers = {**_HEADERS, "location": f"{CHAT.path}/{prediction.id}"}
         if endpoint is not CHAT:
             del headers["location"]

@@ -82,6 +82,31 @@ class WebhookLog:
         entries = await self._commands.run("LRANGE", log, 0, -1)
         return [_attempt(entry) for entry in entries]
 
+    async def keep_end(self, record: str, end: bytes) -> None:
+        """Keeps what the webhook of a prediction needs that is deleted before it was told.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        await self._commands.run("SET", self._end_key(record), end, "EX", KEPT_S)
+
+    async def end_of(self, record: str) -> bytes | None:
+        """What `keep_end` kept. None: nothing, or the webhook was told.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        found: bytes | None = await self._commands.run("GET", self._end_key(record))
+        return found
+
+    async def drop_end(self, record: str) -> None:
+        """Drops what `keep_end` kept. Never raises: it expires anyway."""
+        with contextlib.suppress(Unavailable):
+            await self._commands.run("DEL", self._end_key(record))
+
+    def _end_key(self, record: str) -> str:
+        return f"{self._prefix}webhooks:{record}:end"
+
     async def start_replay(self, record: str) -> None:
         """Allows one replay in a few seconds.
 

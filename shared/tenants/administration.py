@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from shared.backoff import backoff
-from shared.errors import BadInput, ConfigurationError, Unavailable
-from shared.tenants.api_key import PREFIX, SALT_BYTES, ApiKey, hash_of, new_key
+from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
+from shared.tenants.api_key import (
+    ID_LENGTH,
+    PREFIX,
+    SALT_BYTES,
+    ApiKey,
+    hash_of,
+    holds_key,
+    new_key,
+)
 from shared.tenants.directory import (
+    DEFAULT_PLAN_NAME,
+    PLAN_NAME_PATTERN,
     Document,
+    Mistake,
     Scope,
     StoredKey,
     StoredTenant,
@@ -28,12 +40,21 @@ from shared.tenants.directory import (
 )
 from shared.tenants.key_store import Act, KeysReadOnly, KeyStore
 from shared.tenants.plan import Limits, Plan
+from shared.tenants.rules import (
+    IS_A_KEY,
+    Served,
+    document_mistakes,
+    key_mistakes,
+    plan_mistakes,
+)
 
 ATTEMPTS = 40
 LONGEST_PAUSE_S = 0.2
 LONGEST_OVERLAP_S = 30 * 86_400
 FORGOTTEN_AFTER_S = 90 * 86_400
 """Keys that were revoked or expired this long ago are dropped when a key is created."""
+MAX_NAMED = 5
+"""Tenants that an error names."""
 log = logging.getLogger(__name__)
 
 
@@ -41,6 +62,13 @@ class NotThere(BadInput):
     """There is no such key, tenant or plan."""
 
     code = "not_found"
+
+
+class InUse(PenstockError):
+    """Others need this, so it can't be taken away."""
+
+    code = "in_use"
+    public_by_default = None
 
 
 class KeyRequest(NamedTuple):
@@ -74,6 +102,8 @@ class Administration:
         store: where the directory is. Open.
         actor: who acts, as `Act` says.
         address: from where.
+        served: what plans and keys may name. None: not known, so models and webhooks are not
+            checked.
         clock: Unix seconds.
     """
 
@@ -83,9 +113,11 @@ class Administration:
         *,
         actor: str,
         address: str,
+        served: Served | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
+        self._served = served
         self._actor = actor
         self._address = address
         self._clock = clock
@@ -109,6 +141,7 @@ class Administration:
             BadInput: there is one, or this one is not valid.
             Unavailable: the store is out of reach.
         """
+        _refuse(document_mistakes(document, self._served, self._clock()))
         act = self._act("directory.start", self._store.source, None, {"keys": len(document.keys)})
         if not await self._store.replace("", _checked(document), act):
             raise BadInput("there is a directory of keys already")
@@ -124,6 +157,7 @@ class Administration:
         key, salt, now_s = new_key(), secrets.token_bytes(SALT_BYTES), int(self._clock())
         if request.expires_s is not None and request.expires_s <= now_s:
             raise BadInput("expires: is not in the future", field="expires")
+        _check_tenant(request.tenant)
         stored = StoredKey(
             id=key.id,
             tenant=request.tenant,
@@ -136,6 +170,8 @@ class Administration:
             limits=request.limits,
             expires_s=request.expires_s,
         )
+
+        _refuse(key_mistakes(stored, self._served))
 
         def add(document: Document) -> _Change:
             kept = [one for one in document.keys if not _is_forgotten(one, now_s)]
@@ -180,8 +216,12 @@ class Administration:
     async def revoke_key(self, key_id: str) -> StoredKey:
         """Ends a key for good. Does nothing if it was revoked before.
 
+        A key ends neither itself nor the last other one that may administer: nobody could undo it
+        over the network. Whoever has the directory itself may end any key.
+
         Raises:
             NotThere: there is no such key.
+            InUse: a key acts, and would end itself or the last key that administers.
             KeysReadOnly: keys can't be changed here.
             Unavailable: the store is out of reach.
         """
@@ -194,17 +234,36 @@ class Administration:
                 old, revoked_s=now_s, previous_hash="", previous_until_s=0
             )
 
-        return await self._change_key("key.revoke", key_id, revoked)
+        def check(document: Document) -> None:
+            if self._actor == f"key {key_id}":
+                raise InUse("this is the key that asks; revoke it with another one", field="id")
+            if self._actor.startswith("key ") and _is_last_admin(document, key_id, now_s):
+                raise InUse(
+                    "this is the last key with the scope admin; create another one first",
+                    field="id",
+                )
+
+        return await self._change_key("key.revoke", key_id, revoked, check)
 
     async def set_plan(self, name: str, plan: Plan | None) -> None:
         """Creates or replaces a plan. None removes it.
 
         Raises:
             NotThere: there is no such plan to remove.
-            BadInput: the plan is not valid, or a tenant still has it.
+            InUse: a tenant still has it, or it is the default plan.
+            BadInput: the plan is not valid.
             KeysReadOnly: plans can't be changed here.
             Unavailable: the store is out of reach.
         """
+        _check_name(name, "plan")
+        if plan is not None:
+            if re.fullmatch(PLAN_NAME_PATTERN, name) is None:
+                raise BadInput(
+                    "plan: its name has 1 to 64 letters, digits, '.', '_' or '-', and begins with "
+                    "a letter or digit",
+                    field="plan",
+                )
+            _refuse(plan_mistakes(plan, self._served))
 
         def change(document: Document) -> _Change:
             plans, old = dict(document.plans), document.plans.get(name)
@@ -213,6 +272,7 @@ class Administration:
             elif old is None:
                 raise NotThere(f"there is no plan {name!r}", field="plan")
             else:
+                _check_unused(name, document)
                 del plans[name]
             return _Change(_with(document, plans=plans), _builtins(old), _builtins(plan))
 
@@ -226,6 +286,10 @@ class Administration:
             KeysReadOnly: tenants can't be changed here.
             Unavailable: the store is out of reach.
         """
+        _check_name(tenant, "tenant")
+        if plan is not None:
+            _check_name(plan, "plan")
+            _check_tenant(tenant)
 
         def change(document: Document) -> _Change:
             tenants, old = dict(document.tenants), document.tenants.get(tenant)
@@ -238,8 +302,13 @@ class Administration:
         await self._change("tenant.set", tenant, change)
 
     async def _change_key(
-        self, action: str, key_id: str, change: Callable[[StoredKey], StoredKey]
+        self,
+        action: str,
+        key_id: str,
+        change: Callable[[StoredKey], StoredKey],
+        check: Callable[[Document], None] = lambda document: None,
     ) -> StoredKey:
+        check_key_id(key_id)
         changed: StoredKey | None = None
 
         def replaced(document: Document) -> _Change:
@@ -247,6 +316,7 @@ class Administration:
             places = [at for at, key in enumerate(document.keys) if key.id == key_id]
             if not places:
                 raise NotThere(f"there is no key {key_id[:80]!r}", field="id")
+            check(document)
             keys, old = list(document.keys), document.keys[places[0]]
             keys[places[0]] = changed = change(old)
             return _Change(_with(document, keys=tuple(keys)), shown(old), shown(changed))
@@ -321,6 +391,64 @@ def _is_forgotten(key: StoredKey, now_s: float) -> bool:
     return bool(ends) and min(ends) <= now_s - FORGOTTEN_AFTER_S
 
 
+def check_key_id(key_id: str) -> None:
+    """Refuses a whole key where its id belongs, without repeating it.
+
+    Raises:
+        BadInput: it is more than an id.
+    """
+    if holds_key(key_id):
+        raise BadInput(
+            f"id: this is a whole key; send only its id, the {ID_LENGTH} characters behind "
+            f"{PREFIX!r}",
+            field="id",
+        )
+
+
+def _check_name(name: str, field: str) -> None:
+    if holds_key(name):
+        raise BadInput(f"{field}: {IS_A_KEY}", field=field)
+
+
+def _check_tenant(tenant: str) -> None:
+    if tenant in (".", ".."):
+        raise BadInput(
+            "tenant: must not be '.' or '..', which clients cut out of paths", field="tenant"
+        )
+
+
+def _refuse(mistakes: Iterator[Mistake]) -> None:
+    for mistake in mistakes:
+        raise BadInput(f"{mistake.place}: {mistake.reason}", field=mistake.place)
+
+
+def _check_unused(plan: str, document: Document) -> None:
+    """Refuses to remove a plan that tenants have, in name or as the default."""
+    if plan == DEFAULT_PLAN_NAME:
+        raise InUse(
+            f"the plan {plan!r} can't be removed: tenants without a plan of their own would have "
+            "no limits; replace it instead (PUT, or penstock plans set)",
+            field="plan",
+        )
+    tenants = sorted(name for name, stored in document.tenants.items() if stored.plan == plan)
+    if tenants:
+        shown, more = ", ".join(tenants[:MAX_NAMED]), len(tenants) - MAX_NAMED
+        named = f"{shown} and {more} more" if more > 0 else shown
+        have = "1 tenant has it" if len(tenants) == 1 else f"{len(tenants)} tenants have it"
+        whom = "it" if len(tenants) == 1 else "them"
+        raise InUse(
+            f"the plan {plan!r} is in use: {have} ({named}); give {whom} another plan first",
+            field="plan",
+        )
+
+
+def _is_last_admin(document: Document, key_id: str, now_s: float) -> bool:
+    admins = {
+        key.id for key in document.keys if "admin" in key.scopes and state_of(key, now_s) == "valid"
+    }
+    return admins == {key_id}
+
+
 def _with(document: Document, **changed: Any) -> Document:
     return msgspec.structs.replace(document, **changed)
 
@@ -336,6 +464,6 @@ def _checked(document: Document) -> bytes:
     try:
         decode_document(data, "directory")
     except ConfigurationError as error:
-        reason = error.message.removeprefix("PENSTOCK_KEYS_URL: directory: ")
+        reason = re.sub(r"^PENSTOCK_KEYS_URL: directory: (line \d+: )?", "", error.message)
         raise BadInput(reason, field=error.field) from error
     return data

@@ -85,5 +85,10 @@ def without_keys(text: str) -> str:
     return _IN_TEXT.sub(r"\1…", text) if PREFIX in text else text
 
 
+def holds_key(text: str) -> bool:
+    """Whether `text` has a key in it, or the beginning of its secret. An id alone is none."""
+    return PREFIX in text and _IN_TEXT.search(text) is not None
+
+
 def _random(length: int) -> str:
     return "".join(secrets.choice(ALPHABET) for _ in range(length))

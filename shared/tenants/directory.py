@@ -13,9 +13,13 @@ has no limits. A file and Redis hold the same document.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import json
 import math
+import re
 import secrets
+from collections.abc import Iterator
 from typing import Annotated, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
@@ -44,11 +48,42 @@ Scope: TypeAlias = Literal[
 """What a key may do. `read`: GET everywhere. `all`: everything but administration (`admin`)."""
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-PlanName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+PLAN_NAME_PATTERN = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+PlanName = Annotated[str, msgspec.Meta(pattern=f"^{PLAN_NAME_PATTERN}$")]
 Seconds = Annotated[int, msgspec.Meta(ge=0)]
 """Unix time."""
+_BY_NAME = frozenset({"plans", "tenants", "per_model"})
+"""Fields whose next step is a name that somebody chose."""
+_SPACE = re.compile(r"[\s,:]*")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+_BYTE = re.compile(r"\(byte (\d+)\)")
+_json = json.JSONDecoder()
 _Salt = Annotated[str, msgspec.Meta(pattern=rf"^[0-9a-f]{{{2 * SALT_BYTES}}}$")]
 _Hash = Annotated[str, msgspec.Meta(pattern=rf"^([0-9a-f]{{{2 * HASH_BYTES}}})?$")]
+
+
+class Mistake(NamedTuple):
+    """What is wrong in a directory, and where."""
+
+    path: tuple[str | int, ...]
+    reason: str
+
+    @property
+    def place(self) -> str:
+        """The path in words, such as `plans['team'].budget_webhook`."""
+        shown = ""
+        for before, step in zip((None, *self.path), self.path, strict=False):
+            if isinstance(step, int):
+                shown += f"[{step}]"
+            elif before in _BY_NAME:
+                shown += f"[{step[:80]!r}]"
+            else:
+                shown += f".{step}" if shown else step
+        return shown
+
+    def below(self, *path: str | int) -> Mistake:
+        """The same mistake, seen from further above."""
+        return Mistake((*path, *self.path), self.reason)
 
 
 class StoredKey(
@@ -210,31 +245,48 @@ def decode_document(data: bytes, source: str) -> Document:
         document = msgspec.json.decode(data, type=Document)
     except msgspec.ValidationError as error:
         reason, _, place = str(error).partition(" - at `$")
-        raise _wrong(source, place.rstrip("`").lstrip("."), reason) from error
+        place = place.rstrip("`")
+        # Names that somebody chose are not in it, so the line is known up to there.
+        steps = _STEP.finditer(place.partition("[...]")[0])
+        line = line_of(data, tuple(int(one[2]) if one[2] else one[1] for one in steps))
+        raise _wrong(source, line, place.lstrip("."), reason) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _wrong(source, "", f"not JSON: {error}") from error
-    for place, reason in _mistakes(document):
-        raise _wrong(source, place, reason)
+        byte = _BYTE.search(str(error))
+        line = data.count(b"\n", 0, int(byte[1])) + 1 if byte else 1
+        raise _wrong(source, line, "", f"not JSON: {error}") from error
+    for mistake in _mistakes(document):
+        raise mistake_in(data, source, mistake)
     return document
 
 
-def _mistakes(document: Document) -> list[tuple[str, str]]:
-    found = [("keys", f"more than {MOST_KEYS}")] if len(document.keys) > MOST_KEYS else []
+def mistake_in(data: bytes, source: str, mistake: Mistake) -> ConfigurationError:
+    """The error that says where in a document a mistake is.
+
+    Args:
+        data: the document, which is valid JSON.
+        source: where it is from.
+        mistake: what is wrong in it.
+    """
+    return _wrong(source, line_of(data, mistake.path), mistake.place, mistake.reason)
+
+
+def _mistakes(document: Document) -> Iterator[Mistake]:
+    if len(document.keys) > MOST_KEYS:
+        yield Mistake(("keys",), f"more than {MOST_KEYS}")
     for tenant, stored in document.tenants.items():
         if reason := tenant_mistake(tenant):
-            found.append((f"tenants[{tenant[:80]!r}]", reason))
+            yield Mistake(("tenants", tenant), reason)
         if stored.plan not in document.plans:
-            found.append((f"tenants[{tenant!r}].plan", f"there is no plan {stored.plan[:80]!r}"))
+            yield Mistake(("tenants", tenant, "plan"), f"there is no plan {stored.plan[:80]!r}")
     ids = set[str]()
     for number, key in enumerate(document.keys):
         if reason := tenant_mistake(key.tenant):
-            found.append((f"keys[{number}].tenant", reason))
+            yield Mistake(("keys", number, "tenant"), reason)
         if not key.hash:
-            found.append((f"keys[{number}].hash", "is empty"))
+            yield Mistake(("keys", number, "hash"), "is empty")
         if key.id in ids:
-            found.append((f"keys[{number}].id", f"{key.id} is there twice"))
+            yield Mistake(("keys", number, "id"), f"{key.id} is there twice")
         ids.add(key.id)
-    return found
 
 
 def tenant_mistake(tenant: str) -> str:
@@ -244,6 +296,46 @@ def tenant_mistake(tenant: str) -> str:
     return f"a tenant's name is printable and has 1 to {LONGEST_TENANT_BYTES} bytes"
 
 
-def _wrong(source: str, place: str, reason: str) -> ConfigurationError:
-    where = f"{place}: " if place else ""
+def _wrong(source: str, line: int, place: str, reason: str) -> ConfigurationError:
+    where = f"line {line}: " + (f"{place}: " if place else "")
     return ConfigurationError(f"PENSTOCK_KEYS_URL: {source}: {where}{reason}", field=place or None)
+
+
+def line_of(data: bytes, path: tuple[str | int, ...]) -> int:
+    """The line of the value at `path` in a JSON document, from 1.
+
+    Args:
+        data: a document. Where it ends or is no JSON any more, the line before that counts.
+        path: names and numbers from the top. A step that is not there ends it.
+    """
+    text, at = data.decode(errors="replace"), 0
+    with contextlib.suppress(ValueError, IndexError, RecursionError):
+        for step in path:
+            found = _step(text, _after_space(text, at), step)
+            if found is None:
+                break
+            at = found
+    return text.count("\n", 0, _after_space(text, at)) + 1
+
+
+def _step(text: str, at: int, step: str | int) -> int | None:
+    """Where the value of a name or number begins in the object or list at `at`."""
+    is_object, number = text[at] == "{", 0
+    if text[at] not in "{[":
+        return None
+    at = _after_space(text, at + 1)
+    while text[at] not in "}]":
+        name: object = number
+        if is_object:
+            name, at = _json.raw_decode(text, at)
+            at = _after_space(text, at)
+        if name == step:
+            return at
+        _, at = _json.raw_decode(text, at)
+        at, number = _after_space(text, at), number + 1
+    return None
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return at if found is None else found.end()

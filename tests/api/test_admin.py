@@ -4,20 +4,22 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
 
 from shared.stores.key_redis import KeyRedis
-from shared.tenants.administration import Administration
+from shared.tenants.administration import Administration, InUse
 from shared.tenants.api_key import parse_key
 from shared.tenants.directory import Document
 from tests.api.harness import ApiUnderTest, running_api, settings_for
-from tests.keys import bearer, keys_url, stored
+from tests.keys import bearer, key_for, keys_url, stored
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 ROOT, PLAIN = bearer("root"), bearer("plain")
+KEY = key_for("of somebody else")
 NEW = {"tenant": "acme", "name": "website"}
 
 
@@ -36,6 +38,15 @@ async def ask(api: ApiUnderTest, method: str, path: str, body: object = None) ->
     assert answer.status_code == 200, answer.text
     assert answer.headers["cache-control"] == "no-store"
     return answer.json()
+
+
+async def refused(api: ApiUnderTest, method: str, path: str) -> str:
+    """Why a change is refused that would take away what is in use."""
+    answer = await api.http.request(method, f"/v1/admin{path}", headers=ROOT)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (409, "in_use"), answer.text
+    assert answer.headers["x-should-retry"] == "false"
+    return str(error["message"])
 
 
 async def status_of(api: ApiUnderTest, key: str) -> int:
@@ -104,14 +115,65 @@ async def test_tenants_get_plans(api: ApiUnderTest) -> None:
     assert (caller.plan.weight, caller.plan.requests_per_min) == (2.0, 60)
     tenants = (await ask(api, "GET", "/tenants"))["data"]
     assert [(one["name"], one["plan"]) for one in tenants] == [("acme", "team"), ("ops", None)]
-    used = await api.http.delete("/v1/admin/plans/team", headers=ROOT)
-    assert (used.status_code, used.json()["error"]["message"]) == (
-        400,
-        "tenants['acme'].plan: there is no plan 'team'",
+    assert await refused(api, "DELETE", "/plans/team") == (
+        "the plan 'team' is in use: 1 tenant has it (acme); give it another plan first"
     )
     await ask(api, "PUT", "/tenants/acme", {"plan": None})
     await ask(api, "DELETE", "/plans/team")
     assert (await ask(api, "GET", "/plans"))["data"] == []
+
+
+async def test_default_plan_stays(api: ApiUnderTest) -> None:
+    """Without it all tenants that have no plan of their own would have no limits."""
+    await ask(api, "PUT", "/plans/default", {"requests_per_min": 1})
+    reason = await refused(api, "DELETE", "/plans/default")
+    assert "would have no limits" in reason
+    assert "PUT" in reason
+    assert [one["name"] for one in (await ask(api, "GET", "/plans"))["data"]] == ["default"]
+    sent = [await api.http.get("/v1/models", headers=PLAIN) for _ in range(2)]
+    assert [answer.status_code for answer in sent] == [200, 200]
+    await ask(api, "PUT", "/plans/default", {})
+
+
+@pytest.mark.parametrize("name", ["a/b", "/", "ü ?#%", "a//b/"])
+async def test_tenants_of_any_name_get_plans(api: ApiUnderTest, name: str) -> None:
+    await ask(api, "PUT", "/plans/team", {"weight": 2.0})
+    made = await ask(api, "POST", "/keys", {"tenant": name, "name": "x"})
+    path = f"/tenants/{quote(name, safe='')}"
+    assert (await ask(api, "PUT", path, {"plan": "team"}))["name"] == name
+    caller = api.dependencies.access.caller_of([(b"x-api-key", made["value"].encode())])
+    assert (caller.tenant, caller.plan_name) == (name, "team")
+
+
+async def test_plan_in_use_names_its_tenants(api: ApiUnderTest) -> None:
+    await ask(api, "PUT", "/plans/team", {})
+    for number in range(12):
+        await ask(api, "PUT", f"/tenants/t{number:02}", {"plan": "team"})
+    reason = await refused(api, "DELETE", "/plans/team")
+    assert "12 tenants have it (t00, t01, t02, t03, t04 and 7 more)" in reason
+
+
+async def test_key_does_not_end_itself(api: ApiUnderTest) -> None:
+    root = stored("root", "ops").id
+    reason = await refused(api, "DELETE", f"/keys/{root}")
+    assert "the key that asks" in reason
+    made = await ask(api, "POST", "/keys", {"tenant": "ops", "name": "b", "scopes": ["admin"]})
+    other = {"authorization": f"Bearer {made['value']}"}
+    answer = await api.http.delete(f"/v1/admin/keys/{root}", headers=other)
+    assert answer.status_code == 200
+    assert (await api.http.get("/v1/admin/keys", headers=ROOT)).status_code == 401
+
+
+async def test_two_keys_that_end_each_other_at_once_leave_one(redis_url: str) -> None:
+    keys = [stored(name, "ops", scopes=("admin",)) for name in ("one", "two")]
+    async with KeyRedis(redis_url, timeout_s=WAIT_LIMIT_S) as store:
+        admins = [Administration(store, actor=f"key {key.id}", address="desk") for key in keys]
+        await admins[0].start_directory(Document(keys=(*keys, stored("plain", "acme"))))
+        await admins[0].revoke_key(keys[1].id)
+        # Its instance has not read of its end yet.
+        with pytest.raises(InUse, match="last key with the scope admin"):
+            await admins[1].revoke_key(keys[0].id)
+        await admins[1].revoke_key(stored("plain", "acme").id)
 
 
 async def test_every_act_is_noted(api: ApiUnderTest, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,6 +226,34 @@ async def test_every_act_is_noted(api: ApiUnderTest, caplog: pytest.LogCaptureFi
         ("DELETE", "/plans/team", None, 404, "plan"),
         ("PUT", "/tenants/acme", {"plan": "gold"}, 400, "tenants['acme'].plan"),
         ("PUT", "/tenants/acme", {}, 400, None),
+        ("PUT", "/tenants/acme/", {"plan": None}, 404, None),
+        ("PUT", "/plans/a/b", {}, 404, None),
+        ("PUT", "/plans/a%2Fb", {}, 400, "plan"),
+        ("POST", "/keys", NEW | {"tenant": ".."}, 400, "tenant"),
+        ("PUT", "/plans/team", {"budget_webhook": "javascript:x"}, 400, "budget_webhook"),
+        ("PUT", "/plans/team", {"budget_webhook": "https://localhost/"}, 400, "budget_webhook"),
+        ("PUT", "/plans/team", {"per_model": {"gpt-9": {}}}, 400, "per_model['gpt-9']"),
+        ("PUT", "/plans/team", {"requests_per_min": 2**54}, 400, "requests_per_min"),
+        ("POST", "/keys", NEW | {"models": ["gpt-9"]}, 400, "models[0]"),
+        ("POST", "/keys", NEW | {"models": []}, 400, "models"),
+        ("POST", "/keys", NEW | {"scopes": []}, 400, "scopes"),
+        ("POST", "/keys", NEW | {"name": "a\u202e"}, 400, "name"),
+        *(
+            (*asked, 400, field)
+            for asked, field in (
+                (("POST", "/keys", NEW | {"name": f"x{KEY}"}), "name"),
+                (("POST", "/keys", NEW | {"tenant": KEY}), "tenant"),
+                (("POST", "/keys", NEW | {"models": [KEY]}), "models[0]"),
+                (("GET", f"/keys/{KEY}", None), "id"),
+                (("DELETE", f"/keys/{KEY}", None), "id"),
+                (("POST", f"/keys/{KEY}/rotate", {}), "id"),
+                (("PUT", f"/plans/{KEY}", {}), "plan"),
+                (("PUT", f"/plans/{KEY[:50]}", {}), "plan"),
+                (("PUT", "/plans/team", {"per_model": {KEY: {}}}), "per_model"),
+                (("PUT", f"/tenants/{KEY}", {"plan": None}), "tenant"),
+                (("PUT", "/tenants/acme", {"plan": KEY}), "plan"),
+            )
+        ),
     ],
 )  # fmt: skip
 async def test_wrong_request_names_the_field_and_changes_nothing(
@@ -171,6 +261,7 @@ async def test_wrong_request_names_the_field_and_changes_nothing(
 ) -> None:
     answer = await api.http.request(method, f"/v1/admin{path}", json=body, headers=ROOT)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, field), answer.text
+    assert KEY[21:] not in answer.text
     assert len((await ask(api, "GET", "/audit"))["data"]) == 1
     broken = await api.http.post("/v1/admin/keys", content=b'{"a', headers=ROOT)
     assert broken.status_code == 400

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +11,17 @@ from prometheus_client import REGISTRY
 
 from api.errors import Unauthorized
 from api.http.auth import ApiKeys
-from api.http.key_refresh import STALE_LIMIT_S, LiveDirectory
+from api.http.key_refresh import LOOK_AGAIN_S, STALE_LIMIT_S, LiveDirectory
 from shared.errors import ConfigurationError, Unavailable
 from shared.stores.key_file import KeyFile
-from shared.stores.key_stores import key_store
+from shared.stores.key_redis import KeyRedis
+from shared.stores.key_stores import key_store, served_by
+from shared.tenants.administration import Administration
+from shared.tenants.directory import Document
 from shared.tenants.key_store import StoredDocument
-from tests.keys import key_for, keys_url
+from shared.tenants.plan import Plan
+from tests.api.harness import CATALOG, IMAGE_MODEL, TEXT_MODEL
+from tests.keys import key_for, keys_url, stored
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -119,6 +125,77 @@ def test_wrong_key_in_a_file_is_named(
         LiveDirectory(key_store(file.as_uri()))
 
 
+TEXT, IMAGE, ALIAS = TEXT_MODEL.name, IMAGE_MODEL.name, TEXT_MODEL.aliases[0]
+UNUSABLE: list[tuple[dict[str, object], dict[str, object], str]] = [
+    ({"budget_webhook": "javascript:alert(1)"}, {}, r"plans\['team'\].budget_webhook: 'java"),
+    ({"budget_webhook": "http://acme.example/"}, {}, "is not an https URL"),
+    ({"budget_webhook": "https://10.0.0.1/"}, {}, "not public"),
+    ({"budget_webhook": f"https://acme.example/?k={key_for('a')}"}, {}, "form of an API key"),
+    ({"per_model": {"gpt-9": {}}}, {}, r"plans\['team'\].per_model\['gpt-9'\]: there is no model"),
+    ({"per_model": {ALIAS: {}}}, {}, f"is an alias; write the name of the model, '{TEXT}'"),
+    ({"per_model": {TEXT: {"pixel_steps_per_min": 1}}}, {}, "use tokens_per_min"),
+    ({"per_model": {IMAGE: {"tokens_per_min": 1}}}, {}, "use pixel_steps_per_min"),
+    ({"per_model": {TEXT: {"tokens_per_min": 2**54}}}, {}, "is above 9007199254740992"),
+    ({"max_in_flight": 2**54}, {}, r"plans\['team'\].max_in_flight: is above"),
+    ({}, {"models": ["gpt-9"]}, r"keys\[0\].models\[0\]: there is no model 'gpt-9'"),
+    ({}, {"models": [ALIAS]}, "is an alias"),
+    ({}, {"models": []}, r"keys\[0\].models: is empty"),
+    ({}, {"scopes": []}, r"keys\[0\].scopes: is empty"),
+    ({}, {"name": "a\x1b[2J"}, r"keys\[0\].name: has characters"),
+    ({}, {"name": f"my {key_for('b')}"}, r"keys\[0\].name: has the form of an API key"),
+    ({}, {"tenant": key_for("b")}, r"keys\[0\].tenant: has the form of an API key"),
+    ({}, {"limits": {"requests_per_min": 2**54}}, r"keys\[0\].limits.requests_per_min: is above"),
+    ({}, {"expires_s": 1_798_761_600_000}, r"keys\[0\].expires_s: is beyond the year 9999"),
+]
+
+
+@pytest.mark.parametrize(("plan", "key", "reason"), UNUSABLE)
+async def test_file_with_what_cannot_work_is_refused_with_its_line(
+    tmp_path: Path, plan: dict[str, object], key: dict[str, object], reason: str
+) -> None:
+    file = tmp_path / "keys.json"
+    keys_url(tmp_path, plans={"team": Plan()}, a="acme")
+    good = json.loads(file.read_bytes())
+    wrong = json.loads(file.read_bytes())
+    wrong["plans"]["team"] |= plan
+    wrong["keys"][0] |= key
+    file.write_text(json.dumps(wrong, indent=1))
+    served = served_by(CATALOG, allow_private=False)
+    with pytest.raises(ConfigurationError, match=reason) as refused:
+        LiveDirectory(key_store(file.as_uri()), served=served)
+    found = re.match(rf"PENSTOCK_KEYS_URL: {file}: line (\d+): ", refused.value.message)
+    assert found is not None
+    (field,) = plan or key
+    assert f'"{field}"' in "".join(file.read_text().splitlines()[: int(found[1])][-5:])
+    assert key_for("b")[21:] not in refused.value.message
+    # What ended may name what is gone, and a running instance keeps what it has.
+    file.write_text(json.dumps(good))
+    directory = LiveDirectory(key_store(file.as_uri()), refresh_s=1e6, served=served)
+    async with ApiKeys(directory) as keys:
+        file.write_text(json.dumps(wrong))
+        await directory.refresh()
+        assert gets_in(keys, "a")
+    wrong["plans"]["team"] = {}
+    wrong["keys"][0]["revoked_s"] = 5
+    file.write_text(json.dumps(wrong))
+    LiveDirectory(key_store(file.as_uri()), served=served)
+
+
+async def test_redis_that_names_a_model_that_is_gone_still_lets_in(
+    redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was checked when it was changed. The catalog has lost the model since."""
+    async with KeyRedis(redis_url) as store:
+        admin = Administration(store, actor="user ann", address="desk")
+        await admin.start_directory(Document(keys=(stored("a", "acme", models=("gone",)),)))
+    served = served_by(CATALOG, allow_private=False)
+    async with ApiKeys(LiveDirectory(KeyRedis(redis_url), refresh_s=1e6, served=served)) as keys:
+        assert gets_in(keys, "a")
+    assert "keys[0].models[0]: there is no model 'gone'" in str(
+        [vars(record) for record in caplog.records]
+    )
+
+
 @pytest.mark.parametrize(
     "url",
     ["file:///nowhere/keys.json", "file:relative", "gs://b/k", "x", "redis://h:x"],
@@ -147,6 +224,73 @@ async def test_keys_outlive_their_source_for_a_day(
         # Whoever asks for the state is not to learn where the keys are.
         assert str(tmp_path) not in keys.keys_status()
         assert "No such file" in caplog.records[-1].__dict__["reason"]
+
+
+class Counted(KeyFile):
+    """A store that counts its reads."""
+
+    reads = 0
+
+    async def read(self, version: str = "") -> StoredDocument | None:
+        self.reads += 1
+        return await super().read(version)
+
+
+async def meets(keys: ApiKeys, name: str) -> bool:
+    await keys.meet([(b"x-api-key", key_for(name).encode())])
+    return gets_in(keys, name)
+
+
+async def test_key_that_was_just_made_is_known_at_once(tmp_path: Path) -> None:
+    url = keys_url(tmp_path, a="acme")
+    async with ApiKeys(LiveDirectory(key_store(url), refresh_s=1e6)) as keys:
+        assert not gets_in(keys, "b")
+        keys_url(tmp_path, a="acme", b="acme")
+        assert await meets(keys, "b")
+
+
+async def test_new_secret_of_a_key_is_known_at_once(tmp_path: Path) -> None:
+    keys_url(tmp_path, a="acme")
+    async with (
+        KeyFile(tmp_path / "keys.json", is_writable=True) as store,
+        ApiKeys(LiveDirectory(KeyFile(tmp_path / "keys.json"), refresh_s=1e6)) as keys,
+    ):
+        admin = Administration(store, actor="user ann", address="desk")
+        issued = await admin.rotate_key(stored("a", "acme").id, 0)
+        headers = [(b"x-api-key", issued.key.text.encode())]
+        await keys.meet(headers)
+        assert keys.caller_of(headers).tenant == "acme"
+
+
+async def test_wrong_keys_are_looked_for_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, pauses = 100.0, list[float]()
+
+    async def pass_time(pause_s: float) -> None:
+        nonlocal now_s
+        if 0 < pause_s < 1e6:
+            pauses.append(pause_s)
+            now_s += pause_s
+        await real_sleep(pause_s if pause_s >= 1e6 else 0)
+
+    real_sleep = asyncio.sleep
+    monkeypatch.setattr("api.http.key_refresh.asyncio.sleep", pass_time)
+    keys_url(tmp_path, a="acme")
+    store = Counted(tmp_path / "keys.json")
+    async with ApiKeys(LiveDirectory(store, lambda: now_s, refresh_s=1e6)) as keys:
+        before = store.reads
+        found = await asyncio.gather(*(meets(keys, f"wrong {one}") for one in range(200)))
+        assert not any(found)
+        assert (store.reads - before, pauses) == (2, [LOOK_AGAIN_S])
+        for one in range(5):
+            assert not await meets(keys, f"later {one}")
+        assert store.reads - before == 2 + 5
+        assert pauses == [LOOK_AGAIN_S] * 6
+        assert not await meets(keys, "later 1")  # at once
+        for header in ([], [(b"x-api-key", b"x")], [(b"x-api-key", key_for("a").encode())]):
+            await keys.meet(header)
+        assert store.reads - before == 2 + 5
 
 
 class Broken(KeyFile):

@@ -65,6 +65,19 @@ async def test_revoked_key_is_refused_by_all_processes_within_seconds(
         await asyncio.gather(*(until_status(http, api.url, new, 401) for api in (one, two)))
 
 
+async def test_key_works_in_the_next_line_of_a_script(tmp_path: Path, redis_url: str) -> None:
+    """Made by the command line, or at another instance, and used at once."""
+    await first_key(redis_url)
+    async with (
+        running_api(settings_for(tmp_path, keys_url=redis_url)) as api,
+        administering(redis_url) as admin,
+    ):
+        issued = await admin.create_key(KeyRequest("acme", "ci"))
+        headers = {"x-api-key": issued.key.text}
+        assert (await api.http.get("/v1/models", headers=headers)).status_code == 200
+        assert (await api.http.get("/v1/account", headers=headers)).status_code == 200
+
+
 async def test_starts_before_there_are_keys_and_is_ready_with_them(
     tmp_path: Path, redis_url: str
 ) -> None:

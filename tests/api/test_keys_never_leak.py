@@ -17,6 +17,8 @@ from tests.api.harness import IMAGE_MODEL, TEXT_MODEL
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
+INPUT = {"input": {"text": "a"}}
+PREDICTION = {"version": TEXT_MODEL.name} | INPUT
 SOON = {"x-penstock-deadline-ms": "200"}
 """No worker answers here."""
 
@@ -76,6 +78,19 @@ def misplaced(key: str) -> list[dict[str, Any]]:
         {"method": "DELETE", "url": f"/v1/files/{key}"},
         {"method": "PUT", "url": f"/v1/predictions/{key}", "json": {"version": key, "input": {}}},
         {"method": "GET", "url": f"/v1/predictions?cursor={key}"},
+        # What these name would be kept with the prediction.
+        {"method": "PUT", "url": f"/v1/predictions/{key[:60]}", "json": PREDICTION},
+        {"method": "POST", "url": f"/v1/models/{key}/{TEXT_MODEL.name}/predictions", "json": INPUT},
+        {
+            "method": "POST",
+            "url": f"/v1/deployments/{key}/{TEXT_MODEL.name}/predictions",
+            "json": INPUT,
+        },
+        {
+            "method": "POST",
+            "url": "/v1/predictions",
+            "json": {"version": f"{key}/{TEXT_MODEL.name}"} | INPUT,
+        },
         {"method": "GET", "url": f"/v1/objects/{key}?type={key}&expires=1&signature={key}"},
         {"method": "GET", "url": f"/v1/nothing?api_key={key}"},
         post | {"content": key},

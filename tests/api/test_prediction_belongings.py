@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from replicate.client import Client
 
+from shared.predictions import decode_end
 from shared.stores.records import Records
 from shared.stores.webhook_log import MOST_KEPT, WebhookAttempt
 from shared.tenants.plan import Plan
@@ -68,6 +69,30 @@ async def test_deleted_prediction_is_gone_and_is_not_computed_again(
     assert claim is not None
     assert (claim.state, claim.reply) == ("canceled", None), "a late delivery is not computed"
     assert await records.webhook_log.read(name) == []
+
+
+@pytest.mark.parametrize(("status", "is_kept"), [(None, True), (500, True), (204, False)])
+async def test_end_is_kept_for_a_webhook_that_was_not_told(
+    api: ApiUnderTest, records: Records, status: int | None, is_kept: bool
+) -> None:
+    name = await made(api, HOOKED)
+    if status is not None:
+        attempt = WebhookAttempt(
+            webhook_id="m", event="completed", at_s=1.0, duration_s=0.1, status=status
+        )
+        await records.webhook_log.add(name, attempt)
+    assert (await api.http.delete(f"/v1/predictions/{name}")).status_code == 204
+    end = await records.webhook_log.end_of(name)
+    assert (end is not None) == is_kept
+    if end is not None:
+        prediction, record = decode_end(end)
+        assert (prediction.id, prediction.webhook) == (name, HOOKED["webhook"])
+        assert (prediction.input, record.state) == ({}, "succeeded")
+        assert b"a cat" not in end
+    for body in (TEXT, HOOKED | {"webhook_events_filter": ["start"]}):
+        other = await made(api, body)
+        assert (await api.http.delete(f"/v1/predictions/{other}")).status_code == 204
+        assert await records.webhook_log.end_of(other) is None
 
 
 async def test_results_go_with_it_unless_the_cache_has_them(api: ApiUnderTest) -> None:

@@ -1,5 +1,6 @@
 """What a key may do: 401 and 403 in the shape of each API, scopes and models of keys."""
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from api.http.scopes import SCOPE_OF_GROUP, MissingScope, check_scope, scope_of
-from shared.tenants.directory import SCOPES
+from api.http.scopes import RULES, MissingScope, check_access, rule_of
+from shared.tenants.directory import SCOPES, Scope
 from shared.tenants.plan import Caller
 from tests.api.harness import (
     CATALOG,
@@ -45,6 +46,7 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
     keys = [stored(scope, "acme", scopes=(scope,)) for scope in SCOPES]
     keys += [
         stored("texts", "acme", models=(TEXT_MODEL.name,)),
+        stored("writes", "acme", models=("writer",)),
         stored("revoked", "acme", revoked_s=5),
         stored("expired", "acme", expires_s=5),
     ]
@@ -174,17 +176,123 @@ async def test_alias_of_a_model_is_the_model(api: ApiUnderTest) -> None:
     assert (await ask(api, "texts", ("POST", "/v1/embeddings", body))).status_code == 200
 
 
-async def test_each_route_has_a_scope(api: ApiUnderTest) -> None:
-    """A route without one is for unrestricted keys only: nobody would find out."""
-    open_to_all = {"healthz", "readyz", "docs", "console", "openapi.json", "", "objects"}
-    for _, path in routes_of(api.app):
-        group = path.removeprefix("/v1").split("/")[1]
-        assert group in SCOPE_OF_GROUP or group in open_to_all, path
+OPEN_TO_ALL = {"healthz", "readyz", "docs", "console", "openapi.json", "", "objects"}
+
+
+async def test_each_route_is_in_the_table(api: ApiUnderTest) -> None:
+    """A route that is not there is for unrestricted keys only: nobody would find out."""
+    routes = {(method, path.removeprefix("/v1")) for method, path in routes_of(api.app)}
+    closed = {route for route in routes if route[1].split("/")[1] not in OPEN_TO_ALL}
+    assert closed == RULES.keys()
+
+
+def may(scope: Scope, method: str, needed: Scope | None) -> bool:
+    """Whether a key with one scope may, as docs/keys.md says."""
+    if needed in (None, scope):
+        return True
+    return needed != "admin" and (scope == "all" or (scope == "read" and method == "GET"))
+
+
+async def test_each_scope_opens_its_routes_and_no_others(api: ApiUnderTest) -> None:
+    wrong = []
+    for (method, template), rule in RULES.items():
+        path = "/v1" + re.sub(r"\{[^}]*\}", "nothing", template)
+        for scope in SCOPES:
+            answer = await api.http.request(method, path, headers=bearer(scope))
+            if (answer.status_code != 403) != may(scope, method, rule.scope):
+                wrong.append((scope, method, path, answer.status_code))
+    assert wrong == []
+
+
+async def stored_work(api: ApiUnderTest) -> dict[str, str]:
+    """Ids of what each endpoint keeps, by the scope that it belongs to."""
+    writer = {"model": "writer", "stream": True}
+    predicted = (await ask(api, "a", PREDICTIONS)).json()["id"]
+    drawing = ("POST", "/v1/predictions", {"version": IMAGE_MODEL.name, "input": {"prompt": "a"}})
+    drawn = (await ask(api, "a", drawing)).json()["id"]
+    response = ("POST", "/v1/responses", writer | {"input": "say a", "store": True})
+    chat = writer | {"messages": [{"role": "user", "content": "say a"}]}
+    ids = []
+    for asked in (response, ("POST", "/v1/chat/completions", chat)):
+        answer = await ask(api, "a", asked)
+        assert answer.status_code == 200, answer.text
+        ids.append(answer.headers["location"].rpartition("/")[2])
+    return {"predictions": predicted, "images": drawn, "responses": ids[0], "chats": ids[1]}
+
+
+STORED = [(*route, rule) for route, rule in RULES.items() if rule.model == "stored"]
+
+
+async def test_what_is_stored_has_the_same_scope_by_every_door(api: ApiUnderTest) -> None:
+    ids = await stored_work(api)
+    wrong = []
+    for method, template, rule in sorted(STORED, key=lambda route: route[0] == "DELETE"):
+        for kind, stored_id in ids.items():
+            path = "/v1" + re.sub(r"\{[^}]*\}", stored_id, template)
+            # Who may delete it comes last.
+            for scope in sorted(SCOPES, key=lambda one: may(one, method, rule.scope)):
+                needed: list[Scope | None] = [rule.scope]
+                if kind in ("responses", "chats"):
+                    needed.append("text")
+                expected = all(may(scope, method, one) for one in needed)
+                answer = await api.http.request(method, path, headers=bearer(scope))
+                if (answer.status_code != 403) != expected and answer.status_code != 404:
+                    wrong.append((scope, method, path, kind, answer.status_code))
+    assert wrong == []
+
+
+async def test_key_of_one_model_meets_nothing_of_others(api: ApiUnderTest) -> None:
+    ids = await stored_work(api)
+    wrong = []
+    for method, template, _ in sorted(STORED, key=lambda route: route[0] == "DELETE"):
+        for kind, stored_id in ids.items():
+            path = "/v1" + re.sub(r"\{[^}]*\}", stored_id, template)
+            answer = await api.http.request(method, path, headers=bearer("texts"))
+            expected = kind == "predictions"
+            if (answer.status_code != 403) != expected:
+                wrong.append((method, path, kind, answer.status_code))
+    assert wrong == []
+    listed = (await ask(api, "texts", LISTS[0])).json()["results"]
+    assert listed == []  # its own was just deleted
+    assert {one["id"] for one in (await ask(api, "predictions", LISTS[0])).json()["results"]} == {
+        ids["images"]
+    }
+    whole = (await ask(api, "a", LISTS[0])).json()["results"]
+    assert {one["id"] for one in whole} == set(ids.values()) - {ids["predictions"]}
+
+
+NAMED: dict[str, dict[str, Any]] = {
+    "/embeddings": TEXT,
+    "/images/generations": DRAWING,
+    "/images/edits": DRAWING,
+    "/chat/completions": {"model": "writer", "messages": [{"role": "user", "content": "a"}]},
+    "/completions": {"model": "writer", "prompt": "a"},
+    "/responses": {"model": "writer", "input": "a"},
+    "/predictions": {"version": "writer", "input": {"prompt": "a"}},
+    "/predictions/{prediction_id}": {"version": "writer", "input": {"prompt": "a"}},
+    "/models/{owner}/{name}/predictions": {"input": {"prompt": "a"}},
+    "/deployments/{owner}/{name}/predictions": {"input": {"prompt": "a"}},
+}
+
+
+async def test_no_route_runs_a_model_of_another_key(api: ApiUnderTest) -> None:
+    named = {route for route, rule in RULES.items() if rule.model == "named"}
+    assert {path for _, path in named} == NAMED.keys()
+    for method, path in named:
+        headers = bearer("writes" if path == "/embeddings" else "texts")
+        body, where = NAMED[path], re.sub(r"\{[^}]*\}", "writer", f"/v1{path}")
+        if path == "/images/edits":
+            image = {"image": ("a.png", b"a", "image/png")}
+            answer = await api.http.post(where, data=body, files=image, headers=headers)
+        else:
+            answer = await api.http.request(method, where, json=body, headers=headers)
+        assert answer.status_code == 403, (path, answer.text)
+    assert not api.worker.jobs
 
 
 def test_administration_is_never_part_of_all() -> None:
     for scopes in (None, frozenset({"all"}), frozenset({"read", "usage"})):
         with pytest.raises(MissingScope, match="'admin'"):
-            check_scope(Caller(scopes=scopes), "GET", "/v1/admin/keys")
-    check_scope(Caller(scopes=frozenset({"admin"})), "POST", "/v1/admin/keys")
-    assert scope_of("/v1/something/new") == "all"
+            check_access(Caller(scopes=scopes), "GET", "/v1/admin/keys")
+    check_access(Caller(scopes=frozenset({"admin"})), "POST", "/v1/admin/keys")
+    assert rule_of("GET", "/v1/something/new").scope == "all"

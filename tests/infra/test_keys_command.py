@@ -49,6 +49,7 @@ def operator(
     return made
 
 
+MODEL = "all-MiniLM-L6-v2"
 CREATE = ("keys", "create", "--tenant", "acme", "--name", "ci")
 
 
@@ -81,15 +82,16 @@ def test_life_of_a_key(operator: Operator) -> None:
 
 def test_options_of_a_key(operator: Operator) -> None:
     operator.types("keys", "init")
-    narrow = ("--scope", "images", "--scope", "read", "--model", "a", "--expires-in", "90d")
+    narrow = ("--scope", "images", "--scope", "read", "--model", MODEL, "--expires-in", "90d")
     made = operator.reads(*CREATE, *narrow, "--limit", "requests_per_min=5")
-    assert (made["scopes"], made["models"]) == (["read", "images"], ["a"])
+    assert (made["scopes"], made["models"]) == (["read", "images"], [MODEL])
     assert made["expires_s"] == made["created_s"] + 90 * 86_400
     assert made["limits"]["requests_per_min"] == 5
     for wrong, reason in {
         ("--scope", "foo"): "'foo' is not one of",
         ("--expires-in", "soon"): "is not a time",
         ("--limit", "x"): "is not FIELD=VALUE",
+        ("--model", "gpt-9"): "models[0]: there is no model 'gpt-9' in the catalog; it has ",
         ("--limit", "weight=2"): "unknown field `weight`",
         ("--limit", "requests_per_min=0"): "requests_per_min",
     }.items():
@@ -103,10 +105,38 @@ def test_tenants_have_plans(operator: Operator) -> None:
     operator.types("tenants", "set", "acme", "--plan", "team")
     assert operator.reads("plans", "list")["team"]["weight"] == 2.0
     assert operator.reads("tenants", "list") == [{"tenant": "acme", "plan": "team"}]
-    assert "no plan 'team'" in operator.refused("plans", "remove", "team")
+    assert "1 tenant has it (acme)" in operator.refused("plans", "remove", "team")
+    operator.types("plans", "set", "default")
+    assert "would have no limits" in operator.refused("plans", "remove", "default")
     operator.types("tenants", "set", "acme", "--plan", "")
     operator.types("plans", "remove", "team")
     assert "unknown field `weigh`" in operator.refused("plans", "set", "x", "--set", "weigh=1")
+
+
+def test_plans_that_cannot_work_are_refused(operator: Operator) -> None:
+    operator.types("keys", "init")
+    for wrong, reason in {
+        "budget_webhook=javascript:alert(1)": "budget_webhook: 'javascript:alert(1)' is not an",
+        'per_model={"gpt-9": {"requests_per_min": 1}}': "per_model['gpt-9']: there is no model",
+    }.items():
+        assert reason in operator.refused("plans", "set", "team", "--set", wrong)
+    assert operator.reads("plans", "list") == {}
+
+
+def test_whole_key_is_never_repeated(operator: Operator) -> None:
+    operator.types("keys", "init")
+    key = operator.types(*CREATE).strip()
+    operator.types("plans", "set", "team")
+    for words in (
+        ("keys", "revoke", key),
+        ("keys", "rotate", key),
+        ("keys", "create", "--tenant", "acme", "--name", key),
+        ("keys", "create", "--tenant", key, "--name", "x"),
+        ("tenants", "set", key, "--plan", "team"),
+        ("plans", "set", key),
+    ):
+        assert key[21:40] not in operator.refused(*words), words
+    assert key[21:40] not in operator.types("keys", "export") + operator.types("keys", "audit")
 
 
 def test_directory_moves_from_a_file_to_redis(

@@ -3,6 +3,9 @@
 Pub/Sub retries failed deliveries every 5 to 600 s for a day, with the same `webhook-id`. 2xx ends
 the retries. 410 ends all events of the prediction. Other 4xx and redirects are retried for an hour
 from the first one. None of this changes the record of the prediction.
+
+A prediction that was deleted before its end was told has no input and output in that body. Its
+earlier events are dropped.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 from prometheus_client import Counter
 
 from shared.errors import PenstockError, Unavailable, UndecodableMessage
-from shared.predictions import Prediction, body_of, decode_document
+from shared.predictions import Prediction, body_of, decode_document, decode_end
 from shared.stores.record_state import Record
 from shared.stores.records import Records
 from shared.stores.signed_urls import UrlSigner
@@ -37,6 +42,7 @@ WORTH_RETRYING = frozenset({408, 425, 429})
 REFUSED_LIMIT_S = 3600.0
 """How long a refused event is retried. With growing pauses that is a dozen attempts."""
 WORDS_LOGGED = 200
+T = TypeVar("T")
 
 WEBHOOKS = Counter(
     "penstock_functions_webhooks_total",
@@ -107,10 +113,10 @@ class Webhooks:
             log.info("webhook", extra={"record": event.id, "event": event.event, "end": end})
 
     async def _deliver(self, event: WebhookEvent, message: Message) -> str:
-        record = await self._records.read(event.id)
-        if record is None:
-            return "no_record"
-        prediction = _prediction_of(record)
+        found = await self._find(event)
+        if isinstance(found, str):
+            return found
+        prediction, record = found
         if not prediction.webhook or event.event not in prediction.webhook_events:
             return "unwanted"
         if event.event == "completed" and not record.is_over:
@@ -149,7 +155,18 @@ class Webhooks:
             return "forbidden"
         if end == "gone" or (end == "delivered" and event.event == "completed"):
             await self._delivery_state.close(event.id)
+            await self._records.webhook_log.drop_end(event.id)
         return end
+
+    async def _find(self, event: WebhookEvent) -> tuple[Prediction, Record] | str:
+        """The prediction of an event, or why there is none to tell of."""
+        record = await self._records.read(event.id)
+        if record is not None and record.document:
+            return _decoded(decode_document, record.document), record
+        end = await self._records.webhook_log.end_of(event.id)
+        if end is not None and event.event == "completed":
+            return _decoded(decode_end, end)
+        return "no_record" if record is None else "deleted"
 
     async def _logged_post(
         self, prediction: Prediction, record: Record, delivery: WebhookDelivery, turn: Turn
@@ -172,16 +189,17 @@ class Webhooks:
     async def _post(
         self, prediction: Prediction, record: Record, webhook_id: str, turn: Turn
     ) -> WebhookResponse:
-        body = msgspec.json.encode(body_of(prediction, record, self._url_signer))
+        shown = body_of(prediction, record, self._url_signer, is_deleted=not record.document)
+        body = msgspec.json.encode(shown)
         headers = signed_headers(self._secrets, prediction.tenant, webhook_id, body)
         client = WebhookClient(prediction.webhook, allow_private=self._allow_private)
         with turn.posting():
             return await client.post(headers, body)
 
 
-def _prediction_of(record: Record) -> Prediction:
+def _decoded(decode: Callable[[bytes], T], data: bytes) -> T:
     try:
-        return decode_document(record.document)
+        return decode(data)
     except msgspec.MsgspecError as error:
         raise UndecodableMessage(
             f"the record has no prediction: {error}", field="document"

@@ -4,7 +4,7 @@ import re
 import zlib
 from contextlib import suppress
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shared.errors import ConfigurationError
@@ -84,6 +84,9 @@ DOCUMENTS = st.one_of(st.binary(max_size=200), st.text(max_size=200).map(str.enc
 
 
 @given(DOCUMENTS)
+@example(b"0\x80")
+@example(b'{"keys": [{"id": 1}, {"')
+@example(b'{"plans": {"a": {"weight": "')
 def test_no_document_fails_otherwise(data: bytes) -> None:
     with suppress(ConfigurationError):
         Directory(decode_document(data, "x"))

@@ -16,6 +16,7 @@ from shared.stores.key_stores import key_store
 from shared.tenants.administration import (
     FORGOTTEN_AFTER_S,
     Administration,
+    InUse,
     IssuedKey,
     KeyRequest,
     NotThere,
@@ -173,7 +174,7 @@ async def test_plans_and_tenants_are_set(
     await admin.set_tenant("acme", "team")
     key = (await admin.create_key(KEY)).key
     assert Directory(await admin.read()).find(key, 0).caller.plan.weight == 4.0
-    with pytest.raises(BadInput, match="there is no plan 'team'"):
+    with pytest.raises(InUse, match=r"1 tenant has it \(acme\)"):
         await admin.set_plan("team", None)
     await admin.set_plan("default", Plan(weight=2.0))
     await admin.set_tenant("acme", None)

@@ -15,6 +15,7 @@ from redis import Redis
 from infra.local.process import free_port
 from shared.message_encoding import encode_reply_body
 from shared.messages import ItemOutcome, Receipt, ReplyBody
+from shared.predictions import encode_end
 from shared.tasks.embedding import EmbeddingResult
 from shared.webhooks import tenant_secrets
 from tests.limits import WAIT_LIMIT_S
@@ -50,6 +51,48 @@ async def test_clients_verify_what_comes(world: World, receiver: Receiver) -> No
     new, old = tenant_secrets(SECRETS, "t")
     check(delivery, new)
     check(delivery, old)
+
+
+async def test_end_of_a_deleted_prediction_is_told_without_its_data(
+    world: World, receiver: Receiver
+) -> None:
+    """Whoever deletes what has ended has still asked to be told of the end."""
+    prediction = await world.create(receiver.url)
+    await finish(world)
+    unreadable = await world.count("penstock_functions_unreadable_total", "webhook", 0)
+    end = encode_end(prediction, await world.record())
+    await world.records.webhook_log.keep_end(world.request_id, end)
+    assert await world.records.delete(world.request_id, prediction.deadline_s)
+    dropped = await world.count(METRIC, "deleted", 0)
+    await world.tell("start")
+    await world.count(METRIC, "deleted", dropped + 1)
+    await world.tell("completed")
+    (delivery,) = await receiver.wait(1)
+    check(delivery, tenant_secrets(SECRETS, "t")[0])
+    body = json.loads(delivery.body)
+    assert (body["id"], body["status"]) == (world.request_id, "succeeded")
+    assert (body["input"], body["output"], body["data_removed"]) == ({}, None, True)
+    assert body["completed_at"] is not None
+    assert b"a cat" not in delivery.body
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while await world.records.webhook_log.end_of(world.request_id) is not None:  # noqa: ASYNC110 - Redis gives no signal
+            await asyncio.sleep(0.01)
+    await world.tell("completed")  # a redelivery
+    await world.count(METRIC, "deleted", dropped + 2)
+    assert len(receiver.deliveries) == 1
+    assert await world.count("penstock_functions_unreadable_total", "webhook", 0) == unreadable
+
+
+async def test_prediction_that_is_gone_is_no_error(world: World, receiver: Receiver) -> None:
+    prediction = await world.create(receiver.url)
+    await finish(world)
+    dropped = await world.count(METRIC, "deleted", 0)
+    unreadable = await world.count("penstock_functions_unreadable_total", "webhook", 0)
+    assert await world.records.delete(world.request_id, prediction.deadline_s)
+    await world.tell("completed")
+    await world.count(METRIC, "deleted", dropped + 1)
+    assert receiver.deliveries == []
+    assert await world.count("penstock_functions_unreadable_total", "webhook", 0) == unreadable
 
 
 @pytest.mark.parametrize("setting", [SECRETS.split(",")[0], "whsec_" + "eHh4" * 8])

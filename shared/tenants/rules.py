@@ -1,0 +1,123 @@
+"""What plans and keys must meet beyond their form: without it they could never do what they say.
+
+A directory that is stored already is read without these rules, since the catalog may have changed.
+They hold for every change, and for a file at the start of the API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from shared.errors import BadInput
+from shared.tenants.api_key import holds_key
+from shared.tenants.directory import Document, Mistake, StoredKey
+from shared.tenants.plan import Limits, Plan, Rates
+
+MAX_COUNT = 2**53
+"""Redis counts in doubles, which are exact up to here."""
+MAX_TIME_S = 253_402_300_799
+"""The end of the year 9999, as Unix time. Later times are probably milliseconds."""
+MAX_NAMED = 20
+"""Models that an error names."""
+IS_A_KEY = "has the form of an API key, which must not be stored"
+
+
+class Served(NamedTuple):
+    """What a deployment offers to plans and keys (`shared.stores.key_stores.served_by`)."""
+
+    units: Mapping[str, str]
+    """What the work of each model is counted in, by its name in the catalog."""
+    aliases: Mapping[str, str]
+    """The names of models, by their aliases."""
+    check_webhook: Callable[[str], object]
+    """Raises BadInput for a URL to which webhooks are not delivered."""
+
+
+def document_mistakes(document: Document, served: Served | None, now_s: float) -> Iterator[Mistake]:
+    """All that can't work in a directory whose form is right. Keys that ended are not looked at.
+
+    Args:
+        document: the directory.
+        served: what is offered. None: not known, so models and webhooks are not looked at.
+        now_s: Unix time.
+    """
+    for name, plan in document.plans.items():
+        yield from (one.below("plans", name) for one in plan_mistakes(plan, served))
+    for tenant in document.tenants:
+        if holds_key(tenant):
+            yield Mistake(("tenants",), f"the name of a tenant {IS_A_KEY}")
+    for number, key in enumerate(document.keys):
+        if key.revoked_s is None and (key.expires_s is None or key.expires_s > now_s):
+            yield from (one.below("keys", number) for one in key_mistakes(key, served))
+
+
+def plan_mistakes(plan: Plan, served: Served | None) -> Iterator[Mistake]:
+    """What can't work in a plan."""
+    yield from _count_mistakes(plan)
+    if holds_key(plan.budget_webhook):
+        yield Mistake(("budget_webhook",), IS_A_KEY)
+    elif plan.budget_webhook and served is not None:
+        try:
+            served.check_webhook(plan.budget_webhook)
+        except BadInput as error:
+            yield Mistake(("budget_webhook",), error.message)
+    for model, rates in plan.per_model.items():
+        if holds_key(model):
+            yield Mistake(("per_model",), f"the name of a model {IS_A_KEY}")
+            continue
+        below = ("per_model", model)
+        yield from (one.below(*below) for one in _count_mistakes(rates))
+        if served is not None:
+            yield from (one.below(*below) for one in _model_mistakes(model, served, rates))
+
+
+def key_mistakes(key: StoredKey, served: Served | None) -> Iterator[Mistake]:
+    """What can't work of a key."""
+    for field, text in (("tenant", key.tenant), ("name", key.name)):
+        if holds_key(text):
+            yield Mistake((field,), IS_A_KEY)
+    if not key.name.isprintable():
+        yield Mistake(("name",), "has characters that can't be printed")
+    if not key.scopes:
+        yield Mistake(("scopes",), "is empty; name at least one, or leave it out for all")
+    if key.expires_s is not None and key.expires_s > MAX_TIME_S:
+        yield Mistake(("expires_s",), "is beyond the year 9999; it is in seconds")
+    if key.limits is not None:
+        yield from (one.below("limits") for one in _count_mistakes(key.limits))
+    if key.models is not None:
+        yield from (one.below("models") for one in _models_mistakes(key.models, served))
+
+
+def _models_mistakes(models: tuple[str, ...], served: Served | None) -> Iterator[Mistake]:
+    if not models:
+        yield Mistake((), "is empty; name at least one, or leave it out for all")
+    for number, model in enumerate(models):
+        if holds_key(model):
+            yield Mistake((number,), IS_A_KEY)
+        elif served is not None:
+            yield from (one.below(number) for one in _model_mistakes(model, served))
+
+
+def _model_mistakes(name: str, served: Served, rates: Rates | None = None) -> Iterator[Mistake]:
+    if name in served.aliases:
+        right = served.aliases[name]
+        yield Mistake((), f"{name!r} is an alias; write the name of the model, {right!r}")
+    elif name not in served.units:
+        known = ", ".join(sorted(served.units)[:MAX_NAMED])
+        yield Mistake((), f"there is no model {name[:80]!r} in the catalog; it has {known}")
+    elif rates is not None:
+        unit = served.units[name]
+        for other in ("tokens", "pixel_steps"):
+            if other != unit and getattr(rates, f"{other}_per_min") is not None:
+                reason = f"{name} is counted in {unit}, so use {unit}_per_min"
+                yield Mistake((f"{other}_per_min",), reason)
+
+
+def _count_mistakes(rates: Rates) -> Iterator[Mistake]:
+    fields = ["requests_per_min", "tokens_per_min", "pixel_steps_per_min"]
+    if isinstance(rates, Limits):
+        fields.append("max_in_flight")
+    for field in fields:
+        if (getattr(rates, field) or 0) > MAX_COUNT:
+            yield Mistake((field,), f"is above {MAX_COUNT}; leave it out for no limit")

@@ -1,0 +1,178 @@
+"""A key that ends while its caller reads or waits: what is open ends within seconds.
+
+Keys are in a file that others change, so each instance learns of the end as any other does.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from api.http import disconnect
+from api.http.auth import ApiKeys
+from api.predictions import text_stream
+from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.predicting import TEXT
+from tests.api.test_text import parsed
+from tests.api.test_text_charges import BODY, served
+from tests.keys import bearer, key_for, keys_url, stored
+from tests.limits import WAIT_LIMIT_S
+
+pytestmark = pytest.mark.anyio
+CHAT = {"model": "writer", "messages": [{"role": "user", "content": "say a b c"}]}
+RESPONSE = {"model": "writer", "input": "say a b c"}
+ENDED = "the API key is revoked"
+
+
+@pytest.fixture(autouse=True)
+def checks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (disconnect, text_stream):
+        monkeypatch.setattr(module, "CHECK_S", 0.05)
+
+
+@pytest.fixture
+async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
+    url = keys_url(tmp_path, a="acme", b="acme")
+    async with running_api(settings_for(tmp_path, redis_url=redis_url, keys_url=url)) as running:
+        running.worker.written = asyncio.Semaphore(1)
+        yield running
+        running.worker.go.set()
+        for _ in range(64):
+            running.worker.written.release()
+
+
+async def revoke(api: ApiUnderTest, folder: Path) -> None:
+    """Ends the key `a`, as somebody else did. The instance reads of it as it always does."""
+    keys_url(folder, b="acme", keys=[stored("a", "acme", revoked_s=5)])
+    access = api.dependencies.access
+    assert isinstance(access, ApiKeys)
+    await access.directory.refresh()
+
+
+@asynccontextmanager
+async def streaming(
+    api: ApiUnderTest, method: str, path: str, body: Any = None
+) -> AsyncIterator[httpx.Response]:
+    async with (
+        asyncio.timeout(WAIT_LIMIT_S),
+        api.http.stream(method, path, json=body, headers=bearer("a")) as answer,
+    ):
+        assert answer.status_code == 200, await answer.aread()
+        yield answer
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"model": "writer", "prompt": "say a b c"}),
+        ("/v1/responses", RESPONSE),
+    ],
+)
+async def test_stream_of_a_text_ends_with_the_error(
+    api: ApiUnderTest, tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    async with streaming(api, "POST", path, body | {"stream": True}) as answer:
+        pieces = answer.aiter_text()
+        text = await anext(pieces)
+        await revoke(api, tmp_path)
+        text += "".join([piece async for piece in pieces])
+    last = json.loads(parsed(text)[-1]["data"])
+    if path == "/v1/responses":
+        error = last["response"]["error"]
+        assert (last["type"], error["code"]) == ("response.failed", "invalid_api_key")
+    else:
+        error = last["error"]
+        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+    assert error["message"] == ENDED
+
+
+async def test_client_raises_what_ended_its_stream(api: ApiUnderTest, tmp_path: Path) -> None:
+    stream = await api.openai(api_key=key_for("a")).chat.completions.create(**CHAT, stream=True)
+    await revoke(api, tmp_path)
+
+    async def read() -> None:
+        async for _ in stream:
+            pass
+
+    with pytest.raises(openai.APIError, match=ENDED):
+        await asyncio.wait_for(read(), WAIT_LIMIT_S)
+
+
+@pytest.mark.parametrize("model", [IMAGE_MODEL.name, "writer"])
+async def test_events_of_a_prediction_end_with_the_error(
+    api: ApiUnderTest, tmp_path: Path, model: str
+) -> None:
+    api.worker.go.clear()
+    body = {"version": model, "input": {"prompt": "say a b c"}}
+    made = (await api.http.post("/v1/predictions", json=body, headers=bearer("a"))).json()
+    async with streaming(api, "GET", f"/v1/predictions/{made['id']}/stream") as answer:
+        await revoke(api, tmp_path)
+        events = parsed("".join([piece async for piece in answer.aiter_text()]))
+    assert [one["event"] for one in events] == ["error", "done"]
+    assert json.loads(events[0]["data"]) == {"detail": ENDED}
+    # It was asked for while the key was valid, and another key of the tenant reads it.
+    found = await api.http.get(f"/v1/predictions/{made['id']}", headers=bearer("b"))
+    assert found.json()["status"] in ("starting", "processing")
+    # The link in it is for whoever has it.
+    async with asyncio.timeout(WAIT_LIMIT_S), api.http.stream("GET", made["urls"]["stream"]) as on:
+        api.worker.go.set()
+        for _ in range(64):
+            api.worker.written.release()
+        text = "".join([piece async for piece in on.aiter_text()])
+    assert parsed(text)[-1]["event"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers"),
+    [
+        ("/v1/chat/completions", CHAT, {}),
+        ("/v1/embeddings", {"model": TEXT["version"], "input": "a"}, {}),
+        ("/v1/embeddings", {"model": TEXT["version"], "input": "a"}, {"idempotency-key": "k"}),
+        ("/v1/predictions", TEXT, {"prefer": "wait=60"}),
+        ("/v1/responses", RESPONSE | {"store": True}, {}),
+    ],
+)
+async def test_long_wait_ends_with_401(
+    api: ApiUnderTest, tmp_path: Path, path: str, body: dict[str, Any], headers: dict[str, str]
+) -> None:
+    api.worker.go.clear()
+    sent = bearer("a") | headers
+    waiting = asyncio.create_task(api.http.post(path, json=body, headers=sent))
+    await api.worker.until_taken(1)
+    await revoke(api, tmp_path)
+    answer = await asyncio.wait_for(waiting, WAIT_LIMIT_S)
+    assert (answer.status_code, ENDED in answer.text) == (401, True), answer.text
+    assert "x-penstock-cost-usd" not in answer.headers
+
+
+async def test_what_was_delivered_until_then_is_charged(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_stream, "READER_S", 0.0)
+
+    async def is_read(*_: object) -> bool:
+        return False
+
+    async with served(redis_url, tmp_path) as (api, harness):
+        monkeypatch.setattr(api.dependencies.text_streams._streams, "is_read", is_read)
+        async with streaming(api, "POST", "/v1/completions", BODY) as answer:
+            pieces = answer.aiter_text()
+            text = await anext(pieces)
+            await revoke(api, tmp_path)
+            text += "".join([piece async for piece in pieces])
+        events = [json.loads(one["data"]) for one in parsed(text)]
+        letters = "".join(one["choices"][0]["text"] for one in events[:-1])
+        assert events[-1]["error"]["message"] == ENDED
+        await harness.until(lambda: len(harness.rows) == 1)
+        [row] = harness.rows
+        assert row.status == "canceled"
+        assert row.output_tokens is not None
+        assert row.output_tokens >= len(letters) > 0
+        assert row.cost_usd == pytest.approx((3 * 2 + row.output_tokens * 6) / 1e6)
