@@ -119,7 +119,13 @@ class LineExecutor:
             options=RequestOptions(received_at_s=batch.created_at_s, lane=LANE),
         )
         async with LimitedRequest(
-            self.limiter, caller, model, request.inputs, {}, price_share=batch.price_share
+            self.limiter,
+            caller,
+            model,
+            request.inputs,
+            {},
+            received_at_s=batch.created_at_s,
+            price_share=batch.price_share,
         ) as limited:
             response = await self.dispatcher.dispatch(request)
             limited.settle(response.price, response.outcomes)

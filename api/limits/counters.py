@@ -14,7 +14,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
+from datetime import UTC, datetime
 from typing import ClassVar
+
+import msgspec
 
 from api.limits.store import Answer, Ask, Kind, Standing
 
@@ -236,10 +239,16 @@ class MonthCounter(LeasedCounter):
 
     def __init__(self, key: str, limit: float, unit: str, subject: str) -> None:
         super().__init__(key, limit, unit, subject)
+        self.month = 0.0
+        """In which its requests arrived, as `month_of` counts. 0: the current one, by Redis."""
         self.period = 0.0
-        """The month, counted from year 0. 0: not known yet."""
+        """The month, as Redis says. 0: not known yet."""
         self.key_id = ""
         """The key whose budget it is. Empty: the tenant's."""
+
+    def ask(self, need: float, now_s: float) -> Ask:
+        """Asks for the month in which the request arrived: its rows are of that month."""
+        return msgspec.structs.replace(super().ask(need, now_s), month=self.month)
 
     def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
         """Notes the month as well."""
@@ -257,6 +266,12 @@ class MonthCounter(LeasedCounter):
 
     def _give_back_alone(self, amount: float) -> None:
         self._return(ALONE, amount)
+
+
+def month_of(at_s: float) -> float:
+    """The calendar month (UTC) of a Unix time, in months since January of the year 0."""
+    at = datetime.fromtimestamp(at_s, UTC)
+    return at.year * 12 + at.month - 1
 
 
 def part_of(limit: float, standing: Standing) -> float:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
 from api.errors import ClientGone
+from api.limits.accounts import Account
+from api.limits.counters import month_of
 from api.limits.limiter import Limiter, RequestDemand
 from shared.catalog import Model
 from shared.messages import ItemOutcome
 from shared.tasks import Input
+from shared.tasks.base import Unit, WorkBound
 from shared.tenants.plan import Caller
 from shared.usage.charge import ItemPrice, charged_work, cost_usd, list_price_usd, price_of
 
 
 class LimitedRequest:
     """A block in which a request is computed. Entering it reserves what that will probably use.
+
+    Of a budget it reserves the most that the request can cost.
 
     - `settle` says what was used.
     - `go_on` says that the work outlives the block. Somebody else ends it then.
@@ -33,6 +37,7 @@ class LimitedRequest:
         model: that computes.
         inputs: what it computes.
         headers: of the answer. Those about limits are added.
+        received_at_s: when it arrived, Unix seconds. Its rows have this time.
         price_share: the part of the list price that it pays.
     """
 
@@ -44,17 +49,19 @@ class LimitedRequest:
         inputs: Sequence[Input],
         headers: dict[str, str],
         *,
+        received_at_s: float,
         price_share: float = 1.0,
     ) -> None:
         self._limiter = limiter
         self._model = model
         self._inputs = inputs
         self._headers = headers
+        self._received_at_s = received_at_s
         self._price_share = price_share
         self._used: RequestDemand | None = None
         self._follow: Callable[[LimitedRequest], bool] | None = None
         self._account = (
-            limiter.account(caller, model.name, model.definition.unit)
+            limiter.account(caller, model.name, model.definition.unit, month_of(received_at_s))
             if caller.is_limited
             else None
         )
@@ -67,7 +74,9 @@ class LimitedRequest:
         """
         if self._account is not None:
             try:
-                self._reservation = await self._limiter.reserve(self._account, self._estimate())
+                self._reservation = await self._limiter.reserve(
+                    self._account, self._estimate(self._account)
+                )
             finally:
                 self._headers |= self._limiter.headers(self._account)
         return self
@@ -121,9 +130,34 @@ class LimitedRequest:
                 cost_usd=sum(cost_usd(price, outcome) for outcome in outcomes),
             )
 
-    def _estimate(self) -> RequestDemand:
-        unit, work = self._model.definition.unit, 0
-        if self._account is not None and self._account.counts_work:
+    def _estimate(self, account: Account) -> RequestDemand:
+        """Work as it probably is, and the cost as it is at most."""
+        unit = self._model.definition.unit
+        work, usd = 0, 0.0
+        if account.counts_work:
             work = sum(given.estimate_work() for given in self._inputs)
-        usd = self._price_share * list_price_usd(price_of(self._model, time.time()), **{unit: work})
+        if account.has_budget:
+            price = price_of(self._model, self._received_at_s, self._price_share)
+            bounds = (given.bound_work(self._model) for given in self._inputs)
+            usd = sum(highest_cost_usd(price, unit, bound) for bound in bounds)
         return RequestDemand(unit, items=len(self._inputs), work=work, cost_usd=usd)
+
+
+def highest_cost_usd(price: ItemPrice, unit: Unit, bound: WorkBound) -> float:
+    """The most that an item can be charged.
+
+    Args:
+        price: its terms.
+        unit: of its work.
+        bound: the most work that it takes.
+    """
+    read = bound.work - bound.output_tokens if unit == "tokens" else 0
+    return price.price_share * max(
+        list_price_usd(
+            price,
+            **{unit: bound.work},
+            output_tokens=bound.output_tokens,
+            cached_tokens=cached_tokens,
+        )
+        for cached_tokens in (0, read)
+    )

@@ -94,9 +94,12 @@ class Limiter:
                 await self.store.leave()
         await self.store.__aexit__(kind, error, trace)
 
-    def account(self, caller: Caller, model: str, unit: Unit) -> Account:
-        """What counts for a caller and a model whose work is counted in `unit`."""
-        return self._accounts.of(caller, model, unit)
+    def account(self, caller: Caller, model: str, unit: Unit, month: float = 0) -> Account:
+        """What counts for a caller, a model whose work is counted in `unit`, and a month.
+
+        The month is that in which the request arrived, as `month_of` counts. 0: the current one.
+        """
+        return self._accounts.of(caller, model, unit, month)
 
     def headers(self, account: Account) -> dict[str, str]:
         """The `x-ratelimit-*` headers of an answer."""

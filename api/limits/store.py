@@ -43,6 +43,8 @@ class Ask(msgspec.Struct, frozen=True):
     """What it would like besides, if the limit is far from full."""
     returns: list[tuple[float, float]] = []
     """Periods, and what of them was taken and not used. Negative: used besides."""
+    month: float = 0
+    """Of a budget: the month in which the request arrived. 0: the current one."""
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 -- Takes from several limits at once, or from none of them. Follows now.lua.
 --
 -- KEYS: one for each limit
--- ARGV: instance, lifetime of slots in ms, JSON: [{kind, limit, need, extra, returns}, ...]
+-- ARGV: instance, lifetime of slots in ms, JSON: [{kind, limit, need, extra, returns, month}, ...]
 -- Returns JSON: [{granted, used, period, fits, retry_ms, reset_ms}, ...]. If one does not fit,
 -- nothing is granted.
 --
@@ -10,7 +10,10 @@
 -- It gets that from limits that are far from full: at most a SLICES-th part of what is left, and
 -- nothing where that is less than the need.
 -- returns: [[period, amount], ...], what was taken in a period and not used. Negative: used besides.
--- Period -1 is the current one. Of slots, need is how many the instance holds in all, not how many it
+-- month: that the request arrived in, of this budget. 0: the current one. Its rows are of that month,
+-- so it counts there too if it is late: a line of a batch, or a request of the last second. A budget
+-- has the month before the current one besides. Older ones count as that.
+-- Period -1 is the current one, of a budget `month`. Of slots, need is how many the instance holds in all, not how many it
 -- adds, so a lost answer does no harm.
 --
 -- A window is a hash with the amount of each bucket, their sum, and the first and the last bucket.
@@ -20,6 +23,7 @@
 local BUCKET_MS, LEASE_BUCKETS, SLICES = 250, 1, 64
 local BUCKETS = 60000 / BUCKET_MS + 1 + LEASE_BUCKETS
 local ROUNDING_USD = 1e-9 -- sums of doubles
+local SKEW_MS = 60000 -- by so much the clocks of instances may be ahead at the turn of a month
 
 local instance, slots_ms, asked = ARGV[1], tonumber(ARGV[2]), cjson.decode(ARGV[3])
 
@@ -101,29 +105,48 @@ local function start_ms(months)
   return (era * 146097 + day - 719468) * 86400000
 end
 
+-- A budget is a hash with the newest month, what was used of it, and what was of the one before.
 local months = {}
 
-function months.open(key)
-  local month, found = month_of(now_ms), redis.call('HMGET', key, 'month', 'used')
-  if tonumber(found[1] or -1) ~= month then
-    redis.call('DEL', key)
-    return {used = 0, period = month}
+function months.forget(key, before)
+  for _, field in ipairs(redis.call('HKEYS', key)) do
+    local warned = tonumber(string.match(field, '^warned:(%d+):') or before)
+    if warned < before then redis.call('HDEL', key, field) end
   end
-  return {used = tonumber(found[2] or 0), period = month}
+end
+
+function months.open(key, one)
+  local found = redis.call('HMGET', key, 'month', 'used', 'used_before')
+  local kept, month, wanted = tonumber(found[1] or 0), month_of(now_ms), one.month or 0
+  if wanted == month + 1 and now_ms + SKEW_MS >= start_ms(month + 1) then month = month + 1 end
+  month = math.max(month, kept)
+  local used = {[kept] = tonumber(found[2] or 0), [kept - 1] = tonumber(found[3] or 0)}
+  if kept < month then months.forget(key, month - 1) end
+  local period = month
+  if wanted > 0 then period = math.min(month, math.max(month - 1, wanted)) end
+  return {all = used, newest = month, used = used[period] or 0, period = period}
 end
 
 function months.give_back(_, state, period, amount)
-  if period == state.period or period == -1 then state.used = math.max(0, state.used - amount) end
+  if period == -1 then period = state.period end
+  if period == state.period then
+    state.used = math.max(0, state.used - amount)
+  else
+    state.all[period] = math.max(0, (state.all[period] or 0) - amount)
+  end
 end
 
 function months.take(key, state, amount)
   state.used = state.used + amount
-  redis.call('HSET', key, 'month', whole(state.period), 'used', string.format('%.17g', state.used))
+  state.all[state.period] = state.used
+  local used, before = state.all[state.newest] or 0, state.all[state.newest - 1] or 0
+  redis.call('HSET', key, 'month', whole(state.newest), 'used', string.format('%.17g', used),
+    'used_before', string.format('%.17g', before))
 end
 
-function months.retry_ms(_, state) return start_ms(state.period + 1) - now_ms end
+function months.reset_ms(_, state) return math.max(0, start_ms(state.period + 1) - now_ms) end
 
-function months.reset_ms(_, state) return start_ms(state.period + 1) - now_ms end
+months.retry_ms = months.reset_ms
 
 local slots = {}
 
@@ -162,7 +185,7 @@ local kinds = {window = windows, month = months, slots = slots}
 local states, all_fit = {}, true
 for index, one in ipairs(asked) do
   local kind, key = kinds[one.kind], KEYS[index]
-  local state = kind.open(key)
+  local state = kind.open(key, one)
   for _, back in ipairs(one.returns) do kind.give_back(key, state, back[1], back[2]) end
   local room = one.limit - state.used + (one.kind == 'month' and ROUNDING_USD or 0)
   state.fits = one.need <= math.max(state.own or 0, room)

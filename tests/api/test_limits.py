@@ -14,7 +14,14 @@ from api.limits.shown import duration
 from shared.catalog import Catalog
 from shared.catalog_entry import Price
 from shared.tenants.plan import Limits, Plan, Rates
-from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.harness import (
+    IMAGE_MODEL,
+    TEXT_MODEL,
+    WRITER,
+    ApiUnderTest,
+    running_api,
+    settings_for,
+)
 from tests.api.predicting import TEXT, WAIT
 from tests.keys import bearer, key_for, keys_url, stored
 from tests.limits import WAIT_LIMIT_S
@@ -25,6 +32,11 @@ PRICED = Catalog(
     (
         TEXT_MODEL.model_copy(update={"price": Price(per_million_tokens_usd=1000.0)}),
         IMAGE_MODEL,
+        WRITER.model_copy(
+            update={
+                "price": Price(per_million_tokens_usd=1.0, per_million_output_tokens_usd=1000.0)
+            }
+        ),
     )
 )
 """A token costs a tenth of a cent. FakeWorker counts the words of a text and two more."""
@@ -179,17 +191,31 @@ async def test_items_in_flight_are_bounded(tmp_path: Path, redis_url: str) -> No
 
 
 async def test_spent_budget_is_insufficient_quota(tmp_path: Path, redis_url: str) -> None:
-    """Three words cost half a cent."""
-    async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.011)) as api:
+    """Three words cost half a cent. They are reserved with a token for every byte."""
+    async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.016)) as api:
         answers = [await embed(api, f"one two {number}") for number in range(3)]
         assert [answer.status_code for answer in answers] == [200, 200, 429]
         error = answers[-1].json()["error"]
         assert (error["type"], error["code"]) == ("insufficient_quota", "insufficient_quota")
-        assert "US dollars per month of tenant 'acme': limit 0.011, used 0.01" in error["message"]
+        assert "US dollars per month of tenant 'acme': limit 0.016, used 0.01" in error["message"]
         assert answers[-1].headers["x-should-retry"] == "false"
         assert int(answers[-1].headers["retry-after"]) > 0
         assert (await embed(api, "one two 1")).status_code == 429, "a hit is reserved in full"
         assert (await embed(api, "one", key="other")).status_code == 200
+
+
+async def test_texts_at_once_stay_within_the_budget(tmp_path: Path, redis_url: str) -> None:
+    """Each writes 60 tokens at the price of what is written, and has a prompt of signs."""
+    body = {"model": "writer", "prompt": "{}[]()" * 20, "max_tokens": 60}
+    async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.5)) as api:
+        path, headers = "/v1/completions", bearer("a")
+        answers = await asyncio.gather(
+            *(api.http.post(path, json=body, headers=headers) for _ in range(30))
+        )
+        served = [answer for answer in answers if answer.status_code == 200]
+        spent = sum(float(answer.headers["x-penstock-cost-usd"]) for answer in served)
+        assert len(served) == 8
+        assert spent <= 0.5
 
 
 async def test_prediction_is_settled_if_its_end_is_waited_for(
@@ -206,11 +232,11 @@ async def test_prediction_is_settled_if_its_end_is_waited_for(
 
 async def test_prediction_is_settled_when_it_ends(tmp_path: Path, redis_url: str) -> None:
     """Nobody waits for it. A failed one costs nothing, and its item is no longer in flight."""
-    plan = Plan(tokens_per_min=1000, max_in_flight=1, budget_usd_per_month=0.205)
+    plan = Plan(tokens_per_min=1000, max_in_flight=1, budget_usd_per_month=0.42)
     async with limited_api(tmp_path, redis_url, plan) as api:
-        api.worker.broken.add("x" * 400)
+        api.worker.broken.add("x" * 200)
         api.worker.go.clear()
-        body = {"version": MODEL, "input": {"text": "x" * 400}}
+        body = {"version": MODEL, "input": {"text": "x" * 200}}
         headers = bearer("a")
         created = (await api.http.post("/v1/predictions", json=body, headers=headers)).json()
         refused = await api.http.post("/v1/predictions", json=body, headers=headers)
@@ -223,7 +249,7 @@ async def test_prediction_is_settled_when_it_ends(tmp_path: Path, redis_url: str
         assert (found["status"], found["metrics"]["cost_usd"]) == ("failed", 0)
         assert limits_in(answer)["remaining-tokens"] == "996"
         assert limits_in(answer)["limit-tokens"] == "1000"
-        spent = await embed(api, "y" * 800)
+        spent = await embed(api, "y" * 416)
         assert spent.json()["error"]["code"] == "insufficient_quota"
         assert "used 0.004," in spent.json()["error"]["message"]
 
