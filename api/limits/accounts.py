@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from api.limits.counters import Counter, MonthCounter, WindowCounter
 from api.limits.shown import BUDGET_UNIT
 from api.limits.slots import SlotCounter
+from api.limits.store import Answer, Ask
 from shared.tasks.base import Unit
 from shared.tenants.plan import Caller, Limits, Plan, Rates
 
@@ -58,6 +59,12 @@ class Accounts:
             if len(self._accounts) > MOST_ACCOUNTS:
                 del self._accounts[next(iter(self._accounts))]
         return account
+
+    def note(self, ask: Ask, answer: Answer, sent_s: float) -> None:
+        """Notes an answer to an ask that needed nothing, if its limit is known here."""
+        counter = self._counters.get((ask.key, ask.month))
+        if counter is not None:
+            counter.accept(ask, answer, sent_s, need=0)
 
     def forget(self, since_s: float) -> None:
         """Forgets counters that have nothing to give back and were not asked for since then."""

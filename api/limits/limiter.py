@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from api.limits.accounts import Account, Accounts
 from api.limits.budget_warnings import BudgetWarnings
 from api.limits.counters import LEASE_S, Counter, MonthCounter
 from api.limits.shown import Need, headers_of, refusal
-from api.limits.store import SLOTS_S, LimitStore, Standing
+from api.limits.store import SLOTS_S, Ask, Kind, LimitStore, Standing
 from shared.errors import Unavailable
 from shared.tasks.base import Unit
 from shared.tenants.plan import Caller
@@ -46,7 +48,28 @@ class RequestDemand:
 
     def of(self, counter: Counter) -> float:
         """What it needs of one limit."""
-        return self._amounts[counter.unit]
+        return self.amount(counter.unit)
+
+    def amount(self, unit: str) -> float:
+        """What it needs of limits in this unit."""
+        return self._amounts[unit]
+
+
+class Taking(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a request has taken of one limit, as a hold keeps it. The fields are those of an Ask."""
+
+    kind: Kind
+    key: str
+    unit: str
+    limit: float
+    amount: float
+    period: float
+    month: float = 0
+
+    def settled(self, used: float) -> Ask:
+        """Gives back all but `used`."""
+        returns = [(self.period, self.amount - used)]
+        return Ask(self.key, self.kind, self.limit, 0, returns=returns, month=self.month)
 
 
 class Limiter:
@@ -186,6 +209,25 @@ class Limiter:
                 raise refusal([need], now_s)
             reservation.note(need, period)
 
+    async def settle_hold(
+        self, record_id: str, takings: Sequence[Taking], used: RequestDemand | None
+    ) -> None:
+        """Settles what a prediction has reserved, once, whichever instance created it.
+
+        Args:
+            record_id: of the prediction.
+            takings: of its hold.
+            used: what it has used. None: nothing is known, so it counts as reserved.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        asks = [] if used is None else [one.settled(used.amount(one.unit)) for one in takings]
+        sent_s = self._clock()
+        answers = await self.store.settle(record_id, asks)
+        for ask, answer in zip(asks, answers, strict=True):
+            self._accounts.note(ask, answer, sent_s)
+
     def touch(self, counters: Iterable[Counter]) -> None:
         """Says that these may have something to give back soon."""
         self._touched.update(counters)
@@ -261,6 +303,26 @@ class Reservation:
             if left:
                 self._limiter.give_back_to(counter, left, period)
         self._end()
+
+    def takings(self) -> list[Taking]:
+        """What is used up of limits, so that another instance can settle it."""
+        return [
+            Taking(
+                counter.kind,
+                counter.key,
+                counter.unit,
+                counter.limit,
+                amount,
+                period,
+                counter.month if isinstance(counter, MonthCounter) else 0,
+            )
+            for (counter, amount), period in self._taken
+            if counter.unit != "items"
+        ]
+
+    def hand_over(self) -> None:
+        """Leaves the takings to whoever settles the hold. Only items stay, which are in flight."""
+        self._taken = [taken for taken in self._taken if taken[0].counter.unit == "items"]
 
     def cancel(self) -> None:
         """Ends the reservation of a request that was not taken on: nothing counts."""

@@ -13,6 +13,7 @@ import msgspec
 from prometheus_client import Counter, Gauge
 
 from shared.errors import PenstockError
+from shared.stores.holds import hold_keys
 from shared.stores.redis_client import RedisLink, RedisStore
 from shared.stores.redis_scripts import Script, load_script
 
@@ -116,6 +117,8 @@ class LimitStore(RedisStore):
         self._take, self._register = scripts(clock)
         self._instance = instance
         self._prefix = f"{prefix}limits:"
+        self._hold_keys = hold_keys(prefix)
+        self._record_prefix = f"{prefix}record:"
 
     async def take(self, asks: Sequence[Ask]) -> list[Answer]:
         """Takes what all asks need, or nothing if one of them does not fit.
@@ -123,11 +126,26 @@ class LimitStore(RedisStore):
         Raises:
             Unavailable: Redis did not answer. It may have counted the asks all the same.
         """
+        return await self._run(asks, "")
+
+    async def settle(self, record_id: str, asks: Sequence[Ask]) -> list[Answer]:
+        """Gives back what the hold of a prediction did not use, and removes the hold.
+
+        Nothing comes back if it was settled before.
+
+        Args:
+            record_id: of the prediction.
+            asks: that need nothing, with what comes back.
+
+        Raises:
+            Unavailable: Redis did not answer. It may have settled it all the same.
+        """
+        return await self._run(asks, f"{self._record_prefix}{record_id}")
+
+    async def _run(self, asks: Sequence[Ask], settled: str) -> list[Answer]:
         keys = [f"{self._prefix}{ask.kind}:{ask.key}" for ask in asks]
-        text = msgspec.json.encode(asks)
-        found = await self._commands.run_script(
-            self._take, keys, self._instance, SLOTS_S * 1000, text
-        )
+        args = (self._instance, SLOTS_S * 1000, msgspec.json.encode(asks), settled)
+        found = await self._commands.run_script(self._take, [*keys, *self._hold_keys], *args)
         answers = _answers.decode(found)
         if len(answers) != len(asks):
             raise PenstockError(f"{len(answers)} answers to {len(asks)} asks; this is a bug")

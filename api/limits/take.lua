@@ -1,7 +1,8 @@
 -- Takes from several limits at once, or from none of them. Follows now.lua.
 --
--- KEYS: one for each limit
--- ARGV: instance, lifetime of slots in ms, JSON: [{kind, limit, need, extra, returns, month}, ...]
+-- KEYS: one for each limit, then holds and the times at which they are due (shared/stores/holds.py)
+-- ARGV: instance, lifetime of slots in ms, JSON: [{kind, limit, need, extra, returns, month}, ...],
+-- and the record whose hold this settles ('' if none). Without its hold nothing is given back.
 -- Returns JSON: [{granted, used, period, fits, retry_ms, reset_ms}, ...]. If one does not fit,
 -- nothing is granted.
 --
@@ -25,6 +26,11 @@ local BUCKETS = 60000 / BUCKET_MS + 1 + LEASE_BUCKETS
 local ROUNDING_USD = 1e-9 -- sums of doubles
 local SKEW_MS = 60000 -- by so much the clocks of instances may be ahead at the turn of a month
 
+local was_settled = false
+if ARGV[4] and ARGV[4] ~= '' then
+  was_settled = redis.call('HDEL', KEYS[#KEYS - 1], ARGV[4]) == 0
+  redis.call('ZREM', KEYS[#KEYS], ARGV[4])
+end
 local instance, slots_ms, asked = ARGV[1], tonumber(ARGV[2]), cjson.decode(ARGV[3])
 
 local function whole(number) return string.format('%.0f', number) end
@@ -186,7 +192,9 @@ local states, all_fit = {}, true
 for index, one in ipairs(asked) do
   local kind, key = kinds[one.kind], KEYS[index]
   local state = kind.open(key, one)
-  for _, back in ipairs(one.returns) do kind.give_back(key, state, back[1], back[2]) end
+  for _, back in ipairs(was_settled and {} or one.returns) do
+    kind.give_back(key, state, back[1], back[2])
+  end
   local room = one.limit - state.used + (one.kind == 'month' and ROUNDING_USD or 0)
   state.fits = one.need <= math.max(state.own or 0, room)
   all_fit = all_fit and state.fits
@@ -212,4 +220,4 @@ for index, one in ipairs(asked) do
     retry_ms = retry_ms, reset_ms = kind.reset_ms(key, state),
   }
 end
-return cjson.encode(answers)
+return #answers > 0 and cjson.encode(answers) or '[]' -- cjson writes an empty table as an object

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import redis.asyncio
 
 from api.limits.shown import duration
 from shared.catalog import Catalog
@@ -252,6 +253,30 @@ async def test_prediction_is_settled_when_it_ends(tmp_path: Path, redis_url: str
         spent = await embed(api, "y" * 416)
         assert spent.json()["error"]["code"] == "insufficient_quota"
         assert "used 0.004," in spent.json()["error"]["message"]
+
+
+async def until_spent(redis_url: str, usd: float) -> None:
+    """Waits until the counter of the budget says so."""
+    async with redis.asyncio.Redis.from_url(redis_url) as client, asyncio.timeout(WAIT_LIMIT_S):
+        used = None
+        while used != pytest.approx(usd, abs=1e-9):
+            await asyncio.sleep(0.02)
+            used = float(await client.hget("penstock:limits:month:t:acme:usd", "used") or 0)
+
+
+async def test_predictions_of_an_instance_that_died_are_settled(
+    tmp_path: Path, redis_url: str
+) -> None:
+    body, plan = {"version": MODEL, "input": {"text": "x" * 200}}, Plan(budget_usd_per_month=0.25)
+    (tmp_path / "other").mkdir()
+    async with limited_api(tmp_path, redis_url, plan) as api:
+        api.dependencies.follower._sweeping.cancel()  # as if it had died
+        created = await api.http.post("/v1/predictions", json=body, headers=bearer("a"))
+        assert created.status_code == 201
+        assert (await embed(api, "y" * 230)).status_code == 429
+        async with limited_api(tmp_path / "other", redis_url, plan) as other:
+            await until_spent(redis_url, 0.003)
+            assert (await embed(other, "y" * 230)).status_code == 200
 
 
 async def test_plan_of_batch_lowers_the_priority(tmp_path: Path, redis_url: str) -> None:
