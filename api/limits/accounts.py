@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from api.limits.counters import Counter, MonthCounter, WindowCounter
 from api.limits.shown import BUDGET_UNIT
 from api.limits.slots import SlotCounter
-from api.limits.store import Answer, Ask
+from api.limits.store import MAX_TOTALS, Answer, Ask, Totals
 from shared.tasks.base import Unit
 from shared.tenants.plan import Caller, Limits, Plan, Rates
 
@@ -39,6 +39,9 @@ class Accounts:
     def __init__(self) -> None:
         self._accounts: dict[tuple[str, str, str, float], Account] = {}
         self._counters: dict[tuple[str, float], Counter] = {}
+        self._totals: dict[str, dict[float, float]] = {}
+        self._has_all_totals = False
+        self._totals_at_s = 0.0
 
     def of(self, caller: Caller, model: str, unit: Unit, month: float = 0) -> Account:
         """The account of a caller for a model whose work is counted in `unit`.
@@ -66,6 +69,35 @@ class Accounts:
         if counter is not None:
             counter.accept(ask, answer, sent_s, need=0)
 
+    def learn(self, totals: Totals, at_s: float) -> None:
+        """Notes what was used of budgets, those of other instances' callers too.
+
+        Args:
+            totals: of the budgets that changed since the last ones.
+            at_s: when they were asked for.
+        """
+        is_first = not self._totals_at_s
+        self._has_all_totals = totals.is_whole and (is_first or self._has_all_totals)
+        self._totals_at_s = at_s
+        for key, used in totals.by_key.items():
+            self._totals.pop(key, None)
+            self._totals[key] = used
+        while len(self._totals) > MAX_TOTALS:
+            del self._totals[next(iter(self._totals))]
+            self._has_all_totals = False
+        for counter in self._counters.values():
+            if isinstance(counter, MonthCounter):
+                self._tell(counter)
+
+    def _tell(self, counter: MonthCounter) -> None:
+        """Says to a counter what is known of its budget."""
+        used = self._totals.get(counter.key)
+        if used is not None:
+            month = counter.month or max(used)
+            counter.learn(used.get(month, 0.0), self._totals_at_s)
+        elif self._has_all_totals and not counter.is_known:
+            counter.learn(0.0, self._totals_at_s)
+
     def forget(self, since_s: float) -> None:
         """Forgets counters that have nothing to give back and were not asked for since then."""
         kept = {
@@ -91,6 +123,9 @@ class Accounts:
         if model in plan.per_model:
             subject = f"tenant {tenant!r} with {model}"
             counters += self._of_rates(plan.per_model[model], unit, f"m:{model}:{tenant}", subject)
+        for counter in counters:
+            if isinstance(counter, MonthCounter):
+                counter.is_open = plan.on_limit_store_outage == "allow"
         units = {one.unit for one in counters}
         return Account(
             tenant, plan, caller.key_limits, counters, unit in units, BUDGET_UNIT in units
@@ -139,5 +174,6 @@ class Accounts:
             self._counters[key, month] = counter
             if isinstance(counter, MonthCounter):
                 counter.month = month
+                self._tell(counter)
         counter.limit = limit
         return counter

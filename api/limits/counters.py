@@ -7,6 +7,8 @@ into the lease, or back to the period that it was taken in.
 
 While Redis is away, each instance lets through its part of the limit: the limit divided by the
 number of instances that were registered. So all together let through at most one limit's worth.
+Of a budget it is the part of what was left. Not to know what was left is not to know that nothing
+was spent: then the plan says whether anything is let through.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ BLOCK_S = 0.25
 RECENT_S = 1.0
 """A lease is renewed with more than is needed if the last one ended less than this ago."""
 MINUTE_S = 60.0
+ROUNDING_USD = 1e-9
+"""Of sums of doubles, as in take.lua."""
 ALONE = -1.0
 """The period of what was taken while Redis was away."""
 
@@ -245,6 +249,10 @@ class MonthCounter(LeasedCounter):
         """The month, as Redis says. 0: not known yet."""
         self.key_id = ""
         """The key whose budget it is. Empty: the tenant's."""
+        self.is_known = False
+        """Whether Redis has said what was used of it, if only that nothing was."""
+        self.is_open = False
+        """Whether it may be spent without Redis while that is not known."""
 
     def ask(self, need: float, now_s: float) -> Ask:
         """Asks for the month in which the request arrived: its rows are of that month."""
@@ -253,16 +261,30 @@ class MonthCounter(LeasedCounter):
     def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
         """Notes the month as well."""
         super().accept(ask, answer, sent_s, need=need)
-        self.period = answer.period
+        self.period, self.is_known = answer.period, True
+
+    def learn(self, used: float, at_s: float) -> None:
+        """Notes what was used at `at_s`, if no later answer said it."""
+        if at_s >= self.touched_s:
+            self.used, self.is_known = used, True
 
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
-        """This instance's part of what was left. Redis gets to know it afterwards."""
+        """This instance's part of what was left. Redis gets to know it afterwards.
+
+        Nothing, if it is not known what was left, and the plan does not allow it.
+        """
         spent = -self._returns.get(ALONE, 0.0)
-        if need > (self.limit - self.used) / standing.instances - spent:
+        left = (self.limit - self.used) / standing.instances - spent
+        if need > max(0.0, left) + ROUNDING_USD or not self.may_spend_alone:
             self._room_at_s = now_s
             return None
         self._return(ALONE, -need)
         return ALONE
+
+    @property
+    def may_spend_alone(self) -> bool:
+        """Whether anything of it may be spent while Redis is away."""
+        return self.is_known or self.is_open
 
     def _give_back_alone(self, amount: float) -> None:
         self._return(ALONE, amount)

@@ -29,6 +29,7 @@ from shared.tenants.plan import Caller
 REGISTER_S = SLOTS_S / 3
 MOST_ASKS = 64
 """Limits in one call of the script that gives back."""
+TOTALS_OVERLAP_MS = 1000
 IDLE_S = 300.0
 CLOSE_LIMIT_S = 0.5
 
@@ -95,6 +96,7 @@ class Limiter:
         self._clock = clock
         self._standing = Standing(instances - 1, instances)
         self._accounts = Accounts()
+        self._totals_since_ms = 0
         self._touched: set[Counter] = set()
         self._is_touched = asyncio.Event()
 
@@ -133,6 +135,7 @@ class Limiter:
 
         Raises:
             RateLimited: a limit is reached. BudgetExceeded: it is the budget of the month.
+            Unavailable: nobody knows what is left of the budget, and the plan says to refuse then.
         """
         reservation = Reservation(self)
         needs = [Need(counter, demand.of(counter)) for counter in account.counters]
@@ -204,7 +207,10 @@ class Limiter:
     def _take_alone(self, reservation: Reservation, lacking: Sequence[Need]) -> None:
         now_s = self._clock()
         for need in lacking:
-            period = need.counter.take_alone(need.amount, now_s, self._standing)
+            counter = need.counter
+            period = counter.take_alone(need.amount, now_s, self._standing)
+            if period is None and isinstance(counter, MonthCounter) and not counter.may_spend_alone:
+                raise Unavailable(f"{counter.subject} can't be checked now. Try again later.")
             if period is None:
                 raise refusal([need], now_s)
             reservation.note(need, period)
@@ -238,12 +244,16 @@ class Limiter:
         counter.give_back(amount, period, self._clock())
 
     async def register(self) -> None:
-        """Says that this instance counts, and learns how many others do.
+        """Says that this instance counts, and learns how many others do, and what is spent.
 
         Raises:
             Unavailable: Redis did not answer.
         """
         self._standing = await self.store.register()
+        sent_s = self._clock()
+        totals = await self.store.totals(self._totals_since_ms)
+        self._accounts.learn(totals, sent_s)
+        self._totals_since_ms = totals.at_ms - TOTALS_OVERLAP_MS
 
     async def give_back(self, now_s: float) -> None:
         """Gives back to Redis what nobody needs at `now_s`, and renews slots.

@@ -1,7 +1,8 @@
 -- Takes from several limits at once, or from none of them. Follows now.lua.
 --
--- KEYS: one for each limit, then holds and the times at which they are due (shared/stores/holds.py)
--- ARGV: instance, lifetime of slots in ms, JSON: [{kind, limit, need, extra, returns, month}, ...],
+-- KEYS: one for each limit, then budgets by the time at which they changed (totals.lua), holds, and the
+-- times at which they are due (shared/stores/holds.py)
+-- ARGV: instance, lifetime of slots in ms, JSON: [{key, kind, limit, need, extra, returns, month}, ...],
 -- and the record whose hold this settles ('' if none). Without its hold nothing is given back.
 -- Returns JSON: [{granted, used, period, fits, retry_ms, reset_ms}, ...]. If one does not fit,
 -- nothing is granted.
@@ -32,6 +33,8 @@ if ARGV[4] and ARGV[4] ~= '' then
   redis.call('ZREM', KEYS[#KEYS], ARGV[4])
 end
 local instance, slots_ms, asked = ARGV[1], tonumber(ARGV[2]), cjson.decode(ARGV[3])
+
+local changed = KEYS[#asked + 1]
 
 local function whole(number) return string.format('%.0f', number) end
 
@@ -130,10 +133,11 @@ function months.open(key, one)
   if kept < month then months.forget(key, month - 1) end
   local period = month
   if wanted > 0 then period = math.min(month, math.max(month - 1, wanted)) end
-  return {all = used, newest = month, used = used[period] or 0, period = period}
+  return {name = one.key, all = used, newest = month, used = used[period] or 0, period = period}
 end
 
 function months.give_back(_, state, period, amount)
+  state.came_back = true
   if period == -1 then period = state.period end
   if period == state.period then
     state.used = math.max(0, state.used - amount)
@@ -145,6 +149,7 @@ end
 function months.take(key, state, amount)
   state.used = state.used + amount
   state.all[state.period] = state.used
+  if amount ~= 0 or state.came_back then redis.call('ZADD', changed, now_ms, state.name) end
   local used, before = state.all[state.newest] or 0, state.all[state.newest - 1] or 0
   redis.call('HSET', key, 'month', whole(state.newest), 'used', string.format('%.17g', used),
     'used_before', string.format('%.17g', before))

@@ -317,6 +317,24 @@ async def test_limits_hold_without_redis(tmp_path: Path) -> None:
         assert found == [200, 200, 200, 429, 429]
 
 
+async def test_budget_that_can_not_be_checked_is_not_spent(tmp_path: Path) -> None:
+    """Unless the plan says so."""
+    statuses = []
+    for on_outage in ("deny", "allow"):
+        plan = Plan(budget_usd_per_month=1.0, on_limit_store_outage=on_outage)
+        folder = tmp_path / on_outage
+        folder.mkdir()
+        async with limited_api(folder, "redis://127.0.0.1:1/0", plan) as api:
+            answer = await embed(api, "one two")
+            statuses.append(answer.status_code)
+            if answer.status_code == 503:
+                message = answer.json()["error"]["message"]
+                assert message == (
+                    "US dollars per month of tenant 'acme' can't be checked now. Try again later."
+                )
+    assert statuses == [503, 200]
+
+
 async def test_caller_who_hangs_up_has_used_the_request(tmp_path: Path, redis_url: str) -> None:
     plan = Plan(requests_per_min=5, tokens_per_min=1000, max_in_flight=1)
     async with limited_api(tmp_path, redis_url, plan) as api:
