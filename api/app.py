@@ -212,7 +212,9 @@ async def _open(
         instance,
         instances=settings.inbox_pool,
     )
-    follower = await opened.enter_async_context(PredictionFollower(predictions.refresh))
+    follower = await opened.enter_async_context(
+        PredictionFollower(predictions, pipeline.records.holds, limiter)
+    )
     text_streams = await opened.enter_async_context(
         TextStreams(predictions, pipeline.records.tokens)
     )

@@ -189,7 +189,13 @@ class LineExecutor:
             options=RequestOptions(received_at_s=batch.created_at_s, lane=LANE),
         )
         async with LimitedRequest(
-            self.limiter, caller, model, request.inputs, {}, price_share=batch.price_share
+            self.limiter,
+            caller,
+            model,
+            request.inputs,
+            {},
+            received_at_s=batch.created_at_s,
+            price_share=batch.price_share,
         ) as limited:
             limited.wake_next()
             response = await self.dispatcher.dispatch(request)

@@ -110,7 +110,12 @@ class ApiRequest:
     def limited(self, model: Model, inputs: Sequence[Input]) -> LimitedRequest:
         """A block that runs within the limits of the caller. See LimitedRequest."""
         return LimitedRequest(
-            self.dependencies.limiter, self.caller, model, inputs, self.context.headers
+            self.dependencies.limiter,
+            self.caller,
+            model,
+            inputs,
+            self.context.headers,
+            received_at_s=self.context.received_at_s,
         )
 
     def check_room(self, model: Model, items: int) -> None:

@@ -20,9 +20,10 @@ from api import metrics
 from api.dispatch.admission import Admission
 from api.dispatch.job_sender import Inbox, ReplyWaiter
 from api.errors import KeyReused, NotFound
+from api.limits.limited_request import Hold
 from api.predictions.creation import Creation, PredictionSnapshot
 from api.predictions.sender import NewPrediction, PredictionSender, failed_reply
-from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable
+from shared.errors import BadInput, DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from shared.predictions import (
     Prediction,
     decode_document,
@@ -85,12 +86,19 @@ class Predictions:
         self._with_waiter: set[str] = set()
 
     @asynccontextmanager
-    async def creating(self, new: NewPrediction, *, waits: bool) -> AsyncGenerator[Creation]:
+    async def creating(
+        self, new: NewPrediction, *, waits: bool, hold: Hold | None = None
+    ) -> AsyncGenerator[Creation]:
         """Creates a prediction, or finds the one of an equal request.
 
         The block may wait for its end.
 
         The items count as in flight while the block runs. After that only the broker bounds them.
+
+        Args:
+            new: what to create.
+            waits: whether the block waits for its end.
+            hold: what it has reserved of limits, for its record. None: nothing.
 
         Raises:
             Overloaded: this instance, the broker or the store of predictions is full.
@@ -104,7 +112,7 @@ class Predictions:
         try:
             # Registered before the job is published, so no reply can be too early.
             with self._register_waiter(new, waits=waits) as waiter:
-                is_new, snapshot = await self._create(new, waiter)
+                is_new, snapshot = await self._create(new, waiter, hold)
                 metrics.PREDICTIONS.labels(model, "created" if is_new else "found").inc()
                 creation = Creation(snapshot, self.refresh, waiter, is_new=is_new)
                 yield creation
@@ -306,20 +314,35 @@ class Predictions:
                     stack.callback(self._with_waiter.discard, record_id)
             yield waiter
 
+    async def _create_record(self, new: NewPrediction, hold: Hold | None) -> int:
+        """How many predictions of the tenant have not ended. 0: the record was there before."""
+        prediction = new.prediction
+        if hold is not None:
+            hold.is_stored = None
+        try:
+            unfinished = await self._records.create(
+                prediction.record,
+                prediction.tenant,
+                encode_document(prediction),
+                deadline_s=prediction.deadline_s,
+                keep_s=self._keep_s if new.keep_s is None else new.keep_s,
+                reply_bytes=new.reply_bytes,
+                model=prediction.model,
+                hold=b"" if hold is None else hold.data,
+            )
+        except Overloaded:
+            if hold is not None:
+                hold.is_stored = False
+            raise
+        if hold is not None:
+            hold.is_stored = bool(unfinished)
+        return unfinished
+
     async def _create(
-        self, new: NewPrediction, waiter: ReplyWaiter | None
+        self, new: NewPrediction, waiter: ReplyWaiter | None, hold: Hold | None
     ) -> tuple[bool, PredictionSnapshot]:
-        prediction, document = new.prediction, encode_document(new.prediction)
-        record_id, deadline_s = prediction.record, prediction.deadline_s
-        unfinished = await self._records.create(
-            record_id,
-            prediction.tenant,
-            document,
-            deadline_s=deadline_s,
-            keep_s=self._keep_s if new.keep_s is None else new.keep_s,
-            reply_bytes=new.reply_bytes,
-            model=prediction.model,
-        )
+        prediction = new.prediction
+        unfinished = await self._create_record(new, hold)
         if unfinished:
             await self._sender.send(new, waiter, unfinished=unfinished)
             return True, PredictionSnapshot(

@@ -182,9 +182,12 @@ async def _create_kept(
             held.enter_context(dependencies.text_streams.reserved(call.tenant))
         async with (
             call.limited(model, inputs) as limited,
-            dependencies.predictions.creating(new, waits=body.waits) as creation,
+            dependencies.predictions.creating(
+                new,
+                waits=body.waits,
+                hold=limited.hold(new.prediction, dependencies.follower.follow),
+            ) as creation,
         ):
-            limited.go_on(lambda ended: dependencies.follower.follow(ended, creation.snapshot))
             if not creation.is_new:
                 limited.settle(price_of(model, call.context.received_at_s), [])
             if body.waits:

@@ -156,9 +156,10 @@ async def _create_stream(
         held.enter_context(dependencies.text_streams.reserved(call.tenant))
         async with (
             call.limited(model, inputs) as limited,
-            dependencies.predictions.creating(new, waits=False) as creation,
+            dependencies.predictions.creating(
+                new, waits=False, hold=limited.hold(new.prediction, dependencies.follower.follow)
+            ) as creation,
         ):
-            limited.go_on(lambda ended: dependencies.follower.follow(ended, creation.snapshot))
             if not creation.is_new:
                 limited.settle(price_of(model, call.context.received_at_s), [])
         return _stream(call, endpoint, body, creation.snapshot, last_id, held.pop_all())

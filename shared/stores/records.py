@@ -31,6 +31,7 @@ from redis.exceptions import RedisError
 
 from shared.errors import Overloaded, Unavailable
 from shared.retention import BUDGET_BYTES
+from shared.stores.holds import Holds
 from shared.stores.previews import PreviewStore
 from shared.stores.record_state import (
     Claim,
@@ -123,6 +124,7 @@ class Records(RedisStore):
         self._finishes = self._link.batcher("finish", self._send_finishes)
         self._commands = self._link.commands("the store of predictions")
         self.lines = WaitingLines(self._commands, prefix)
+        self.holds = Holds(self._commands, prefix)
         self.webhook_log = WebhookLog(self._commands, prefix)
         # Round trips of their own: pictures are large, and nobody is to wait for them.
         self.previews = PreviewStore(self._link.commands("the store of previews"), prefix)
@@ -146,6 +148,7 @@ class Records(RedisStore):
         keep_s: int,
         reply_bytes: int = 0,
         model: str = "",
+        hold: bytes = b"",
     ) -> int:
         """Creates the record of a prediction, `starting`.
 
@@ -162,6 +165,7 @@ class Records(RedisStore):
             keep_s: seconds to keep it after its end, or after its deadline if it never ends.
             reply_bytes: the size of its reply, at most.
             model: that is to compute it, in whose line of the tenant it stands.
+            hold: what it has reserved of limits (shared/stores/holds.py). Empty: nothing.
 
         Raises:
             Overloaded: unfinished predictions leave no room for it.
@@ -183,6 +187,7 @@ class Records(RedisStore):
             LISTED,
             reply_bytes,
             self._max_bytes,
+            hold,
         )
         created, dropped, unfinished = await self._commands.run_script(CREATE, keys, *args)
         DROPPED.inc(dropped)

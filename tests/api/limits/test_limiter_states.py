@@ -119,6 +119,10 @@ class Limited(RuleBasedStateMachine):
 
     @rule()
     def lose_or_find_redis(self) -> None:
+        """Instances have just told each other what is spent."""
+        if not self.is_away:
+            for limiter in self.instances:
+                self.run(limiter.register())
         self.is_away, self.was_away = not self.is_away, True
         for limiter, take in zip(self.instances, self.takes, strict=True):
             limiter.store.take = _unavailable if self.is_away else take  # type: ignore[method-assign]
