@@ -21,7 +21,7 @@ from api.dispatch.job_sender import Inbox, ReplyWaiter
 from api.errors import KeyReused, NotFound
 from api.predictions.creation import Creation, PredictionSnapshot
 from api.predictions.sender import NewPrediction, PredictionSender, failed_reply
-from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable
+from shared.errors import BadInput, DeadlineExceeded, InputTooLarge, PenstockError, Unavailable
 from shared.predictions import decode_document, encode_document, record_of
 from shared.stores.previews import Preview
 from shared.stores.record_state import Record
@@ -35,6 +35,9 @@ CREATOR_PUBLISHES_S = 2.0
 """How long the creator of a record has to publish its job, before a repeated request does."""
 CREATOR_POLL_S = 0.05
 PAGE = 20
+DOCUMENT_MAX_BYTES = 4 * 1024 * 1024
+"""The largest document of a prediction: a sixteenth of the usual budget of all predictions, which
+is the part in which a tenant finds room whatever others keep (shared/stores/record_create.lua)."""
 CALLER_ID = re.compile(r"(?!pred_)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _GENERATED_ID = re.compile(r"pred_[0-9a-f]{24}")
 
@@ -85,6 +88,7 @@ class Predictions:
         The items count as in flight while the block runs. After that only the broker bounds them.
 
         Raises:
+            InputTooLarge: its document has more than DOCUMENT_MAX_BYTES.
             Overloaded: this instance, the broker or the store of predictions is full.
             PredictionIdTaken: another prediction has the id.
             KeyReused: another request had the Idempotency-Key.
@@ -241,14 +245,11 @@ class Predictions:
 
         Of one that was deleted meanwhile the record says that it is over, without a document.
         """
-        prediction = snapshot.prediction
+        prediction, known = snapshot
         with suppress(Unavailable):
-            try:
-                return await self.read(prediction.tenant, prediction.id)
-            except NotFound:
-                record = await self._records.read(prediction.record)
-                if record is not None:
-                    return PredictionSnapshot(prediction, record)
+            record = await self._records.read_again(prediction.record, known.document)
+            if record is not None:
+                return await self._end_if_late(PredictionSnapshot(prediction, record))
         return snapshot
 
     async def place(self, snapshot: PredictionSnapshot) -> QueuePlace | None:
@@ -291,6 +292,11 @@ class Predictions:
         self, new: NewPrediction, waiter: ReplyWaiter | None
     ) -> tuple[bool, PredictionSnapshot]:
         prediction, document = new.prediction, encode_document(new.prediction)
+        if len(document) > DOCUMENT_MAX_BYTES:
+            raise InputTooLarge(
+                f"the request would take {len(document)} bytes where it is kept until its answer "
+                f"is read, and {DOCUMENT_MAX_BYTES} bytes are the most; send less at once"
+            )
         record_id, deadline_s = prediction.record, prediction.deadline_s
         unfinished = await self._records.create(
             record_id,
@@ -303,9 +309,10 @@ class Predictions:
         )
         if unfinished:
             await self._sender.send(new, waiter, unfinished=unfinished)
-            return True, PredictionSnapshot(
-                prediction, Record(state="starting", created_at_s=prediction.created_at_s)
+            created = Record(
+                state="starting", created_at_s=prediction.created_at_s, document=document
             )
+            return True, PredictionSnapshot(prediction, created)
         try:
             snapshot = await self.read(prediction.tenant, prediction.id)
         except NotFound as error:
@@ -332,7 +339,7 @@ class Predictions:
             and time.time() < snapshot.record.created_at_s + CREATOR_PUBLISHES_S
         ):
             await asyncio.sleep(CREATOR_POLL_S)
-            snapshot = await self.read(snapshot.prediction.tenant, snapshot.prediction.id)
+            snapshot = await self.refresh(snapshot)
         return snapshot
 
     async def _end_if_late(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:

@@ -163,7 +163,11 @@ async def test_connection_that_never_asks_is_closed(tmp_path: Path, begin: bytes
 async def test_second_head_has_its_limit_too_and_the_pause_before_it_has_none(
     tmp_path: Path,
 ) -> None:
-    async with _api(tmp_path, head_timeout_s=0.3) as api, peer_of(api) as peer, peer_of(api) as other:
+    async with (
+        _api(tmp_path, head_timeout_s=0.3) as api,
+        peer_of(api) as peer,
+        peer_of(api) as other,
+    ):
         request = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
         await peer.send(request)
         assert (await peer.answer())[0] == 200
@@ -237,7 +241,11 @@ async def test_full_house_closes_who_asks_for_nothing(tmp_path: Path) -> None:
 
 
 async def test_full_house_of_requests_refuses_the_next(tmp_path: Path) -> None:
-    async with _api(tmp_path, max_connections=2) as api, peer_of(api) as first, peer_of(api) as second:
+    async with (
+        _api(tmp_path, max_connections=2) as api,
+        peer_of(api) as first,
+        peer_of(api) as second,
+    ):
         api.worker.go.clear()
         for number, peer in enumerate((first, second)):
             body = BODY.replace(b'"a"', f'"text {number}"'.encode())
