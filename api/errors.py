@@ -62,7 +62,14 @@ class NotFound(PenstockError):
     code = "not_found"
 
 
-class PreviousResponseNotFound(BadInput):
+class NotNow(BadInput):
+    """As things are now this can't be done. Later the same request may be answered otherwise.
+
+    So no such answer is kept for an Idempotency-Key.
+    """
+
+
+class PreviousResponseNotFound(NotNow):
     """The earlier response is not there: it was not kept, has expired, or never was."""
 
     code = "previous_response_not_found"
