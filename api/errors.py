@@ -69,6 +69,12 @@ class NotNow(BadInput):
     """
 
 
+class StorageFull(NotNow):
+    """What the tenant stores leaves no room for this."""
+
+    code = "storage_quota_exceeded"
+
+
 class PreviousResponseNotFound(NotNow):
     """The earlier response is not there: it was not kept, has expired, or never was."""
 
@@ -143,6 +149,7 @@ ERROR_MAPPINGS = {
     "invalid_input": ErrorMapping(400, "invalid_request_error"),
     "input_too_large": ErrorMapping(400, "invalid_request_error"),
     "context_length_exceeded": ErrorMapping(400, "invalid_request_error"),
+    "storage_quota_exceeded": ErrorMapping(400, "invalid_request_error"),
     "previous_response_not_found": ErrorMapping(400, "invalid_request_error"),
     "invalid_api_key": ErrorMapping(401, "authentication_error"),
     "forbidden": ErrorMapping(403, "permission_error"),

@@ -101,7 +101,7 @@ async def _receive(call: ApiRequest, request: Request) -> FileObject:
     call.check_charset()
     files = call.dependencies.batch_files
     form = UploadForm(request.headers.get("content-type", ""), "file")
-    async with files.upload(call.tenant) as upload:
+    async with files.upload(call.storage_quota("file"), call.body_bytes) as upload:
         async for data in request.stream():
             for piece in form.feed(data):
                 await upload.write(piece)
@@ -109,10 +109,8 @@ async def _receive(call: ApiRequest, request: Request) -> FileObject:
         fields = FileForm.model_validate(form.fields)
         if (fields.anchor is None) != (fields.seconds is None):
             raise BadInput("expires_after: anchor and seconds go together", field="expires_after")
-    file = await files.add_upload(
-        call.tenant, upload, form.filename or "file", fields.seconds or KEEP_S
-    )
-    return _shown(file)
+        upload.filename, upload.keep_s = form.filename or "file", fields.seconds or KEEP_S
+    return _shown(upload.to_file(call.tenant))
 
 
 @router.get(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -106,6 +106,8 @@ class StoredObject(NamedTuple):
 
     key: str
     size_bytes: int
+    modified_at_s: float = 0.0
+    """Unix time."""
 
 
 class ObjectStore:
@@ -188,6 +190,22 @@ class ObjectStore:
         with _translated("list", folder):
             return await self._work(partial(_list, self._store, folder, limit))
 
+    async def modified_before(self, folder: str, before_s: float) -> AsyncIterator[StoredObject]:
+        """Yields the objects below a folder that were last written before `before_s` (Unix time).
+
+        Raises:
+            Unavailable: the store is out of reach or too slow.
+        """
+        _check(folder)
+        with _translated("list", folder):
+            chunks = await self._work(
+                partial(obstore.list, self._store, f"{folder}/", chunk_size=LIST_CHUNK)
+            )
+            while chunk := await self._work(partial(next, chunks, [])):
+                for one in map(_stored, chunk):
+                    if one.modified_at_s < before_s:
+                        yield one
+
     async def folders(self, folder: str) -> list[str]:
         """Returns the names of the folders right below a folder, in order.
 
@@ -241,11 +259,15 @@ class ObjectStore:
 def _list(source: Any, folder: str, limit: int) -> list[StoredObject]:
     found: list[StoredObject] = []
     for chunk in obstore.list(source, folder, chunk_size=LIST_CHUNK):
-        found += (StoredObject(one["path"], one["size"]) for one in chunk)
+        found += map(_stored, chunk)
         # A bucket lists in order, a folder does not.
         if len(found) >= limit and not isinstance(source, store.LocalStore):
             break
     return sorted(found)[:limit]
+
+
+def _stored(found: Any) -> StoredObject:
+    return StoredObject(found["path"], found["size"], found["last_modified"].timestamp())
 
 
 def _read(source: Any, key: str, max_bytes: int) -> bytes:
