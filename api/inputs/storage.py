@@ -34,7 +34,8 @@ from shared.stores.objects import ObjectStore, StoredObject
 KEEP_S = 24 * 3600
 """As long as Replicate keeps files, and as the bucket keeps what is below `files/`."""
 BATCH_FILES, KEPT_FILES = "batches/files", "files/kept"
-LISTED, RESERVED = "files/of", "files/reserved"
+LISTED = "files/of"
+RESERVED = "files/reserved"
 MOST_FILES = 10_000
 """Of a tenant. Each upload lists them."""
 RESERVED_S, RENEW_S = 600.0, 300.0

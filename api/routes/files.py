@@ -17,11 +17,10 @@ from api.http.fast_route import IS_HEAD
 from api.http.openapi import (
     AUTHENTICATED,
     Described,
-    Responses,
     binary,
     empty,
     errors,
-    problems,
+    of_both_apis,
     ref_to,
     responses,
     success,
@@ -65,14 +64,6 @@ _EITHER: Described = {
 }
 
 
-def _errors_of_either(*statuses: int) -> Responses:
-    """Errors in OpenAI's shape, or in Replicate's for its uploads and files."""
-    found = errors(*statuses)
-    for status, in_other_shape in problems(*statuses).items():
-        found[status]["content"] |= in_other_shape["content"]
-    return found
-
-
 @router.post(
     "/v1/files",
     summary="Upload a file",
@@ -80,7 +71,7 @@ def _errors_of_either(*statuses: int) -> Responses:
     responses={
         200: success("The file.", FileObject),
         201: success("The file of a prediction, in Replicate's shape.", FileReply),
-        **_errors_of_either(400, 401, 408, 413, 422, 429, 503),
+        **of_both_apis(400, 401, 408, 413, 422, 429, 503),
     },
 )
 async def create_file(request: Request) -> Response:
@@ -150,7 +141,7 @@ async def list_files(
     openapi_extra=AUTHENTICATED,
     responses={
         200: success("The file.", FileObject) | _EITHER,
-        **_errors_of_either(400, 401, 404, 503),
+        **of_both_apis(400, 401, 404, 503),
     },
 )
 async def get_file(request: Request, file_id: str) -> Response:
@@ -168,7 +159,7 @@ async def get_file(request: Request, file_id: str) -> Response:
     responses={
         200: success("It is deleted.", FileDeleted),
         204: empty("It is deleted, in Replicate's shape."),
-        **_errors_of_either(400, 401, 404, 503),
+        **of_both_apis(400, 401, 404, 503),
     },
 )
 async def delete_file(request: Request, file_id: str) -> Response:
