@@ -46,17 +46,11 @@ ABANDONED_S = 3600.0
 """Bytes without a document, which an upload left that broke off, are removed after this time."""
 LATEST_S = 9_999_999_999
 SWEEP_EVERY_S, SWEEP_BY_AGE_EVERY_S = 3600.0, 24 * 3600.0
-AGES_S = {
-    folder: days * 24 * 3600.0
-    for folder, days in (
-        ("answers", 2),
-        ("batches/runs", 31),
-        ("inputs", 8),
-        ("results", 7),
-    )
-}
-"""When objects go that belong to no tenant alone: the defaults of Terraform's `objects_days`, which
-the bucket's lifecycle rules enforce on Google."""
+FOLDERS_BY_AGE = ("answers", "batches/runs", "inputs", "results")
+"""What belongs to no tenant alone. On Google the lifecycle rules of the bucket remove it, after the
+days of Terraform's `objects_days`."""
+OLDEST_S = 31 * 24 * 3600.0
+"""Nothing is promised for longer than 30 days, whatever plans and requests say."""
 _DOCUMENT_MAX_BYTES = 128 * 1024
 _MARKER = "application/json"
 
@@ -166,14 +160,14 @@ class Storage:
         return removed
 
     async def sweep_by_age(self) -> int:
-        """Removes what is older than its folder keeps it. Returns how many objects that were.
+        """Removes what is older than OLDEST_S off Google. Returns how many objects that were.
 
         Raises:
             Unavailable: the object store is out of reach.
         """
         removed = 0
-        for folder, age_s in AGES_S.items():
-            async for one in self.objects.modified_before(folder, self.clock() - age_s):
+        for folder in () if self.objects.is_on_google else FOLDERS_BY_AGE:
+            async for one in self.objects.modified_before(folder, self.clock() - OLDEST_S):
                 removed += await self._remove(folder, [one.key])
         return removed
 

@@ -131,6 +131,11 @@ class ObjectStore:
         # A folder keeps no media types, so the extension of the key names the type.
         self._keeps_media_type = not isinstance(self._store, store.LocalStore)
 
+    @property
+    def is_on_google(self) -> bool:
+        """Whether it is a bucket whose lifecycle rules remove what is old."""
+        return self._url.startswith("gs://")
+
     async def put(self, key: str, data: bytes, media_type: str) -> None:
         """Writes an object atomically: a reader sees the old bytes or the new ones."""
         _check(key)

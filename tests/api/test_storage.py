@@ -168,14 +168,14 @@ async def test_a_sweep_removes_what_expired_and_nothing_else(
 async def test_old_objects_go_by_their_folder(
     storage: Storage, objects: ObjectStore, clock: Clock, tmp_path: Path
 ) -> None:
-    for folder, age_s in module.AGES_S.items():
+    for folder in module.FOLDERS_BY_AGE:
         for name, older_s in (("old", 60.0), ("young", -60.0)):
             key = f"{folder}/00/{name}"
             await objects.put(key, b"a", "text/plain")
-            at_s = clock.now_s - age_s - older_s
+            at_s = clock.now_s - module.OLDEST_S - older_s
             os.utime(tmp_path / "objects" / key, (at_s, at_s))
-    assert await storage.sweep_by_age() == len(module.AGES_S)
-    assert keys_in(tmp_path) == {f"{folder}/00/young" for folder in module.AGES_S}
+    assert await storage.sweep_by_age() == len(module.FOLDERS_BY_AGE)
+    assert keys_in(tmp_path) == {f"{folder}/00/young" for folder in module.FOLDERS_BY_AGE}
 
 
 async def test_a_runner_sweeps(storage: Storage, objects: ObjectStore, clock: Clock) -> None:
