@@ -155,7 +155,7 @@ OF_INFERENCE = (
 OF_STATUS = {
     401: ("WWW-Authenticate",),
     408: ("X-Should-Retry",),
-    409: ("Retry-After",),
+    409: ("Retry-After", "X-Should-Retry"),
     429: ("Retry-After", "Retry-After-Ms", "X-Should-Retry", *OF_LIMITS),
     500: ("X-Should-Retry",),
     503: ("Retry-After",),
