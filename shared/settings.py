@@ -173,7 +173,9 @@ class ApiSettings(Settings):
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
     files_max_bytes: int = Field(2 * 1024**3, ge=1024 * 1024)
-    """What the files of one tenant for batches may take together. Above it an upload is refused."""
+    """What the files of one tenant may take together, where its plan does not say it: uploads, the
+    outputs of batches and `data:` images of predictions. Above it uploads are refused.
+    """
     batch_items_in_flight: int = Field(128, ge=1)
     """Texts and images of batches that a runner has in flight at the same time."""
     bodies_max_bytes: int = Field(256 * 1024 * 1024, ge=1)

@@ -19,6 +19,7 @@ from api.http.middleware import RequestContext, context_of
 from api.http.request_options import LANE_HEADER, read_options
 from api.http.scopes import check_access, check_model, may_see
 from api.inputs.json_limits import check_amount
+from api.inputs.storage import Quota
 from api.limits.limited_request import LimitedRequest
 from api.predictions.creation import PredictionSnapshot
 from shared.catalog import Model, unknown_model
@@ -188,6 +189,18 @@ class ApiRequest:
     def base_url(self) -> str:
         """The URL of this API for the caller, without a slash at the end."""
         return (self.dependencies.settings.public_url or str(self.http.base_url)).rstrip("/")
+
+    @property
+    def body_bytes(self) -> int | None:
+        """The size of the body that the request announces. None: it does not."""
+        length = self.http.headers.get("content-length", "")
+        return int(length) if length.isascii() and length.isdigit() else None
+
+    def storage_quota(self, field: str) -> Quota:
+        """What the tenant may store. `field` is named where that leaves no room."""
+        own_bytes = self.caller.plan.storage_max_bytes
+        usual_bytes = self.dependencies.settings.files_max_bytes
+        return Quota(self.tenant, usual_bytes if own_bytes is None else own_bytes, field)
 
     def link_to(self, key: str, media_type: str) -> str:
         """A URL that serves an object for the next 60 minutes."""

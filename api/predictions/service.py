@@ -23,7 +23,14 @@ from api.errors import KeyReused, NotFound
 from api.limits.limited_request import Hold
 from api.predictions.creation import Creation, PredictionSnapshot
 from api.predictions.sender import NewPrediction, PredictionSender, failed_reply
-from shared.errors import BadInput, DeadlineExceeded, Overloaded, PenstockError, Unavailable
+from shared.errors import (
+    BadInput,
+    DeadlineExceeded,
+    InputTooLarge,
+    Overloaded,
+    PenstockError,
+    Unavailable,
+)
 from shared.predictions import (
     Prediction,
     decode_document,
@@ -43,6 +50,9 @@ CREATOR_PUBLISHES_S = 2.0
 """How long the creator of a record has to publish its job, before a repeated request does."""
 CREATOR_POLL_S = 0.05
 PAGE = 20
+DOCUMENT_MAX_BYTES = 4 * 1024 * 1024
+"""The largest document of a prediction: a sixteenth of the usual budget of all predictions, which
+is the part in which a tenant finds room whatever others keep (shared/stores/record_create.lua)."""
 CALLER_ID = re.compile(r"(?!pred_)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _GENERATED_ID = re.compile(r"pred_[0-9a-f]{24}")
 
@@ -101,6 +111,7 @@ class Predictions:
             hold: what it has reserved of limits, for its record. None: nothing.
 
         Raises:
+            InputTooLarge: its document has more than DOCUMENT_MAX_BYTES.
             Overloaded: this instance, the broker or the store of predictions is full.
             PredictionIdTaken: another prediction has the id.
             KeyReused: another request had the Idempotency-Key.
@@ -268,14 +279,11 @@ class Predictions:
 
         Of one that was deleted meanwhile the record says that it is over, without a document.
         """
-        prediction = snapshot.prediction
+        prediction, known = snapshot
         with suppress(Unavailable):
-            try:
-                return await self.read(prediction.tenant, prediction.id)
-            except NotFound:
-                record = await self._records.read(prediction.record)
-                if record is not None:
-                    return PredictionSnapshot(prediction, record)
+            record = await self._records.read_again(prediction.record, known.document)
+            if record is not None:
+                return await self._end_if_late(PredictionSnapshot(prediction, record))
         return snapshot
 
     async def place(self, snapshot: PredictionSnapshot) -> QueuePlace | None:
@@ -314,7 +322,9 @@ class Predictions:
                     stack.callback(self._with_waiter.discard, record_id)
             yield waiter
 
-    async def _create_record(self, new: NewPrediction, hold: Hold | None) -> int:
+    async def _create_record(
+        self, new: NewPrediction, document: bytes, hold: Hold | None
+    ) -> int:
         """How many predictions of the tenant have not ended. 0: the record was there before."""
         prediction = new.prediction
         if hold is not None:
@@ -323,7 +333,7 @@ class Predictions:
             unfinished = await self._records.create(
                 prediction.record,
                 prediction.tenant,
-                encode_document(prediction),
+                document,
                 deadline_s=prediction.deadline_s,
                 keep_s=self._keep_s if new.keep_s is None else new.keep_s,
                 reply_bytes=new.reply_bytes,
@@ -341,13 +351,19 @@ class Predictions:
     async def _create(
         self, new: NewPrediction, waiter: ReplyWaiter | None, hold: Hold | None
     ) -> tuple[bool, PredictionSnapshot]:
-        prediction = new.prediction
-        unfinished = await self._create_record(new, hold)
+        prediction, document = new.prediction, encode_document(new.prediction)
+        if len(document) > DOCUMENT_MAX_BYTES:
+            raise InputTooLarge(
+                f"the request would take {len(document)} bytes where it is kept until its answer "
+                f"is read, and {DOCUMENT_MAX_BYTES} bytes are the most; send less at once"
+            )
+        unfinished = await self._create_record(new, document, hold)
         if unfinished:
             await self._sender.send(new, waiter, unfinished=unfinished)
-            return True, PredictionSnapshot(
-                prediction, Record(state="starting", created_at_s=prediction.created_at_s)
+            created = Record(
+                state="starting", created_at_s=prediction.created_at_s, document=document
             )
+            return True, PredictionSnapshot(prediction, created)
         try:
             snapshot = await self.read(prediction.tenant, prediction.id)
         except NotFound as error:
@@ -374,7 +390,7 @@ class Predictions:
             and time.time() < snapshot.record.created_at_s + CREATOR_PUBLISHES_S
         ):
             await asyncio.sleep(CREATOR_POLL_S)
-            snapshot = await self.read(snapshot.prediction.tenant, snapshot.prediction.id)
+            snapshot = await self.refresh(snapshot)
         return snapshot
 
     async def _end_if_late(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:

@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from api.endpoints.responses import ResponseEvents
 from api.endpoints.text import inputs_of, is_repeatable, model_of
-from api.errors import NotFound, PreviousResponseNotFound
+from api.errors import NotFound, NotNow, PreviousResponseNotFound
 from api.http import openapi
 from api.http.disconnect import while_connected
 from api.http.fast_route import IS_HEAD, StreamedRoute
@@ -145,7 +145,7 @@ async def _continued(call: ApiRequest, body: ResponseBody, previous: str) -> Res
         ) from error
     reply = _state_of(call, snapshot)
     if reply.status not in ("completed", "incomplete"):
-        raise BadInput(
+        raise NotNow(
             f"previous_response_id: that response is {reply.status}, so it has no output",
             field="previous_response_id",
         )

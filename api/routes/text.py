@@ -101,7 +101,7 @@ async def create_completion(request: Request) -> Response:
     "/v1/chat/completions/{completion_id}",
     summary="Get a streamed chat",
     openapi_extra={"parameters": [LAST_EVENT_ID]} | openapi.AUTHENTICATED,
-    responses=streamed(openapi.responses(ChatReply, 400, 401, 404, 409, 429, 500, 503, 504)),
+    responses=streamed(openapi.responses(ChatReply, 400, 401, 404, 409, 429, 499, 500, 503, 504)),
 )
 async def read_chat(
     request: Request, completion_id: str, stream: bool = False, starting_after: StartingAfter = ""

@@ -64,6 +64,12 @@ LISTED = 1000
 LISTEN_POLL_S = 1.0
 LISTEN_PAUSE_S = 0.5
 
+_CHANGING = (
+    *("state", "attempts", "published", "step", "steps", "reply", "receipts"),
+    *("created_at_s", "started_at_s", "ended_at_s", "canceled_at_s"),
+)
+"""The fields that `Record` shows, without the document."""
+
 ERRORS = Counter(
     "penstock_records_errors_total",
     "Round trips to Redis about records that failed, by operation.",
@@ -252,6 +258,31 @@ class Records(RedisStore):
         """
         fields = await self._commands.run("HGETALL", self._key(record))
         return record_from_fields(fields) if fields else None
+
+    async def read_again(self, record: str, document: bytes) -> Record | None:
+        """Returns the record as `read` does, for whoever has its document, which never changes.
+
+        So following a prediction costs little, however large the request was.
+
+        Args:
+            record: its id.
+            document: as it was read or created.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        found = await self._commands.run("HMGET", self._key(record), *_CHANGING, "keep_s")
+        fields = {
+            name.encode(): value
+            for name, value in zip(_CHANGING, found, strict=False)
+            if value is not None
+        }
+        if not fields:
+            return None
+        held = record_from_fields(fields)
+        if found[-1] is not None:  # what stays of a deleted one has no keep_s
+            held.document = document
+        return held
 
     async def latest(self, tenant: str, limit: int, before_s: float | None = None) -> list[str]:
         """Returns ids of a tenant's predictions, newest first.

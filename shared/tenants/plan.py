@@ -72,6 +72,10 @@ class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     batch_price_share: Share = 0.5
     """The share of the list price that lines of batches cost."""
 
+    storage_max_bytes: Count | None = None
+    """What its files may take together, those of predictions and the outputs of batches included.
+    None: PENSTOCK_FILES_MAX_BYTES.
+    """
     prediction_keep_s: Annotated[int, msgspec.Meta(ge=60, le=30 * 24 * 3600)] | None = None
     """How many seconds predictions are kept after their end. None: PENSTOCK_PREDICTION_KEEP_S."""
 
