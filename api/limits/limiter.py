@@ -212,7 +212,8 @@ class Limiter:
             counter = need.counter
             period = counter.take_alone(need.amount, now_s, self._standing)
             if period is None and isinstance(counter, MonthCounter) and not counter.may_spend_alone:
-                raise Unavailable(f"{counter.subject} can't be checked now. Try again later.")
+                reason = f"{counter.subject} can't be checked now. Try again later."
+                raise Unavailable(reason, public=reason)
             if period is None:
                 raise refusal([need], now_s)
             reservation.note(need, period)

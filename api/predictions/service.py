@@ -322,9 +322,7 @@ class Predictions:
                     stack.callback(self._with_waiter.discard, record_id)
             yield waiter
 
-    async def _create_record(
-        self, new: NewPrediction, document: bytes, hold: Hold | None
-    ) -> int:
+    async def _create_record(self, new: NewPrediction, document: bytes, hold: Hold | None) -> int:
         """How many predictions of the tenant have not ended. 0: the record was there before."""
         prediction = new.prediction
         if hold is not None:

@@ -206,9 +206,9 @@ async def test_spent_budget_is_insufficient_quota(tmp_path: Path, redis_url: str
 
 
 async def test_reserved_budget_is_worth_asking_for_again(tmp_path: Path, redis_url: str) -> None:
-    """Each text reserves 12 tokens, and spends 3. So the third fits once the first two are over."""
-    texts = [f"{letter * 40}" for letter in "abcdef"]
-    async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.025)) as api:
+    """Each text reserves 42 tokens, and spends 3. So the third fits once the first two are over."""
+    texts = [f"{letter * 40}" for letter in "abcdefghijklmnopq"]
+    async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.087)) as api:
         api.worker.go.clear()
         first = [asyncio.create_task(embed(api, text)) for text in texts[:2]]
         await api.worker.until_taken(2)
@@ -217,15 +217,17 @@ async def test_reserved_budget_is_worth_asking_for_again(tmp_path: Path, redis_u
         assert "x-should-retry" not in refused.headers
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-        assert "spent 0, reserved 0.024, requested 0.012" in error["message"]
+        assert "spent 0, reserved 0.084, requested 0.042" in error["message"]
         rows = [row for row in api.rows if row.status == "refused"]
         assert [(row.error_code, row.cost_usd) for row in rows] == [("rate_limit_exceeded", 0.0)]
         api.worker.go.set()
         assert [(await one).status_code for one in first] == [200, 200]
         answers = [await embed(api, text) for text in texts[2:]]
-        assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+        assert [answer.status_code for answer in answers] == [200] * 14 + [429]
         assert answers[-1].json()["error"]["code"] == "insufficient_quota"
         assert answers[-1].headers["x-should-retry"] == "false"
+
+
 async def test_texts_at_once_stay_within_the_budget(tmp_path: Path, redis_url: str) -> None:
     """Each writes 60 tokens at the price of what is written, and has a prompt of signs."""
     body = {"model": "writer", "prompt": "{}[]()" * 20, "max_tokens": 60}
