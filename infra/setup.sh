@@ -49,5 +49,5 @@ step Penstock "$venv/bin/uv" pip install --python "$venv/bin/python" --no-build-
 # By all cores and once, instead of by each process that is first; without what hardly any process imports.
 step bytecode compile
 # The embedded BigQuery reads SQL with a module that is compiled once per machine.
-step "SQL analyzer" "$venv/bin/python" -m infra.emulators.bigquery.googlesql.analysis
+step "SQL analyzer" "$venv/bin/python" -m bigquery_emulator.googlesql.analysis
 printf ' %s s\n' $((SECONDS - began))

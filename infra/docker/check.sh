@@ -60,7 +60,7 @@ echo "functions: installs, loads, and has no torch"
   inside servers penstock pubsub --help > /dev/null
   inside servers penstock bigquery --help > /dev/null
   inside servers penstock provision --help > /dev/null
-  inside servers python -c 'import infra.emulators.pubsub.server, infra.emulators.bigquery.server'
+  inside servers python -c 'import pubsub_emulator.server, bigquery_emulator.server'
   inside servers python -c 'import infra.local.provision_servers'
   without servers torch transformers api workers fastapi)
 echo "servers: installs, loads, and has no torch"

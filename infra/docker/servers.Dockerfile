@@ -18,7 +18,7 @@ COPY infra infra
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     python -m pip --python /opt/venv/bin/python install --disable-pip-version-check --no-deps --target /app .
 # BigQuery's SQL analyzer, compiled for any CPU of this kind: that takes 10 s and 1.1 GB.
-RUN XDG_CACHE_HOME=/opt/cache PYTHONPATH=/app /opt/venv/bin/python -m infra.emulators.bigquery.googlesql.analysis
+RUN XDG_CACHE_HOME=/opt/cache PYTHONPATH=/app /opt/venv/bin/python -m bigquery_emulator.googlesql.analysis
 
 FROM ${PYTHON_BASE}
 # A volume is mounted at the folder of data.

@@ -1,4 +1,4 @@
-"""`python -m tests.infra.bigquery.full_disk_kills FOLDER KILLS`: SIGKILLs, on a disk full at times.
+"""`python -m tests.full_disk_kills FOLDER KILLS`: SIGKILLs, on a disk full at times.
 
 It runs in a mount namespace (`unshare --map-root-user --mount`), where it may mount a small disk.
 """
@@ -13,10 +13,10 @@ from pathlib import Path
 import httpx
 from google.cloud import bigquery
 
-from infra.local.process import Process, free_port, listens
-from tests.infra.bigquery.connecting import connected, rows_of
-from tests.infra.bigquery.test_process import process
+from tests.connecting import connected, rows_of
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
+from tests.process import Process, free_port, listens
+from tests.test_process import process
 
 ANSWERED_BEFORE_A_KILL = 20
 DISK_MIB = 24
@@ -98,7 +98,7 @@ def start_on_a_full_disk(running: Process, port: int, ledger: Ledger) -> None:
         ledger.full_starts += 1
         return
     (line,) = running.log_path.read_text()[said:].splitlines()
-    assert line.startswith("penstock bigquery: cannot open"), line
+    assert line.startswith("bigquery-emulator: cannot open"), line
     ledger.told.append(line)
 
 

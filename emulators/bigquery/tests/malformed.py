@@ -1,6 +1,6 @@
 """Malformed requests by mutation of valid ones, from a seed, and what the server makes of them.
 
-    python -m tests.infra.bigquery.malformed --requests 25000 --seed 1
+    python -m tests.malformed --requests 25000 --seed 1
 
 The long run starts a server of its own and prints what it found. test_malformed.py runs a part.
 """
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from infra.local.process import Process, free_port, listens
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
+from tests.process import Process, free_port, listens
 
 _V2 = "/bigquery/v2"
 _PROJECT = f"{_V2}/projects/p"
@@ -423,7 +423,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     port = free_port()
-    command = [sys.executable, "-m", "infra.emulators.bigquery", "--port", str(port)]
+    command = [sys.executable, "-m", "bigquery_emulator", "--port", str(port)]
     with tempfile.TemporaryDirectory() as folder:
         place = ["--data-dir", f"{folder}/data"]
         with Process("bigquery", [*command, *place], Path(folder)) as process:

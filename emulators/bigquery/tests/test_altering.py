@@ -7,7 +7,7 @@ import pytest
 from google.api_core.exceptions import BadRequest, Conflict, GoogleAPICallError, NotFound
 from google.cloud import bigquery
 
-from tests.infra.bigquery.connecting import rows_of
+from tests.connecting import rows_of
 
 
 @pytest.fixture(autouse=True)

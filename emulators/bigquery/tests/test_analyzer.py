@@ -5,9 +5,9 @@ import contextlib
 import pytest
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TYPE_INT64, TYPE_TIMESTAMP, TypeProto
 
-from infra.emulators.bigquery.errors import InvalidQueryError, UnsupportedError
-from infra.emulators.bigquery.googlesql.analysis import module
-from infra.emulators.bigquery.googlesql.analysis.analyzer import (
+from bigquery_emulator.errors import InvalidQueryError, UnsupportedError
+from bigquery_emulator.googlesql.analysis import module
+from bigquery_emulator.googlesql.analysis.analyzer import (
     Analyzer,
     NamedTable,
     ParameterTypes,

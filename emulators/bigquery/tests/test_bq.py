@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from google.cloud import bigquery
 
-from tests.infra.bigquery.connecting import rows_of
+from tests.connecting import rows_of
 from tests.limits import WAIT_LIMIT_S
 
 BQ = shutil.which("bq")

@@ -7,7 +7,7 @@ import pytest
 from google.api_core.exceptions import GoogleAPICallError
 from google.cloud import bigquery
 
-from tests.infra.bigquery.connecting import rows_of
+from tests.connecting import rows_of
 from tests.limits import WAIT_LIMIT_S
 
 # It would take hours.

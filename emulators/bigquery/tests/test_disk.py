@@ -12,11 +12,11 @@ import psutil
 import pytest
 from google.cloud import bigquery
 
-from infra.emulators.bigquery.store import FILE_NAME, Store
-from infra.local.process import free_port, listens
-from tests.infra.bigquery.connecting import connected, request, rows_of
-from tests.infra.bigquery.test_process import process
+from bigquery_emulator.store import FILE_NAME, Store
+from tests.connecting import connected, request, rows_of
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
+from tests.process import free_port, listens
+from tests.test_process import process
 
 MIB = 1024 * 1024
 LIMIT_BYTES = 20 * MIB
@@ -95,7 +95,9 @@ def test_kills_on_a_disk_that_gets_full_lose_nothing_that_was_answered(tmp_path:
     if not shutil.which("unshare") or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("this machine lets no test mount a disk of its own")
     # The third kill finds the disk full.
-    story = "tests.infra.bigquery.full_disk_kills"
+    story = "tests.full_disk_kills"
     command = [*unshare, sys.executable, "-m", story, str(disk), "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_LIMIT_S)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, cwd=Path(__file__).parents[1]
+    )
     assert done.returncode == 0, done.stderr

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from infra.emulators.bigquery.engine.expiration import expire
-from infra.emulators.bigquery.errors import InvalidError
-from infra.emulators.bigquery.store import Store
-from infra.emulators.bigquery.tables.catalog import TableCatalog
-from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
-from infra.emulators.bigquery.tables.rows import insert_rows
-from infra.emulators.bigquery.tables.schema import Json, parse_schema
+from bigquery_emulator.engine.expiration import expire
+from bigquery_emulator.errors import InvalidError
+from bigquery_emulator.store import Store
+from bigquery_emulator.tables.catalog import TableCatalog
+from bigquery_emulator.tables.resources import DatasetKey, TableKey
+from bigquery_emulator.tables.rows import insert_rows
+from bigquery_emulator.tables.schema import Json, parse_schema
 
 DAY_MS = 86_400_000
 NOW_MS = 20_000 * DAY_MS

@@ -8,8 +8,8 @@ import pytest
 from google.api_core.exceptions import BadRequest, MethodNotImplemented
 from google.cloud import bigquery
 
-from tests.infra.bigquery.connecting import rows_of
-from tests.infra.bigquery.googlesql_cases import (
+from tests.connecting import rows_of
+from tests.googlesql_cases import (
     AGGREGATES,
     ARRAYS,
     CASTS,

@@ -10,7 +10,7 @@ import pytest
 from google.api_core.exceptions import BadRequest
 from google.cloud import bigquery
 
-from tests.infra.bigquery.connecting import rows_of
+from tests.connecting import rows_of
 from tests.limits import WAIT_LIMIT_S
 
 # $__timeGroup(received_at, 5m), and the filters of the editor and of the back end.

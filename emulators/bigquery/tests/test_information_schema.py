@@ -4,7 +4,7 @@ import pytest
 from google.api_core.exceptions import BadRequest, GoogleAPICallError, MethodNotImplemented
 from google.cloud import bigquery
 
-from tests.infra.bigquery.connecting import rows_of
+from tests.connecting import rows_of
 
 VIEWS = "d.INFORMATION_SCHEMA"
 

@@ -9,10 +9,10 @@ import anyio
 import duckdb
 import pytest
 
-from infra.emulators.bigquery.engine.job import BigQueryJob
-from infra.emulators.bigquery.engine.jobs import Jobs
-from infra.emulators.bigquery.engine.query import Result
-from infra.emulators.bigquery.errors import BusyError, NotFoundError
+from bigquery_emulator.engine.job import BigQueryJob
+from bigquery_emulator.engine.jobs import Jobs
+from bigquery_emulator.engine.query import Result
+from bigquery_emulator.errors import BusyError, NotFoundError
 
 pytestmark = pytest.mark.anyio
 

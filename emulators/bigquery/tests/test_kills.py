@@ -6,9 +6,9 @@ from pathlib import Path
 import httpx
 from google.cloud import bigquery
 
-from infra.local.process import free_port, listens
-from tests.infra.bigquery.connecting import connected, rows_of
-from tests.infra.bigquery.test_process import process
+from tests.connecting import connected, rows_of
+from tests.process import free_port, listens
+from tests.test_process import process
 
 KILLS = 10
 ANSWERED_BEFORE_A_KILL = 20

@@ -10,7 +10,7 @@ from google.api_core.exceptions import BadRequest, GoogleAPICallError, NotFound
 from google.cloud import bigquery
 from google.cloud.bigquery import LoadJobConfig, SchemaField
 
-from tests.infra.bigquery.connecting import request, rows_of
+from tests.connecting import request, rows_of
 from tests.limits import WAIT_LIMIT_S
 
 SCHEMA = [SchemaField("id", "INT64", "REQUIRED"), SchemaField("name", "STRING")]

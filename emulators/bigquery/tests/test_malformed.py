@@ -4,8 +4,8 @@ import http.client
 
 import pytest
 
-from tests.infra.bigquery import malformed
-from tests.infra.bigquery.connecting import request
+from tests import malformed
+from tests.connecting import request
 
 
 @pytest.mark.parametrize("seed", [11, 12])

@@ -10,7 +10,7 @@ from google.api_core.exceptions import BadRequest, GoogleAPICallError, MethodNot
 from google.cloud import bigquery
 from google.cloud.bigquery import LoadJobConfig, ParquetOptions, SchemaField
 
-from tests.infra.bigquery.connecting import rows_of
+from tests.connecting import rows_of
 from tests.limits import WAIT_LIMIT_S
 
 PLACE = "d.loaded"

@@ -9,7 +9,7 @@ from google.api_core.exceptions import BadRequest, Conflict, MethodNotImplemente
 from google.cloud import bigquery
 from google.cloud.bigquery import SchemaField, TimePartitioning
 
-from tests.infra.bigquery.connecting import rows_of
+from tests.connecting import rows_of
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("dataset")

@@ -9,7 +9,7 @@ from google.api_core.exceptions import BadRequest
 from google.cloud import bigquery
 from google.cloud.bigquery import SchemaField
 
-from tests.infra.bigquery.connecting import rows_of
+from tests.connecting import rows_of
 
 REFUSED = "without a filter over column.s. 'ts' that can be used for partition elimination"
 SINCE = "ts >= TIMESTAMP '2024-01-01'"

@@ -11,16 +11,16 @@ import anyio
 import pytest
 from google.cloud import bigquery
 
-from infra.emulators.bigquery import serve
-from infra.local.process import Process, free_port, listens
-from tests.infra.bigquery.connecting import connected, request, rows_of
+from bigquery_emulator import serve
+from tests.connecting import connected, request, rows_of
+from tests.process import Process, free_port, listens
 
 
 def command(port: int, data_dir: Path) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "infra.emulators.bigquery",
+        "bigquery_emulator",
         "--port",
         str(port),
         "--data-dir",

@@ -19,7 +19,7 @@ from google.cloud.bigquery import (
     StructQueryParameter,
 )
 
-from tests.infra.bigquery.connecting import request, rows_of
+from tests.connecting import request, rows_of
 from tests.limits import WAIT_LIMIT_S
 
 # Too many pairs to count in the time of a test.

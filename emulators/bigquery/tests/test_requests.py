@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.infra.bigquery.connecting import request
+from tests.connecting import request
 
 JOBS, QUERIES = "/bigquery/v2/projects/p/jobs", "/bigquery/v2/projects/p/queries"
 DATASETS = "/bigquery/v2/projects/p/datasets"

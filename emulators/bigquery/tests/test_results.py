@@ -9,12 +9,12 @@ import pytest
 from google.cloud import bigquery
 from google.cloud.bigquery import QueryJobConfig, ScalarQueryParameter
 
-from infra.emulators.bigquery.engine.query import Queries, Result
-from infra.emulators.bigquery.googlesql.translate import Translator
-from infra.emulators.bigquery.store import Store
-from infra.emulators.bigquery.tables.catalog import TableCatalog
-from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
-from infra.emulators.bigquery.tables.schema import parse_schema
+from bigquery_emulator.engine.query import Queries, Result
+from bigquery_emulator.googlesql.translate import Translator
+from bigquery_emulator.store import Store
+from bigquery_emulator.tables.catalog import TableCatalog
+from bigquery_emulator.tables.resources import DatasetKey, TableKey
+from bigquery_emulator.tables.schema import parse_schema
 
 NUMBERS = "SELECT n, CONCAT('é', CAST(n AS STRING)) AS t FROM UNNEST(GENERATE_ARRAY(1, @most)) AS n"
 

@@ -9,19 +9,19 @@ import anyio
 import httpx
 import pytest
 
-from infra.emulators.bigquery.app import create_app
-from infra.emulators.bigquery.engine.information.views import InformationViews
-from infra.emulators.bigquery.engine.jobs import Jobs
-from infra.emulators.bigquery.engine.query import Queries, Result
-from infra.emulators.bigquery.engine.service import BigQueryService
-from infra.emulators.bigquery.errors import UnavailableError
-from infra.emulators.bigquery.googlesql.translate import Translator
-from infra.emulators.bigquery.store import Store
-from infra.emulators.bigquery.tables.catalog import TableCatalog
-from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
-from infra.emulators.bigquery.tables.schema import parse_schema
-from infra.emulators.bigquery.tables.shapes import Shapes
-from infra.emulators.bigquery.threads import Threads
+from bigquery_emulator.app import create_app
+from bigquery_emulator.engine.information.views import InformationViews
+from bigquery_emulator.engine.jobs import Jobs
+from bigquery_emulator.engine.query import Queries, Result
+from bigquery_emulator.engine.service import BigQueryService
+from bigquery_emulator.errors import UnavailableError
+from bigquery_emulator.googlesql.translate import Translator
+from bigquery_emulator.store import Store
+from bigquery_emulator.tables.catalog import TableCatalog
+from bigquery_emulator.tables.resources import DatasetKey, TableKey
+from bigquery_emulator.tables.schema import parse_schema
+from bigquery_emulator.tables.shapes import Shapes
+from bigquery_emulator.threads import Threads
 from tests.limits import WAIT_LIMIT_S
 
 ONE, OTHER = (TableKey("p", "d", name) for name in ("one", "other"))

@@ -9,11 +9,11 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from infra.emulators.bigquery.engine.expiration import expire
-from infra.emulators.bigquery.store import FILE_NAME, Store
-from infra.emulators.bigquery.tables.catalog import TableCatalog
-from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
-from infra.emulators.bigquery.tables.schema import Field
+from bigquery_emulator.engine.expiration import expire
+from bigquery_emulator.store import FILE_NAME, Store
+from bigquery_emulator.tables.catalog import TableCatalog
+from bigquery_emulator.tables.resources import DatasetKey, TableKey
+from bigquery_emulator.tables.schema import Field
 from tests.limits import START_LIMIT_S
 
 GOOD, BAD = TableKey("p", "d", "good"), TableKey("p", "d", "bad")
@@ -122,7 +122,7 @@ def refusal_of_a_start(data_dir: Path) -> str:
     """The one line that a server says which does not start."""
     run = subprocess.run(
         [
-            *(sys.executable, "-m", "infra.emulators.bigquery", "--port", "0"),
+            *(sys.executable, "-m", "bigquery_emulator", "--port", "0"),
             *("--data-dir", str(data_dir)),
         ],
         capture_output=True,
@@ -132,5 +132,5 @@ def refusal_of_a_start(data_dir: Path) -> str:
     )
     assert (run.returncode, run.stdout) == (1, "")
     (said,) = run.stderr.splitlines()
-    assert said.startswith("penstock bigquery: cannot ")
+    assert said.startswith("bigquery-emulator: cannot ")
     return said

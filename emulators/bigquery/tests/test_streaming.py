@@ -12,7 +12,7 @@ from google.cloud.bigquery import SchemaField
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.infra.bigquery.connecting import rows_of
+from tests.connecting import rows_of
 
 SCHEMA = [
     SchemaField("id", "INT64", "REQUIRED"),

@@ -4,7 +4,7 @@ import pytest
 from google.api_core.exceptions import BadRequest, MethodNotImplemented, NotFound
 from google.cloud import bigquery
 
-from tests.infra.bigquery.connecting import rows_of
+from tests.connecting import rows_of
 
 
 @pytest.fixture

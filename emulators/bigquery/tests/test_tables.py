@@ -11,7 +11,7 @@ from google.api_core.exceptions import (
 from google.cloud import bigquery
 from google.cloud.bigquery import SchemaField
 
-from tests.infra.bigquery.connecting import rows_of
+from tests.connecting import rows_of
 
 SCHEMA = [
     SchemaField("id", "INTEGER", "REQUIRED", description="who"),

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 from google.cloud import bigquery
 
-from infra.emulators.bigquery.errors import ServiceError
-from infra.emulators.bigquery.googlesql.analysis.analyzer import (
+from bigquery_emulator.errors import ServiceError
+from bigquery_emulator.googlesql.analysis.analyzer import (
     Analyzer,
     NamedTable,
     ParameterTypes,
 )
-from infra.emulators.bigquery.googlesql.analysis.tree import Node
-from infra.emulators.bigquery.googlesql.templates import StatementText
-from infra.emulators.bigquery.googlesql.translate import Statement, Translator
-from infra.emulators.bigquery.store import Store
-from infra.emulators.bigquery.tables.catalog import TableCatalog
-from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
-from infra.emulators.bigquery.tables.schema import parse_schema
-from tests.infra.bigquery.connecting import rows_of
-from tests.infra.bigquery.oracle.test_oracle import QUERIES, queries_of
+from bigquery_emulator.googlesql.analysis.tree import Node
+from bigquery_emulator.googlesql.templates import StatementText
+from bigquery_emulator.googlesql.translate import Statement, Translator
+from bigquery_emulator.store import Store
+from bigquery_emulator.tables.catalog import TableCatalog
+from bigquery_emulator.tables.resources import DatasetKey, TableKey
+from bigquery_emulator.tables.schema import parse_schema
+from tests.connecting import rows_of
+from tests.oracle.test_oracle import QUERIES, queries_of
 
 DATASET = DatasetKey("p", "d")
 COLUMNS = {

@@ -7,7 +7,7 @@ from google.api_core.exceptions import BadRequest, MethodNotImplemented
 from google.cloud import bigquery
 from google.cloud.bigquery import SchemaField
 
-from tests.infra.bigquery.connecting import rows_of
+from tests.connecting import rows_of
 from tests.limits import WAIT_LIMIT_S
 
 SCHEMA = [

@@ -1,4 +1,4 @@
-"""`python -m tests.infra.pubsub.full_disk FOLDER`: a server on a disk of its own that gets full.
+"""`python -m tests.full_disk FOLDER`: a server on a disk of its own that gets full.
 
 It runs in a mount namespace (`unshare --map-root-user --mount`), where it may mount a small disk.
 """
@@ -11,9 +11,9 @@ from typing import Any
 
 import grpc
 
-from tests.infra.pubsub.kept_server import KeptServer
-from tests.infra.pubsub.wire import Wire, connect
+from tests.kept_server import KeptServer
 from tests.limits import WAIT_LIMIT_S
+from tests.wire import Wire, connect
 
 TOPIC, SUBSCRIPTION = "projects/p/topics/jobs", "projects/p/subscriptions/one"
 DISK = "size=24m"

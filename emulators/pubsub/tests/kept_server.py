@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from infra.local.process import free_port
 from tests.limits import WAIT_LIMIT_S
+from tests.process import free_port
 
 
 class KeptServer:
@@ -30,7 +30,7 @@ class KeptServer:
         command = [
             sys.executable,
             "-m",
-            "infra.emulators.pubsub",
+            "pubsub_emulator",
             f"--port={self.port}",
             f"--data-dir={self._data_dir}",
         ]

@@ -1,4 +1,4 @@
-"""`python -m tests.infra.pubsub.malformed COUNT [SEED]`: requests that no client would send.
+"""`python -m tests.malformed COUNT [SEED]`: requests that no client would send.
 
 They are made from the descriptors of all methods: wrong names, huge numbers, odd masks, unknown
 enums, cut protobufs, bytes that are no HTTP/2. Half of them go over REST. The server must refuse
@@ -18,13 +18,13 @@ import grpc
 import psutil
 from google.protobuf.descriptor import FieldDescriptor
 
-from infra.emulators.pubsub.calls.broker import Broker
-from infra.emulators.pubsub.protocols.methods import SUBSCRIBER, unary_methods
-from infra.emulators.pubsub.protos import message_class
-from tests.infra.pubsub.kept_server import KeptServer
-from tests.infra.pubsub.malformed_rest import RestRequests, send
-from tests.infra.pubsub.wire import TOPIC, Wire, connect
+from pubsub_emulator.calls.broker import Broker
+from pubsub_emulator.protocols.methods import SUBSCRIBER, unary_methods
+from pubsub_emulator.protos import message_class
+from tests.kept_server import KeptServer
 from tests.limits import WAIT_LIMIT_S
+from tests.malformed_rest import RestRequests, send
+from tests.wire import TOPIC, Wire, connect
 
 AT_A_TIME = 16
 CALL_LIMIT_S = 3.0

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from google.protobuf import json_format
 
-from infra.emulators.pubsub.protocols.rest_rules import RULES, Rule
+from pubsub_emulator.protocols.rest_rules import RULES, Rule
 from tests.limits import WAIT_LIMIT_S
 
 PULL_LIMIT_S = 3.0

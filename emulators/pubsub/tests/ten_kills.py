@@ -1,4 +1,4 @@
-"""`python -m tests.infra.pubsub.ten_kills FOLDER [SEED]`: ten SIGKILLs, on a disk full at times.
+"""`python -m tests.ten_kills FOLDER [SEED]`: ten SIGKILLs, on a disk full at times.
 
 The seed draws how large messages are, and how long after a refusal a kill comes.
 
@@ -16,10 +16,10 @@ from typing import Any
 
 import grpc
 
-from tests.infra.pubsub.full_disk import DISK
-from tests.infra.pubsub.kept_server import KeptServer
-from tests.infra.pubsub.wire import Wire, connect
+from tests.full_disk import DISK
+from tests.kept_server import KeptServer
 from tests.limits import WAIT_LIMIT_S
+from tests.wire import Wire, connect
 
 TOPIC = "projects/p/topics/jobs"
 PLAIN, ORDERED, ONCE = (f"projects/p/subscriptions/{name}" for name in ("plain", "ordered", "once"))

@@ -8,15 +8,15 @@ from typing import Any
 import grpc
 import pytest
 
-from infra.emulators.pubsub.errors import ServerUnavailable
-from infra.emulators.pubsub.protocols import delivery_order, slices
-from infra.emulators.pubsub.protocols.methods import Answer, unary_methods
-from infra.emulators.pubsub.protos import message_class
-from infra.emulators.pubsub.server import PubsubServer, serve
-from infra.emulators.pubsub.state.consumers import Consumer
-from infra.emulators.pubsub.state.topic import STEP_SINKS
-from infra.emulators.pubsub.storage.database import Database, WriteFailed
-from tests.infra.pubsub.wire import TOPIC, Wire, connect, until
+from pubsub_emulator.errors import ServerUnavailable
+from pubsub_emulator.protocols import delivery_order, slices
+from pubsub_emulator.protocols.methods import Answer, unary_methods
+from pubsub_emulator.protos import message_class
+from pubsub_emulator.server import PubsubServer, serve
+from pubsub_emulator.state.consumers import Consumer
+from pubsub_emulator.state.topic import STEP_SINKS
+from pubsub_emulator.storage.database import Database, WriteFailed
+from tests.wire import TOPIC, Wire, connect, until
 
 SUBSCRIPTION = "projects/p/subscriptions/one"
 pytestmark = pytest.mark.anyio

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.emulators.pubsub.protos import Schema
-from infra.emulators.pubsub.schemas.definition import Definition, read_definition
-from infra.emulators.pubsub.schemas.mismatch import MAX_DEPTH, Budget, Mismatch
+from pubsub_emulator.protos import Schema
+from pubsub_emulator.schemas.definition import Definition, read_definition
+from pubsub_emulator.schemas.mismatch import MAX_DEPTH, Budget, Mismatch
 
 AVRO = 2
 LIST = {

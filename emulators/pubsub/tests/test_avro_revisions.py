@@ -11,11 +11,11 @@ from avro.compatibility import ReaderWriterCompatibilityChecker, SchemaCompatibi
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.emulators.pubsub.errors import InvalidArgument
-from infra.emulators.pubsub.schemas.avro_changes import check_changes
-from infra.emulators.pubsub.schemas.mismatch import Malformed
-from tests.infra.pubsub.test_schemas import NAME, commit, create, get, revision_ids
-from tests.infra.pubsub.world import World
+from pubsub_emulator.errors import InvalidArgument
+from pubsub_emulator.schemas.avro_changes import check_changes
+from pubsub_emulator.schemas.mismatch import Malformed
+from tests.test_schemas import NAME, commit, create, get, revision_ids
+from tests.world import World
 
 
 def record(*fields: dict[str, Any], name: str = "User", **more: Any) -> dict[str, Any]:

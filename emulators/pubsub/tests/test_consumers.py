@@ -1,6 +1,6 @@
 """Flow control and fairness between the consumers of one subscription."""
 
-from tests.infra.pubsub.world import World
+from tests.world import World
 
 
 def test_consumer_takes_no_more_than_it_has_room_for(world: World) -> None:

@@ -16,9 +16,9 @@ from google.cloud.pubsub_v1.subscriber.message import Message
 from google.cloud.pubsub_v1.types import PublisherOptions
 from google.pubsub_v1.types import Schema
 
-from tests.infra.pubsub.kept_server import KeptServer
-from tests.infra.pubsub.wire import connect
+from tests.kept_server import KeptServer
 from tests.limits import WAIT_LIMIT_S
+from tests.wire import connect
 
 TOPIC, SUBSCRIPTION, SECOND = (
     "projects/p/topics/jobs",

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.emulators.pubsub.storage import integrity
-from infra.emulators.pubsub.storage.data_dir import durable_broker
-from infra.emulators.pubsub.storage.database import FILE_NAME, opened_database
-from tests.infra.pubsub.world import KeptWorld, kept_world, subscription_path
+from pubsub_emulator.storage import integrity
+from pubsub_emulator.storage.data_dir import durable_broker
+from pubsub_emulator.storage.database import FILE_NAME, opened_database
+from tests.world import KeptWorld, kept_world, subscription_path
 
 LOG = FILE_NAME + "-wal"
 COMMITS = 50

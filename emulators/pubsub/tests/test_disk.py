@@ -15,27 +15,27 @@ import grpc
 import psutil
 import pytest
 
-from infra.emulators.pubsub.errors import ServerUnavailable
-from infra.emulators.pubsub.protos import message_class
-from infra.emulators.pubsub.server import PubsubServer, serve
-from infra.emulators.pubsub.state.timers import Timers
-from infra.emulators.pubsub.state.topic import Topic
-from infra.emulators.pubsub.storage import reserve
-from infra.emulators.pubsub.storage.changes import Changes
-from infra.emulators.pubsub.storage.commit_thread import CommitThread
-from infra.emulators.pubsub.storage.database import (
+from pubsub_emulator.errors import ServerUnavailable
+from pubsub_emulator.protos import message_class
+from pubsub_emulator.server import PubsubServer, serve
+from pubsub_emulator.state.timers import Timers
+from pubsub_emulator.state.topic import Topic
+from pubsub_emulator.storage import reserve
+from pubsub_emulator.storage.changes import Changes
+from pubsub_emulator.storage.commit_thread import CommitThread
+from pubsub_emulator.storage.database import (
     FILE_NAME,
     Database,
     WriteFailed,
     opened_database,
 )
-from infra.emulators.pubsub.storage.durable import DurableJournal
-from infra.emulators.pubsub.storage.integrity import LastCommit
-from infra.emulators.pubsub.storage.reserve import Reserve
-from tests.infra.pubsub.kept_server import KeptServer
-from tests.infra.pubsub.wire import Wire, connect, until
-from tests.infra.pubsub.world import KeptWorld, topic_path
+from pubsub_emulator.storage.durable import DurableJournal
+from pubsub_emulator.storage.integrity import LastCommit
+from pubsub_emulator.storage.reserve import Reserve
+from tests.kept_server import KeptServer
 from tests.limits import WAIT_LIMIT_S
+from tests.wire import Wire, connect, until
+from tests.world import KeptWorld, topic_path
 
 TOPIC, SUBSCRIPTION = "projects/p/topics/jobs", "projects/p/subscriptions/one"
 MIB = 1024**2
@@ -184,8 +184,10 @@ def test_disk_that_gets_full_loses_nothing_and_starts_and_has_room_again(
     probe = [*unshare, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
     if not shutil.which("unshare") or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("this machine lets no test mount a disk of its own")
-    command = [*unshare, sys.executable, "-m", f"tests.infra.pubsub.{story}", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_LIMIT_S)
+    command = [*unshare, sys.executable, "-m", f"tests.{story}", str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, cwd=Path(__file__).parents[1]
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from infra.emulators.pubsub.errors import INVALID_ACK_ID, AckIdsRefused, InvalidArgument
-from tests.infra.pubsub.world import World
+from pubsub_emulator.errors import INVALID_ACK_ID, AckIdsRefused, InvalidArgument
+from tests.world import World
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from infra.emulators.pubsub.errors import InvalidArgument
-from infra.emulators.pubsub.state.filter import AllOf, Equals, parse_filter
-from tests.infra.pubsub.world import World, message, subscription_path
+from pubsub_emulator.errors import InvalidArgument
+from pubsub_emulator.state.filter import AllOf, Equals, parse_filter
+from tests.world import World, message, subscription_path
 
 MESSAGES: dict[int, dict[str, str]] = {
     1: {"lang": "en", "name": "com", "timezone": "UTC"},

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.emulators.pubsub.errors import InvalidArgument
-from infra.emulators.pubsub.state.filter import parse_filter
+from pubsub_emulator.errors import InvalidArgument
+from pubsub_emulator.state.filter import parse_filter
 
 KEYS = ("a", "b-c", "d_9", "NOT", "with space", "み", 'quo"te', "back\\slash", "new\nline")
 VALUES = ("", "x", "xy", "xyz", "み", '"', "\\", "\x00\x7f")

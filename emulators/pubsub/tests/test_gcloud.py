@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(shutil.which("gcloud") is None, reason="needs gc
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    command = [sys.executable, "-m", "infra.emulators.pubsub", "--port=0", "--rest-port=0"]
+    command = [sys.executable, "-m", "pubsub_emulator", "--port=0", "--rest-port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()

@@ -2,9 +2,9 @@
 
 import pytest
 
-from infra.emulators.pubsub.errors import InvalidArgument
-from infra.emulators.pubsub.state.ack_calls import modify_ack_deadline
-from tests.infra.pubsub.world import World, message
+from pubsub_emulator.errors import InvalidArgument
+from pubsub_emulator.state.ack_calls import modify_ack_deadline
+from tests.world import World, message
 
 
 def test_message_is_out_once_until_its_lease_ends(world: World) -> None:

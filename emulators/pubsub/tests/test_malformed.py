@@ -5,13 +5,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from infra.emulators.pubsub.protocols.methods import PUBLISHER
-from infra.emulators.pubsub.server import serve
-from tests.infra.pubsub import malformed
+from pubsub_emulator.protocols.methods import PUBLISHER
+from pubsub_emulator.server import serve
+from tests import malformed
 
 pytestmark = pytest.mark.anyio
 COUNT = 2000
-"""Thousands more: `python -m tests.infra.pubsub.malformed 25000`."""
+"""Thousands more: `python -m tests.malformed 25000`."""
 
 
 async def test_malformed_requests_are_refused_with_a_reason_and_leave_nothing(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tests.infra.pubsub.world import Pulled, World, message, topic_path
+from tests.world import Pulled, World, message, topic_path
 
 
 def ordered_world(**fields: Any) -> World:

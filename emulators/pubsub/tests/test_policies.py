@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from infra.emulators.pubsub.errors import ChangedMeanwhile, InvalidArgument, ResourceNotFound
-from tests.infra.pubsub.world import (
+from pubsub_emulator.errors import ChangedMeanwhile, InvalidArgument, ResourceNotFound
+from tests.world import (
     PROJECT,
     KeptWorld,
     World,

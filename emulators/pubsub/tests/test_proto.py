@@ -14,11 +14,11 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.emulators.pubsub.errors import InvalidArgument, ServerUnavailable
-from infra.emulators.pubsub.protos import Schema
-from infra.emulators.pubsub.schemas import protoc
-from infra.emulators.pubsub.schemas.definition import Definition, read_definition
-from infra.emulators.pubsub.schemas.mismatch import MAX_DEPTH, Budget, Mismatch
+from pubsub_emulator.errors import InvalidArgument, ServerUnavailable
+from pubsub_emulator.protos import Schema
+from pubsub_emulator.schemas import protoc
+from pubsub_emulator.schemas.definition import Definition, read_definition
+from pubsub_emulator.schemas.mismatch import MAX_DEPTH, Budget, Mismatch
 
 PROTOCOL_BUFFER = 1
 PROTO3 = 'syntax = "proto3";'

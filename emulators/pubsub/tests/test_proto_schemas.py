@@ -9,14 +9,14 @@ import grpc
 import httpx
 import pytest
 
-from infra.emulators.pubsub.errors import InvalidArgument, MessageRefused
-from infra.emulators.pubsub.protos import Schema, message_class
-from infra.emulators.pubsub.schemas import proto_definition
-from infra.emulators.pubsub.schemas.protoc import compile_definition
-from infra.emulators.pubsub.server import serve
-from tests.infra.pubsub.wire import Wire, connect
-from tests.infra.pubsub.world import PROJECT, KeptWorld, World, message
+from pubsub_emulator.errors import InvalidArgument, MessageRefused
+from pubsub_emulator.protos import Schema, message_class
+from pubsub_emulator.schemas import proto_definition
+from pubsub_emulator.schemas.protoc import compile_definition
+from pubsub_emulator.server import serve
 from tests.limits import WAIT_LIMIT_S
+from tests.wire import Wire, connect
+from tests.world import PROJECT, KeptWorld, World, message
 
 NAME = f"{PROJECT}/schemas/state"
 AVRO, PROTOCOL_BUFFER = 2, 1

@@ -2,9 +2,9 @@
 
 import pytest
 
-from infra.emulators.pubsub.errors import InvalidArgument
-from infra.emulators.pubsub.protos import PubsubMessage
-from tests.infra.pubsub.world import World, message
+from pubsub_emulator.errors import InvalidArgument
+from pubsub_emulator.protos import PubsubMessage
+from tests.world import World, message
 
 
 def test_ids_are_unique_and_in_order(world: World) -> None:

@@ -5,8 +5,8 @@ import asyncio
 import grpc
 import pytest
 
-from infra.emulators.pubsub.server import PubsubServer
-from tests.infra.pubsub.wire import TOPIC, Wire, until
+from pubsub_emulator.server import PubsubServer
+from tests.wire import TOPIC, Wire, until
 
 pytestmark = pytest.mark.anyio
 

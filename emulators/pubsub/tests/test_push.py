@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from infra.emulators.pubsub.protos import message_class
-from infra.emulators.pubsub.push.connection import PushConnection
-from infra.emulators.pubsub.server import PubsubServer, serve
-from tests.infra.pubsub.endpoint import Endpoint, listening_endpoint
-from tests.infra.pubsub.wire import TOPIC, Wire, connect, until
+from pubsub_emulator.protos import message_class
+from pubsub_emulator.push.connection import PushConnection
+from pubsub_emulator.server import PubsubServer, serve
+from tests.endpoint import Endpoint, listening_endpoint
+from tests.wire import TOPIC, Wire, connect, until
 
 pytestmark = pytest.mark.anyio
 

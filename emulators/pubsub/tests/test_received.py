@@ -2,10 +2,10 @@
 
 import pytest
 
-from infra.emulators.pubsub.protos import PubsubMessage, PullResponse, message_class
-from infra.emulators.pubsub.state.consumers import Delivery
-from infra.emulators.pubsub.state.message import Storage, StoredMessage
-from infra.emulators.pubsub.state.received import received_message
+from pubsub_emulator.protos import PubsubMessage, PullResponse, message_class
+from pubsub_emulator.state.consumers import Delivery
+from pubsub_emulator.state.message import Storage, StoredMessage
+from pubsub_emulator.state.received import received_message
 
 
 def delivery_of(proto: PubsubMessage) -> Delivery:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from infra.emulators.pubsub.errors import (
+from pubsub_emulator.errors import (
     FailedPrecondition,
     InvalidArgument,
     PubsubError,
@@ -12,7 +12,7 @@ from infra.emulators.pubsub.errors import (
     ResourceNotFound,
     Unimplemented,
 )
-from tests.infra.pubsub.world import PROJECT, World, subscription_path, topic_path
+from tests.world import PROJECT, World, subscription_path, topic_path
 
 
 def get(world: World, subscription_id: str = "workers") -> Any:

@@ -14,10 +14,10 @@ from google.pubsub_v1.services.subscriber.transports import rest_base as subscri
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infra.emulators.pubsub.protocols.rest_rules import RULES, Rule, find_rule
-from infra.emulators.pubsub.server import PubsubServer, serve
-from tests.infra.pubsub.wire import connect, until
+from pubsub_emulator.protocols.rest_rules import RULES, Rule, find_rule
+from pubsub_emulator.server import PubsubServer, serve
 from tests.limits import WAIT_LIMIT_S
+from tests.wire import connect, until
 
 TOPIC = "/v1/projects/p/topics/jobs"
 SUBSCRIPTION = "/v1/projects/p/subscriptions/workers"

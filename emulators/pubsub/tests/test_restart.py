@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from infra.emulators.pubsub.errors import AckIdsRefused, ResourceNotFound
-from tests.infra.pubsub.world import (
+from pubsub_emulator.errors import AckIdsRefused, ResourceNotFound
+from tests.world import (
     KeptWorld,
     message,
     snapshot_path,

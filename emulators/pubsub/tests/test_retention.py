@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import pytest
 
-from infra.emulators.pubsub.errors import InvalidArgument, ResourceExhausted, ResourceNotFound
-from tests.infra.pubsub.world import World, message, subscription_path, topic_path
+from pubsub_emulator.errors import InvalidArgument, ResourceExhausted, ResourceNotFound
+from tests.world import World, message, subscription_path, topic_path
 
 DAY_S = 86400
 

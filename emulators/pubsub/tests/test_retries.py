@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from infra.emulators.pubsub.errors import InvalidArgument, ResourceNotFound
-from tests.infra.pubsub.world import World, message, topic_path
+from pubsub_emulator.errors import InvalidArgument, ResourceNotFound
+from tests.world import World, message, topic_path
 
 
 def dead_letter_world(**fields: Any) -> World:

@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
-from infra.emulators.pubsub.errors import (
+from pubsub_emulator.errors import (
     FailedPrecondition,
     InvalidArgument,
     MessageRefused,
@@ -15,13 +15,13 @@ from infra.emulators.pubsub.errors import (
     ResourceExists,
     ResourceNotFound,
 )
-from infra.emulators.pubsub.protos import Schema, message_class
-from infra.emulators.pubsub.schemas.definition import MAX_DEFINITION_BYTES
-from infra.emulators.pubsub.server import PubsubServer
-from infra.emulators.pubsub.state.message import cost_of
-from infra.emulators.pubsub.state.schema import MAX_REVISIONS
-from tests.infra.pubsub.wire import connect
-from tests.infra.pubsub.world import (
+from pubsub_emulator.protos import Schema, message_class
+from pubsub_emulator.schemas.definition import MAX_DEFINITION_BYTES
+from pubsub_emulator.server import PubsubServer
+from pubsub_emulator.state.message import cost_of
+from pubsub_emulator.state.schema import MAX_REVISIONS
+from tests.wire import connect
+from tests.world import (
     PROJECT,
     KeptWorld,
     World,

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from infra.emulators.pubsub.errors import (
+from pubsub_emulator.errors import (
     FailedPrecondition,
     InvalidArgument,
     ResourceExists,
     ResourceNotFound,
 )
-from infra.emulators.pubsub.protos import message_class
-from tests.infra.pubsub.world import World, message, snapshot_path, subscription_path, topic_path
+from pubsub_emulator.protos import message_class
+from tests.world import World, message, snapshot_path, subscription_path, topic_path
 
 DAY_S = 86400
 

@@ -14,12 +14,12 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from infra.emulators.pubsub.protos import message_class
-from infra.emulators.pubsub.server import serve
-from tests.infra.pubsub.wire import connect, until
+from pubsub_emulator.protos import message_class
+from pubsub_emulator.server import serve
 from tests.limits import WAIT_LIMIT_S
+from tests.wire import connect, until
 
-COMMAND = [sys.executable, "-m", "infra.emulators.pubsub"]
+COMMAND = [sys.executable, "-m", "pubsub_emulator"]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from tests.infra.pubsub.world import (
+from tests.world import (
     KeptWorld,
     Pulled,
     World,

@@ -6,8 +6,8 @@ from contextlib import AsyncExitStack
 import grpc
 import pytest
 
-from infra.emulators.pubsub.server import PubsubServer, serve
-from tests.infra.pubsub.wire import TOPIC, Wire, connect, until
+from pubsub_emulator.server import PubsubServer, serve
+from tests.wire import TOPIC, Wire, connect, until
 
 pytestmark = pytest.mark.anyio
 

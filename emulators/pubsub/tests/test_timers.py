@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from infra.emulators.pubsub.state.timers import Timers
+from pubsub_emulator.state.timers import Timers
 
 
 class Clock:

@@ -5,7 +5,7 @@ before.
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.infra.pubsub.world import Pulled, Reader, World, subscription_path
+from tests.world import Pulled, Reader, World, subscription_path
 
 
 class Wakes(RuleBasedStateMachine):

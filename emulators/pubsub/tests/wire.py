@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from infra.emulators.pubsub.protos import message_class
+from pubsub_emulator.protos import message_class
 from tests.limits import WAIT_LIMIT_S
 
 TOPIC = "projects/p/topics/jobs"

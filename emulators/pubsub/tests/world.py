@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.emulators.pubsub.calls.broker import DEFAULT_STORAGE_BYTES, Broker
-from infra.emulators.pubsub.protos import PubsubMessage, PullResponse, message_class
-from infra.emulators.pubsub.state.consumers import Consumer
-from infra.emulators.pubsub.storage.data_dir import restore
-from infra.emulators.pubsub.storage.database import Database, opened_database
-from infra.emulators.pubsub.storage.durable import DurableJournal
+from pubsub_emulator.calls.broker import DEFAULT_STORAGE_BYTES, Broker
+from pubsub_emulator.protos import PubsubMessage, PullResponse, message_class
+from pubsub_emulator.state.consumers import Consumer
+from pubsub_emulator.storage.data_dir import restore
+from pubsub_emulator.storage.database import Database, opened_database
+from pubsub_emulator.storage.durable import DurableJournal
 
 PROJECT = "projects/test-project"
 

@@ -36,8 +36,8 @@ MODULES = {
     "functions": {"workers.functions.main"},
     "servers": {
         "infra.cli",
-        "infra.emulators.bigquery.__main__",
-        "infra.emulators.pubsub.__main__",
+        "bigquery_emulator.__main__",
+        "pubsub_emulator.__main__",
         "infra.local.provision_servers",
     },
     "worker": {"workers.__main__", "workers.runtime.server", "workers.models"},

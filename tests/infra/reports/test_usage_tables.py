@@ -5,7 +5,9 @@ write.
 import datetime as dt
 import random
 import time
+import uuid
 from collections import defaultdict
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, get_args, get_type_hints
 
@@ -23,7 +25,7 @@ from shared.reports.question import ReportQuestion
 from shared.reports.runner import ReportRunner
 from shared.usage.row import Row, row_of
 from shared.usage.writer import fields_of
-from tests.infra.bigquery.connecting import rows_of
+from tests.bigquery_client import connected, rows_of
 from tests.limits import WAIT_LIMIT_S
 
 NOW_S = round(time.time(), 6)
@@ -45,6 +47,12 @@ def row(request: str, **given: Any) -> dict[str, Any]:
         "attempt": 1,
     }
     return fields_of(Row(row_id=f"{request}:0", request_id=request, item=0, **{**known, **given}))
+
+
+@pytest.fixture
+def client(bigquery_endpoint: str) -> Iterator[bigquery.Client]:
+    with connected(bigquery_endpoint, f"p-{uuid.uuid4().hex[:12]}") as client:
+        yield client
 
 
 @pytest.fixture

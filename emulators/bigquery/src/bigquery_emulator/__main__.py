@@ -1,4 +1,4 @@
-"""Runs the embedded BigQuery: `python -m infra.emulators.bigquery --port 9050 --data-dir DIR`."""
+"""`bigquery-emulator`, or `python -m bigquery_emulator`: serves until SIGTERM or SIGINT."""
 
 import argparse
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import anyio
 
-from infra.emulators.bigquery.server import serve
+from bigquery_emulator.server import serve
 
 DEFAULT_PORT = 9050
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 where the port or the data directory can't be had.
     """
     parser = argparse.ArgumentParser(
-        prog="penstock bigquery", description="Serve the embedded BigQuery, over DuckDB."
+        prog="bigquery-emulator", description="Serve BigQuery's REST API v2 over DuckDB."
     )
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         anyio.run(_run, options.host, options.port, options.data_dir)
     except OSError as error:
-        print(f"penstock bigquery: {error}", file=sys.stderr)
+        print(f"bigquery-emulator: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
-from infra.emulators.bigquery.engine.service import BigQueryService
-from infra.emulators.bigquery.errors import NotFoundError, ServiceError
-from infra.emulators.bigquery.routes import datasets, discovery, jobs, tabledata, tables, uploads
-from infra.emulators.bigquery.routes.messages import answer_error
+from bigquery_emulator.engine.service import BigQueryService
+from bigquery_emulator.errors import NotFoundError, ServiceError
+from bigquery_emulator.routes import datasets, discovery, jobs, tabledata, tables, uploads
+from bigquery_emulator.routes.messages import answer_error
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
 _DATASETS = "/projects/{project}/datasets"

@@ -10,17 +10,17 @@ import duckdb
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
-from infra.emulators.bigquery.app import create_app
-from infra.emulators.bigquery.engine.expiration import expire_forever
-from infra.emulators.bigquery.engine.information.views import InformationViews
-from infra.emulators.bigquery.engine.jobs import Jobs
-from infra.emulators.bigquery.engine.query import Queries, Result
-from infra.emulators.bigquery.engine.service import BigQueryService
-from infra.emulators.bigquery.googlesql.translate import Translator
-from infra.emulators.bigquery.store import Store
-from infra.emulators.bigquery.tables.catalog import TableCatalog
-from infra.emulators.bigquery.threads import Threads
-from infra.emulators.web_server import answering, bound
+from bigquery_emulator.app import create_app
+from bigquery_emulator.engine.expiration import expire_forever
+from bigquery_emulator.engine.information.views import InformationViews
+from bigquery_emulator.engine.jobs import Jobs
+from bigquery_emulator.engine.query import Queries, Result
+from bigquery_emulator.engine.service import BigQueryService
+from bigquery_emulator.googlesql.translate import Translator
+from bigquery_emulator.store import Store
+from bigquery_emulator.tables.catalog import TableCatalog
+from bigquery_emulator.threads import Threads
+from bigquery_emulator.web_server import answering, bound
 
 _BACKLOG = 1_024
 

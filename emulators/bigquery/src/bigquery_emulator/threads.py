@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import anyio
 
-from infra.emulators.bigquery.errors import BusyError
+from bigquery_emulator.errors import BusyError
 
 _Found = TypeVar("_Found")
 _READERS = 8

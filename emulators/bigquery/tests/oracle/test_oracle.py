@@ -3,7 +3,7 @@
 The files in `queries` have a query a line. Each must give the evaluator's value and order, fail
 where the evaluator fails, or be refused as unsupported. What is refused is written down in
 `unsupported.txt`, so that support can't shrink unseen: `python -m
-tests.infra.bigquery.oracle.test_oracle` writes it anew.
+tests.oracle.test_oracle` writes it anew.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.infra.bigquery.oracle.expressions import (
+from tests.oracle.expressions import (
     random_query,
     random_table_query,
 )
-from tests.infra.bigquery.oracle.world import Found, World
+from tests.oracle.world import Found, World
 
 QUERIES = Path(__file__).parent / "queries"
 _UNSUPPORTED = Path(__file__).parent / "unsupported.txt"

@@ -15,25 +15,25 @@ from zetasql.wasi._pb2.zetasql.proto.options_pb2 import AnalyzerOptionsProto
 from zetasql.wasi._pb2.zetasql.proto.simple_catalog_pb2 import SimpleCatalogProto
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
-from infra.emulators.bigquery.engine.query import Queries, Result
-from infra.emulators.bigquery.errors import ServiceError, UnsupportedError
-from infra.emulators.bigquery.googlesql.analysis.analyzer import (
+from bigquery_emulator.engine.query import Queries, Result
+from bigquery_emulator.errors import ServiceError, UnsupportedError
+from bigquery_emulator.googlesql.analysis.analyzer import (
     NamedTable,
     ParameterTypes,
 )
-from infra.emulators.bigquery.googlesql.analysis.language import language
-from infra.emulators.bigquery.googlesql.analysis.module import (
+from bigquery_emulator.googlesql.analysis.language import language
+from bigquery_emulator.googlesql.analysis.module import (
     AnalyzerModule,
     AnalyzerRefusedError,
     AnalyzerTrappedError,
 )
-from infra.emulators.bigquery.googlesql.analysis.types import type_of_field
-from infra.emulators.bigquery.googlesql.translate import Translator
-from infra.emulators.bigquery.store import Store
-from infra.emulators.bigquery.tables.catalog import TableCatalog
-from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
-from infra.emulators.bigquery.tables.rows import readable_columns
-from infra.emulators.bigquery.tables.schema import parse_schema, quoted
+from bigquery_emulator.googlesql.analysis.types import type_of_field
+from bigquery_emulator.googlesql.translate import Translator
+from bigquery_emulator.store import Store
+from bigquery_emulator.tables.catalog import TableCatalog
+from bigquery_emulator.tables.resources import DatasetKey, TableKey
+from bigquery_emulator.tables.rows import readable_columns
+from bigquery_emulator.tables.schema import parse_schema, quoted
 
 _REFUSAL = "not supported by the embedded BigQuery"
 DATASET = DatasetKey("p", "d")

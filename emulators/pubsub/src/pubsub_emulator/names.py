@@ -6,7 +6,7 @@ Rules: https://cloud.google.com/pubsub/docs/pubsub-basics#resource_names
 import re
 from typing import Any
 
-from infra.emulators.pubsub.errors import InvalidArgument
+from pubsub_emulator.errors import InvalidArgument
 
 _FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799
 """The years 1 to 9999. Source: google/protobuf/timestamp.proto."""

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import grpc
 
-from infra.emulators.pubsub.calls.broker import DEFAULT_STORAGE_BYTES, Broker
-from infra.emulators.pubsub.errors import ServerUnavailable
-from infra.emulators.pubsub.protocols.grpc_handlers import service_handlers
-from infra.emulators.pubsub.push.loop import push_loops
-from infra.emulators.pubsub.state.timers import Timers
-from infra.emulators.pubsub.storage.data_dir import durable_broker
+from pubsub_emulator.calls.broker import DEFAULT_STORAGE_BYTES, Broker
+from pubsub_emulator.errors import ServerUnavailable
+from pubsub_emulator.protocols.grpc_handlers import service_handlers
+from pubsub_emulator.push.loop import push_loops
+from pubsub_emulator.state.timers import Timers
+from pubsub_emulator.storage.data_dir import durable_broker
 
 _STOP_GRACE_S = 1.0
 _REST_BACKLOG = 1024
@@ -106,8 +106,8 @@ async def _answering_rest(broker: Broker, host: str, port: int | None) -> AsyncI
         yield None
         return
     # Who does not ask for REST need not wait for its imports.
-    from infra.emulators.pubsub.protocols.rest_app import rest_app
-    from infra.emulators.web_server import answering, bound
+    from pubsub_emulator.protocols.rest_app import rest_app
+    from pubsub_emulator.web_server import answering, bound
 
     try:
         listener = bound(host, port)

@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-from infra.emulators.pubsub.calls.broker import Broker
-from infra.emulators.pubsub.errors import InvalidArgument, PubsubError
-from infra.emulators.pubsub.names import check_range
-from infra.emulators.pubsub.protos import StreamingPullRequest, StreamingPullResponse
-from infra.emulators.pubsub.state.ack_calls import acknowledge, modify_ack_deadline
-from infra.emulators.pubsub.state.consumers import Consumer
-from infra.emulators.pubsub.state.journal import ChangeJournal
-from infra.emulators.pubsub.state.subscription import SubscriptionState
+from pubsub_emulator.calls.broker import Broker
+from pubsub_emulator.errors import InvalidArgument, PubsubError
+from pubsub_emulator.names import check_range
+from pubsub_emulator.protos import StreamingPullRequest, StreamingPullResponse
+from pubsub_emulator.state.ack_calls import acknowledge, modify_ack_deadline
+from pubsub_emulator.state.consumers import Consumer
+from pubsub_emulator.state.journal import ChangeJournal
+from pubsub_emulator.state.subscription import SubscriptionState
 
 PULL_WAIT_S = 20.0
 # A waiting pull answers empty this long before its caller would give up.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from google.cloud import pubsub_v1
 
-from tests.infra.pubsub.conformance.target import (
+from tests.conformance.target import (
     EMBEDDED,
     EMBEDDED_KEPT,
     GOOGLE_EMULATOR,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.google_emulator import find_emulator, running_emulator
-from infra.local.process import Process, free_port, listens
+from tests.google_emulator import find_emulator, running_emulator
 from tests.limits import START_LIMIT_S
+from tests.process import Process, free_port, listens
 
 EMBEDDED = "embedded"
 EMBEDDED_KEPT = "embedded-kept"
@@ -53,7 +53,7 @@ def embedded(name: str, folder: Path) -> Iterator[Target]:
     log goes too.
     """
     port, rest_port = free_port(), free_port()
-    command = [sys.executable, "-m", "infra.emulators.pubsub", f"--port={port}"]
+    command = [sys.executable, "-m", "pubsub_emulator", f"--port={port}"]
     command.append(f"--rest-port={rest_port}")
     if name == EMBEDDED_KEPT:
         command.append(f"--data-dir={folder / 'data'}")

@@ -10,7 +10,7 @@ from google.pubsub_v1.services.publisher.transports import PublisherGrpcAsyncIOT
 from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcAsyncIOTransport
 from google.pubsub_v1.types import StreamingPullRequest
 
-from tests.infra.pubsub.conformance.target import Target
+from tests.conformance.target import Target
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio

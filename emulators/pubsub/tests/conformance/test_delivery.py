@@ -13,7 +13,7 @@ from google.cloud.pubsub_v1.subscriber.exceptions import AcknowledgeError, Ackno
 from google.cloud.pubsub_v1.subscriber.message import Message
 from google.cloud.pubsub_v1.types import FlowControl
 
-from tests.infra.pubsub.conformance.target import Target
+from tests.conformance.target import Target
 from tests.limits import WAIT_LIMIT_S
 
 Make = Callable[..., str]

@@ -6,7 +6,7 @@ import pytest
 from google.api_core import exceptions
 from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 
-from tests.infra.pubsub.conformance.target import Target
+from tests.conformance.target import Target
 from tests.limits import WAIT_LIMIT_S
 
 Make = Callable[..., str]

@@ -9,7 +9,7 @@ from google.pubsub_v1.services.schema_service.transports import SchemaServiceRes
 from google.pubsub_v1.services.subscriber.transports import SubscriberRestTransport
 from google.pubsub_v1.types import PubsubMessage, Schema
 
-from tests.infra.pubsub.conformance.target import Target
+from tests.conformance.target import Target
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from google.api_core import exceptions
 from google.cloud.pubsub_v1 import PublisherClient, SchemaServiceClient, SubscriberClient
 from google.pubsub_v1.types import Encoding, Schema, SchemaView
 
-from tests.infra.pubsub.conformance.target import Target
+from tests.conformance.target import Target
 from tests.limits import WAIT_LIMIT_S
 
 Make = Callable[..., str]

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 
-from tests.infra.pubsub.endpoint import listening_endpoint
+from tests.endpoint import listening_endpoint
 from tests.limits import WAIT_LIMIT_S
 
 Make = Callable[..., str]

@@ -6,12 +6,12 @@ import time
 import anyio
 import duckdb
 
-from infra.emulators.bigquery.engine.service import BigQueryService
-from infra.emulators.bigquery.errors import ServiceError
-from infra.emulators.bigquery.store import Store
-from infra.emulators.bigquery.tables.catalog import TableCatalog
-from infra.emulators.bigquery.tables.resources import TableResource
-from infra.emulators.bigquery.tables.schema import quoted
+from bigquery_emulator.engine.service import BigQueryService
+from bigquery_emulator.errors import ServiceError
+from bigquery_emulator.store import Store
+from bigquery_emulator.tables.catalog import TableCatalog
+from bigquery_emulator.tables.resources import TableResource
+from bigquery_emulator.tables.schema import quoted
 
 _EVERY_S = 60.0
 log = logging.getLogger(__name__)

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 import anyio
 import duckdb
 
-from infra.emulators.bigquery.engine.query import Result
-from infra.emulators.bigquery.errors import (
+from bigquery_emulator.engine.query import Result
+from bigquery_emulator.errors import (
     BugError,
     ServiceError,
     StoppedError,
     as_service_error,
 )
-from infra.emulators.bigquery.store import Cursor
-from infra.emulators.bigquery.tables.resources import TableKey
-from infra.emulators.bigquery.tables.schema import Json
+from bigquery_emulator.store import Cursor
+from bigquery_emulator.tables.resources import TableKey
+from bigquery_emulator.tables.schema import Json
 
 log = logging.getLogger(__name__)
 

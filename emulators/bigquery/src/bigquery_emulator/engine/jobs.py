@@ -9,10 +9,10 @@ from collections.abc import Callable, Coroutine
 
 from anyio.abc import TaskGroup
 
-from infra.emulators.bigquery.engine.job import BigQueryJob, Work, run
-from infra.emulators.bigquery.engine.query import Result
-from infra.emulators.bigquery.errors import BusyError, DuplicateError, NotFoundError
-from infra.emulators.bigquery.tables.resources import TableKey
+from bigquery_emulator.engine.job import BigQueryJob, Work, run
+from bigquery_emulator.engine.query import Result
+from bigquery_emulator.errors import BusyError, DuplicateError, NotFoundError
+from bigquery_emulator.tables.resources import TableKey
 
 # A job stays known, with its result, until this many have followed it or the results have this many
 # rows.

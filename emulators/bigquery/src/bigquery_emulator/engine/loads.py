@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import IO, Any
 
-from infra.emulators.bigquery.engine.job import BigQueryJob
-from infra.emulators.bigquery.engine.parquet import parquet_file
-from infra.emulators.bigquery.engine.service import BigQueryService
-from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.tables.destinations import (
+from bigquery_emulator.engine.job import BigQueryJob
+from bigquery_emulator.engine.parquet import parquet_file
+from bigquery_emulator.engine.service import BigQueryService
+from bigquery_emulator.errors import InvalidError, UnsupportedError
+from bigquery_emulator.tables.destinations import (
     TableDestination,
     parse_destination,
     put_rows,
 )
-from infra.emulators.bigquery.tables.detection import detect_schema
-from infra.emulators.bigquery.tables.records import RowReader
-from infra.emulators.bigquery.tables.rows import insert_rows
-from infra.emulators.bigquery.tables.schema import Json, Schema, parse_schema
-from infra.emulators.bigquery.tables.values import BadValueError
+from bigquery_emulator.tables.detection import detect_schema
+from bigquery_emulator.tables.records import RowReader
+from bigquery_emulator.tables.rows import insert_rows
+from bigquery_emulator.tables.schema import Json, Schema, parse_schema
+from bigquery_emulator.tables.values import BadValueError
 
 _CHUNK_ROWS = 5_000
 _DETECTION_ROWS = 500

@@ -12,9 +12,9 @@ from typing import IO
 
 import duckdb
 
-from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.store import Cursor, Store
-from infra.emulators.bigquery.tables.schema import (
+from bigquery_emulator.errors import InvalidError, UnsupportedError
+from bigquery_emulator.store import Cursor, Store
+from bigquery_emulator.tables.schema import (
     Field,
     Json,
     Schema,

@@ -13,7 +13,7 @@ from typing import Any
 
 import duckdb
 
-from infra.emulators.bigquery.errors import (
+from bigquery_emulator.errors import (
     BytesBilledError,
     InvalidQueryError,
     StoppedError,
@@ -21,13 +21,13 @@ from infra.emulators.bigquery.errors import (
     UnsupportedError,
     as_service_error,
 )
-from infra.emulators.bigquery.googlesql.parameters import values_in
-from infra.emulators.bigquery.googlesql.translate import Statement
-from infra.emulators.bigquery.store import Cursor, Store
-from infra.emulators.bigquery.tables.physical import refusal
-from infra.emulators.bigquery.tables.resources import TableResource
-from infra.emulators.bigquery.tables.rows import readable_columns, size_sql
-from infra.emulators.bigquery.tables.schema import Schema, quoted
+from bigquery_emulator.googlesql.parameters import values_in
+from bigquery_emulator.googlesql.translate import Statement
+from bigquery_emulator.store import Cursor, Store
+from bigquery_emulator.tables.physical import refusal
+from bigquery_emulator.tables.resources import TableResource
+from bigquery_emulator.tables.rows import readable_columns, size_sql
+from bigquery_emulator.tables.schema import Schema, quoted
 
 _MIB = 1024 * 1024
 _LEAST_BILLED_BYTES = 10 * _MIB

@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from infra.emulators.bigquery.engine.definitions.definitions import Definitions
-from infra.emulators.bigquery.engine.definitions.text import query_text
-from infra.emulators.bigquery.engine.job import BigQueryJob
-from infra.emulators.bigquery.engine.jobs import Jobs
-from infra.emulators.bigquery.engine.query import OnCursor, Queries, Result, check_billed
-from infra.emulators.bigquery.errors import InvalidError, InvalidQueryError, UnsupportedError
-from infra.emulators.bigquery.googlesql.translate import Statement, Translator
-from infra.emulators.bigquery.store import Store
-from infra.emulators.bigquery.tables.catalog import TableCatalog
-from infra.emulators.bigquery.tables.destinations import parse_destination, put_rows
-from infra.emulators.bigquery.tables.partition_ids import partition_condition, undecorated
-from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
-from infra.emulators.bigquery.tables.rows import wire_rows
-from infra.emulators.bigquery.tables.schema import Json, Schema
-from infra.emulators.bigquery.threads import Threads
+from bigquery_emulator.engine.definitions.definitions import Definitions
+from bigquery_emulator.engine.definitions.text import query_text
+from bigquery_emulator.engine.job import BigQueryJob
+from bigquery_emulator.engine.jobs import Jobs
+from bigquery_emulator.engine.query import OnCursor, Queries, Result, check_billed
+from bigquery_emulator.errors import InvalidError, InvalidQueryError, UnsupportedError
+from bigquery_emulator.googlesql.translate import Statement, Translator
+from bigquery_emulator.store import Store
+from bigquery_emulator.tables.catalog import TableCatalog
+from bigquery_emulator.tables.destinations import parse_destination, put_rows
+from bigquery_emulator.tables.partition_ids import partition_condition, undecorated
+from bigquery_emulator.tables.resources import DatasetKey, TableKey
+from bigquery_emulator.tables.rows import wire_rows
+from bigquery_emulator.tables.schema import Json, Schema
+from bigquery_emulator.threads import Threads
 
 _Done = TypeVar("_Done")
 _COUNTS = {"INSERT": "insertedRowCount", "UPDATE": "updatedRowCount", "DELETE": "deletedRowCount"}

@@ -1,6 +1,6 @@
 """The error for what BigQuery can do and this server can't."""
 
-from infra.emulators.bigquery.errors import UnsupportedError
+from bigquery_emulator.errors import UnsupportedError
 
 
 def unsupported(what: str) -> UnsupportedError:

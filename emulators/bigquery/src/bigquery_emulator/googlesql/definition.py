@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlglot
 from sqlglot import exp
 
-from infra.emulators.bigquery.errors import InvalidQueryError
-from infra.emulators.bigquery.googlesql.calls import unsupported
+from bigquery_emulator.errors import InvalidQueryError
+from bigquery_emulator.googlesql.calls import unsupported
 
 
 def parse_definition(sql: str) -> exp.Expr:

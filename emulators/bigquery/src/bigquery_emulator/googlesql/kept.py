@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from infra.emulators.bigquery.errors import NotFoundError
-from infra.emulators.bigquery.tables.resources import TableKey, TableResource
+from bigquery_emulator.errors import NotFoundError
+from bigquery_emulator.tables.resources import TableKey, TableResource
 
 _MOST = 256
 Kept = TypeVar("Kept")

@@ -10,21 +10,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from infra.emulators.bigquery.errors import InvalidQueryError, NotFoundError, UnsupportedError
-from infra.emulators.bigquery.googlesql.analysis.analyzer import NamedTable, Path
-from infra.emulators.bigquery.googlesql.analysis.types import DATE, TIMESTAMP, type_of_field
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.partitions import ReadTable, View
-from infra.emulators.bigquery.googlesql.text import name_parts, possible_names
-from infra.emulators.bigquery.googlesql.translation.scope import TableSource
-from infra.emulators.bigquery.tables.listing import Listing
-from infra.emulators.bigquery.tables.resources import (
+from bigquery_emulator.errors import InvalidQueryError, NotFoundError, UnsupportedError
+from bigquery_emulator.googlesql.analysis.analyzer import NamedTable, Path
+from bigquery_emulator.googlesql.analysis.types import DATE, TIMESTAMP, type_of_field
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.partitions import ReadTable, View
+from bigquery_emulator.googlesql.text import name_parts, possible_names
+from bigquery_emulator.googlesql.translation.scope import TableSource
+from bigquery_emulator.tables.listing import Listing
+from bigquery_emulator.tables.resources import (
     PARTITION_TIME,
     DatasetKey,
     TableKey,
     TableResource,
 )
-from infra.emulators.bigquery.tables.schema import Schema, quoted
+from bigquery_emulator.tables.schema import Schema, quoted
 
 PARTITION_DATE = "_PARTITIONDATE"
 _MOST_LIKELY_CHARACTERS = 20_000

@@ -10,15 +10,15 @@ from typing import Any
 
 import msgspec
 
-from infra.emulators.bigquery.errors import InvalidQueryError
-from infra.emulators.bigquery.googlesql.analysis.analyzer import ParameterTypes
-from infra.emulators.bigquery.googlesql.analysis.types import (
+from bigquery_emulator.errors import InvalidQueryError
+from bigquery_emulator.googlesql.analysis.analyzer import ParameterTypes
+from bigquery_emulator.googlesql.analysis.types import (
     duckdb_type,
     struct_field_names,
     type_of_parameter,
 )
-from infra.emulators.bigquery.tables.schema import Json, parse_schema, quoted
-from infra.emulators.bigquery.tables.values import BadValueError, canonical_scalar
+from bigquery_emulator.tables.schema import Json, parse_schema, quoted
+from bigquery_emulator.tables.values import BadValueError, canonical_scalar
 
 _PLACEHOLDER = re.compile(r"\$(bq_(?:zone_)?\d+)\b")
 _PLAIN_ZONE = re.compile(r"UTC|(?!SystemV|Canada)[A-Z][a-z]+/[A-Z][A-Za-z_]+")

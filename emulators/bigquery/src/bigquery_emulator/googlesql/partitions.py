@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from infra.emulators.bigquery.errors import InvalidQueryError
-from infra.emulators.bigquery.googlesql.analysis.tree import Node
-from infra.emulators.bigquery.tables.resources import TableResource
+from bigquery_emulator.errors import InvalidQueryError
+from bigquery_emulator.googlesql.analysis.tree import Node
+from bigquery_emulator.tables.resources import TableResource
 
 _COMPARISONS = frozenset(
     {"$equal", "$less", "$less_or_equal", "$greater", "$greater_or_equal", "$between", "$in"}

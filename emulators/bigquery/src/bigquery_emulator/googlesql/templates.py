@@ -20,9 +20,9 @@ from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
 from zetasql.wasi._pb2.zetasql.public.value_pb2 import ValueProto
 
-from infra.emulators.bigquery.googlesql.analysis.tree import Node
-from infra.emulators.bigquery.googlesql.text import tokens
-from infra.emulators.bigquery.googlesql.translation.literals import literal
+from bigquery_emulator.googlesql.analysis.tree import Node
+from bigquery_emulator.googlesql.text import tokens
+from bigquery_emulator.googlesql.translation.literals import literal
 
 _LONGEST = 20_000
 _MOST_LITERALS = 500

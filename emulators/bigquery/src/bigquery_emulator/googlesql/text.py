@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from infra.emulators.bigquery.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.calls import unsupported
 
 _TOKENS = re.compile(
     r'"""(?:\\.|.)*?"""'

@@ -12,36 +12,36 @@ from typing import Any
 
 from sqlglot import exp
 
-from infra.emulators.bigquery.errors import InvalidQueryError
-from infra.emulators.bigquery.googlesql.analysis.analyzer import Analyzer, ParameterTypes
-from infra.emulators.bigquery.googlesql.analysis.tree import Node
-from infra.emulators.bigquery.googlesql.definition import definition_kind, parse_definition
-from infra.emulators.bigquery.googlesql.kept import KeptStatements, LookedUp
-from infra.emulators.bigquery.googlesql.names import (
+from bigquery_emulator.errors import InvalidQueryError
+from bigquery_emulator.googlesql.analysis.analyzer import Analyzer, ParameterTypes
+from bigquery_emulator.googlesql.analysis.tree import Node
+from bigquery_emulator.googlesql.definition import definition_kind, parse_definition
+from bigquery_emulator.googlesql.kept import KeptStatements, LookedUp
+from bigquery_emulator.googlesql.names import (
     NamedSource,
     Names,
     TranslatedView,
     likely_sources,
     look_up,
 )
-from infra.emulators.bigquery.googlesql.parameters import Parameters, read_parameters
-from infra.emulators.bigquery.googlesql.partitions import ReadTable, View, check_partition_filters
-from infra.emulators.bigquery.googlesql.templates import (
+from bigquery_emulator.googlesql.parameters import Parameters, read_parameters
+from bigquery_emulator.googlesql.partitions import ReadTable, View, check_partition_filters
+from bigquery_emulator.googlesql.templates import (
     StatementTemplate,
     StatementText,
     free_literals,
 )
-from infra.emulators.bigquery.googlesql.text import SplitNames, is_definition
-from infra.emulators.bigquery.googlesql.translation.scans import subquery
-from infra.emulators.bigquery.googlesql.translation.scope import Scope
-from infra.emulators.bigquery.googlesql.translation.statements import (
+from bigquery_emulator.googlesql.text import SplitNames, is_definition
+from bigquery_emulator.googlesql.translation.scans import subquery
+from bigquery_emulator.googlesql.translation.scope import Scope
+from bigquery_emulator.googlesql.translation.statements import (
     Written,
     write_manipulation,
     write_query,
 )
-from infra.emulators.bigquery.tables.listing import Listing
-from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey, TableResource
-from infra.emulators.bigquery.tables.schema import Json, Schema
+from bigquery_emulator.tables.listing import Listing
+from bigquery_emulator.tables.resources import DatasetKey, TableKey, TableResource
+from bigquery_emulator.tables.schema import Json, Schema
 
 _DEEPEST_VIEW = 16
 

@@ -9,11 +9,11 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from infra.emulators.bigquery.routes.messages import dataset_key, json_body, page, service_of
-from infra.emulators.bigquery.routes.options import DeleteOptions, query_options
-from infra.emulators.bigquery.tables.fields import read_fields
-from infra.emulators.bigquery.tables.resource_fields import NewDataset
-from infra.emulators.bigquery.tables.resources import DatasetKey
+from bigquery_emulator.routes.messages import dataset_key, json_body, page, service_of
+from bigquery_emulator.routes.options import DeleteOptions, query_options
+from bigquery_emulator.tables.fields import read_fields
+from bigquery_emulator.tables.resource_fields import NewDataset
+from bigquery_emulator.tables.resources import DatasetKey
 
 
 async def insert(request: Request) -> Response:

@@ -9,15 +9,15 @@ import anyio
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from infra.emulators.bigquery.engine.job import BigQueryJob, new_job_id
-from infra.emulators.bigquery.engine.service import BigQueryService
-from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.routes.messages import RowsResponse, json_body, page, service_of
-from infra.emulators.bigquery.routes.options import RowOptions, query_options
-from infra.emulators.bigquery.routes.tabledata import read_result
-from infra.emulators.bigquery.tables.fields import read_fields
-from infra.emulators.bigquery.tables.job_fields import JobFields, QueryRequest
-from infra.emulators.bigquery.tables.schema import Json
+from bigquery_emulator.engine.job import BigQueryJob, new_job_id
+from bigquery_emulator.engine.service import BigQueryService
+from bigquery_emulator.errors import InvalidError, UnsupportedError
+from bigquery_emulator.routes.messages import RowsResponse, json_body, page, service_of
+from bigquery_emulator.routes.options import RowOptions, query_options
+from bigquery_emulator.routes.tabledata import read_result
+from bigquery_emulator.tables.fields import read_fields
+from bigquery_emulator.tables.job_fields import JobFields, QueryRequest
+from bigquery_emulator.tables.schema import Json
 
 _DEFAULT_WAIT_MS = 10_000
 _LONGEST_WAIT_MS = 200_000
@@ -67,7 +67,7 @@ class RequestIds:
 async def insert(request: Request) -> Response:
     """Starts a query or copy job.
 
-    Loads come with a file and go to infra/emulators/bigquery/routes/uploads.py.
+    Loads come with a file and go to bigquery_emulator/routes/uploads.py.
     """
     service, body = service_of(request), await json_body(request)
     job = new_job(request.path_params["project"], body)

@@ -8,11 +8,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from infra.emulators.bigquery.engine.service import BigQueryService
-from infra.emulators.bigquery.errors import InvalidError, TooLargeError, as_service_error
-from infra.emulators.bigquery.routes.options import PageOptions, query_options
-from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
-from infra.emulators.bigquery.tables.schema import Json
+from bigquery_emulator.engine.service import BigQueryService
+from bigquery_emulator.errors import InvalidError, TooLargeError, as_service_error
+from bigquery_emulator.routes.options import PageOptions, query_options
+from bigquery_emulator.tables.resources import DatasetKey, TableKey
+from bigquery_emulator.tables.schema import Json
 
 MOST_BODY_BYTES = 32 * 1024 * 1024
 _GZIP_WINDOW_BITS = 31

@@ -10,8 +10,8 @@ from typing import Literal
 import msgspec
 from starlette.requests import Request
 
-from infra.emulators.bigquery.tables.fields import NOT_SET, Fields, Natural, read_fields
-from infra.emulators.bigquery.tables.schema import Json
+from bigquery_emulator.tables.fields import NOT_SET, Fields, Natural, read_fields
+from bigquery_emulator.tables.schema import Json
 
 
 class PageOptions(Fields):

@@ -11,19 +11,19 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from infra.emulators.bigquery.engine.query import Result
-from infra.emulators.bigquery.engine.service import BigQueryService
-from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.routes.messages import RowsResponse, json_body, service_of, table_key
-from infra.emulators.bigquery.routes.options import RowOptions, query_options
-from infra.emulators.bigquery.tables.fields import read_fields
-from infra.emulators.bigquery.tables.job_fields import InsertAllRequest
-from infra.emulators.bigquery.tables.partition_ids import partition_start, undecorated
-from infra.emulators.bigquery.tables.records import RowReader
-from infra.emulators.bigquery.tables.resources import TableKey, TableResource
-from infra.emulators.bigquery.tables.rows import insert_rows, read_all_rows, read_rows, wire_rows
-from infra.emulators.bigquery.tables.schema import Json, Schema
-from infra.emulators.bigquery.tables.values import BadValueError
+from bigquery_emulator.engine.query import Result
+from bigquery_emulator.engine.service import BigQueryService
+from bigquery_emulator.errors import InvalidError, UnsupportedError
+from bigquery_emulator.routes.messages import RowsResponse, json_body, service_of, table_key
+from bigquery_emulator.routes.options import RowOptions, query_options
+from bigquery_emulator.tables.fields import read_fields
+from bigquery_emulator.tables.job_fields import InsertAllRequest
+from bigquery_emulator.tables.partition_ids import partition_start, undecorated
+from bigquery_emulator.tables.records import RowReader
+from bigquery_emulator.tables.resources import TableKey, TableResource
+from bigquery_emulator.tables.rows import insert_rows, read_all_rows, read_rows, wire_rows
+from bigquery_emulator.tables.schema import Json, Schema
+from bigquery_emulator.tables.values import BadValueError
 
 # BigQuery's limits for one insertAll (platform facts B4).
 _MOST_REQUEST_BYTES = 10 * 1024 * 1024

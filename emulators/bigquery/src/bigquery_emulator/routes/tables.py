@@ -8,21 +8,21 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from infra.emulators.bigquery.engine.query import table_size
-from infra.emulators.bigquery.engine.service import BigQueryService
-from infra.emulators.bigquery.routes.messages import (
+from bigquery_emulator.engine.query import table_size
+from bigquery_emulator.engine.service import BigQueryService
+from bigquery_emulator.routes.messages import (
     dataset_key,
     json_body,
     page,
     service_of,
     table_key,
 )
-from infra.emulators.bigquery.tables.fields import read_fields
-from infra.emulators.bigquery.tables.partition_ids import partition_condition, undecorated
-from infra.emulators.bigquery.tables.resource_fields import NewTable
-from infra.emulators.bigquery.tables.resources import TableKey, TableResource
-from infra.emulators.bigquery.tables.schema import Json, Schema
-from infra.emulators.bigquery.tables.settings import given_schema, given_view_query
+from bigquery_emulator.tables.fields import read_fields
+from bigquery_emulator.tables.partition_ids import partition_condition, undecorated
+from bigquery_emulator.tables.resource_fields import NewTable
+from bigquery_emulator.tables.resources import TableKey, TableResource
+from bigquery_emulator.tables.schema import Json, Schema
+from bigquery_emulator.tables.settings import given_schema, given_view_query
 
 
 async def insert(request: Request) -> Response:

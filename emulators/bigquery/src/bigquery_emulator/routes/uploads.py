@@ -17,26 +17,26 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from infra.emulators.bigquery.engine.job import BigQueryJob
-from infra.emulators.bigquery.engine.loads import run_load
-from infra.emulators.bigquery.engine.service import BigQueryService
-from infra.emulators.bigquery.errors import (
+from bigquery_emulator.engine.job import BigQueryJob
+from bigquery_emulator.engine.loads import run_load
+from bigquery_emulator.engine.service import BigQueryService
+from bigquery_emulator.errors import (
     BusyError,
     InvalidError,
     NotFoundError,
     ServiceError,
     TooLargeError,
 )
-from infra.emulators.bigquery.routes.jobs import new_job
-from infra.emulators.bigquery.routes.messages import (
+from bigquery_emulator.routes.jobs import new_job
+from bigquery_emulator.routes.messages import (
     body_parts,
     json_body,
     json_object,
     service_of,
     whole_body,
 )
-from infra.emulators.bigquery.routes.options import SessionOptions, UploadOptions, query_options
-from infra.emulators.bigquery.tables.schema import Json
+from bigquery_emulator.routes.options import SessionOptions, UploadOptions, query_options
+from bigquery_emulator.tables.schema import Json
 
 _MOST_MULTIPART_BYTES = 64 * 1024 * 1024
 _MOST_FILE_BYTES = 5 * 1024 * 1024 * 1024

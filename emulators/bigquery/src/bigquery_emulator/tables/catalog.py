@@ -10,34 +10,34 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
-from infra.emulators.bigquery.errors import (
+from bigquery_emulator.errors import (
     ConditionError,
     DuplicateError,
     InUseError,
     InvalidError,
     NotFoundError,
 )
-from infra.emulators.bigquery.store import Store
-from infra.emulators.bigquery.tables import physical, stored
-from infra.emulators.bigquery.tables.resources import (
+from bigquery_emulator.store import Store
+from bigquery_emulator.tables import physical, stored
+from bigquery_emulator.tables.resources import (
     DatasetKey,
     DatasetResource,
     TableKey,
     TableResource,
 )
-from infra.emulators.bigquery.tables.schema import (
+from bigquery_emulator.tables.schema import (
     Json,
     Schema,
     widened,
 )
-from infra.emulators.bigquery.tables.settings import (
+from bigquery_emulator.tables.settings import (
     check_same_kind,
     dataset_settings,
     given_schema,
     merged,
     table_settings,
 )
-from infra.emulators.bigquery.tables.shapes import Shapes
+from bigquery_emulator.tables.shapes import Shapes
 
 
 class TableCatalog:

@@ -5,19 +5,19 @@ Runs in the server's writer.
 
 from dataclasses import dataclass, replace
 
-from infra.emulators.bigquery.errors import DuplicateError, InvalidError, NotFoundError
-from infra.emulators.bigquery.store import Store
-from infra.emulators.bigquery.tables.catalog import TableCatalog
-from infra.emulators.bigquery.tables.limits import NO_LIMITS
-from infra.emulators.bigquery.tables.partition_ids import (
+from bigquery_emulator.errors import DuplicateError, InvalidError, NotFoundError
+from bigquery_emulator.store import Store
+from bigquery_emulator.tables.catalog import TableCatalog
+from bigquery_emulator.tables.limits import NO_LIMITS
+from bigquery_emulator.tables.partition_ids import (
     partition_condition,
     partition_start,
     partition_unit,
     undecorated,
 )
-from infra.emulators.bigquery.tables.physical import fill
-from infra.emulators.bigquery.tables.resources import TableKey, TableResource
-from infra.emulators.bigquery.tables.schema import Field, Json, Schema
+from bigquery_emulator.tables.physical import fill
+from bigquery_emulator.tables.resources import TableKey, TableResource
+from bigquery_emulator.tables.schema import Field, Json, Schema
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from infra.emulators.bigquery.errors import InvalidError
-from infra.emulators.bigquery.tables.schema import Field, Json, Schema, parse_schema
-from infra.emulators.bigquery.tables.values import BadValueError, canonical_scalar
+from bigquery_emulator.errors import InvalidError
+from bigquery_emulator.tables.schema import Field, Json, Schema, parse_schema
+from bigquery_emulator.tables.values import BadValueError, canonical_scalar
 
 _INTEGER = re.compile(r"[-+]?\d{1,19}")
 _FLOAT = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)?")

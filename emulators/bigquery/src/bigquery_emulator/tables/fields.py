@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from infra.emulators.bigquery.errors import InvalidError
-from infra.emulators.bigquery.tables.schema import Json
+from bigquery_emulator.errors import InvalidError
+from bigquery_emulator.tables.schema import Json
 
 NOT_SET = msgspec.UNSET
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from infra.emulators.bigquery.tables.fields import NOT_SET, Fields, Milliseconds, Natural
-from infra.emulators.bigquery.tables.resource_fields import (
+from bigquery_emulator.tables.fields import NOT_SET, Fields, Milliseconds, Natural
+from bigquery_emulator.tables.resource_fields import (
     Clustering,
     DatasetReference,
     RangePartitioning,

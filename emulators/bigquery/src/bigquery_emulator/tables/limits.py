@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.tables.values import BadValueError
+from bigquery_emulator.errors import InvalidError, UnsupportedError
+from bigquery_emulator.tables.values import BadValueError
 
 _WIDE = Context(prec=100)
 _MOST_DIGITS, _MOST_SCALE = 29, 9

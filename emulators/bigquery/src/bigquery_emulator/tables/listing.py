@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from infra.emulators.bigquery.tables.schema import Field, Schema, quoted
+from bigquery_emulator.tables.schema import Field, Schema, quoted
 
 Row = tuple[Any, ...]
 

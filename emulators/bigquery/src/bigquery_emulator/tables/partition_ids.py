@@ -6,9 +6,9 @@ Source: https://docs.cloud.google.com/bigquery/docs/partitioned-tables#partition
 import re
 from datetime import datetime
 
-from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.tables.resources import Partitioning, TableKey, TableResource
-from infra.emulators.bigquery.tables.schema import quoted
+from bigquery_emulator.errors import InvalidError, UnsupportedError
+from bigquery_emulator.tables.resources import Partitioning, TableKey, TableResource
+from bigquery_emulator.tables.schema import quoted
 
 _FORMATS = {"YEAR": "%Y", "MONTH": "%Y%m", "DAY": "%Y%m%d", "HOUR": "%Y%m%d%H"}
 _DIGITS = {"YEAR": 4, "MONTH": 6, "DAY": 8, "HOUR": 10}

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import duckdb
 
-from infra.emulators.bigquery.errors import InvalidError
-from infra.emulators.bigquery.store import Cursor
-from infra.emulators.bigquery.tables.resources import PARTITION_TIME, TableResource
-from infra.emulators.bigquery.tables.schema import Schema, alterations, quoted
+from bigquery_emulator.errors import InvalidError
+from bigquery_emulator.store import Cursor
+from bigquery_emulator.tables.resources import PARTITION_TIME, TableResource
+from bigquery_emulator.tables.schema import Schema, alterations, quoted
 
 _NOT_NULL = re.compile(r"NOT NULL constraint failed: \w+\.(\w+)")
 _CHECK = re.compile(r"CHECK constraint failed on table .* with expression CHECK\((.*)\)")

@@ -5,8 +5,8 @@ Used by insertAll and load jobs. The single values are read in `values`.
 
 from typing import Any
 
-from infra.emulators.bigquery.tables.schema import Field, Json, Schema
-from infra.emulators.bigquery.tables.values import BadValueError, canonical_scalar, shown
+from bigquery_emulator.tables.schema import Field, Json, Schema
+from bigquery_emulator.tables.values import BadValueError, canonical_scalar, shown
 
 
 class RowReader:

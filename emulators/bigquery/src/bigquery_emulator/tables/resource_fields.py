@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from infra.emulators.bigquery.tables.fields import NOT_SET, Fields, Int64, Milliseconds
+from bigquery_emulator.tables.fields import NOT_SET, Fields, Int64, Milliseconds
 
 
 class DatasetReference(Fields):

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from infra.emulators.bigquery.tables.schema import Json, Schema, quoted
+from bigquery_emulator.tables.schema import Json, Schema, quoted
 
 PARTITION_TIME = "_PARTITIONTIME"
 # No field can have this name. DuckDB has no table without columns, BigQuery has.

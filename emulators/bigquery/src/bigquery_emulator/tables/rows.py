@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from infra.emulators.bigquery.errors import InvalidQueryError
-from infra.emulators.bigquery.store import Cursor
-from infra.emulators.bigquery.tables.resources import PARTITION_TIME
-from infra.emulators.bigquery.tables.schema import Field, Json, Schema, quoted
+from bigquery_emulator.errors import InvalidQueryError
+from bigquery_emulator.store import Cursor
+from bigquery_emulator.tables.resources import PARTITION_TIME
+from bigquery_emulator.tables.schema import Field, Json, Schema, quoted
 
 _EPOCH = datetime(1970, 1, 1)
 
@@ -35,7 +35,7 @@ def insert_rows(
         cursor: a session.
         physical: the DuckDB table.
         schema: its fields.
-        rows: canonical rows (infra/emulators/bigquery/tables/values.py).
+        rows: canonical rows (bigquery_emulator/tables/values.py).
         partition_time: DuckDB's SQL for the rows' time of ingestion. None is now.
     """
     structure = json.dumps([{field.name: _structure(field) for field in schema}])

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.tables.limits import NO_LIMITS, TypeLimits, parse_limits
+from bigquery_emulator.errors import InvalidError, UnsupportedError
+from bigquery_emulator.tables.limits import NO_LIMITS, TypeLimits, parse_limits
 
 Json = dict[str, Any]
 

@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from infra.emulators.bigquery.errors import InvalidError, UnsupportedError
-from infra.emulators.bigquery.tables.fields import read_fields
-from infra.emulators.bigquery.tables.resource_fields import (
+from bigquery_emulator.errors import InvalidError, UnsupportedError
+from bigquery_emulator.tables.fields import read_fields
+from bigquery_emulator.tables.resource_fields import (
     DatasetFields,
     SchemaFields,
     TableFields,
     ViewFields,
 )
-from infra.emulators.bigquery.tables.resources import DatasetResource, TableResource
-from infra.emulators.bigquery.tables.schema import Json, Schema, parse_schema
+from bigquery_emulator.tables.resources import DatasetResource, TableResource
+from bigquery_emulator.tables.schema import Json, Schema, parse_schema
 
 _OTHER_TABLES = (
     "externalDataConfiguration",

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from infra.emulators.bigquery.errors import BusyError, UnavailableError
-from infra.emulators.bigquery.tables.resources import TableKey
+from bigquery_emulator.errors import BusyError, UnavailableError
+from bigquery_emulator.tables.resources import TableKey
 
 _PATIENCE_S = 1.0
 _LONGEST_WAIT_S = 60.0

@@ -11,17 +11,17 @@ from typing import Any
 
 import duckdb
 
-from infra.emulators.bigquery.errors import ServiceError
-from infra.emulators.bigquery.store import Cursor
-from infra.emulators.bigquery.tables.fields import read_fields
-from infra.emulators.bigquery.tables.resource_fields import DatasetFields, SchemaFields, TableFields
-from infra.emulators.bigquery.tables.resources import (
+from bigquery_emulator.errors import ServiceError
+from bigquery_emulator.store import Cursor
+from bigquery_emulator.tables.fields import read_fields
+from bigquery_emulator.tables.resource_fields import DatasetFields, SchemaFields, TableFields
+from bigquery_emulator.tables.resources import (
     DatasetKey,
     DatasetResource,
     TableKey,
     TableResource,
 )
-from infra.emulators.bigquery.tables.schema import Schema, parse_schema
+from bigquery_emulator.tables.schema import Schema, parse_schema
 
 log = logging.getLogger(__name__)
 

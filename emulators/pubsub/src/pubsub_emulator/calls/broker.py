@@ -7,16 +7,16 @@ It has no gRPC and no event loop. Only `call`, the steps of a publish, the timer
 from collections.abc import Callable
 from typing import Any
 
-from infra.emulators.pubsub.calls.policies import PolicyCalls
-from infra.emulators.pubsub.calls.schemas import SchemaCalls
-from infra.emulators.pubsub.calls.snapshots import SnapshotCalls
-from infra.emulators.pubsub.calls.subscriptions import SubscriptionCalls
-from infra.emulators.pubsub.calls.topics import TopicCalls
-from infra.emulators.pubsub.state.journal import ChangeJournal
-from infra.emulators.pubsub.state.message import Storage
-from infra.emulators.pubsub.state.registry import Registry
-from infra.emulators.pubsub.state.subscription import SubscriptionState
-from infra.emulators.pubsub.state.timers import Timers
+from pubsub_emulator.calls.policies import PolicyCalls
+from pubsub_emulator.calls.schemas import SchemaCalls
+from pubsub_emulator.calls.snapshots import SnapshotCalls
+from pubsub_emulator.calls.subscriptions import SubscriptionCalls
+from pubsub_emulator.calls.topics import TopicCalls
+from pubsub_emulator.state.journal import ChangeJournal
+from pubsub_emulator.state.message import Storage
+from pubsub_emulator.state.registry import Registry
+from pubsub_emulator.state.subscription import SubscriptionState
+from pubsub_emulator.state.timers import Timers
 
 DEFAULT_STORAGE_BYTES = 2 * 1024**3
 

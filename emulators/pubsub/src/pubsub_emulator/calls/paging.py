@@ -5,7 +5,7 @@ import binascii
 from collections.abc import Iterable
 from typing import TypeVar
 
-from infra.emulators.pubsub.errors import InvalidArgument
+from pubsub_emulator.errors import InvalidArgument
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from infra.emulators.pubsub.errors import (
+from pubsub_emulator.errors import (
     ChangedMeanwhile,
     InvalidArgument,
     ResourceNotFound,
 )
-from infra.emulators.pubsub.names import check_range
-from infra.emulators.pubsub.protos import Policy, SetIamPolicyRequest, message_class
-from infra.emulators.pubsub.state.policy import StoredPolicy, check_policy, check_version
-from infra.emulators.pubsub.state.registry import Registry
+from pubsub_emulator.names import check_range
+from pubsub_emulator.protos import Policy, SetIamPolicyRequest, message_class
+from pubsub_emulator.state.policy import StoredPolicy, check_policy, check_version
+from pubsub_emulator.state.registry import Registry
 
 _NEVER_SET_ETAG = bytes([0, 0x20, 0x01])
 """What the service shows, as base64 `ACAB`, where no policy was ever set."""

@@ -3,12 +3,12 @@
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from infra.emulators.pubsub.protos import message_class
-from infra.emulators.pubsub.state.arrivals import Arrivals
-from infra.emulators.pubsub.state.message import DELIVERY_COST_BYTES, cost_of
-from infra.emulators.pubsub.state.publishing import Measured
-from infra.emulators.pubsub.state.registry import Registry
-from infra.emulators.pubsub.state.topic import STEP_SINKS
+from pubsub_emulator.protos import message_class
+from pubsub_emulator.state.arrivals import Arrivals
+from pubsub_emulator.state.message import DELIVERY_COST_BYTES, cost_of
+from pubsub_emulator.state.publishing import Measured
+from pubsub_emulator.state.registry import Registry
+from pubsub_emulator.state.topic import STEP_SINKS
 
 _PublishResponse = message_class("PublishResponse")
 

@@ -5,28 +5,28 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from infra.emulators.pubsub.calls.paging import page_of
-from infra.emulators.pubsub.errors import (
+from pubsub_emulator.calls.paging import page_of
+from pubsub_emulator.errors import (
     FailedPrecondition,
     InvalidArgument,
     ResourceExhausted,
     resource_exists,
 )
-from infra.emulators.pubsub.names import check_name, check_project
-from infra.emulators.pubsub.protos import Schema, SchemaRevisions, empty, message_class
-from infra.emulators.pubsub.schemas.definition import (
+from pubsub_emulator.names import check_name, check_project
+from pubsub_emulator.protos import Schema, SchemaRevisions, empty, message_class
+from pubsub_emulator.schemas.definition import (
     check_revision,
     kind_of,
     read_definition,
 )
-from infra.emulators.pubsub.state.registry import Registry
-from infra.emulators.pubsub.state.schema import (
+from pubsub_emulator.state.registry import Registry
+from pubsub_emulator.state.schema import (
     DELETED_SCHEMA,
     MAX_REVISIONS,
     MessageCheck,
     StoredSchema,
 )
-from infra.emulators.pubsub.state.schema_settings import check_encoding
+from pubsub_emulator.state.schema_settings import check_encoding
 
 _VIEW_UNSPECIFIED, _BASIC, _FULL = 0, 1, 2
 _REVISION_ID_BYTES = 4

@@ -3,17 +3,17 @@
 import uuid
 from typing import Any
 
-from infra.emulators.pubsub.calls.paging import page_of
-from infra.emulators.pubsub.errors import FailedPrecondition, InvalidArgument, resource_exists
-from infra.emulators.pubsub.names import check_name, check_project, check_time
-from infra.emulators.pubsub.protos import Snapshot as SnapshotProto
-from infra.emulators.pubsub.protos import empty, message_class
-from infra.emulators.pubsub.state.delivery_settings import seconds_of
-from infra.emulators.pubsub.state.message import StoredMessage
-from infra.emulators.pubsub.state.registry import Registry
-from infra.emulators.pubsub.state.resources import checked_snapshot, merge_update
-from infra.emulators.pubsub.state.snapshot import Snapshot, check_expire_time, snapshot_expire_s
-from infra.emulators.pubsub.state.subscription import SubscriptionState
+from pubsub_emulator.calls.paging import page_of
+from pubsub_emulator.errors import FailedPrecondition, InvalidArgument, resource_exists
+from pubsub_emulator.names import check_name, check_project, check_time
+from pubsub_emulator.protos import Snapshot as SnapshotProto
+from pubsub_emulator.protos import empty, message_class
+from pubsub_emulator.state.delivery_settings import seconds_of
+from pubsub_emulator.state.message import StoredMessage
+from pubsub_emulator.state.registry import Registry
+from pubsub_emulator.state.resources import checked_snapshot, merge_update
+from pubsub_emulator.state.snapshot import Snapshot, check_expire_time, snapshot_expire_s
+from pubsub_emulator.state.subscription import SubscriptionState
 
 _ListSnapshotsResponse = message_class("ListSnapshotsResponse")
 _SeekResponse = message_class("SeekResponse")

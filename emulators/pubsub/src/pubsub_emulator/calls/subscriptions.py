@@ -2,24 +2,24 @@
 
 from typing import Any
 
-from infra.emulators.pubsub.calls.paging import page_of
-from infra.emulators.pubsub.errors import (
+from pubsub_emulator.calls.paging import page_of
+from pubsub_emulator.errors import (
     AckIdsRefused,
     FailedPrecondition,
     InvalidArgument,
     resource_exists,
 )
-from infra.emulators.pubsub.names import check_project, check_range
-from infra.emulators.pubsub.protos import Subscription as SubscriptionProto
-from infra.emulators.pubsub.protos import empty, message_class
-from infra.emulators.pubsub.state.ack_calls import acknowledge, modify_ack_deadline
-from infra.emulators.pubsub.state.registry import Registry
-from infra.emulators.pubsub.state.resources import (
+from pubsub_emulator.names import check_project, check_range
+from pubsub_emulator.protos import Subscription as SubscriptionProto
+from pubsub_emulator.protos import empty, message_class
+from pubsub_emulator.state.ack_calls import acknowledge, modify_ack_deadline
+from pubsub_emulator.state.registry import Registry
+from pubsub_emulator.state.resources import (
     checked_push_config,
     checked_subscription,
     merge_update,
 )
-from infra.emulators.pubsub.state.subscription import SubscriptionState, not_pullable
+from pubsub_emulator.state.subscription import SubscriptionState, not_pullable
 
 _ListSubscriptionsResponse = message_class("ListSubscriptionsResponse")
 

@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 from typing import Any
 
-from infra.emulators.pubsub.calls.paging import page_of
-from infra.emulators.pubsub.calls.publishing import Publishing
-from infra.emulators.pubsub.errors import FailedPrecondition, resource_exists
-from infra.emulators.pubsub.names import check_project
-from infra.emulators.pubsub.protos import Topic as TopicProto
-from infra.emulators.pubsub.protos import empty, message_class
-from infra.emulators.pubsub.state.publishing import check_publish, measured
-from infra.emulators.pubsub.state.registry import Registry
-from infra.emulators.pubsub.state.resources import DELETED_TOPIC, checked_topic, merge_update
-from infra.emulators.pubsub.state.schema import MessageCheck
-from infra.emulators.pubsub.state.schema_settings import check_schema_settings, message_check
-from infra.emulators.pubsub.state.subscription import SubscriptionState
-from infra.emulators.pubsub.state.topic import Topic
+from pubsub_emulator.calls.paging import page_of
+from pubsub_emulator.calls.publishing import Publishing
+from pubsub_emulator.errors import FailedPrecondition, resource_exists
+from pubsub_emulator.names import check_project
+from pubsub_emulator.protos import Topic as TopicProto
+from pubsub_emulator.protos import empty, message_class
+from pubsub_emulator.state.publishing import check_publish, measured
+from pubsub_emulator.state.registry import Registry
+from pubsub_emulator.state.resources import DELETED_TOPIC, checked_topic, merge_update
+from pubsub_emulator.state.schema import MessageCheck
+from pubsub_emulator.state.schema_settings import check_schema_settings, message_check
+from pubsub_emulator.state.subscription import SubscriptionState
+from pubsub_emulator.state.topic import Topic
 
 _ListTopicsResponse = message_class("ListTopicsResponse")
 _ListTopicSubscriptionsResponse = message_class("ListTopicSubscriptionsResponse")

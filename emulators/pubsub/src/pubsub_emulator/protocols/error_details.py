@@ -2,7 +2,7 @@
 
 from google.rpc import error_details_pb2
 
-from infra.emulators.pubsub.errors import PubsubError
+from pubsub_emulator.errors import PubsubError
 
 FAILED = "The embedded server failed, which is a bug of it. Its log has the trace."
 _DOMAIN = "pubsub.googleapis.com"

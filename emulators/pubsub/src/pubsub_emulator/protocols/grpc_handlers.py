@@ -8,12 +8,12 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
-from infra.emulators.pubsub.calls.broker import Broker
-from infra.emulators.pubsub.errors import InvalidArgument, PubsubError
-from infra.emulators.pubsub.protocols.error_details import FAILED, error_info
-from infra.emulators.pubsub.protocols.methods import SUBSCRIBER, unary_methods
-from infra.emulators.pubsub.protos import message_class
-from infra.emulators.pubsub.streaming import streaming_pull
+from pubsub_emulator.calls.broker import Broker
+from pubsub_emulator.errors import InvalidArgument, PubsubError
+from pubsub_emulator.protocols.error_details import FAILED, error_info
+from pubsub_emulator.protocols.methods import SUBSCRIBER, unary_methods
+from pubsub_emulator.protos import message_class
+from pubsub_emulator.streaming import streaming_pull
 
 _MAX_DETAILS_BYTES = 4096
 """Base64 makes a third more of it. gRPC drops all metadata of a reply above 8 KiB."""

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from infra.emulators.pubsub.calls.broker import Broker
-from infra.emulators.pubsub.calls.publishing import Publishing
-from infra.emulators.pubsub.protocols.delivery_order import pause_before_delivery_s
-from infra.emulators.pubsub.protocols.slices import run_later, run_on, run_slice
-from infra.emulators.pubsub.protos import message_class
-from infra.emulators.pubsub.schemas.definition import (
+from pubsub_emulator.calls.broker import Broker
+from pubsub_emulator.calls.publishing import Publishing
+from pubsub_emulator.protocols.delivery_order import pause_before_delivery_s
+from pubsub_emulator.protocols.slices import run_later, run_on, run_slice
+from pubsub_emulator.protos import message_class
+from pubsub_emulator.schemas.definition import (
     Definition,
     is_read_slowly,
     read_definition,
 )
-from infra.emulators.pubsub.state.journal import ChangeJournal
-from infra.emulators.pubsub.state.schema import MessageCheck
-from infra.emulators.pubsub.streaming import pull
+from pubsub_emulator.state.journal import ChangeJournal
+from pubsub_emulator.state.schema import MessageCheck
+from pubsub_emulator.streaming import pull
 
 PUBLISHER = "google.pubsub.v1.Publisher"
 SUBSCRIBER = "google.pubsub.v1.Subscriber"

@@ -11,12 +11,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from infra.emulators.pubsub.calls.broker import Broker
-from infra.emulators.pubsub.errors import InvalidArgument, PubsubError, ResourceNotFound
-from infra.emulators.pubsub.protocols.error_details import FAILED, error_info
-from infra.emulators.pubsub.protocols.methods import Method, unary_methods
-from infra.emulators.pubsub.protocols.rest_rules import find_rule
-from infra.emulators.pubsub.protocols.transcoding import to_json, to_request
+from pubsub_emulator.calls.broker import Broker
+from pubsub_emulator.errors import InvalidArgument, PubsubError, ResourceNotFound
+from pubsub_emulator.protocols.error_details import FAILED, error_info
+from pubsub_emulator.protocols.methods import Method, unary_methods
+from pubsub_emulator.protocols.rest_rules import find_rule
+from pubsub_emulator.protocols.transcoding import to_json, to_request
 
 _MAX_BODY_BYTES = 16 * 1024**2
 """As much as a gRPC call may have. Base64 makes a publish a third larger than its limit."""

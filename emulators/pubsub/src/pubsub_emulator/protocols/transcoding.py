@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from google.protobuf import json_format
 
-from infra.emulators.pubsub.errors import InvalidArgument
-from infra.emulators.pubsub.protocols.rest_rules import Rule
+from pubsub_emulator.errors import InvalidArgument
+from pubsub_emulator.protocols.rest_rules import Rule
 
 _SYSTEM_PARAMETERS = frozenset(
     {"access_token", "alt", "callback", "fields", "key", "oauth_token", "prettyPrint", "quotaUser"}

@@ -9,12 +9,12 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from infra.emulators.pubsub.calls.broker import Broker
-from infra.emulators.pubsub.push.connection import PushConnection, PushFailed
-from infra.emulators.pubsub.push.payload import push_payload
-from infra.emulators.pubsub.state.ack_calls import acknowledge, modify_ack_deadline
-from infra.emulators.pubsub.state.consumers import Consumer, Delivery
-from infra.emulators.pubsub.state.subscription import SubscriptionState
+from pubsub_emulator.calls.broker import Broker
+from pubsub_emulator.push.connection import PushConnection, PushFailed
+from pubsub_emulator.push.payload import push_payload
+from pubsub_emulator.state.ack_calls import acknowledge, modify_ack_deadline
+from pubsub_emulator.state.consumers import Consumer, Delivery
+from pubsub_emulator.state.subscription import SubscriptionState
 
 PUSH_WORKERS = 8
 # https://cloud.google.com/pubsub/docs/push#receive_push: these ack, anything else is a nack.

@@ -9,8 +9,8 @@ import json
 import re
 from typing import Any
 
-from infra.emulators.pubsub.state.consumers import Delivery
-from infra.emulators.pubsub.state.subscription import SubscriptionState
+from pubsub_emulator.state.consumers import Delivery
+from pubsub_emulator.state.subscription import SubscriptionState
 
 _USER_AGENT = ("User-Agent", "CloudPubSub-Google")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")

@@ -10,7 +10,7 @@ from typing import Any
 
 import avro.schema
 
-from infra.emulators.pubsub.schemas.mismatch import Budget, Mismatch
+from pubsub_emulator.schemas.mismatch import Budget, Mismatch
 
 _LONGEST_VARINT_BYTES = 10
 _INT_BITS = 32

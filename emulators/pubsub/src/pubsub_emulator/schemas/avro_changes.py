@@ -7,7 +7,7 @@ follow as reader and as writer (https://cloud.google.com/pubsub/docs/commit-sche
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from infra.emulators.pubsub.schemas.mismatch import Malformed
+from pubsub_emulator.schemas.mismatch import Malformed
 
 _NAMED = ("record", "enum", "fixed")
 _READ_BY = {

@@ -7,10 +7,10 @@ from typing import Any
 import avro.errors
 import avro.schema
 
-from infra.emulators.pubsub.schemas.avro_binary import check_binary
-from infra.emulators.pubsub.schemas.avro_changes import check_changes
-from infra.emulators.pubsub.schemas.avro_json import check_json
-from infra.emulators.pubsub.schemas.mismatch import Budget, Malformed
+from pubsub_emulator.schemas.avro_binary import check_binary
+from pubsub_emulator.schemas.avro_changes import check_changes
+from pubsub_emulator.schemas.avro_json import check_json
+from pubsub_emulator.schemas.mismatch import Budget, Malformed
 
 MAX_NESTING = 64
 """How deep the JSON of a definition may be nested. The library's refusals repeat each level, so

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import avro.schema
 
-from infra.emulators.pubsub.schemas.mismatch import Budget, Mismatch
+from pubsub_emulator.schemas.mismatch import Budget, Mismatch
 
 _INTS = {"int": 2**31, "long": 2**63}
 _SYMBOLS_A_VALUE = 16

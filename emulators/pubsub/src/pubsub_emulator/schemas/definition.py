@@ -4,10 +4,10 @@ from collections import deque
 from typing import Any
 from weakref import WeakValueDictionary
 
-from infra.emulators.pubsub.errors import InvalidArgument
-from infra.emulators.pubsub.schemas.avro_definition import AvroDefinition
-from infra.emulators.pubsub.schemas.mismatch import Malformed
-from infra.emulators.pubsub.schemas.proto_definition import ProtoDefinition
+from pubsub_emulator.errors import InvalidArgument
+from pubsub_emulator.schemas.avro_definition import AvroDefinition
+from pubsub_emulator.schemas.mismatch import Malformed
+from pubsub_emulator.schemas.proto_definition import ProtoDefinition
 
 MAX_DEFINITION_BYTES = 300 * 1024
 """Source: https://cloud.google.com/pubsub/quotas#resource_limits"""

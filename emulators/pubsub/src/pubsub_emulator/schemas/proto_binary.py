@@ -8,8 +8,8 @@ Source: https://protobuf.dev/programming-guides/encoding/
 import re
 from collections.abc import Iterator, Sequence
 
-from infra.emulators.pubsub.schemas.mismatch import Budget, Mismatch
-from infra.emulators.pubsub.schemas.proto_types import (
+from pubsub_emulator.schemas.mismatch import Budget, Mismatch
+from pubsub_emulator.schemas.proto_types import (
     END_GROUP,
     I32,
     I64,

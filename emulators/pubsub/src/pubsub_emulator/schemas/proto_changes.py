@@ -1,7 +1,7 @@
 """What a revision of a definition in the language of protocol buffers may change."""
 
-from infra.emulators.pubsub.schemas.mismatch import Malformed
-from infra.emulators.pubsub.schemas.proto_types import Field, MessageType
+from pubsub_emulator.schemas.mismatch import Malformed
+from pubsub_emulator.schemas.proto_types import Field, MessageType
 
 
 def check_changes(latest: MessageType, revised: MessageType) -> None:

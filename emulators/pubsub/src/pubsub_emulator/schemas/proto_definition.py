@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
-from infra.emulators.pubsub.schemas.mismatch import Budget, Malformed
-from infra.emulators.pubsub.schemas.proto_binary import check_binary
-from infra.emulators.pubsub.schemas.proto_changes import check_changes
-from infra.emulators.pubsub.schemas.proto_json import check_json
-from infra.emulators.pubsub.schemas.proto_types import MessageType, root_type
-from infra.emulators.pubsub.schemas.protoc import compile_definition
+from pubsub_emulator.schemas.mismatch import Budget, Malformed
+from pubsub_emulator.schemas.proto_binary import check_binary
+from pubsub_emulator.schemas.proto_changes import check_changes
+from pubsub_emulator.schemas.proto_json import check_json
+from pubsub_emulator.schemas.proto_types import MessageType, root_type
+from pubsub_emulator.schemas.protoc import compile_definition
 
 _CHECKS: dict[str, Callable[[MessageType, bytes, Budget], None]] = {
     "JSON": check_json,

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from infra.emulators.pubsub.schemas.mismatch import Budget, Mismatch
-from infra.emulators.pubsub.schemas.proto_types import Field, MessageType
+from pubsub_emulator.schemas.mismatch import Budget, Mismatch
+from pubsub_emulator.schemas.proto_types import Field, MessageType
 
 _LONGEST_NAME = 100
 _MAX_FLOAT = (2 - 2**-23) * 2.0**127

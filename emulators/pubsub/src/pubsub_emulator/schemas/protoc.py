@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc_tools
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 
-from infra.emulators.pubsub.errors import ServerUnavailable
-from infra.emulators.pubsub.schemas.mismatch import Malformed
-from infra.emulators.pubsub.schemas.protoc_child import FAILED
+from pubsub_emulator.errors import ServerUnavailable
+from pubsub_emulator.schemas.mismatch import Malformed
+from pubsub_emulator.schemas.protoc_child import FAILED
 
 MAX_CPU_S = 5
 MAX_MEMORY_MIB = 512

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from infra.emulators.pubsub.errors import INVALID_ACK_ID
-from infra.emulators.pubsub.state.backlog import Backlog
+from pubsub_emulator.errors import INVALID_ACK_ID
+from pubsub_emulator.state.backlog import Backlog
 
 
 def acknowledge(backlog: Backlog, ack_ids: Iterable[str]) -> dict[str, str]:

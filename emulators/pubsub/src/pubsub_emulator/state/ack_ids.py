@@ -1,7 +1,7 @@
 """The ids that consumers ack by: one for each hand-out of a delivery."""
 
-from infra.emulators.pubsub.errors import InvalidArgument
-from infra.emulators.pubsub.state.consumers import Delivery
+from pubsub_emulator.errors import InvalidArgument
+from pubsub_emulator.state.consumers import Delivery
 
 NO_DELIVERY = -1, 0
 

@@ -6,7 +6,7 @@ What Google's libraries publish waits until it is committed and answered, too.
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from infra.emulators.pubsub.state.consumers import Delivery
+from pubsub_emulator.state.consumers import Delivery
 
 
 class Queue(Protocol):

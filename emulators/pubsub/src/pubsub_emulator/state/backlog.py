@@ -8,16 +8,16 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Protocol
 
-from infra.emulators.pubsub.errors import InvalidArgument
-from infra.emulators.pubsub.state.ack_ids import AckIds
-from infra.emulators.pubsub.state.arrivals import Arrivals
-from infra.emulators.pubsub.state.consumers import Consumer, Consumers, Delivery
-from infra.emulators.pubsub.state.delivery_settings import DeliverySettings
-from infra.emulators.pubsub.state.journal import ChangeJournal
-from infra.emulators.pubsub.state.message import StoredMessage
-from infra.emulators.pubsub.state.queue import DeliveryQueue
-from infra.emulators.pubsub.state.received import received_message
-from infra.emulators.pubsub.state.timers import Timers
+from pubsub_emulator.errors import InvalidArgument
+from pubsub_emulator.state.ack_ids import AckIds
+from pubsub_emulator.state.arrivals import Arrivals
+from pubsub_emulator.state.consumers import Consumer, Consumers, Delivery
+from pubsub_emulator.state.delivery_settings import DeliverySettings
+from pubsub_emulator.state.journal import ChangeJournal
+from pubsub_emulator.state.message import StoredMessage
+from pubsub_emulator.state.queue import DeliveryQueue
+from pubsub_emulator.state.received import received_message
+from pubsub_emulator.state.timers import Timers
 
 MAX_TAKE = 1000
 # One response stays well under what clients accept by default (4 MiB), unless one message alone is

@@ -8,9 +8,9 @@ response.
 from collections.abc import Callable
 from typing import Literal
 
-from infra.emulators.pubsub.errors import PubsubError
-from infra.emulators.pubsub.state.message import StoredMessage
-from infra.emulators.pubsub.state.timers import Timer
+from pubsub_emulator.errors import PubsubError
+from pubsub_emulator.state.message import StoredMessage
+from pubsub_emulator.state.timers import Timer
 
 
 class Consumer:

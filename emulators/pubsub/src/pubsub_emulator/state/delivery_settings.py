@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from infra.emulators.pubsub.protos import Subscription
+from pubsub_emulator.protos import Subscription
 
 DEFAULT_MINIMUM_BACKOFF_S = 10.0
 DEFAULT_MAXIMUM_BACKOFF_S = 600.0

@@ -12,7 +12,7 @@ from typing import Protocol
 from lark import Lark, Token, Transformer
 from lark.exceptions import UnexpectedInput, UnexpectedToken
 
-from infra.emulators.pubsub.errors import InvalidArgument
+from pubsub_emulator.errors import InvalidArgument
 
 MAX_FILTER_BYTES = 256
 

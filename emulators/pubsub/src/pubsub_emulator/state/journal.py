@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from infra.emulators.pubsub.protos import Message
+from pubsub_emulator.protos import Message
 
 if TYPE_CHECKING:
-    from infra.emulators.pubsub.state.message import StoredMessage
+    from pubsub_emulator.state.message import StoredMessage
 
 ACKED = -1
 """In the place of the attempts: the subscription retains the message, acked."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from infra.emulators.pubsub.errors import ResourceExhausted
-from infra.emulators.pubsub.protos import PubsubMessage
+from pubsub_emulator.errors import ResourceExhausted
+from pubsub_emulator.protos import PubsubMessage
 
 MESSAGE_COST_BYTES = 320
 """What a message takes of this process beside its own bytes."""

@@ -6,7 +6,7 @@ after it. Source: https://cloud.google.com/pubsub/docs/ordering
 
 import bisect
 
-from infra.emulators.pubsub.state.consumers import Consumer, Delivery
+from pubsub_emulator.state.consumers import Consumer, Delivery
 
 
 class OrderingLine:

@@ -1,8 +1,8 @@
 """The IAM policy of one resource: stored and shown. It forbids nothing here."""
 
-from infra.emulators.pubsub.errors import InvalidArgument
-from infra.emulators.pubsub.names import check_range
-from infra.emulators.pubsub.protos import Policy, SetIamPolicyRequest
+from pubsub_emulator.errors import InvalidArgument
+from pubsub_emulator.names import check_range
+from pubsub_emulator.protos import Policy, SetIamPolicyRequest
 
 KIND = "iamPolicies"
 MAX_MEMBERS = 1500

@@ -6,9 +6,9 @@ Limits: https://cloud.google.com/pubsub/quotas#resource_limits
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from infra.emulators.pubsub.errors import InvalidArgument
-from infra.emulators.pubsub.names import check_range
-from infra.emulators.pubsub.protos import PublishRequest
+from pubsub_emulator.errors import InvalidArgument
+from pubsub_emulator.names import check_range
+from pubsub_emulator.protos import PublishRequest
 
 MAX_REQUEST_BYTES = 10 * 1024 * 1024
 MAX_MESSAGES = 1000

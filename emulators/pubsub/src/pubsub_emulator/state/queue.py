@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
-from infra.emulators.pubsub.state.arrivals import Arrivals
-from infra.emulators.pubsub.state.consumers import Consumer, Consumers, Delivery
-from infra.emulators.pubsub.state.delivery_settings import DeliverySettings
-from infra.emulators.pubsub.state.message import DELIVERY_COST_BYTES, StoredMessage
-from infra.emulators.pubsub.state.ordering import OrderingLine, OrderingLines
+from pubsub_emulator.state.arrivals import Arrivals
+from pubsub_emulator.state.consumers import Consumer, Consumers, Delivery
+from pubsub_emulator.state.delivery_settings import DeliverySettings
+from pubsub_emulator.state.message import DELIVERY_COST_BYTES, StoredMessage
+from pubsub_emulator.state.ordering import OrderingLine, OrderingLines
 
 
 class QueueOwner(Protocol):

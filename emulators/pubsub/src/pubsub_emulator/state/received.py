@@ -6,7 +6,7 @@ protobuf and serializing that again takes twice as long.
 Format: https://protobuf.dev/programming-guides/encoding/
 """
 
-from infra.emulators.pubsub.state.consumers import Delivery
+from pubsub_emulator.state.consumers import Delivery
 
 # A tag is the number of a field, times 8, and 2 for bytes or 0 for a number. `received_messages` is
 # field 1 of both PullResponse and StreamingPullResponse.

@@ -8,18 +8,18 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
-from infra.emulators.pubsub.errors import InvalidArgument, resource_not_found
-from infra.emulators.pubsub.names import check_name
-from infra.emulators.pubsub.protos import PubsubMessage
-from infra.emulators.pubsub.state.consumers import Delivery
-from infra.emulators.pubsub.state.journal import ChangeJournal
-from infra.emulators.pubsub.state.message import Storage, StoredMessage
-from infra.emulators.pubsub.state.policy import StoredPolicy
-from infra.emulators.pubsub.state.schema import StoredSchema
-from infra.emulators.pubsub.state.snapshot import Snapshot
-from infra.emulators.pubsub.state.subscription import SubscriptionState
-from infra.emulators.pubsub.state.timers import Timers
-from infra.emulators.pubsub.state.topic import Topic
+from pubsub_emulator.errors import InvalidArgument, resource_not_found
+from pubsub_emulator.names import check_name
+from pubsub_emulator.protos import PubsubMessage
+from pubsub_emulator.state.consumers import Delivery
+from pubsub_emulator.state.journal import ChangeJournal
+from pubsub_emulator.state.message import Storage, StoredMessage
+from pubsub_emulator.state.policy import StoredPolicy
+from pubsub_emulator.state.schema import StoredSchema
+from pubsub_emulator.state.snapshot import Snapshot
+from pubsub_emulator.state.subscription import SubscriptionState
+from pubsub_emulator.state.timers import Timers
+from pubsub_emulator.state.topic import Topic
 
 Resource = TypeVar("Resource")
 

@@ -9,21 +9,21 @@ from collections.abc import Collection
 from typing import Any
 from urllib.parse import urlsplit
 
-from infra.emulators.pubsub.errors import InvalidArgument, Unimplemented
-from infra.emulators.pubsub.names import (
+from pubsub_emulator.errors import InvalidArgument, Unimplemented
+from pubsub_emulator.names import (
     check_duration,
     check_name,
     check_range,
     plain_number,
 )
-from infra.emulators.pubsub.protos import PushConfig, Snapshot, Subscription, Topic
-from infra.emulators.pubsub.state.delivery_settings import (
+from pubsub_emulator.protos import PushConfig, Snapshot, Subscription, Topic
+from pubsub_emulator.state.delivery_settings import (
     DEFAULT_MAX_DELIVERY_ATTEMPTS,
     DEFAULT_MAXIMUM_BACKOFF_S,
     DEFAULT_MINIMUM_BACKOFF_S,
     seconds_of,
 )
-from infra.emulators.pubsub.state.filter import parse_filter
+from pubsub_emulator.state.filter import parse_filter
 
 DELETED_TOPIC = "_deleted-topic_"
 

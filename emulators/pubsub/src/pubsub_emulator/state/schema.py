@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from infra.emulators.pubsub.errors import MessageRefused, ResourceNotFound
-from infra.emulators.pubsub.protos import PubsubMessage, Schema, SchemaRevisions
-from infra.emulators.pubsub.schemas.definition import Definition, read_definition
-from infra.emulators.pubsub.schemas.mismatch import Budget, Mismatch
+from pubsub_emulator.errors import MessageRefused, ResourceNotFound
+from pubsub_emulator.protos import PubsubMessage, Schema, SchemaRevisions
+from pubsub_emulator.schemas.definition import Definition, read_definition
+from pubsub_emulator.schemas.mismatch import Budget, Mismatch
 
 DELETED_SCHEMA = "_deleted-schema_"
 MAX_REVISIONS = 20

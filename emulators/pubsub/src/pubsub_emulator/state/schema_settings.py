@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from functools import partial
 
-from infra.emulators.pubsub.errors import InvalidArgument, ResourceNotFound
-from infra.emulators.pubsub.names import check_name
-from infra.emulators.pubsub.protos import Topic
-from infra.emulators.pubsub.schemas.definition import kind_of
-from infra.emulators.pubsub.state.schema import DELETED_SCHEMA, MessageCheck, StoredSchema
+from pubsub_emulator.errors import InvalidArgument, ResourceNotFound
+from pubsub_emulator.names import check_name
+from pubsub_emulator.protos import Topic
+from pubsub_emulator.schemas.definition import kind_of
+from pubsub_emulator.state.schema import DELETED_SCHEMA, MessageCheck, StoredSchema
 
 _ENCODINGS = {1: "JSON", 2: "BINARY"}
 

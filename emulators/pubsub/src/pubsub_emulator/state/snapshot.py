@@ -2,15 +2,15 @@
 
 from collections.abc import Collection
 
-from infra.emulators.pubsub.errors import FailedPrecondition, InvalidArgument
-from infra.emulators.pubsub.protos import Snapshot as SnapshotProto
-from infra.emulators.pubsub.state.arrivals import Arrivals
-from infra.emulators.pubsub.state.filter import Filter
-from infra.emulators.pubsub.state.journal import ChangeJournal
-from infra.emulators.pubsub.state.message import StoredMessage
-from infra.emulators.pubsub.state.subscription import SubscriptionState
-from infra.emulators.pubsub.state.timers import Timer
-from infra.emulators.pubsub.state.topic import Topic
+from pubsub_emulator.errors import FailedPrecondition, InvalidArgument
+from pubsub_emulator.protos import Snapshot as SnapshotProto
+from pubsub_emulator.state.arrivals import Arrivals
+from pubsub_emulator.state.filter import Filter
+from pubsub_emulator.state.journal import ChangeJournal
+from pubsub_emulator.state.message import StoredMessage
+from pubsub_emulator.state.subscription import SubscriptionState
+from pubsub_emulator.state.timers import Timer
+from pubsub_emulator.state.topic import Topic
 
 LONGEST_LIFE_S = 7 * 86400.0
 SHORTEST_LIFE_S = 3600.0

@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
-from infra.emulators.pubsub.errors import FailedPrecondition, PubsubError
-from infra.emulators.pubsub.protos import Subscription as SubscriptionProto
-from infra.emulators.pubsub.state.arrivals import Arrivals
-from infra.emulators.pubsub.state.backlog import Backlog
-from infra.emulators.pubsub.state.consumers import Consumer, Delivery
-from infra.emulators.pubsub.state.delivery_settings import DeliverySettings
-from infra.emulators.pubsub.state.filter import parse_filter
-from infra.emulators.pubsub.state.journal import ACKED, ChangeJournal
-from infra.emulators.pubsub.state.message import StoredMessage
-from infra.emulators.pubsub.state.timers import Timer, Timers
-from infra.emulators.pubsub.state.topic import Topic
+from pubsub_emulator.errors import FailedPrecondition, PubsubError
+from pubsub_emulator.protos import Subscription as SubscriptionProto
+from pubsub_emulator.state.arrivals import Arrivals
+from pubsub_emulator.state.backlog import Backlog
+from pubsub_emulator.state.consumers import Consumer, Delivery
+from pubsub_emulator.state.delivery_settings import DeliverySettings
+from pubsub_emulator.state.filter import parse_filter
+from pubsub_emulator.state.journal import ACKED, ChangeJournal
+from pubsub_emulator.state.message import StoredMessage
+from pubsub_emulator.state.timers import Timer, Timers
+from pubsub_emulator.state.topic import Topic
 
 
 class Surroundings(Protocol):

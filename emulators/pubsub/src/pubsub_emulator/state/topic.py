@@ -4,13 +4,13 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Protocol
 
-from infra.emulators.pubsub.protos import Topic as TopicProto
-from infra.emulators.pubsub.state.arrivals import Arrivals
-from infra.emulators.pubsub.state.delivery_settings import seconds_of
-from infra.emulators.pubsub.state.filter import Equals, Filter, needed_attributes
-from infra.emulators.pubsub.state.journal import ChangeJournal
-from infra.emulators.pubsub.state.message import StoredMessage
-from infra.emulators.pubsub.state.timers import Timer, Timers
+from pubsub_emulator.protos import Topic as TopicProto
+from pubsub_emulator.state.arrivals import Arrivals
+from pubsub_emulator.state.delivery_settings import seconds_of
+from pubsub_emulator.state.filter import Equals, Filter, needed_attributes
+from pubsub_emulator.state.journal import ChangeJournal
+from pubsub_emulator.state.message import StoredMessage
+from pubsub_emulator.state.timers import Timer, Timers
 
 STEP_SINKS = 50
 """Of how many a step takes care. When a message makes them all grow, they take 3 ms."""

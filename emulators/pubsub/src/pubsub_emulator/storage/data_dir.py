@@ -7,22 +7,22 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from infra.emulators.pubsub.calls.broker import Broker
-from infra.emulators.pubsub.protos import PubsubMessage, SchemaRevisions, SetIamPolicyRequest
-from infra.emulators.pubsub.protos import Snapshot as SnapshotProto
-from infra.emulators.pubsub.protos import Subscription as SubscriptionProto
-from infra.emulators.pubsub.protos import Topic as TopicProto
-from infra.emulators.pubsub.state.ack_ids import AckIds
-from infra.emulators.pubsub.state.delivery_settings import seconds_of
-from infra.emulators.pubsub.state.message import StoredMessage
-from infra.emulators.pubsub.state.policy import KIND, StoredPolicy
-from infra.emulators.pubsub.state.registry import Registry
-from infra.emulators.pubsub.state.schema import StoredSchema
-from infra.emulators.pubsub.state.snapshot import Snapshot
-from infra.emulators.pubsub.state.subscription import SubscriptionState
-from infra.emulators.pubsub.state.topic import Topic
-from infra.emulators.pubsub.storage.database import Database, WriteFailed, opened_database
-from infra.emulators.pubsub.storage.durable import DurableJournal
+from pubsub_emulator.calls.broker import Broker
+from pubsub_emulator.protos import PubsubMessage, SchemaRevisions, SetIamPolicyRequest
+from pubsub_emulator.protos import Snapshot as SnapshotProto
+from pubsub_emulator.protos import Subscription as SubscriptionProto
+from pubsub_emulator.protos import Topic as TopicProto
+from pubsub_emulator.state.ack_ids import AckIds
+from pubsub_emulator.state.delivery_settings import seconds_of
+from pubsub_emulator.state.message import StoredMessage
+from pubsub_emulator.state.policy import KIND, StoredPolicy
+from pubsub_emulator.state.registry import Registry
+from pubsub_emulator.state.schema import StoredSchema
+from pubsub_emulator.state.snapshot import Snapshot
+from pubsub_emulator.state.subscription import SubscriptionState
+from pubsub_emulator.state.topic import Topic
+from pubsub_emulator.storage.database import Database, WriteFailed, opened_database
+from pubsub_emulator.storage.durable import DurableJournal
 
 USE_NOTED_EVERY_S = 3600.0
 """How much a restart may set back the last use of a subscription.

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from infra.emulators.pubsub.storage.changes import Changes
-from infra.emulators.pubsub.storage.integrity import LastCommit, sealed, unsealed
-from infra.emulators.pubsub.storage.reserve import RESERVE_BYTES, Reserve
+from pubsub_emulator.storage.changes import Changes
+from pubsub_emulator.storage.integrity import LastCommit, sealed, unsealed
+from pubsub_emulator.storage.reserve import RESERVE_BYTES, Reserve
 
 FILE_NAME = "pubsub.sqlite3"
 VERSION = 2

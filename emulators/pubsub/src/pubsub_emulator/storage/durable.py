@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 
-from infra.emulators.pubsub.errors import ServerUnavailable
-from infra.emulators.pubsub.state.journal import ChangeJournal, Resource
-from infra.emulators.pubsub.state.message import StoredMessage
-from infra.emulators.pubsub.storage.changes import Changes
-from infra.emulators.pubsub.storage.commit_thread import CommitThread
-from infra.emulators.pubsub.storage.database import Database, WriteFailed
+from pubsub_emulator.errors import ServerUnavailable
+from pubsub_emulator.state.journal import ChangeJournal, Resource
+from pubsub_emulator.state.message import StoredMessage
+from pubsub_emulator.storage.changes import Changes
+from pubsub_emulator.storage.commit_thread import CommitThread
+from pubsub_emulator.storage.database import Database, WriteFailed
 
 LAZY_S = 0.1
 """How long acks and attempts wait for a publish, and the pause between attempts on a full disk."""

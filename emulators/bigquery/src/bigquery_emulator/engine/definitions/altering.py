@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 import sqlglot
 from sqlglot import exp
 
-from infra.emulators.bigquery.engine.definitions.columns import column, column_options, typed
-from infra.emulators.bigquery.engine.definitions.options import Evaluate, table_options
-from infra.emulators.bigquery.engine.definitions.text import option_texts, words
-from infra.emulators.bigquery.errors import DuplicateError, InvalidQueryError
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.tables.resources import TableResource
-from infra.emulators.bigquery.tables.schema import Field, Json, Schema, parse_schema, quoted
-from infra.emulators.bigquery.tables.settings import merged
+from bigquery_emulator.engine.definitions.columns import column, column_options, typed
+from bigquery_emulator.engine.definitions.options import Evaluate, table_options
+from bigquery_emulator.engine.definitions.text import option_texts, words
+from bigquery_emulator.errors import DuplicateError, InvalidQueryError
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.tables.resources import TableResource
+from bigquery_emulator.tables.schema import Field, Json, Schema, parse_schema, quoted
+from bigquery_emulator.tables.settings import merged
 
 # To which types a column's values go without loss, as ALTER COLUMN SET DATA TYPE has it.
 _WIDER = {"INTEGER": ("NUMERIC", "FLOAT"), "NUMERIC": ("FLOAT",)}

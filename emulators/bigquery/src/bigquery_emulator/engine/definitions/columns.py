@@ -2,8 +2,8 @@
 
 from sqlglot import exp
 
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.tables.schema import Json, Schema, parse_schema
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.tables.schema import Json, Schema, parse_schema
 
 _TRUNCATIONS = (exp.DateTrunc, exp.TimestampTrunc, exp.DatetimeTrunc)
 _UNITS = ("HOUR", "DAY", "MONTH", "YEAR")

@@ -7,34 +7,34 @@ from dataclasses import dataclass, replace
 
 from sqlglot import exp
 
-from infra.emulators.bigquery.engine.definitions.altering import altered
-from infra.emulators.bigquery.engine.definitions.columns import (
+from bigquery_emulator.engine.definitions.altering import altered
+from bigquery_emulator.engine.definitions.columns import (
     column_options,
     columns,
     partitioning,
 )
-from infra.emulators.bigquery.engine.definitions.options import (
+from bigquery_emulator.engine.definitions.options import (
     Evaluate,
     dataset_options,
     table_options,
 )
-from infra.emulators.bigquery.engine.definitions.text import (
+from bigquery_emulator.engine.definitions.text import (
     AlterText,
     alter_text,
     option_texts,
     query_text,
     words,
 )
-from infra.emulators.bigquery.engine.query import Result
-from infra.emulators.bigquery.errors import DuplicateError, InvalidQueryError, NotFoundError
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.definition import definition_kind
-from infra.emulators.bigquery.googlesql.names import Names
-from infra.emulators.bigquery.store import Store
-from infra.emulators.bigquery.tables.catalog import TableCatalog
-from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey, TableResource
-from infra.emulators.bigquery.tables.schema import Json, Schema, quoted
-from infra.emulators.bigquery.tables.settings import merged
+from bigquery_emulator.engine.query import Result
+from bigquery_emulator.errors import DuplicateError, InvalidQueryError, NotFoundError
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.definition import definition_kind
+from bigquery_emulator.googlesql.names import Names
+from bigquery_emulator.store import Store
+from bigquery_emulator.tables.catalog import TableCatalog
+from bigquery_emulator.tables.resources import DatasetKey, TableKey, TableResource
+from bigquery_emulator.tables.schema import Json, Schema, quoted
+from bigquery_emulator.tables.settings import merged
 
 _COERCIONS = (("INTEGER", "NUMERIC"), ("INTEGER", "FLOAT"), ("NUMERIC", "FLOAT"))
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 import sqlglot
 from sqlglot import exp
 
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.tables.schema import Json
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.tables.schema import Json
 
 # Runs `SELECT <expression>` and returns its one value, as the API's JSON has it.
 Evaluate = Callable[[str], object]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from sqlglot.dialects.bigquery import BigQuery
 from sqlglot.tokenizer_core import Token, TokenType
 
-from infra.emulators.bigquery.errors import InvalidQueryError
-from infra.emulators.bigquery.googlesql.calls import unsupported
+from bigquery_emulator.errors import InvalidQueryError
+from bigquery_emulator.googlesql.calls import unsupported
 
 _OPENING = (TokenType.L_PAREN, TokenType.L_BRACKET, TokenType.L_BRACE)
 _CLOSING = (TokenType.R_PAREN, TokenType.R_BRACKET, TokenType.R_BRACE)

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from infra.emulators.bigquery.tables.listing import Row, fields
-from infra.emulators.bigquery.tables.resources import DatasetResource, TableResource
-from infra.emulators.bigquery.tables.schema import Field
+from bigquery_emulator.tables.listing import Row, fields
+from bigquery_emulator.tables.resources import DatasetResource, TableResource
+from bigquery_emulator.tables.schema import Field
 
 SCHEMATA = fields(
     "catalog_name schema_name schema_owner creation_time:TIMESTAMP last_modified_time:TIMESTAMP"

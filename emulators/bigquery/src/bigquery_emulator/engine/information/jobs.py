@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from infra.emulators.bigquery.engine.job import BigQueryJob
-from infra.emulators.bigquery.tables.listing import Row, fields
-from infra.emulators.bigquery.tables.schema import Field
+from bigquery_emulator.engine.job import BigQueryJob
+from bigquery_emulator.tables.listing import Row, fields
+from bigquery_emulator.tables.schema import Field
 
 JOBS = (
     *fields(

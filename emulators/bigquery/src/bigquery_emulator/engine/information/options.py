@@ -6,10 +6,10 @@ A value is written as GoogleSQL has it in OPTIONS.
 import json
 from datetime import UTC, datetime
 
-from infra.emulators.bigquery.engine.information.described import named
-from infra.emulators.bigquery.tables.listing import Row, fields
-from infra.emulators.bigquery.tables.resources import DatasetResource, TableResource
-from infra.emulators.bigquery.tables.schema import Json
+from bigquery_emulator.engine.information.described import named
+from bigquery_emulator.tables.listing import Row, fields
+from bigquery_emulator.tables.resources import DatasetResource, TableResource
+from bigquery_emulator.tables.schema import Json
 
 SCHEMATA_OPTIONS = fields("catalog_name schema_name option_name option_type option_value")
 TABLE_OPTIONS = fields("table_catalog table_schema table_name option_name option_type option_value")

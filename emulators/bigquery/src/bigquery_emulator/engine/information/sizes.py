@@ -1,12 +1,12 @@
 """How much tables hold: rows of PARTITIONS, TABLE_STORAGE and `__TABLES__`, counted when asked."""
 
-from infra.emulators.bigquery.engine.information.described import named
-from infra.emulators.bigquery.engine.query import table_size
-from infra.emulators.bigquery.store import Cursor
-from infra.emulators.bigquery.tables.listing import Row, fields
-from infra.emulators.bigquery.tables.partition_ids import partition_id_sql
-from infra.emulators.bigquery.tables.resources import TableResource
-from infra.emulators.bigquery.tables.rows import size_sql
+from bigquery_emulator.engine.information.described import named
+from bigquery_emulator.engine.query import table_size
+from bigquery_emulator.store import Cursor
+from bigquery_emulator.tables.listing import Row, fields
+from bigquery_emulator.tables.partition_ids import partition_id_sql
+from bigquery_emulator.tables.resources import TableResource
+from bigquery_emulator.tables.rows import size_sql
 
 PARTITIONS = fields(
     "table_catalog table_schema table_name partition_id total_rows:INTEGER"

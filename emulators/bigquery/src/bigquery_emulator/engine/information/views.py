@@ -7,15 +7,15 @@ https://docs.cloud.google.com/bigquery/docs/information-schema-intro
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from infra.emulators.bigquery.engine.information import described, options, sizes
-from infra.emulators.bigquery.engine.information.jobs import JOBS, job_row
-from infra.emulators.bigquery.engine.jobs import Jobs
-from infra.emulators.bigquery.errors import InvalidQueryError, UnsupportedError
-from infra.emulators.bigquery.store import Cursor, Store
-from infra.emulators.bigquery.tables.catalog import TableCatalog
-from infra.emulators.bigquery.tables.listing import Listing, Row
-from infra.emulators.bigquery.tables.resources import DatasetKey, DatasetResource, TableResource
-from infra.emulators.bigquery.tables.schema import Schema
+from bigquery_emulator.engine.information import described, options, sizes
+from bigquery_emulator.engine.information.jobs import JOBS, job_row
+from bigquery_emulator.engine.jobs import Jobs
+from bigquery_emulator.errors import InvalidQueryError, UnsupportedError
+from bigquery_emulator.store import Cursor, Store
+from bigquery_emulator.tables.catalog import TableCatalog
+from bigquery_emulator.tables.listing import Listing, Row
+from bigquery_emulator.tables.resources import DatasetKey, DatasetResource, TableResource
+from bigquery_emulator.tables.schema import Schema
 
 _REGION = "region-"
 _OF_DATASETS: dict[str, tuple[Schema, Callable[[DatasetResource], list[Row]]]] = {

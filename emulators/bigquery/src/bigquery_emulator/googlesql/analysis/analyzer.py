@@ -18,14 +18,14 @@ from zetasql.wasi._pb2.zetasql.public import options_pb2 as options
 from zetasql.wasi._pb2.zetasql.public.simple_table_pb2 import SimpleTableProto
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
 
-from infra.emulators.bigquery.errors import InvalidQueryError, UnsupportedError
-from infra.emulators.bigquery.googlesql.analysis.language import language, rewrites
-from infra.emulators.bigquery.googlesql.analysis.module import (
+from bigquery_emulator.errors import InvalidQueryError, UnsupportedError
+from bigquery_emulator.googlesql.analysis.language import language, rewrites
+from bigquery_emulator.googlesql.analysis.module import (
     AnalyzerModule,
     AnalyzerRefusedError,
     AnalyzerTrappedError,
 )
-from infra.emulators.bigquery.googlesql.analysis.tree import Node
+from bigquery_emulator.googlesql.analysis.tree import Node
 
 MOST_CHARACTERS = 1024 * 1024
 """The service's limit on the length of a query."""

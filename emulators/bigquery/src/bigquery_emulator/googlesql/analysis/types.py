@@ -3,8 +3,8 @@
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
 
-from infra.emulators.bigquery.errors import InvalidQueryError, UnsupportedError
-from infra.emulators.bigquery.tables.schema import Field, Json, Schema, quoted
+from bigquery_emulator.errors import InvalidQueryError, UnsupportedError
+from bigquery_emulator.tables.schema import Field, Json, Schema, quoted
 
 _KINDS = {
     "STRING": types.TYPE_STRING,

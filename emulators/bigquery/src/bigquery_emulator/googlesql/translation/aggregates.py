@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
-from infra.emulators.bigquery.errors import InvalidQueryError
-from infra.emulators.bigquery.googlesql.analysis.tree import Node
-from infra.emulators.bigquery.googlesql.analysis.types import struct_field_names
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.translation.expressions import call_of, expression
-from infra.emulators.bigquery.googlesql.translation.functions.registry import Call
-from infra.emulators.bigquery.googlesql.translation.literals import text
-from infra.emulators.bigquery.googlesql.translation.ordering import order_by
-from infra.emulators.bigquery.googlesql.translation.scope import Scope
+from bigquery_emulator.errors import InvalidQueryError
+from bigquery_emulator.googlesql.analysis.tree import Node
+from bigquery_emulator.googlesql.analysis.types import struct_field_names
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.translation.expressions import call_of, expression
+from bigquery_emulator.googlesql.translation.functions.registry import Call
+from bigquery_emulator.googlesql.translation.literals import text
+from bigquery_emulator.googlesql.translation.ordering import order_by
+from bigquery_emulator.googlesql.translation.scope import Scope
 
 _MOST_QUANTILES = 10_000
 

@@ -9,13 +9,13 @@ from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 from zetasql.wasi._pb2.zetasql.public.type_parameters_pb2 import TypeParametersProto
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
 
-from infra.emulators.bigquery.googlesql.analysis.types import (
+from bigquery_emulator.googlesql.analysis.types import (
     duckdb_type,
     struct_field_names,
     type_name,
 )
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.tables.schema import quoted
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.tables.schema import quoted
 
 _INT, _DOUBLE, _NUMERIC = types.TYPE_INT64, types.TYPE_DOUBLE, types.TYPE_NUMERIC
 _STRING, _BYTES, _BOOL = types.TYPE_STRING, types.TYPE_BYTES, types.TYPE_BOOL

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
-from infra.emulators.bigquery.googlesql.analysis.tree import Node
-from infra.emulators.bigquery.googlesql.analysis.types import struct_field_names
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.translation.casts import cast, limited
-from infra.emulators.bigquery.googlesql.translation.functions.registry import Call, is_name, tried
-from infra.emulators.bigquery.googlesql.translation.functions.scalar import function
-from infra.emulators.bigquery.googlesql.translation.literals import literal, text
-from infra.emulators.bigquery.googlesql.translation.scope import Scope
-from infra.emulators.bigquery.tables.schema import quoted
+from bigquery_emulator.googlesql.analysis.tree import Node
+from bigquery_emulator.googlesql.analysis.types import struct_field_names
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.translation.casts import cast, limited
+from bigquery_emulator.googlesql.translation.functions.registry import Call, is_name, tried
+from bigquery_emulator.googlesql.translation.functions.scalar import function
+from bigquery_emulator.googlesql.translation.literals import literal, text
+from bigquery_emulator.googlesql.translation.scope import Scope
+from bigquery_emulator.tables.schema import quoted
 
 _MOVES = {"$add": "add", "$subtract": "sub"}
 _MOMENTS = {types.TYPE_TIMESTAMP: "timestamp", types.TYPE_DATETIME: "datetime"}

@@ -14,13 +14,13 @@ from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 from zetasql.wasi._pb2.zetasql.public.functions import datetime_pb2
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
 
-from infra.emulators.bigquery.googlesql.analysis.types import (
+from bigquery_emulator.googlesql.analysis.types import (
     duckdb_type,
     struct_field_names,
     type_name,
 )
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.tables.schema import quoted
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.tables.schema import quoted
 
 _NANOS_BITS = 30
 _EXACT = Context(prec=60)

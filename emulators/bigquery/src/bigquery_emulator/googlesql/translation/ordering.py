@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
-from infra.emulators.bigquery.googlesql.analysis.tree import Node
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.translation.expressions import expression
-from infra.emulators.bigquery.googlesql.translation.scope import Scope
+from bigquery_emulator.googlesql.analysis.tree import Node
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.translation.expressions import expression
+from bigquery_emulator.googlesql.translation.scope import Scope
 
 
 def order_by(items: Sequence[Node], scope: Scope, *, is_one_key: bool = False) -> str:

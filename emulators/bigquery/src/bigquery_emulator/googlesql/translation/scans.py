@@ -10,14 +10,14 @@ from typing import Any
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
-from infra.emulators.bigquery.googlesql.analysis.tree import Node
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.translation.aggregates import aggregate
-from infra.emulators.bigquery.googlesql.translation.expressions import expression
-from infra.emulators.bigquery.googlesql.translation.ordering import order_by
-from infra.emulators.bigquery.googlesql.translation.scope import Scope
-from infra.emulators.bigquery.googlesql.translation.windows import window_functions
-from infra.emulators.bigquery.tables.schema import quoted
+from bigquery_emulator.googlesql.analysis.tree import Node
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.translation.aggregates import aggregate
+from bigquery_emulator.googlesql.translation.expressions import expression
+from bigquery_emulator.googlesql.translation.ordering import order_by
+from bigquery_emulator.googlesql.translation.scope import Scope
+from bigquery_emulator.googlesql.translation.windows import window_functions
+from bigquery_emulator.tables.schema import quoted
 
 _JOINS = {"INNER": "JOIN", "LEFT": "LEFT JOIN", "RIGHT": "RIGHT JOIN", "FULL": "FULL JOIN"}
 _SET_OPERATIONS = {

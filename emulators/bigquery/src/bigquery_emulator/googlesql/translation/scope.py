@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from infra.emulators.bigquery.googlesql.analysis.tree import Node
-from infra.emulators.bigquery.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.analysis.tree import Node
+from bigquery_emulator.googlesql.calls import unsupported
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from typing import Any
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
 
-from infra.emulators.bigquery.errors import InvalidQueryError
-from infra.emulators.bigquery.googlesql.analysis.tree import Node
-from infra.emulators.bigquery.googlesql.analysis.types import field_of
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.translation.expressions import expression
-from infra.emulators.bigquery.googlesql.translation.scans import query
-from infra.emulators.bigquery.googlesql.translation.scope import Scope
-from infra.emulators.bigquery.tables.schema import Schema, quoted
+from bigquery_emulator.errors import InvalidQueryError
+from bigquery_emulator.googlesql.analysis.tree import Node
+from bigquery_emulator.googlesql.analysis.types import field_of
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.translation.expressions import expression
+from bigquery_emulator.googlesql.translation.scans import query
+from bigquery_emulator.googlesql.translation.scope import Scope
+from bigquery_emulator.tables.schema import Schema, quoted
 
 _TWO_MATCHES = "UPDATE/MERGE must match at most one source row for each target row"
 _TARGET = "target"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
-from infra.emulators.bigquery.googlesql.analysis.tree import Node
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.translation.aggregates import analytic
-from infra.emulators.bigquery.googlesql.translation.expressions import expression
-from infra.emulators.bigquery.googlesql.translation.ordering import order_by
-from infra.emulators.bigquery.googlesql.translation.scope import Scope
+from bigquery_emulator.googlesql.analysis.tree import Node
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.translation.aggregates import analytic
+from bigquery_emulator.googlesql.translation.expressions import expression
+from bigquery_emulator.googlesql.translation.ordering import order_by
+from bigquery_emulator.googlesql.translation.scope import Scope
 
 _FRAME_ENDS = {
     "UNBOUNDED_PRECEDING": "UNBOUNDED PRECEDING",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
-from infra.emulators.bigquery.googlesql.analysis.types import duckdb_type
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.translation.functions.registry import (
+from bigquery_emulator.googlesql.analysis.types import duckdb_type
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.translation.functions.registry import (
     Call,
     Functions,
 )
-from infra.emulators.bigquery.googlesql.translation.literals import text
+from bigquery_emulator.googlesql.translation.literals import text
 
 
 def _made(call: Call) -> str:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.translation.functions.registry import Call, Translate
-from infra.emulators.bigquery.googlesql.translation.literals import text
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.translation.functions.registry import Call, Translate
+from bigquery_emulator.googlesql.translation.literals import text
 
 _DATE, _TIME = types.TYPE_DATE, types.TYPE_TIME
 _DATETIME, _TIMESTAMP = types.TYPE_DATETIME, types.TYPE_TIMESTAMP

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
-from infra.emulators.bigquery.errors import InvalidQueryError
-from infra.emulators.bigquery.googlesql.translation.functions.date_formats import (
+from bigquery_emulator.errors import InvalidQueryError
+from bigquery_emulator.googlesql.translation.functions.date_formats import (
     formatted,
     parsed,
 )
-from infra.emulators.bigquery.googlesql.translation.functions.registry import (
+from bigquery_emulator.googlesql.translation.functions.registry import (
     Call,
     Functions,
     Translate,

@@ -6,14 +6,14 @@ import re
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.translation.functions.json_text import json_text
-from infra.emulators.bigquery.googlesql.translation.functions.registry import (
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.translation.functions.json_text import json_text
+from bigquery_emulator.googlesql.translation.functions.registry import (
     Call,
     Functions,
     Translate,
 )
-from infra.emulators.bigquery.googlesql.translation.literals import text
+from bigquery_emulator.googlesql.translation.literals import text
 
 _PATH = re.compile(r"""\$(\.[A-Za-z_]\w*|\."[^"\\]+"|\[\d{1,9}\])*""", re.ASCII)
 """Paths that DuckDB reads as BigQuery does."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
 
-from infra.emulators.bigquery.googlesql.analysis.types import struct_field_names, type_name
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.translation.literals import text
-from infra.emulators.bigquery.tables.schema import quoted
+from bigquery_emulator.googlesql.analysis.types import struct_field_names, type_name
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.translation.literals import text
+from bigquery_emulator.tables.schema import quoted
 
 _FORMS = {
     types.TYPE_BOOL: "CAST({0} AS VARCHAR)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
-from infra.emulators.bigquery.googlesql.translation.functions.registry import (
+from bigquery_emulator.googlesql.translation.functions.registry import (
     Call,
     Functions,
     Translate,

@@ -11,9 +11,9 @@ import math
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
 
-from infra.emulators.bigquery.googlesql.analysis.types import duckdb_type
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.translation.functions.registry import (
+from bigquery_emulator.googlesql.analysis.types import duckdb_type
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.translation.functions.registry import (
     Call,
     Functions,
     Translate,

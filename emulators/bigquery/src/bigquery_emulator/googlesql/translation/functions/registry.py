@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
 
-from infra.emulators.bigquery.googlesql.analysis.tree import Node
-from infra.emulators.bigquery.googlesql.analysis.types import type_name
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.parameters import is_plain_zone, is_zone_parameter
-from infra.emulators.bigquery.googlesql.translation.literals import date_part
+from bigquery_emulator.googlesql.analysis.tree import Node
+from bigquery_emulator.googlesql.analysis.types import type_name
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.parameters import is_plain_zone, is_zone_parameter
+from bigquery_emulator.googlesql.translation.literals import date_part
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """The table of scalar functions."""
 
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.translation.functions.arrays import ARRAYS
-from infra.emulators.bigquery.googlesql.translation.functions.dates import DATES
-from infra.emulators.bigquery.googlesql.translation.functions.json import JSON
-from infra.emulators.bigquery.googlesql.translation.functions.numbers import NUMBERS
-from infra.emulators.bigquery.googlesql.translation.functions.operators import OPERATORS
-from infra.emulators.bigquery.googlesql.translation.functions.registry import Call, Functions, fill
-from infra.emulators.bigquery.googlesql.translation.functions.strings import STRINGS
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.translation.functions.arrays import ARRAYS
+from bigquery_emulator.googlesql.translation.functions.dates import DATES
+from bigquery_emulator.googlesql.translation.functions.json import JSON
+from bigquery_emulator.googlesql.translation.functions.numbers import NUMBERS
+from bigquery_emulator.googlesql.translation.functions.operators import OPERATORS
+from bigquery_emulator.googlesql.translation.functions.registry import Call, Functions, fill
+from bigquery_emulator.googlesql.translation.functions.strings import STRINGS
 
 FUNCTIONS: Functions = {**OPERATORS, **NUMBERS, **STRINGS, **DATES, **ARRAYS, **JSON}
 

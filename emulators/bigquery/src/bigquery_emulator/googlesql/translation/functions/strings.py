@@ -6,14 +6,14 @@ import re
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
-from infra.emulators.bigquery.googlesql.calls import unsupported
-from infra.emulators.bigquery.googlesql.translation.casts import cast
-from infra.emulators.bigquery.googlesql.translation.functions.registry import (
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.translation.casts import cast
+from bigquery_emulator.googlesql.translation.functions.registry import (
     Call,
     Functions,
     Translate,
 )
-from infra.emulators.bigquery.googlesql.translation.literals import text
+from bigquery_emulator.googlesql.translation.literals import text
 
 _STRING, _BYTES = types.TYPE_STRING, types.TYPE_BYTES
 _WORD_BREAKS = r"""\s\x0b\[\](){}/|\\<>!?@"^#$&~_,.:;*%+\-"""
