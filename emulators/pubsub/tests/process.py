@@ -36,14 +36,7 @@ class Process:
         self._popen: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        with self.log_path.open("wb") as output:
-            self._popen = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-            )
+        self.start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -52,6 +45,22 @@ class Process:
             self._running.wait(STOP_LIMIT_S)
         except subprocess.TimeoutExpired:
             self.kill()
+
+    def start(self) -> None:
+        """Starts it and returns at once. The log is written anew at first, later starts append."""
+        with self.log_path.open("ab" if self._popen else "wb") as output:
+            self._popen = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._running.poll() is None
 
     @property
     def pid(self) -> int:
@@ -65,7 +74,7 @@ class Process:
         """
         deadline_s = time.monotonic() + limit_s
         while not is_ready():
-            if self._running.poll() is not None or time.monotonic() > deadline_s:
+            if not self.is_running or time.monotonic() > deadline_s:
                 said = self.log_path.read_text(errors="replace")
                 raise RuntimeError(f"{self._name} was not ready within {limit_s:g} s: {said}")
             time.sleep(POLL_S)
