@@ -25,7 +25,7 @@ from bigquery_emulator.tables.rows import insert_rows, read_all_rows, read_rows,
 from bigquery_emulator.tables.schema import Json, Schema
 from bigquery_emulator.tables.values import BadValueError
 
-# BigQuery's limits for one insertAll (platform facts B4).
+# One insertAll's limits: https://docs.cloud.google.com/bigquery/quotas#streaming_inserts
 _MOST_REQUEST_BYTES = 10 * 1024 * 1024
 _MOST_ROWS = 50_000
 _LONGEST_INSERT_ID = 128
