@@ -82,7 +82,7 @@ imports: $(STAMP) ## who may import whom
 	@$(MAKE) --no-print-directory -C emulators/bigquery imports BIN=$(CURDIR)/$(BIN)
 	@$(MAKE) --no-print-directory -C emulators/pubsub imports BIN=$(CURDIR)/$(BIN)
 
-terraform-check: ## fmt, validate and test of infra/terraform, where terraform and its checker are there
+terraform-check: ## fmt, validate and test of infra/terraform, where terraform is there
 	$(call timed,terraform-check,infra/terraform/check.sh)
 
 deploy-check: $(STAMP) ## schemas and policies of manifests and Terraform, installs of the images; what it needs goes into var/
