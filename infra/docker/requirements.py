@@ -30,7 +30,7 @@ def requirements(project_file: Path, extras: list[str]) -> list[str]:
     missing = [one for one in found if one.partition("==")[0] in _sources(told)]
     if missing:
         raise FileNotFoundError(f"no folder of the workspace has {', '.join(missing)}")
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _sources(told: dict[str, Any]) -> set[str]:
