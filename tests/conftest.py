@@ -34,12 +34,9 @@ HEAVY = (
     "bench/test_gpu.py",
     "end_to_end/",
     "faults/",
-    "infra/bigquery/test_bq.py",
     "infra/deploy/test_agreement.py",
     "infra/deploy/test_outside.py",
     "infra/deploy/test_plan_and_terraform.py",
-    "infra/pubsub/test_crash.py",
-    "infra/pubsub/test_gcloud.py",
     "infra/test_cli.py",
     "infra/test_compose_runs.py",
     "infra/test_stack.py",
@@ -153,7 +150,7 @@ def redis_url(redis_server: RedisServer) -> str:
 def pubsub_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """HOST:PORT of an embedded Pub/Sub; shared, so each test names its own project or topics."""
     port = free_port()
-    command = [sys.executable, "-m", "infra.emulators.pubsub", "--port", str(port)]
+    command = [sys.executable, "-m", "pubsub_emulator", "--port", str(port)]
     with _running("pubsub", command, port, tmp_path_factory.mktemp("pubsub")):
         yield f"127.0.0.1:{port}"
 
@@ -174,7 +171,7 @@ def bigquery_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
     command = [
         sys.executable,
         "-m",
-        "infra.emulators.bigquery",
+        "bigquery_emulator",
         "--port",
         str(port),
         "--data-dir",

@@ -155,7 +155,7 @@ async def test_pubsub_is_killed_and_back(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "infra.emulators.pubsub",
+        "pubsub_emulator",
         "--port",
         str(port),
         "--data-dir",

@@ -21,8 +21,8 @@ from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the parts in /proc")
 PARTS = {
     "redis": "redis-server",
-    "pubsub": "infra.emulators.pubsub",
-    "bigquery": "infra.emulators.bigquery",
+    "pubsub": "pubsub_emulator",
+    "bigquery": "bigquery_emulator",
     "api": "api",
     "batches": "api.batches",
     "functions": "functions_framework",

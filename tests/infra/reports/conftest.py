@@ -9,7 +9,7 @@ from google.cloud import bigquery
 
 from infra import bigquery as tables
 from shared.reports.runner import ReportRunner
-from tests.infra.bigquery.connecting import connected
+from tests.bigquery_client import connected
 from tests.infra.reports import generated
 from tests.infra.reports.generated import Fields
 

@@ -12,7 +12,7 @@ from infra import bigquery as tables
 from shared.reports.day_tables import DayTables
 from shared.reports.days import BillingDay
 from shared.reports.question import ReportQuestion
-from tests.infra.bigquery.connecting import rows_of
+from tests.bigquery_client import rows_of
 from tests.infra.reports import expected
 from tests.infra.reports.conftest import DATASET, load
 from tests.infra.reports.generated import AFTER, FIRST, TENANTS, Fields
