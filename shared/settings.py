@@ -19,7 +19,7 @@ from shared.rabbitmq.url import broker_url
 from shared.retention import BUDGET_BYTES
 
 SPOOL_MAX_BYTES = 768 * 1024 * 1024
-"""About 700,000 rows as they come, or four million compressed, as in a long outage (decision 56).
+"""About 700,000 rows as they come, or four million compressed, as in a long outage (decision 11).
 
 In Kubernetes a worker's folder may hold 1 GiB. Above that its pod is evicted with all rows.
 """

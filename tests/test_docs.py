@@ -16,6 +16,8 @@ DOCUMENTS = sorted(
     for found in (ROOT.glob("*.md"), *((ROOT / folder).rglob("*.md") for folder in FOLDERS))
     for path in found
 )
+DECISIONS = sorted((ROOT / "docs/decisions").glob("0*.md"))
+MAX_DECISION_WORDS = 500
 PATH_TO_THE_ACK = (
     "README.md",
     "docs/architecture.md",
@@ -65,6 +67,32 @@ def test_modules_in_documents_exist(document: Path) -> None:
         if not any(has_module(folder, name.rstrip(".")) for folder in homes(document))
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_a_decision_is_one_page_of_context_decision_and_consequences(page: Path) -> None:
+    text = page.read_text()
+    assert text.startswith(f"# {int(page.stem[:4])}. ")
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["Context", "Decision", "Consequences"]
+    assert len(text.split()) <= MAX_DECISION_WORDS
+    assert f"({page.name})" in (page.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize("folder", ["", *FOLDERS])
+def test_decisions_that_are_named_have_a_page(folder: str) -> None:
+    """A comment often has only a number. A changelog names the decisions of its day."""
+    member_pages = (ROOT / "emulators").glob("*/docs/decisions/*.md")
+    pages = {path.name[:4] for path in (*DECISIONS, *member_pages)}
+    missing = {
+        f"{path.relative_to(ROOT)}: {number}"
+        for path in (ROOT / folder).glob("**/*" if folder else "*")
+        if path.suffix in {".md", ".py", ".sql", ".tf", ".yaml"} and path.name != "CHANGELOG.md"
+        for number in re.findall(
+            r"(?:decisions/|\bdecisions?\s+\[?)(\d{1,4})\b", path.read_text(), re.IGNORECASE
+        )
+        if number.zfill(4) not in pages
+    }
+    assert missing == set()
 
 
 def homes(document: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 The deadline of a request applies in the queue and while its image is decoded. At the deadline, or
 when the caller hangs up, the process is killed. A new one starts within a tenth of a second. Idle
 processes exit, so an API without image traffic has none.
-See docs/decisions/0015-pictures-in-processes.md.
+See docs/decisions/0015-image-codec-processes.md.
 """
 
 from __future__ import annotations
