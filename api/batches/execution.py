@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -69,68 +70,91 @@ class LineExecutor:
     image_codec: ImageCodec
     limiter: Limiter
 
-    async def run(self, batch: BatchCreated, caller: Caller, line: BatchLine) -> LineAnswer:
+    async def run(
+        self,
+        batch: BatchCreated,
+        caller: Caller,
+        line: BatchLine,
+        is_run_again: Callable[[], bool] = lambda: True,
+    ) -> LineAnswer:
         """Computes a line. A canceled call leaves it undone.
 
         Args:
             batch: the batch.
             caller: who pays.
             line: of the batch.
+            is_run_again: whether a line that a canceled call leaves undone is computed later.
         """
         pauses, attempt = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0
         while time.time() < batch.expires_at_s:
-            request_id = _request_id(batch, line, attempt)
+            request = _request(batch, line, attempt, is_run_again)
+            response = None
             try:
-                response = await self._compute(batch, caller, line, request_id)
-                body = await self._reply(batch, line, response)
+                async with self._limited(batch, caller, request) as limited:
+                    response = await self.dispatcher.dispatch(request)
+                    body = await self._reply(batch, line, response, limited)
             except _TRANSIENT as error:
-                # The record of the job has this end, so the same id would only get it again.
-                attempt += isinstance(error, DeadlineExceeded | Canceled)
+                # Record and rows of the id have this end, and it would only get it again.
+                attempt += response is not None
                 left_s = max(0.0, batch.expires_at_s - time.time())
                 await asyncio.sleep(min(_pause_s(error, next(pauses)), left_s))
                 continue
             except PenstockError as error:
                 LINES.labels("failed").inc()
-                return LineAnswer(refused(batch, line, request_id, error), "failed")
+                return LineAnswer(refused(batch, line, request.request_id, error), "failed")
             LINES.labels("completed").inc()
             tokens = sum(outcome.receipt.tokens or 0 for outcome in response.outcomes)
-            return LineAnswer(answered(batch, line, request_id, body), "completed", tokens)
+            answer = answered(batch, line, request.request_id, body)
+            return LineAnswer(answer, "completed", tokens)
         LINES.labels("not_run").inc()
         data = not_run(batch, line.number, line.custom_id, *NOT_RUN["expired"])
         return LineAnswer(data, "not_run")
 
-    async def _compute(
-        self, batch: BatchCreated, caller: Caller, line: BatchLine, request_id: str
-    ) -> InferenceResponse:
-        now_s, model = time.time(), line.request.model
-        request = InferenceRequest(
-            request_id=request_id,
-            model=model,
-            tenant=batch.tenant,
-            key_id=batch.key_id,
-            weight=batch.weight,
-            plan=batch.plan_name,
-            batch_id=batch.id,
-            price_share=batch.price_share,
-            inputs=line.request.inputs,
-            deadline_s=min(batch.expires_at_s, now_s + model.deadline.longest_s),
-            is_repeatable=line.request.is_repeatable,
-            # A row of a line that is computed twice is the same row, its time included.
-            options=RequestOptions(received_at_s=batch.created_at_s, lane=LANE),
+    def _limited(
+        self, batch: BatchCreated, caller: Caller, request: InferenceRequest
+    ) -> LimitedRequest:
+        share = batch.price_share
+        return LimitedRequest(
+            self.limiter, caller, request.model, request.inputs, {}, price_share=share
         )
-        async with LimitedRequest(
-            self.limiter, caller, model, request.inputs, {}, price_share=batch.price_share
-        ) as limited:
-            response = await self.dispatcher.dispatch(request)
-            limited.settle(response.price, response.outcomes)
-        response.raise_failed()
-        return response
 
     async def _reply(
-        self, batch: BatchCreated, line: BatchLine, response: InferenceResponse
+        self,
+        batch: BatchCreated,
+        line: BatchLine,
+        response: InferenceResponse,
+        limited: LimitedRequest,
     ) -> bytes:
+        """The answer to a line. It is charged if there is one."""
         tools = ReplyTools(self.objects, self.image_codec, time.time() + REPLY_LIMIT_S)
-        return await ENDPOINTS[batch.endpoint].reply(line.request, response.outcomes, tools)
+        try:
+            with response:
+                response.raise_failed()
+                return await ENDPOINTS[batch.endpoint].reply(line.request, response.outcomes, tools)
+        finally:
+            limited.settle(response.price, response.outcomes, is_delivered=response.is_delivered)
+
+
+def _request(
+    batch: BatchCreated, line: BatchLine, attempt: int, is_run_again: Callable[[], bool]
+) -> InferenceRequest:
+    model = line.request.model
+    return InferenceRequest(
+        request_id=_request_id(batch, line, attempt),
+        model=model,
+        tenant=batch.tenant,
+        key_id=batch.key_id,
+        weight=batch.weight,
+        plan=batch.plan_name,
+        batch_id=batch.id,
+        price_share=batch.price_share,
+        inputs=line.request.inputs,
+        deadline_s=min(batch.expires_at_s, time.time() + model.deadline.longest_s),
+        is_repeatable=line.request.is_repeatable,
+        # A row of a line that is computed twice is the same row, its time included.
+        options=RequestOptions(received_at_s=batch.created_at_s, lane=LANE),
+        is_run_again=is_run_again,
+    )
 
 
 def _request_id(batch: BatchCreated, line: BatchLine, attempt: int) -> str:

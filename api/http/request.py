@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -64,10 +65,14 @@ class ApiRequest:
                 f"content-type: forms must be in UTF-8, not {shown!r}", field="content-type"
             )
 
-    async def infer(
+    @asynccontextmanager
+    async def inferred(
         self, model: Model, inputs: Sequence[Input], *, is_repeatable: bool = True
-    ) -> InferenceResponse:
-        """Computes `inputs`, and adds the headers of the answer to the context.
+    ) -> AsyncGenerator[InferenceResponse]:
+        """Computes `inputs`. The block makes the answer of the results.
+
+        The request is charged if the block ends without an error: rows, the headers of the answer
+        and the budget all say so.
 
         Raises:
             PenstockError: an item failed, or the request was refused. RateLimited: by its plan.
@@ -91,11 +96,16 @@ class ApiRequest:
             response = await while_connected(
                 self.http.receive, self.dependencies.dispatcher.dispatch(request)
             )
-            limited.settle(response.price, response.outcomes)
-        context.has_rows = True
-        context.headers |= response.headers()
-        response.raise_failed()
-        return response
+            context.has_rows = True
+            try:
+                with response:
+                    response.raise_failed()
+                    yield response
+            finally:
+                context.headers |= response.headers()
+                limited.settle(
+                    response.price, response.outcomes, is_delivered=response.is_delivered
+                )
 
     def limited(self, model: Model, inputs: Sequence[Input]) -> LimitedRequest:
         """A block that runs within the limits of the caller. See LimitedRequest."""
@@ -104,7 +114,7 @@ class ApiRequest:
         )
 
     def check_room(self, model: Model, items: int) -> None:
-        """Refuses now what `infer` would refuse, before the route prepares inputs.
+        """Refuses now what `inferred` would refuse, before the route prepares inputs.
 
         Only for requests that rarely hit the cache.
 

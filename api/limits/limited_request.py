@@ -13,7 +13,14 @@ from shared.catalog import Model
 from shared.messages import ItemOutcome
 from shared.tasks import Input
 from shared.tenants.plan import Caller
-from shared.usage.charge import ItemPrice, charged_work, cost_usd, list_price_usd, price_of
+from shared.usage.charge import (
+    ItemPrice,
+    as_delivered,
+    charged_work,
+    cost_usd,
+    list_price_usd,
+    price_of,
+)
 
 
 class LimitedRequest:
@@ -111,14 +118,25 @@ class LimitedRequest:
         if self._account is not None:
             self._reservation.leave(is_charged=True)
 
-    def settle(self, price: ItemPrice, outcomes: Sequence[ItemOutcome]) -> None:
-        """Says how the items ended. Work and cost count as they are charged."""
+    def settle(
+        self, price: ItemPrice, outcomes: Sequence[ItemOutcome], *, is_delivered: bool = True
+    ) -> None:
+        """Says how the items ended. Work and cost count as they are charged.
+
+        Work that was done for an answer that nobody got counts, but costs nothing.
+
+        Args:
+            price: their terms.
+            outcomes: how they ended.
+            is_delivered: whether the caller got them.
+        """
         if self._account is not None:
+            charged = as_delivered(outcomes, is_delivered=is_delivered)
             self._used = RequestDemand(
                 self._model.definition.unit,
                 items=len(outcomes),
                 work=sum(charged_work(price, outcome) for outcome in outcomes),
-                cost_usd=sum(cost_usd(price, outcome) for outcome in outcomes),
+                cost_usd=sum(cost_usd(price, outcome) for outcome in charged),
             )
 
     def _estimate(self) -> RequestDemand:

@@ -20,4 +20,4 @@ FROM `rows`
 WHERE received_at >= @since
   AND received_at < @until
   AND STARTS_WITH(client_request_id, @run)
-QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1

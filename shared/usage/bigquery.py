@@ -82,7 +82,7 @@ class BigQuerySender:
             errors = self._open().insert_rows_json(
                 self._table,
                 list(rows),
-                row_ids=[row["row_id"] for row in rows],
+                row_ids=[_insert_id(row) for row in rows],
                 skip_invalid_rows=True,
                 retry=None,
                 timeout=SEND_TIMEOUT_S,
@@ -105,6 +105,11 @@ class BigQuerySender:
         if self._client is None:
             self._client = open_client(self._project, self._endpoint)
         return self._client
+
+
+def _insert_id(row: Fields) -> str:
+    """What BigQuery drops repeats by, best effort. Rows of one item that differ are no repeats."""
+    return ":".join(str(row[name]) for name in ("row_id", "status", "attempt") if name in row)
 
 
 def open_client(project: str, endpoint: str) -> Any:
