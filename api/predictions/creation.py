@@ -54,6 +54,7 @@ class Creation:
         refresh: reads it again.
         waiter: gets the reply to this instance. None: only the record tells.
         is_new: whether this request created it.
+        is_paid: whether the limits of this request count it: it has published the job.
     """
 
     def __init__(
@@ -63,11 +64,12 @@ class Creation:
         waiter: ReplyWaiter | None,
         *,
         is_new: bool,
+        is_paid: bool = True,
     ) -> None:
         self._refresh = refresh
         self._waiter = waiter
         self.snapshot = snapshot
-        self.is_new = is_new
+        self.is_new, self.is_paid = is_new, is_paid
 
     async def wait(self, limit_s: float) -> None:
         """Waits for the end of the prediction, at most `limit_s`. Updates `snapshot`."""

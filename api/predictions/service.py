@@ -96,9 +96,9 @@ class Predictions:
         try:
             # Registered before the job is published, so no reply can be too early.
             with self._register_waiter(new, waits=waits) as waiter:
-                is_new, snapshot = await self._create(new, waiter)
-                metrics.PREDICTIONS.labels(model, "created" if is_new else "found").inc()
-                creation = Creation(snapshot, self.refresh, waiter, is_new=is_new)
+                creation = await self._create(new, waiter)
+                found = "created" if creation.is_new else "found"
+                metrics.PREDICTIONS.labels(model, found).inc()
                 yield creation
         finally:
             took_s = creation.snapshot.took_s if creation is not None and creation.is_new else None
@@ -287,9 +287,7 @@ class Predictions:
                     stack.callback(self._with_waiter.discard, record_id)
             yield waiter
 
-    async def _create(
-        self, new: NewPrediction, waiter: ReplyWaiter | None
-    ) -> tuple[bool, PredictionSnapshot]:
+    async def _create(self, new: NewPrediction, waiter: ReplyWaiter | None) -> Creation:
         prediction, document = new.prediction, encode_document(new.prediction)
         record_id, deadline_s = prediction.record, prediction.deadline_s
         unfinished = await self._records.create(
@@ -303,9 +301,9 @@ class Predictions:
         )
         if unfinished:
             await self._sender.send(new, waiter, unfinished=unfinished)
-            return True, PredictionSnapshot(
-                prediction, Record(state="starting", created_at_s=prediction.created_at_s)
-            )
+            record = Record(state="starting", created_at_s=prediction.created_at_s)
+            snapshot = PredictionSnapshot(prediction, record)
+            return Creation(snapshot, self.refresh, waiter, is_new=True)
         try:
             snapshot = await self.read(prediction.tenant, prediction.id)
         except NotFound as error:
@@ -320,10 +318,12 @@ class Predictions:
                 f"{prediction.id} is the id of another prediction, with another input", field="id"
             )
         snapshot = await self._wait_for_publish(snapshot)
-        if snapshot.is_unpublished:
-            # The prediction as first created: its rows have the times and ids of its record.
+        is_paid = snapshot.is_unpublished
+        if is_paid:
+            # The prediction as first created: its rows have the times and ids of its record. Its
+            # creator was told that there is none, so nothing counts there.
             await self._sender.send(replace(new, prediction=snapshot.prediction), waiter)
-        return False, snapshot
+        return Creation(snapshot, self.refresh, waiter, is_new=False, is_paid=is_paid)
 
     async def _wait_for_publish(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
         """Waits until the job is published, or its creator has had the time to do it."""

@@ -225,13 +225,13 @@ async def _create(
         dependencies.predictions.creating(new, waits=wait_s > 0) as creation,
     ):
         limited.go_on(lambda ended: dependencies.follower.follow(ended, creation.snapshot))
-        if not creation.is_new:
+        if not creation.is_paid:
             limited.settle(price, [])
         if wait_s:
             # A caller that hangs up leaves here, and the prediction continues.
             waiting = creation.wait(wait_s - context.total_ms / 1000)
             await while_connected(call.http.receive, waiting)
-        if creation.is_new and (reply := creation.snapshot.record.reply) is not None:
+        if creation.is_paid and (reply := creation.snapshot.record.reply) is not None:
             limited.settle(price, reply.outcomes)
     return _created(dependencies, creation.snapshot, is_new=creation.is_new)
 

@@ -185,7 +185,7 @@ async def _create_kept(
             dependencies.predictions.creating(new, waits=body.waits) as creation,
         ):
             limited.go_on(lambda ended: dependencies.follower.follow(ended, creation.snapshot))
-            if not creation.is_new:
+            if not creation.is_paid:
                 limited.settle(price_of(model, call.context.received_at_s), [])
             if body.waits:
                 left_s = new.prediction.deadline_s + GRACE_S - time.time()

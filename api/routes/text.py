@@ -160,7 +160,7 @@ async def _create_stream(
             dependencies.predictions.creating(new, waits=False) as creation,
         ):
             limited.go_on(lambda ended: dependencies.follower.follow(ended, creation.snapshot))
-            if not creation.is_new:
+            if not creation.is_paid:
                 limited.settle(price_of(model, call.context.received_at_s), [])
         return _stream(call, endpoint, body, creation.snapshot, last_id, held.pop_all())
 

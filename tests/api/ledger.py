@@ -1,7 +1,7 @@
 """What tenants and keys are charged by three books: what answers say, the rows, and the counters.
 
-A test sends requests through a `Ledger` and lets them end in any way. `check` waits until nothing is
-in flight any more, and compares the books of each key and each tenant.
+A test sends requests through a `Ledger` and lets them end in any way. `check` waits until nothing
+is in flight any more, and compares the books of each key and each tenant.
 """
 
 from __future__ import annotations
@@ -123,8 +123,10 @@ class Ledger:
             charged = {key: self.charged_usd(key) for key in self.tenant_of}
             expected = pytest.approx(self._with_tenants(charged), abs=EXACT_USD)
             until_s = time.monotonic() + SETTLE_LIMIT_S
-            while (counted := await self._counted()) != expected and time.monotonic() < until_s:
+            counted = await self._counted()
+            while counted != expected and time.monotonic() < until_s:
                 await asyncio.sleep(0.02)  # a prediction is settled by who reads its record
+                counted = await self._counted()
         told = {key: self.told_usd[key] for key in self.tenant_of}
         assert told == pytest.approx(charged, abs=EXACT_USD), "answers and rows"
         assert counted == expected, "counters and rows"
@@ -179,15 +181,11 @@ class LedgerWorld:
 def ledger_keys(folder: Path, tenant_of: Mapping[str, str] = KEYS, **plan: Any) -> str:
     """Writes keys whose tenants and which themselves have a budget. Returns the URL."""
     own = Limits(budget_usd_per_month=BUDGET_USD)
-    rich, poor = (
-        Plan(budget_usd_per_month=usd, **plan) for usd in (BUDGET_USD, POOR_USD)
-    )
+    rich, poor = (Plan(budget_usd_per_month=usd, **plan) for usd in (BUDGET_USD, POOR_USD))
     return keys_url(
         folder,
         plans={"rich": rich, "poor": poor},
-        tenants={
-            tenant: "poor" if key == "poor" else "rich" for key, tenant in tenant_of.items()
-        },
+        tenants={tenant: "poor" if key == "poor" else "rich" for key, tenant in tenant_of.items()},
         keys=[stored(key, tenant, limits=own) for key, tenant in tenant_of.items()],
     )
 

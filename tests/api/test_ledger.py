@@ -16,7 +16,7 @@ from shared.errors import Unavailable
 from shared.stores.records import Records
 from tests.api.batches.batching import created, jsonl, until
 from tests.api.harness import RowList, already_open
-from tests.api.ledger import LedgerWorld, ledger_keys, ledger_world
+from tests.api.ledger import LedgerWorld, ledger_world
 from tests.api.predicting import OVER
 from tests.keys import key_for
 from tests.limits import PATIENCE, WAIT_LIMIT_S
@@ -68,6 +68,7 @@ async def one_item_is_bad(world: LedgerWorld) -> dict[str, float]:
         answer = await world.ledger.embed("one", asked)
         assert (answer.status_code, code_of(answer)) == (400, "invalid_input")
         assert answer.headers["x-penstock-cost-usd"] == "0"
+        await world.ledger.until_idle()
         rows = [row for row in world.ledger.rows() if row.row_id.startswith(_id_of(answer))]
         assert {row.status for row in rows} == {"failed", "canceled"}
         assert len(rows) == len(asked)
@@ -109,9 +110,9 @@ async def worker_never_hears_of_the_hang_up(world: LedgerWorld) -> dict[str, flo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Records, "cancel", _away)
         await world.hang_up("one", texts, lambda: world.harness.process.started.is_set())
-        await world.api.until_idle()
-    world.harness.process.gate.set()
-    await world.harness.until(replies(world, 3))
+        await world.harness.until(lambda: len(world.api.rows) == 3)
+        world.harness.process.gate.set()
+        await world.harness.until(replies(world, 3))
     assert {row.status for row in world.harness.rows} == {"succeeded"}
     assert {row.status for row in world.ledger.rows()} == {"canceled"}
     return {}
