@@ -11,7 +11,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,12 +192,25 @@ def ledger_keys(folder: Path, tenant_of: Mapping[str, str] = KEYS, **plan: Any) 
 
 @asynccontextmanager
 async def ledger_world(
-    redis_url: str, folder: Path, model: Model = PRICED, instances: int = 1
+    redis_url: str,
+    folder: Path,
+    model: Model = PRICED,
+    *,
+    instances: int = 1,
+    worker: AbstractAsyncContextManager[WorkerHarness] | None = None,
 ) -> AsyncIterator[LedgerWorld]:
-    """A deployment of embeddings whose text is its vector (tests/workers/worker_harness.py)."""
+    """A deployment of embeddings whose text is its vector (tests/workers/worker_harness.py).
+
+    Args:
+        redis_url: of Redis.
+        folder: for keys and objects.
+        model: which the worker serves.
+        instances: of the API.
+        worker: another one that serves the model.
+    """
     settings = settings_for(folder, redis_url=redis_url, keys_url=ledger_keys(folder))
     catalog = Catalog((model,))
-    async with running_worker(redis_url, folder, model=model) as harness:
+    async with worker or running_worker(redis_url, folder, model=model) as harness:
         assert harness.registry is not None
         ledger = Ledger(redis_url, [], [harness.rows], harness.registry.wait_idle)
         world = LedgerWorld(ledger, harness, settings, catalog)

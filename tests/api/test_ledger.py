@@ -5,6 +5,7 @@ One test for each end. Each compares the three books and says who pays what.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,16 @@ import pytest
 from api.batches.process import opened_runner
 from shared.errors import Unavailable
 from shared.stores.records import Records
-from tests.api.batches.batching import created, jsonl, until
+from tests.api.batches.batching import created, jsonl, line, until
 from tests.api.harness import RowList, already_open
-from tests.api.ledger import LedgerWorld, ledger_world
+from tests.api.ledger import Ledger, LedgerWorld, ledger_keys, ledger_world
 from tests.api.predicting import OVER
-from tests.keys import key_for
+from tests.api.test_text_charges import BODY as STREAM
+from tests.api.test_text_charges import LONG
+from tests.canary.world import CANARY, running_world
+from tests.keys import bearer, key_for
 from tests.limits import PATIENCE, WAIT_LIMIT_S
+from tests.workers.test_steps import spelling
 from tests.workers.worker_harness import MODEL
 
 pytestmark = pytest.mark.anyio
@@ -250,29 +255,46 @@ async def prediction_is_published_by_who_asks_again(world: LedgerWorld) -> dict[
 
 async def batch_ends(world: LedgerWorld) -> dict[str, float]:
     """A line with an error is not charged, whatever of it was computed."""
-    texts = [["abcd"], ["efgh", "0"], ["ijkl", "!"], words(20)]
-    lines = [
-        {
-            "custom_id": str(number),
-            "method": "POST",
-            "url": "/v1/embeddings",
-            "body": {"model": MODEL.name, "input": asked, "encoding_format": "base64"},
-        }
-        for number, asked in enumerate(texts)
-    ]
-    rows, broker = RowList(), world.harness.broker
-    world.ledger.row_lists.append(rows.rows)
     client = world.api.openai(api_key=key_for("one"))
-    async with opened_runner(
-        world.settings, world.catalog, already_open(broker), already_open(broker), rows
-    ) as runner:
-        running = asyncio.create_task(runner.run())
-        batch = await until(client, await created(client, jsonl(lines)))
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+    async with _runner(world):
+        batch = await _batch(client, ["abcd"], ["efgh", "0"], ["ijkl", "!"], words(20))
+        batch = await until(client, batch)
     assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 2)
     world.ledger.tell("one", 21 * WORD_USD / 2)
     return {"one": 21 * WORD_USD / 2}
+
+
+async def batch_is_canceled(world: LedgerWorld) -> dict[str, float]:
+    """Of one line a part is computed, and nothing of the other."""
+    client = world.api.openai(api_key=key_for("one"))
+    texts = words(32)
+    world.harness.process.holds = texts[20]
+    async with _runner(world):
+        batch = await _batch(client, texts, ["abcd"])
+        await world.harness.until(replies(world, 16))
+        await client.batches.cancel(batch.id)
+        batch = await until(client, batch)
+        world.harness.process.gate.set()
+    assert (batch.status, batch.request_counts.completed) == ("cancelled", 0)
+    return {}
+
+
+async def batch_process_ends(world: LedgerWorld) -> dict[str, float]:
+    """The next one asks under the same ids, and gets what was computed."""
+    client = world.api.openai(api_key=key_for("one"))
+    texts = words(32)
+    world.harness.process.holds = texts[20]
+    async with _runner(world):
+        batch = await _batch(client, texts, ["abcd"])
+        await world.harness.until(replies(world, 16))
+    world.harness.process.gate.set()
+    async with _runner(world):
+        batch = await until(client, batch)
+    assert batch.request_counts.completed == 2
+    cost_usd = world.ledger.charged_usd("one")
+    world.ledger.tell("one", cost_usd)
+    assert cost_usd >= 17 * WORD_USD / 2, "what the first one had computed is charged once"
+    return {"one": cost_usd}
 
 
 ENDS: list[End] = [
@@ -296,6 +318,8 @@ ENDS: list[End] = [
     predictions_end,
     prediction_is_published_by_who_asks_again,
     batch_ends,
+    batch_is_canceled,
+    batch_process_ends,
 ]
 
 
@@ -304,6 +328,49 @@ async def test_three_books_agree(world: LedgerWorld, end: End) -> None:
     expected = await end(world)
     charged = {key: usd for key, usd in (await world.ledger.check()).items() if usd}
     assert charged == pytest.approx(expected, abs=1e-12)
+
+
+async def test_three_books_agree_on_streams(redis_url: str, tmp_path: Path) -> None:
+    """One is read to its end, and of one some letters are read before it is canceled."""
+    worker = spelling(redis_url, tmp_path, model=LONG)
+    async with ledger_world(redis_url, tmp_path, LONG, worker=worker) as world:
+        http, key, rows = world.api.http, bearer("one"), world.harness.rows
+        whole = await world.ledger.post("one", "/v1/completions", {**STREAM, "max_tokens": 3})
+        assert "[DONE]" in whole.text
+        async with http.stream("POST", "/v1/completions", json=STREAM, headers=key) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    break
+        made = (await http.get("/v1/predictions", headers=key)).json()["results"][0]["id"]
+        await http.post(f"/v1/predictions/{made}/cancel", headers=key)
+        await world.harness.until(lambda: len(rows) == 2)
+        for one in (await http.get("/v1/predictions", headers=key)).json()["results"]:
+            found = (await http.get(f"/v1/predictions/{one['id']}", headers=key)).json()
+            world.ledger.tell("one", found["metrics"]["cost_usd"])
+        charged = await world.ledger.check()
+        assert charged["one"] > (3 * 2 + 3 * 6) / 1e6 + (3 * 2 + 6) / 1e6, "what was read"
+
+
+async def test_three_books_agree_on_canaries(redis_url: str, tmp_path: Path) -> None:
+    """Its caller pays once for what fails there and is computed by the other revision."""
+    keys = ledger_keys(tmp_path)
+    async with running_world(redis_url, tmp_path, keys_url=keys) as world:
+        await world.until_serving()
+        lists = [worker.rows for worker in world.workers.values()]
+
+        async def until_idle() -> None:
+            async with asyncio.timeout(WAIT_LIMIT_S):
+                while sum(row.tenant == "acme" for rows in lists for row in rows) < 20:  # noqa: ASYNC110 - a list
+                    await asyncio.sleep(0.01)
+
+        ledger = Ledger(redis_url, [world.api], [world.api.rows, *lists], until_idle)
+        for fault in ("", "errors"):
+            world.workers[CANARY.name].process.fault = fault
+            for text in words(10, 100 if fault else 0):
+                assert (await ledger.embed("one", [text])).status_code == 200
+        charged = await ledger.check()
+        assert charged["one"] == pytest.approx(20 * 4 * 2.0 / 1e6)
+        assert {row.revision for row in ledger.rows() if row.tenant == "acme"} == {"1", "2"}
 
 
 def _id_of(answer: httpx.Response) -> str:
@@ -334,6 +401,31 @@ def _is_published(world: LedgerWorld) -> bool:
     return all(one.job is not None and one.job.published_at_s for one in flights)
 
 
+@asynccontextmanager
+async def _runner(world: LedgerWorld) -> AsyncIterator[None]:
+    """A process that runs batches. Its limiter gives back what it does not need at its end."""
+    rows, broker = RowList(), world.harness.broker
+    world.ledger.row_lists.append(rows.rows)
+    async with opened_runner(
+        world.settings, world.catalog, already_open(broker), already_open(broker), rows
+    ) as runner:
+        running = asyncio.create_task(runner.run())
+        try:
+            yield
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def _batch(client: Any, *lines: list[str]) -> Any:
+    """A batch with a line for each list of texts."""
+    given = {"model": MODEL.name, "encoding_format": "base64"}
+    return await created(
+        client,
+        jsonl(line(str(number), **given, input=asked) for number, asked in enumerate(lines)),
+    )
+
+
 async def _create(world: LedgerWorld, text: str, **headers: str) -> dict[str, Any]:
     body = {"version": MODEL.name, "input": {"text": text}}
     answer = await world.ledger.post("one", "/v1/predictions", body, **headers)
@@ -345,7 +437,7 @@ async def _create(world: LedgerWorld, text: str, **headers: str) -> dict[str, An
 async def _prediction(world: LedgerWorld, text: str, **headers: str) -> None:
     """Creates one, and waits for its end."""
     created_one = await _create(world, text, **headers)
-    http, key = world.api.http, {"authorization": f"Bearer {key_for('one')}"}
+    http, key = world.api.http, bearer("one")
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             found = (await http.get(f"/v1/predictions/{created_one['id']}", headers=key)).json()
@@ -355,5 +447,5 @@ async def _prediction(world: LedgerWorld, text: str, **headers: str) -> None:
 
 
 async def _put(world: LedgerWorld, body: object) -> httpx.Response:
-    key = {"authorization": f"Bearer {key_for('one')}"}
-    return await world.api.http.put("/v1/predictions/mine", json=body, headers=key)
+    http = world.api.http
+    return await http.put("/v1/predictions/mine", json=body, headers=bearer("one"))

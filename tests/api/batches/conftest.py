@@ -50,11 +50,15 @@ def held_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], asyncio.Event
         go, run_line = asyncio.Event(), LineExecutor.run
 
         async def run(
-            self: LineExecutor, batch: BatchCreated, caller: Caller, line: BatchLine
+            self: LineExecutor,
+            batch: BatchCreated,
+            caller: Caller,
+            line: BatchLine,
+            *rest: Callable[[], bool],
         ) -> LineAnswer:
             if line.number > number:
                 await go.wait()
-            return await run_line(self, batch, caller, line)
+            return await run_line(self, batch, caller, line, *rest)
 
         monkeypatch.setattr(LineExecutor, "run", run)
         return go
