@@ -287,10 +287,12 @@ async def batch_process_ends(world: LedgerWorld) -> dict[str, float]:
     async with _runner(world):
         batch = await _batch(client, texts, ["abcd"])
         await world.harness.until(replies(world, 16))
+    world.harness.process.holds = ""
     world.harness.process.gate.set()
     async with _runner(world):
         batch = await until(client, batch)
     assert batch.request_counts.completed == 2
+    await world.ledger.until_idle()
     cost_usd = world.ledger.charged_usd("one")
     world.ledger.tell("one", cost_usd)
     assert cost_usd >= 17 * WORD_USD / 2, "what the first one had computed is charged once"
