@@ -148,7 +148,7 @@ class Ledger:
         counted = {}
         async with redis.asyncio.Redis.from_url(self.redis_url) as client:
             for name in self._with_tenants(dict.fromkeys(self.tenant_of, 0.0)):
-                used = await client.hget(f"penstock:limits:month:{name}:usd", "used")  # type: ignore[misc]
+                used = await client.hget(f"penstock:limits:month:{name}:usd", "used")
                 counted[name] = float(used or 0)
         return counted
 
