@@ -119,6 +119,28 @@ async def test_who_joined_a_job_that_no_worker_can_read_asks_anew(
     assert len(harness.worker.jobs) == 3, "one of those that joined led the next round"
 
 
+async def test_what_is_refused_after_work_began_is_refused_as_a_whole(
+    harness: DispatcherHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One item is computed. The other one must be asked for anew, and there is no room for it."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise Overloaded("no room")
+
+    harness.worker.go.clear()
+    asks = [harness.ask("a"), harness.ask("b", "a")]
+    harness.worker.unreadable = {asks[0].get_name()}
+    await harness.worker.until_taken(2)
+    monkeypatch.setattr(harness.admission, "admit", refuse)
+    harness.worker.go.set()
+    answer = await asks[1]
+    assert ends(answer) == ["succeeded", "overloaded"]
+    with pytest.raises(Overloaded, match="no room"):
+        answer.raise_failed()
+    answer.is_delivered = False  # as a block that raises
+    assert answer.cost_usd == 0
+
+
 async def test_last_who_hangs_up_frees_everything_at_once(harness: DispatcherHarness) -> None:
     unknown = REPLIES.labels("unknown")
     before = unknown._value.get()
