@@ -128,8 +128,8 @@ class Ledger:
                 await asyncio.sleep(0.02)  # a prediction is settled by who reads its record
                 counted = await self._counted()
         told = {key: self.told_usd[key] for key in self.tenant_of}
-        assert told == pytest.approx(charged, abs=EXACT_USD), "answers and rows"
-        assert counted == expected, "counters and rows"
+        assert told == pytest.approx(charged, abs=EXACT_USD), f"answers {told}, rows {charged}"
+        assert counted == expected, f"counters {counted}, rows {charged}"
         return charged
 
     def _with_tenants(self, charged: Mapping[str, float]) -> dict[str, float]:
