@@ -100,10 +100,6 @@ class LineExecutor:
                 await asyncio.sleep(min(_pause_s(error, next(pauses)), left_s))
                 continue
             except PenstockError as error:
-                if error.code == PenstockError.code and not attempt:
-                    # The record may be one of fewer items, as others are in the cache by now.
-                    attempt = 1
-                    continue
                 LINES.labels("failed").inc()
                 return LineAnswer(refused(batch, line, request.request_id, error), "failed")
             LINES.labels("completed").inc()

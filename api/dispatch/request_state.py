@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -50,8 +51,13 @@ class RequestState:
         return max(0.0, self.request.deadline_s - time.time())
 
     def new_job(self, items: Sequence[InFlightItem]) -> InFlightJob:
-        """Puts items into a job with the next index of this request."""
-        job = InFlightJob(list(items), len(self._jobs), self.request.deadline_s)
+        """Puts items into a job with an index of its own in this request."""
+        index = len(self._jobs)
+        if self.request.batch_id and len(items) < len(self.items):
+            # A line may be asked for again when more of it is in the cache. The job of what is left
+            # must not find the record of a job of other items.
+            index = zlib.crc32(repr([one.item.index for one in items]).encode())
+        job = InFlightJob(list(items), index, self.request.deadline_s)
         for in_flight in items:
             in_flight.job = job
         self._jobs.append(job)
