@@ -35,7 +35,7 @@ SELECT
   COUNT(*) AS items,
   COUNT(DISTINCT tenant) AS tenants,
   ROUND(100 * SAFE_DIVIDE(COUNT(*), ANY_VALUE(model_items)), 2) AS percent_of_model,
-  MAX(attempt) AS most_attempts,
+  COALESCE(MAX(attempt), 0) AS most_attempts,
   MAX(received_at) AS latest,
   ARRAY_AGG(request_id ORDER BY received_at DESC, request_id LIMIT 1)[OFFSET(0)] AS example_request_id
 FROM once

@@ -362,7 +362,7 @@ def errors(rows: list[Fields], question: ReportQuestion) -> Lines:
             "items": len(of),
             "tenants": len({row["tenant"] for row in of}),
             "percent_of_model": 100 * len(of) / of_model[key[0]],
-            "most_attempts": max(row["attempt"] for row in of),
+            "most_attempts": max(row["attempt"] or 0 for row in of),
             "latest": newest,
             "example_request_id": min(
                 row["request_id"] for row in of if row["received_at"] == newest
