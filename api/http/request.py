@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -66,10 +67,14 @@ class ApiRequest:
                 f"content-type: forms must be in UTF-8, not {shown!r}", field="content-type"
             )
 
-    async def infer(
+    @asynccontextmanager
+    async def inferred(
         self, model: Model, inputs: Sequence[Input], *, is_repeatable: bool = True
-    ) -> InferenceResponse:
-        """Computes `inputs`, and adds the headers of the answer to the context.
+    ) -> AsyncGenerator[InferenceResponse]:
+        """Computes `inputs`. The block makes the answer of the results.
+
+        The request is charged if the block ends without an error: rows, the headers of the answer
+        and the budget all say so.
 
         Raises:
             PenstockError: an item failed, or the request was refused. RateLimited: by its plan.
@@ -93,11 +98,16 @@ class ApiRequest:
             response = await while_connected(
                 self.http.receive, self.dependencies.dispatcher.dispatch(request), self.check_key
             )
-            limited.settle(response.price, response.outcomes)
-        context.has_rows = True
-        context.headers |= response.headers()
-        response.raise_failed()
-        return response
+            context.has_rows = True
+            try:
+                with response:
+                    response.raise_failed()
+                    yield response
+            finally:
+                context.headers |= response.headers()
+                limited.settle(
+                    response.price, response.outcomes, is_delivered=response.is_delivered
+                )
 
     def check_key(self) -> None:
         """Refuses a caller whose key has ended since the request began. For all that takes long.
@@ -120,7 +130,7 @@ class ApiRequest:
         )
 
     def check_room(self, model: Model, items: int) -> None:
-        """Refuses now what `infer` would refuse, before the route prepares inputs.
+        """Refuses now what `inferred` would refuse, before the route prepares inputs.
 
         Only for requests that rarely hit the cache.
 

@@ -21,7 +21,14 @@ from shared.predictions import Prediction
 from shared.tasks import Input
 from shared.tasks.base import Unit, WorkBound
 from shared.tenants.plan import Caller
-from shared.usage.charge import ItemPrice, charged_work, cost_usd, list_price_usd, price_of
+from shared.usage.charge import (
+    ItemPrice,
+    as_delivered,
+    charged_work,
+    cost_usd,
+    list_price_usd,
+    price_of,
+)
 
 
 class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -187,10 +194,22 @@ class LimitedRequest:
         if self._follow is not None:
             self._follow(self, hold)
 
-    def settle(self, price: ItemPrice, outcomes: Sequence[ItemOutcome]) -> None:
-        """Says how the items ended. Work and cost count as they are charged."""
+    def settle(
+        self, price: ItemPrice, outcomes: Sequence[ItemOutcome], *, is_delivered: bool = True
+    ) -> None:
+        """Says how the items ended. Work and cost count as they are charged.
+
+        Work that was done for an answer that nobody got counts, but costs nothing.
+
+        Args:
+            price: their terms.
+            outcomes: how they ended.
+            is_delivered: whether the caller got them.
+        """
         if self._account is not None:
-            self._used = used_by(price, self._model.definition.unit, outcomes)
+            charged = as_delivered(outcomes, is_delivered=is_delivered)
+            unit = self._model.definition.unit
+            self._used = used_by(price, unit, outcomes, charged)
 
     def _estimate(self, account: Account) -> RequestDemand:
         """Work as it probably is, and the cost as it is at most."""
@@ -205,13 +224,27 @@ class LimitedRequest:
         return RequestDemand(unit, items=len(self._inputs), work=work, cost_usd=usd)
 
 
-def used_by(price: ItemPrice, unit: Unit, outcomes: Sequence[ItemOutcome]) -> RequestDemand:
-    """What items are charged, by how they ended."""
+def used_by(
+    price: ItemPrice,
+    unit: Unit,
+    outcomes: Sequence[ItemOutcome],
+    charged: Sequence[ItemOutcome] | None = None,
+) -> RequestDemand:
+    """What items count for limits, and what they are charged.
+
+    Args:
+        price: their terms.
+        unit: of their work.
+        outcomes: how they ended.
+        charged: how the caller got them. None: as they ended.
+    """
     return RequestDemand(
         unit,
         items=len(outcomes),
         work=sum(charged_work(price, outcome) for outcome in outcomes),
-        cost_usd=sum(cost_usd(price, outcome) for outcome in outcomes),
+        cost_usd=sum(
+            cost_usd(price, outcome) for outcome in (outcomes if charged is None else charged)
+        ),
     )
 
 

@@ -123,9 +123,9 @@ class Predictions:
         try:
             # Registered before the job is published, so no reply can be too early.
             with self._register_waiter(new, waits=waits) as waiter:
-                is_new, snapshot = await self._create(new, waiter, hold)
-                metrics.PREDICTIONS.labels(model, "created" if is_new else "found").inc()
-                creation = Creation(snapshot, self.refresh, waiter, is_new=is_new)
+                creation = await self._create(new, waiter, hold)
+                found = "created" if creation.is_new else "found"
+                metrics.PREDICTIONS.labels(model, found).inc()
                 yield creation
         finally:
             took_s = creation.snapshot.took_s if creation is not None and creation.is_new else None
@@ -348,7 +348,7 @@ class Predictions:
 
     async def _create(
         self, new: NewPrediction, waiter: ReplyWaiter | None, hold: Hold | None
-    ) -> tuple[bool, PredictionSnapshot]:
+    ) -> Creation:
         prediction, document = new.prediction, encode_document(new.prediction)
         if len(document) > DOCUMENT_MAX_BYTES:
             raise InputTooLarge(
@@ -361,7 +361,8 @@ class Predictions:
             created = Record(
                 state="starting", created_at_s=prediction.created_at_s, document=document
             )
-            return True, PredictionSnapshot(prediction, created)
+            snapshot = PredictionSnapshot(prediction, created)
+            return Creation(snapshot, self.refresh, waiter, is_new=True)
         try:
             snapshot = await self.read(prediction.tenant, prediction.id)
         except NotFound as error:
@@ -377,9 +378,10 @@ class Predictions:
             )
         snapshot = await self._wait_for_publish(snapshot)
         if snapshot.is_unpublished:
-            # The prediction as first created: its rows have the times and ids of its record.
+            # The prediction as first created: its rows have the times and ids of its record, and
+            # what it is charged comes from the hold that was created with it.
             await self._sender.send(replace(new, prediction=snapshot.prediction), waiter)
-        return False, snapshot
+        return Creation(snapshot, self.refresh, waiter, is_new=False)
 
     async def _wait_for_publish(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
         """Waits until the job is published, or its creator has had the time to do it."""

@@ -81,10 +81,10 @@ async def create_response(request: Request) -> Response:
     if body.is_kept:
         return await _create_kept(call, body, model, inputs)
     repeats = is_repeatable(chat) or seed is not None
-    outcomes = (await call.infer(model, inputs, is_repeatable=repeats)).outcomes
     made = "resp_" + call.context.request_id.removeprefix("req_")
     events = ResponseEvents(body, made, call.context.received_at_s, model)
-    return _json(events.whole(outcomes, time.time()))
+    async with call.inferred(model, inputs, is_repeatable=repeats) as response:
+        return _json(events.whole(response.outcomes, time.time()))
 
 
 @stored_router.get(

@@ -132,10 +132,11 @@ async def _create(request: Request, endpoint: _Endpoint[Any]) -> Response:
     if body.stream:
         return await _create_stream(call, endpoint, body, model, inputs)
     repeats = is_repeatable(body) or call.context.key_seed is not None
-    outcomes = (await call.infer(model, inputs, is_repeatable=repeats)).outcomes
     made = endpoint.id_prefix + call.context.request_id.removeprefix("req_")
-    reply = endpoint.reply(body, made, call.context.received_at_s, model, outcomes)
-    return _json(reply)
+    async with call.inferred(model, inputs, is_repeatable=repeats) as response:
+        return _json(
+            endpoint.reply(body, made, call.context.received_at_s, model, response.outcomes)
+        )
 
 
 async def _create_stream(

@@ -151,9 +151,7 @@ def test_every_field_of_a_row_arrives(created: bigquery.Client) -> None:
 
 
 def test_a_row_written_twice_counts_once(created: bigquery.Client) -> None:
-    insert(
-        created, row("r1", attempt=1, status="failed"), row("r1", attempt=2), row("r2"), row("r2")
-    )
+    insert(created, row("r1", attempt=1, tokens=3), row("r1", attempt=2), row("r2"), row("r2"))
     sql = (
         "SELECT row_id, status, attempt FROM penstock.rows_deduplicated"
         " WHERE received_at > '2020-01-01' ORDER BY 1"
@@ -164,6 +162,35 @@ def test_a_row_written_twice_counts_once(created: bigquery.Client) -> None:
     for name in ("usage", "slowest"):
         assert len(report(created, name)) in (0, 1)
     assert report(created, "usage")[0]["items"] == 2
+
+
+def test_a_row_that_says_nothing_was_delivered_counts(created: bigquery.Client) -> None:
+    """Whether it comes first or last. Of several the worker's counts, which knows more."""
+    worker = {"cost_usd": 0.5, "charged_share": 1.0, "tokens": 3, "inference_ms": 1.5}
+    api = {"attempt": None, "status": "canceled", "cost_usd": 0.0, "charged_share": 0.0}
+    canceled = {"attempt": 2, "status": "canceled", "cost_usd": 0.0, "steps_saved": 7}
+    insert(
+        created,
+        row("r1", **worker, replied_at_s=NOW_S + 1),
+        row("r1", **api, replied_at_s=NOW_S),
+        row("r2", **api, replied_at_s=NOW_S + 1),
+        row("r2", **worker, replied_at_s=NOW_S),
+        row("r3", **canceled, replied_at_s=NOW_S),
+        row("r3", **api, replied_at_s=NOW_S + 1),
+    )
+    sql = (
+        "SELECT row_id, status, attempt, steps_saved FROM penstock.rows_deduplicated"
+        " WHERE received_at > '2020-01-01' ORDER BY 1"
+    )
+    assert rows_of(created, sql) == [
+        ("r1:0", "canceled", None, None),
+        ("r2:0", "canceled", None, None),
+        ("r3:0", "canceled", 2, 7),
+    ]
+    [line] = report(created, "usage")
+    assert (line["items"], line["cost_usd"]) == (3, 0)
+    [invoiced] = report(created, "tenants")
+    assert invoiced["cost_usd"] == 0
 
 
 def test_the_id_of_a_prediction_that_comes_again_after_an_hour_counts_again(
