@@ -80,7 +80,9 @@ async def _created(instances: list[Batches], file: BatchFile, many: int) -> list
 
 
 def _instances(objects: ObjectStore, many: int) -> list[Batches]:
-    return [Batches(BatchStore(objects), BatchFiles(objects, Storage(objects))) for _ in range(many)]
+    return [
+        Batches(BatchStore(objects), BatchFiles(objects, Storage(objects))) for _ in range(many)
+    ]
 
 
 async def test_no_more_batches_are_open_than_the_bound(tmp_path: Path) -> None:
