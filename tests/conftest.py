@@ -25,36 +25,7 @@ from shared.stores.records import Records
 from tests.groups import GroupScheduling
 from tests.limits import REDIS_LIMIT_S, START_LIMIT_S, TEST_LIMIT_S
 from tests.rabbitmq import needs_rabbitmq
-
-HEAVY = (
-    "api/test_keys_in_redis.py",
-    "api/test_keys_never_leak.py",
-    "api/test_openapi_fuzzed.py",
-    "api/test_process.py",
-    "bench/test_gpu.py",
-    "end_to_end/",
-    "faults/",
-    "infra/bigquery/test_bq.py",
-    "infra/deploy/test_agreement.py",
-    "infra/deploy/test_outside.py",
-    "infra/deploy/test_plan_and_terraform.py",
-    "infra/pubsub/test_crash.py",
-    "infra/pubsub/test_gcloud.py",
-    "infra/test_cli.py",
-    "infra/test_compose_runs.py",
-    "infra/test_stack.py",
-    "infra/test_up_survives.py",
-    "models/shapes/test_train.py",
-    "workers/autotune/",
-    "workers/models/",
-    "workers/optimize/",
-    "workers/test_pool.py",
-    "workers/test_several_models.py",
-    "workers/test_template.py",
-)
-"""Files, and folders, whose tests load models, start stacks or many programs; `make test-fast`
-leaves them out.
-"""
+from tests.tiers import QuickTests
 
 # The same examples each time, so that a failure is the change's own; `--hypothesis-profile=explore`
 # tries others.
@@ -67,6 +38,7 @@ settings.load_profile("repeatable")
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.timeout is None:
         config.option.timeout = TEST_LIMIT_S
+    config.pluginmanager.register(QuickTests(), "quick-tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -93,16 +65,12 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the heavy tests and puts them first, and gives async tests their loop."""
-    folder = Path(__file__).parent
+    """Puts the slow tests first, and gives async tests their loop."""
     for item in items:
-        where = item.path.relative_to(folder).as_posix()
-        if where.startswith(HEAVY):
-            item.add_marker(pytest.mark.heavy)
         if isinstance(item, pytest.Function) and "anyio_backend" in item.fixturenames:
             item.fixturenames.insert(0, "_one_event_loop")
     # What takes longest begins first, so that no worker is left alone with it.
-    items.sort(key=lambda item: item.get_closest_marker("heavy") is None)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,8 @@ from tests.infra.pubsub.kept_server import KeptServer
 from tests.infra.pubsub.wire import connect
 from tests.limits import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 TOPIC, SUBSCRIPTION, SECOND = (
     "projects/p/topics/jobs",
     "projects/p/subscriptions/one",

@@ -15,6 +15,8 @@ from workers.models.base import OutOfMemory, PreparedPrompt
 from workers.models.text.lookup import Lookup
 from workers.models.text.model import TextModel
 
+pytestmark = pytest.mark.slow
+
 REPEATED = [5, 60, 61, 62, 63] * 4
 SCHEMA = {"type": "array", "items": {"enum": ["cat", "dog"]}, "minItems": 5, "maxItems": 9}
 REPEATING = {"frequency_penalty": -2.0, "presence_penalty": -2.0}

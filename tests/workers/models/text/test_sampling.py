@@ -9,6 +9,8 @@ from hypothesis.extra.numpy import arrays
 from tests.workers.models.text.tiny import prompt
 from workers.models.text.sampling import choose, largest, log_probabilities, penalize, uniform
 
+pytestmark = pytest.mark.slow
+
 LOGITS = arrays(np.float32, st.integers(2, 200), elements=st.floats(-20, 20, width=32))
 
 
