@@ -52,8 +52,9 @@ clients-lock: $(STAMP) ## write anew what is pinned for them
 test: lint ## what every change is tried with: the checks that run nothing, and the quick tests beside them
 	@$(MAKE) --no-print-directory --jobs=2 unit types imports
 
-test-slow: $(STAMP) terraform-check ## whole stacks, kills, fuzz, oracles, real models and outside tools: each test without a place in `make test`
-	$(call timed,pytest of slow tests,$(PYTEST) -m slow)
+# Property tests stand in `make test` with few examples; here they get many.
+test-slow: $(STAMP) terraform-check ## the other tests: whole stacks, kills, fuzz, oracles, real models and outside tools
+	$(call timed,pytest of slow tests,$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=many)
 
 check: lint types imports ## the checks that run nothing
 

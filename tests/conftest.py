@@ -17,6 +17,7 @@ from api.idempotency.store import IdempotencyStore
 from api.limits.store import LimitStore
 from infra.local.process import Process, free_port, listens
 from infra.local.rabbitmq_server import RabbitServer
+from infra.local.reaper import child_marks
 from infra.local.redis_server import RedisServer
 from infra.local.stack import Broker
 from shared.stores.cache import ResultCache
@@ -25,13 +26,14 @@ from shared.stores.records import Records
 from tests.groups import GroupScheduling
 from tests.limits import REDIS_LIMIT_S, START_LIMIT_S, TEST_LIMIT_S
 from tests.rabbitmq import needs_rabbitmq
-from tests.tiers import QuickTests
+from tests.tiers import QuickTests, has_none_of
 
-# The same examples each time, so that a failure is the change's own; `--hypothesis-profile=explore`
-# tries others.
-settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
+# The same examples each time, so that a failure is the change's own. A quick run takes few,
+# `make test-slow` takes many for these tests too; `--hypothesis-profile=explore` tries others.
+settings.register_profile("few", derandomize=True, deadline=None, print_blob=True, max_examples=25)
+settings.register_profile("many", settings.get_profile("few"), max_examples=100)
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
-settings.load_profile("repeatable")
+settings.load_profile("few")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.timeout is None:
         config.option.timeout = TEST_LIMIT_S
     config.pluginmanager.register(QuickTests(), "quick-tests")
+    # All that tests start ends with this process, also when it is killed.
+    os.environ.update(child_marks())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,6 +57,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> GroupScheduling | None:
     return GroupScheduling(config, log) if config.option.dist == "loadfile" else None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return has_none_of(config.option.markexpr, collection_path) or None
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:

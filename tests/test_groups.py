@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 FILES = ("tests/shared/test_days.py", "tests/shared/test_webhooks.py")
 
 
+@pytest.mark.slow
 def test_a_file_stays_on_one_worker() -> None:
     options = re.search(r"--dist loadfile [a-z-]+", (ROOT / "Makefile").read_text())
     assert options, "`make test` gives a whole file to each of its workers"

@@ -64,7 +64,10 @@ def run(folder: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.parametrize("options", [(), ("-p", "xdist", "-n", "1")], ids=["alone", "with a worker"])
+WORKER = ("-p", "xdist", "-n", "1")
+
+
+@pytest.mark.parametrize("options", [(), WORKER], ids=["alone", "with a worker"])
 def test_quick_tests_that_take_long_fail_the_run(tmp_path: Path, options: tuple[str, ...]) -> None:
     done = run(tmp_path, *options)
     assert done.returncode == 1, done.stdout + done.stderr

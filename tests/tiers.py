@@ -8,21 +8,49 @@ shared fixture takes is not counted, as another test may have paid for it.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import time
 from collections import defaultdict
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import settings
 
 from tests.limits import PATIENCE
 
 QUICK_LIMIT_S = 5.0 * PATIENCE
+QUICK, SLOW = "not slow", "slow or hypothesis"
+"""The tiers, as `-m` of `make test` and `make test-slow`."""
+_ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
 _TOOK = "took_s"
 
 Timed = Generator[None, Any, Any]
 """What a wrapper of one of pytest's hooks is."""
+
+
+def examples(usual: int) -> int:
+    """How many examples a test of Hypothesis takes that would usually take another number than 100.
+
+    The profile decides how many 100 are: 25 in the quick tier (tests/conftest.py).
+    """
+    return max(1, usual * settings.default.max_examples // 100)
+
+
+def has_none_of(expression: str, file: Path) -> bool:
+    """Whether a file needn't be imported for `-m expression`: those of a tier's other side.
+
+    Half of the files are slow as a whole, and import torch and other large libraries. Each process
+    of a run would.
+    """
+    if expression not in (QUICK, SLOW) or not file.name.startswith("test_"):
+        return False
+    text = file.read_text()
+    if expression == QUICK:
+        return _ALL_SLOW.search(text) is not None
+    return "mark.slow" not in text and "hypothesis" not in text
 
 
 class Spent(NamedTuple):

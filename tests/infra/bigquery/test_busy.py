@@ -16,7 +16,7 @@ LONG = (
     " UNNEST(GENERATE_ARRAY(1, 1000000)) AS b WHERE MOD(a * b, 7) = 3"
 )
 
-pytestmark = pytest.mark.usefixtures("dataset")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("dataset")]
 
 
 def test_long_queries_keep_nobody_from_tables_and_rows(client: bigquery.Client) -> None:

@@ -18,6 +18,8 @@ from tests.infra.bigquery.connecting import connected, request, rows_of
 from tests.infra.bigquery.test_process import process
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 MIB = 1024 * 1024
 LIMIT_BYTES = 20 * MIB
 """Above the 16 MiB at which DuckDB writes its log back, and below what it has then."""

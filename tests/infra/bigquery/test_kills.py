@@ -4,11 +4,14 @@ import threading
 from pathlib import Path
 
 import httpx
+import pytest
 from google.cloud import bigquery
 
 from infra.local.process import free_port, listens
 from tests.infra.bigquery.connecting import connected, rows_of
 from tests.infra.bigquery.test_process import process
+
+pytestmark = pytest.mark.slow
 
 KILLS = 10
 ANSWERED_BEFORE_A_KILL = 20

@@ -16,7 +16,7 @@ from tests.limits import WAIT_LIMIT_S
 SCHEMA = [SchemaField("id", "INT64", "REQUIRED"), SchemaField("name", "STRING")]
 PLACE = "d.loaded"
 
-pytestmark = pytest.mark.usefixtures("dataset")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("dataset")]
 
 
 def load(client: bigquery.Client, content: str | bytes, **options: Any) -> bigquery.LoadJob:

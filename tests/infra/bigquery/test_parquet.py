@@ -15,7 +15,7 @@ from tests.limits import WAIT_LIMIT_S
 
 PLACE = "d.loaded"
 
-pytestmark = pytest.mark.usefixtures("dataset")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("dataset")]
 
 
 def parquet(folder: Path, query: str) -> bytes:

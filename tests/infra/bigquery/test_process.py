@@ -15,6 +15,8 @@ from infra.emulators.bigquery import serve
 from infra.local.process import Process, free_port, listens
 from tests.infra.bigquery.connecting import connected, request, rows_of
 
+pytestmark = pytest.mark.slow
+
 
 def command(port: int, data_dir: Path) -> list[str]:
     return [

@@ -16,6 +16,8 @@ from infra.emulators.bigquery.tables.resources import DatasetKey, TableKey
 from infra.emulators.bigquery.tables.schema import Field
 from tests.limits import START_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 GOOD, BAD = TableKey("p", "d", "good"), TableKey("p", "d", "bad")
 _DATABASE_HEADERS = (4_096, 8_192)
 _VERSION_AT = 56

@@ -12,6 +12,8 @@ from google.cloud.bigquery import QueryJobConfig, ScalarQueryParameter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow
+
 ZONES = ("UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "America/Sao_Paulo")
 CHANGES = [
     dt.datetime(2024, 3, 31, 2, 30),  # not there in Berlin

@@ -37,6 +37,8 @@ from tests.infra.pubsub.wire import Wire, connect, until
 from tests.infra.pubsub.world import KeptWorld, topic_path
 from tests.limits import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 TOPIC, SUBSCRIPTION = "projects/p/topics/jobs", "projects/p/subscriptions/one"
 MIB = 1024**2
 

@@ -19,6 +19,8 @@ from infra.emulators.pubsub.server import serve
 from tests.infra.pubsub.wire import connect, until
 from tests.limits import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [sys.executable, "-m", "infra.emulators.pubsub"]
 
 

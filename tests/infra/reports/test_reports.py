@@ -12,6 +12,8 @@ from tests.infra.reports import expected
 from tests.infra.reports.conftest import DATASET
 from tests.infra.reports.generated import AFTER, FIRST, TENANTS, Fields
 
+pytestmark = pytest.mark.slow
+
 NAMES = {
     "usage": expected.usage,
     "usage_keys": expected.usage_keys,

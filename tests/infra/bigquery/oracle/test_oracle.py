@@ -19,6 +19,8 @@ from tests.infra.bigquery.oracle.expressions import (
 )
 from tests.infra.bigquery.oracle.world import Found, World
 
+pytestmark = pytest.mark.slow
+
 QUERIES = Path(__file__).parent / "queries"
 _UNSUPPORTED = Path(__file__).parent / "unsupported.txt"
 _RULES = ("Array cannot have a null element", "Duplicate column names in the result")

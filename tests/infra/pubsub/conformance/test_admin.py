@@ -10,6 +10,8 @@ from google.pubsub_v1 import PublisherClient as GapicPublisherClient
 from tests.infra.pubsub.conformance.target import Target
 from tests.limits import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., str]
 
 

@@ -13,7 +13,7 @@ from google.pubsub_v1.types import StreamingPullRequest
 from tests.infra.pubsub.conformance.target import Target
 from tests.limits import WAIT_LIMIT_S
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 
 @pytest.fixture

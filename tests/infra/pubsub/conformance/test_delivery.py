@@ -16,6 +16,8 @@ from google.cloud.pubsub_v1.types import FlowControl
 from tests.infra.pubsub.conformance.target import Target
 from tests.limits import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., str]
 # Deprecated by the client, and the one way to see that nothing is there without waiting for it.
 PULL_AT_ONCE = "ignore:The return_immediately flag:DeprecationWarning"

@@ -9,6 +9,8 @@ from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 from tests.infra.pubsub.conformance.target import Target
 from tests.limits import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., str]
 
 

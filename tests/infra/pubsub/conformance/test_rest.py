@@ -11,6 +11,8 @@ from google.pubsub_v1.types import PubsubMessage, Schema
 
 from tests.infra.pubsub.conformance.target import Target
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def rest_publisher(target: Target) -> PublisherClient:

@@ -11,6 +11,8 @@ from google.pubsub_v1.types import Encoding, Schema, SchemaView
 from tests.infra.pubsub.conformance.target import Target
 from tests.limits import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., str]
 
 

@@ -11,6 +11,8 @@ from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 from tests.infra.pubsub.endpoint import listening_endpoint
 from tests.limits import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., str]
 
 
