@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.limits import START_LIMIT_S
-from tests.tiers import Spent, quiet_s
+from tests.tiers import QUICK, SLOW, Spent, has_none_of, quiet_s
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
@@ -102,3 +102,28 @@ def test_seconds_are_those_of_a_quiet_machine(
     wall_s: float, cpu_s: float, load: float, took_s: float
 ) -> None:
     assert quiet_s(Spent(wall_s, cpu_s), load) == pytest.approx(took_s)
+
+
+def test_only_files_without_a_test_of_the_tier_are_left_out(tmp_path: Path) -> None:
+    slow, quick = tmp_path / "slow", tmp_path / "quick"
+    texts = {
+        slow / "test_all.py": "pytestmark = pytest.mark.slow",
+        slow / "test_also.py": "pytestmark = [\n    pytest.mark.slow,\n]",
+        quick / "test_one.py": "@pytest.mark.slow\ndef test(): pass",
+        quick / "test_none.py": "def test(): pass",
+        quick / "test_property.py": "from hypothesis import given",
+    }
+    for file, text in texts.items():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    paths = [*texts, slow, quick, tmp_path]
+    left_out = {slow / "test_all.py", slow / "test_also.py", slow}
+    assert {path for path in paths if has_none_of(QUICK, path)} == left_out
+    assert [path for path in paths if has_none_of(SLOW, path)] == [quick / "test_none.py"]
+    assert not any(has_none_of("", path) for path in paths)
+
+
+def test_the_makefile_names_the_tiers() -> None:
+    made = (ROOT / "Makefile").read_text()
+    assert f'-m "{QUICK}"' in made
+    assert f'-m "{SLOW}"' in made

@@ -13,6 +13,7 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,15 +40,21 @@ def examples(usual: int) -> int:
     return max(1, usual * settings.default.max_examples // 100)
 
 
-def has_none_of(expression: str, file: Path) -> bool:
-    """Whether a file needn't be imported for `-m expression`: those of a tier's other side.
+@cache
+def has_none_of(expression: str, path: Path) -> bool:
+    """Whether a file or folder needn't be imported for `-m expression`: those of the other tier.
 
-    Half of the files are slow as a whole, and import torch and other large libraries. Each process
-    of a run would.
+    A third of the files are slow as a whole, and import torch and other large libraries. Each
+    process of a run would.
     """
-    if expression not in (QUICK, SLOW) or not file.name.startswith("test_"):
+    if expression not in (QUICK, SLOW):
         return False
-    text = file.read_text()
+    if path.is_dir():
+        files = list(path.rglob("test_*.py"))
+        return bool(files) and all(has_none_of(expression, file) for file in files)
+    if not path.name.startswith("test_"):
+        return False
+    text = path.read_text()
     if expression == QUICK:
         return _ALL_SLOW.search(text) is not None
     return "mark.slow" not in text and "hypothesis" not in text
