@@ -23,7 +23,7 @@ from infra.local.stack import Broker
 from shared.stores.cache import ResultCache
 from shared.stores.key_redis import KeyRedis
 from shared.stores.records import Records
-from tests.groups import GroupScheduling
+from tests.groups import SHARING, GroupScheduling, group_of
 from tests.limits import REDIS_LIMIT_S, START_LIMIT_S, TEST_LIMIT_S
 from tests.rabbitmq import needs_rabbitmq
 from tests.tiers import QuickTests, has_none_of
@@ -73,12 +73,17 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the slow tests first, and gives async tests their loop."""
+    """Puts slow tests first, whole folders of them before others, and gives async tests a loop."""
     for item in items:
         if isinstance(item, pytest.Function) and "anyio_backend" in item.fixturenames:
             item.fixturenames.insert(0, "_one_event_loop")
     # What takes longest begins first, so that no worker is left alone with it.
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("slow") is None,
+            group_of(item.nodeid) not in SHARING,
+        )
+    )
 
 
 @pytest.fixture(scope="session")
