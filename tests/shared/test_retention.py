@@ -357,7 +357,7 @@ class Answers(RuleBasedStateMachine):
 def test_any_sequence_of_answers_keeps_within_the_budget(redis_url: str) -> None:
     Answers.url = redis_url
     quick = settings(
-        max_examples=25,
+        max_examples=examples(25),
         stateful_step_count=25,
         deadline=None,
         suppress_health_check=list(HealthCheck),
