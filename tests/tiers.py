@@ -37,7 +37,7 @@ def examples(usual: int) -> int:
 
     The profile decides how many 100 are: 25 in the quick tier (tests/conftest.py).
     """
-    return max(1, usual * settings.default.max_examples // 100)
+    return max(1, usual * settings().max_examples // 100)
 
 
 @cache
@@ -175,5 +175,9 @@ def skips_by_reason(reports: list[pytest.TestReport | pytest.CollectReport]) -> 
     for report in reports:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         files[reason.removeprefix("Skipped: ")].append(report.nodeid.partition("::")[0])
-    ordered = sorted(files.items(), key=lambda one: (-len(one[1]), one[0]))
-    return [f"{len(of):5} {reason} ({', '.join(sorted(set(of)))})" for reason, of in ordered]
+    lines = []
+    for reason, of in sorted(files.items(), key=lambda one: (-len(one[1]), one[0])):
+        first, *others = sorted(set(of))
+        more = f" and {len(others)} more" if others else ""
+        lines.append(f"{len(of):5} {reason} ({first}{more})")
+    return lines
