@@ -5,8 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := api,worker,functions,optimize,local,simulation,dev
-# Two workers; tests that share a stack or a model stay on one of them (tests/groups.py says which).
-PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# More workers than cores, as tests wait; those that share a stack or a model stay on one of them (tests/groups.py).
+PYTEST_WORKERS ?= 3
+PYTEST := $(BIN)/pytest -q -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 SOURCES := api workers shared infra models bench tests
 # Each has a pyproject.toml, a Makefile and tests of its own.
 EMULATORS := emulators/bigquery emulators/pubsub
@@ -15,7 +16,7 @@ EMULATORS := emulators/bigquery emulators/pubsub
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup text demo up doctor bench bench-peers faults clients clients-lock test test-emulators test-fast check lint format types imports terraform-check deploy-check unit constraints clean
+.PHONY: help setup text demo up doctor bench bench-peers faults clients clients-lock test test-slow slow-unit test-emulators check lint format types imports terraform-check deploy-check unit constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,16 +51,18 @@ clients: $(STAMP) ## run real clients of OpenAI and Replicate, LangChain and oth
 clients-lock: $(STAMP) ## write anew what is pinned for them
 	@$(BIN)/python -m tests.clients --lock
 
-test: lint ## everything that a change must pass; the checks that run nothing go beside the tests
-	@$(MAKE) --no-print-directory --jobs=2 unit types imports terraform-check
-	@$(MAKE) --no-print-directory test-emulators
+test: lint ## what every change is tried with: the checks that run nothing, and the quick tests beside them
+	@$(MAKE) --no-print-directory --jobs=2 unit types imports
 
 test-emulators: $(STAMP) ## the suites of the embedded Pub/Sub and BigQuery
 	$(call timed,emulators/bigquery,$(MAKE) --no-print-directory -C emulators/bigquery unit BIN=$(CURDIR)/$(BIN))
 	$(call timed,emulators/pubsub,$(MAKE) --no-print-directory -C emulators/pubsub unit BIN=$(CURDIR)/$(BIN))
 
-test-fast: lint ## what a change in hand is tried with: ruff, and the tests that load no model and start no stack
-	$(call timed,pytest without heavy,$(PYTEST) -m "not heavy")
+# Property tests stand in `make test` with few examples; here they get many.
+test-slow: terraform-check slow-unit test-emulators ## the other tests: whole stacks, kills, fuzz, oracles, real models, outside tools, both emulators
+
+slow-unit: $(STAMP)
+	$(call timed,pytest of slow tests,$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=many)
 
 check: lint types imports ## the checks that run nothing
 
@@ -89,8 +92,8 @@ deploy-check: $(STAMP) ## schemas and policies of manifests and Terraform, insta
 	$(call timed,manifests and Terraform,infra/kubernetes/check.sh)
 	$(call timed,images,PYTHON=$(PYTHON) infra/docker/check.sh)
 
-unit: $(STAMP) ## pytest
-	$(call timed,pytest,$(PYTEST) --durations=10)
+unit: $(STAMP) ## pytest without the slow tests
+	$(call timed,pytest of quick tests,$(PYTEST) -m "not slow")
 
 constraints: ## write constraints.txt anew for pyproject.toml, with hashes; UPGRADE=1: with the newest versions
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

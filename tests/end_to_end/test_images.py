@@ -17,6 +17,8 @@ from models.shapes.world import DrawnShape, Scene
 from tests.end_to_end.rows import Rows, eventually
 from tests.limits import PATIENCE
 
+pytestmark = pytest.mark.slow
+
 MODEL = "stable-diffusion-tiny"
 
 

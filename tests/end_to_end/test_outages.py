@@ -29,6 +29,8 @@ from tests.end_to_end.conftest import EMBEDDER
 from tests.end_to_end.rows import Rows, eventually
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 WORKER = f"worker-{EMBEDDER}"
 
 

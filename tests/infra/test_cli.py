@@ -15,6 +15,8 @@ from shared.reply_topics import make_inbox
 from shared.settings import Settings, read_settings
 from tests.limits import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -20,6 +20,8 @@ from shared.topics import WEBHOOKS_SUBSCRIPTION_ID, workers_subscription_id
 from tests.bigquery_client import connected
 from tests.limits import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

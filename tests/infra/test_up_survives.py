@@ -18,7 +18,10 @@ import pytest
 from tests.infra.running_up import Up, running_up, wait_until
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the parts in /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds the parts in /proc"),
+]
 PARTS = {
     "redis": "redis-server",
     "pubsub": "pubsub_emulator",

@@ -31,7 +31,7 @@ from tests.shared.embedded_bigquery import (
     writer_to,
 )
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 HOUR = WorkerHour(
     row_id="w:1",
     worker="w",

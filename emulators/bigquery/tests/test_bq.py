@@ -16,9 +16,11 @@ from tests.limits import WAIT_LIMIT_S
 BQ = shutil.which("bq")
 Bq = Callable[..., str]
 
-pytestmark = pytest.mark.skipif(
-    BQ is None, reason="the bq tool of the Google Cloud CLI is not on this machine"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        BQ is None, reason="the bq tool of the Google Cloud CLI is not on this machine"
+    ),
+]
 
 
 @pytest.fixture

@@ -16,7 +16,9 @@ from tests.limits import WAIT_LIMIT_S
 
 Gcloud = Callable[..., Any]
 
-pytestmark = pytest.mark.skipif(shutil.which("gcloud") is None, reason="needs gcloud")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("gcloud") is None, reason="needs gcloud"),
+]
 
 
 @pytest.fixture(scope="module")

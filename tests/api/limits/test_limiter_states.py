@@ -176,6 +176,7 @@ def server_url(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield server.url
 
 
+@pytest.mark.hypothesis
 def test_limits_hold_in_any_order(server_url: str) -> None:
     Limited.url = server_url
-    run_state_machine_as_test(Limited, settings=settings(max_examples=100, stateful_step_count=40))
+    run_state_machine_as_test(Limited, settings=settings(stateful_step_count=40))

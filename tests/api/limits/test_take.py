@@ -15,6 +15,7 @@ from api.limits.store import SLOTS_S, Answer, Ask, Kind, LimitStore
 from shared.stores.redis_scripts import load_script
 from tests.api.limits.clocks import CLOCK, Clock
 from tests.limits import REDIS_LIMIT_S
+from tests.tiers import examples
 
 pytestmark = pytest.mark.anyio
 
@@ -119,7 +120,7 @@ async def test_budget_in_small_parts_is_spent_to_the_last(store: LimitStore) -> 
     assert found == [True] * 10 + [False]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.datetimes(datetime(1990, 1, 1), datetime(2200, 1, 1)))
 def test_months_are_those_of_the_calendar(redis_server_url: str, at: datetime) -> None:
     at = at.replace(tzinfo=UTC)

@@ -20,7 +20,7 @@ from tests.api.usage.world import DAY_S, World, opened_world
 from tests.keys import key_for
 from tests.workers.worker_harness import MODEL
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 
 async def _traffic(world: World) -> int:

@@ -42,6 +42,8 @@ from tests.infra.deploy.terraform import PROJECT, Plan, api_container, api_setti
 from tests.limits import WAIT_LIMIT_S
 from workers.health import health_server
 
+pytestmark = pytest.mark.slow
+
 CATALOG = read_catalog(Path("models.yaml"))
 EXPORTERS = (
     api.dispatch.reply_inbox,

@@ -28,6 +28,8 @@ from tests.infra.reports.conftest import DATASET, load
 from tests.infra.reports.test_daily_tables import HOUR, hourly
 from tests.infra.reports.test_other_tables import worker_hour
 
+pytestmark = pytest.mark.slow
+
 Fields = dict[str, Any]
 SINCE = dt.datetime(2026, 10, 12, tzinfo=dt.UTC)
 UNTIL = dt.datetime(2026, 10, 26, 23, 59, 59, 999000, tzinfo=dt.UTC)

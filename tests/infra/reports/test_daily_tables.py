@@ -19,6 +19,8 @@ from tests.infra.reports import expected
 from tests.infra.reports.conftest import DATASET, load
 from tests.infra.reports.generated import TENANTS, Fields
 
+pytestmark = pytest.mark.slow
+
 KEYS = ("tenant", "key_id", "plan", "model", "price_version")
 HOUR, WEEK = dt.timedelta(hours=1), dt.timedelta(days=7)
 

@@ -28,6 +28,8 @@ from shared.usage.writer import fields_of
 from tests.bigquery_client import connected, rows_of
 from tests.limits import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 NOW_S = round(time.time(), 6)
 PYTHON_TYPES = {
     "STRING": str,

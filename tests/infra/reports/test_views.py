@@ -18,6 +18,8 @@ from tests.infra.reports.conftest import DATASET, load
 from tests.infra.reports.generated import AFTER, FIRST, TENANTS, Fields
 from tests.infra.reports.test_other_tables import worker_hour
 
+pytestmark = pytest.mark.slow
+
 DASHBOARDS = ("usage_hourly", "latency_hourly", "costs_daily", "worker_hours_hourly")
 SINCE, UNTIL = dt.date(2026, 10, 15), dt.date(2026, 10, 25)
 DAYS = f"day BETWEEN '{SINCE}' AND '{UNTIL}'"

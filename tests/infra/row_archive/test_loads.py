@@ -29,6 +29,8 @@ from tests.bigquery_client import connected, rows_of
 from tests.infra.reports import generated
 from tests.infra.row_archive.stores import archive_all
 
+pytestmark = pytest.mark.slow
+
 SENT_TOGETHER = 500
 DIRECT, ARCHIVED = "direct", "archived"
 

@@ -24,6 +24,8 @@ from tests.infra.row_archive.stores import archive_all, row
 from tests.infra.running_up import wait_until
 from tests.limits import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [sys.executable, "-m", "infra.row_archive"]
 
 
