@@ -236,11 +236,12 @@ def not_over() -> Responses:
     return found
 
 
-def binary(text: str, *media_types: str) -> Described:
-    """A response whose body is not JSON."""
+def binary(text: str, *media_types: str, headers: tuple[str, ...] = ()) -> Described:
+    """A response whose body is not JSON, with these headers besides the common ones."""
     schema = {"type": "string", "format": "binary"}
     content = {media_type: {"schema": schema} for media_type in media_types}
-    return {"description": text, "content": content, "headers": openapi_headers.references()}
+    references = openapi_headers.references(*headers)
+    return {"description": text, "content": content, "headers": references}
 
 
 def ref_to(body: type[BaseModel] | type[msgspec.Struct]) -> dict[str, str]:
