@@ -244,8 +244,8 @@ def binary(text: str, *media_types: str, headers: tuple[str, ...] = ()) -> Descr
     """A response whose body is not JSON, with these headers besides the common ones."""
     schema = {"type": "string", "format": "binary"}
     content = {media_type: {"schema": schema} for media_type in media_types}
-    references = openapi_headers.references(*headers)
-    return {"description": text, "content": content, "headers": references}
+    described = openapi_headers.references(*headers)
+    return {"description": text, "content": content, "headers": described}
 
 
 def ref_to(body: type[BaseModel] | type[msgspec.Struct]) -> dict[str, str]:
