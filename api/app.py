@@ -19,9 +19,9 @@ from api.errors import add_handlers
 from api.fair_room import FairRoom
 from api.http import openapi
 from api.http.auth import Access, access_of
-from api.http.body_budget import BodyBudget
 from api.http.dependencies import Dependencies
 from api.http.fast_route import FastRouteApp
+from api.http.middleware import BodyBudget
 from api.http.refusals import Refusals
 from api.idempotency.service import IdempotencyService
 from api.idempotency.store import IdempotencyStore
@@ -30,8 +30,7 @@ from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_pictures import SourcePictures
 from api.inputs.storage import Storage
-from api.limits.limiter import Limiter
-from api.limits.opening import open_limiter
+from api.limits.limiter import Limiter, open_limiter
 from api.predictions.event_stream import EventStreams
 from api.predictions.follower import PredictionFollower
 from api.predictions.results import ResultFetcher

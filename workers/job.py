@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from shared.catalog import Model
 from shared.errors import Canceled, DeadlineExceeded, PenstockError
 from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, failure
-from shared.stores.record_state import record_id
+from shared.stores.records import record_id
 from shared.tasks import Result
 from shared.tasks.text import GenerationInput, TokenChunk
-from shared.tracing.context import TraceContext
+from shared.tracing.spans import TraceContext
 from shared.transport import Message, Subscription
 from shared.usage.charge import device_share_of
 from shared.usage.row import Row, row_of

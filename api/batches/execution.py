@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from prometheus_client import Counter
 
-from api.batches.documents import BatchCreated
+from api.batches.documents import BatchCreated, LineAnswer
 from api.batches.lines import BatchLine, answered, not_run, refused
-from api.batches.segments import LineAnswer
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
 from api.endpoints import ENDPOINTS

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from api.batches.documents import BatchCreated
+from api.batches.documents import HEADER_BYTES, BatchCreated
 from api.batches.files import JSONL, READ_BYTES, BatchFile, BatchFiles, data_key
 from api.batches.names import new_file_id
-from api.batches.segments import HEADER_BYTES
 from api.batches.store import BatchStore
 from shared.stores.objects import ObjectStore, StoredObject
 

@@ -8,18 +8,16 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 
 from api.batches.execution import LineExecutor
 from api.batches.files import BatchFiles
-from api.batches.lease import LEASE_S, BatchLeases
 from api.batches.outputs import Outputs
 from api.batches.run import RunTools
-from api.batches.runner import BatchRunner
+from api.batches.runner import LEASE_S, BatchLeases, BatchRunner, Window
 from api.batches.store import BatchStore
 from api.batches.terms import CurrentTerms
-from api.batches.window import Window
 from api.dispatch.pipeline import open_pipeline
 from api.inputs.codec_pool import CodecPool
 from api.inputs.image_codec import ImageCodec
 from api.inputs.storage import Storage, swept
-from api.limits.opening import open_limiter
+from api.limits.limiter import open_limiter
 from shared.catalog import Catalog
 from shared.settings import ApiSettings
 from shared.stores.key_stores import key_store

@@ -17,20 +17,21 @@ from api.batches.documents import (
     Counts,
     End,
     Finalizing,
+    LineAnswer,
     LineBlock,
     LineError,
+    counts_after,
+    encode_segment,
 )
 from api.batches.execution import LINES, NOT_RUN, LineExecutor, Progress
 from api.batches.files import BatchFile, BatchFiles
-from api.batches.jsonl import Line, LineSplitter
-from api.batches.lines import LineRefused, custom_id_of, not_run, read_line
+from api.batches.lines import Line, LineRefused, LineSplitter, custom_id_of, not_run, read_line
 from api.batches.names import owner_of
 from api.batches.outputs import Outputs
-from api.batches.segments import LineAnswer, counts_after, encode_segment
+from api.batches.runner import Share
 from api.batches.store import BatchStore
 from api.batches.terms import CurrentTerms
 from api.batches.validation import FileRefused, validate
-from api.batches.window import Share
 from api.errors import NotFound
 from shared.catalog import Catalog
 from shared.errors import BadInput, Unavailable

@@ -7,28 +7,163 @@ that was served longest ago is next.
 A batch whose lines can't run now, such as for a budget that is spent, steps aside: its place goes
 to another batch. It is looked at again after pauses that grow up to LONGEST_PAUSE_S, and goes on
 before newer batches of its tenant.
+
+Bounds what a runner has in flight, and shares it equally among its batches.
+
+Leases of batches in Redis, so that runners do not compute the same lines.
+
+A lease saves work, no more: documents and segments are written once, so two runners of one batch
+could do no harm (api/batches/documents.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from prometheus_client import Gauge
+from prometheus_client import Counter, Gauge
 
 from api.batches.documents import BatchCreated, BatchEnded
-from api.batches.lease import BatchLeases
 from api.batches.names import created_at_s
 from api.batches.run import BatchRun, Paused, RunTools, Stop
 from api.batches.store import OpenBatch
-from api.batches.window import Window
 from shared.backoff import backoff
-from shared.errors import PenstockError
+from shared.errors import PenstockError, Unavailable
+from shared.stores.redis_client import RedisLink, RedisStore, load_script
 from shared.webhook_publisher import WebhookPublisher
 from shared.webhooks import BatchEvent
+
+LEASE_S = 15.0
+"""After the death of a runner its batches wait for so long."""
+
+ERRORS = Counter(
+    "penstock_batch_leases_errors_total",
+    "Round trips to Redis about leases of batches that failed, by operation.",
+    ["operation"],
+)
+UP = Gauge("penstock_batch_leases_redis_up", "1 while Redis is being asked about leases.")
+_RENEW = load_script("shared/stores/lease_renew.lua")
+_RELEASE = load_script("shared/stores/lease_release.lua")
+
+
+class BatchLeases(RedisStore):
+    """The leases of one runner: an async context manager that opens without Redis too.
+
+    Args:
+        redis_url: the Redis that all runners share.
+        holder: the id of this runner.
+        lease_s: a lease ends after this time without renewal.
+    """
+
+    def __init__(self, redis_url: str, holder: str, *, lease_s: float = LEASE_S) -> None:
+        super().__init__(
+            RedisLink(
+                "batches",
+                redis_url,
+                timeout_s=1.0,
+                retry_s=0.25,
+                up=UP,
+                errors=ERRORS,
+                field="records_url",
+            )
+        )
+        self._commands = self._link.commands("the store of leases")
+        self._holder = holder
+        self._lease_s = lease_s
+
+    async def take(self, batch_id: str) -> bool:
+        """Takes or renews a lease. Returns whether it is ours.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        lease_ms = round(self._lease_s * 1000)
+        return bool(
+            await self._commands.run_script(_RENEW, [_key(batch_id)], self._holder, lease_ms)
+        )
+
+    async def keep(self, batch_id: str) -> None:
+        """Renews a lease until another runner has it. While Redis is away it counts as ours."""
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            try:
+                if not await self.take(batch_id):
+                    return
+            except Unavailable as error:
+                facts = {"batch": batch_id, "reason": error.message}
+                log.warning("lease of a batch not renewed", extra=facts)
+
+    async def release(self, batch_id: str) -> None:
+        """Ends a lease. Without Redis it ends by itself."""
+        with contextlib.suppress(Unavailable):
+            await self._commands.run_script(_RELEASE, [_key(batch_id)], self._holder)
+
+
+def _key(batch_id: str) -> str:
+    return f"penstock:batch:{batch_id}:lease"
+
+
+class Window:
+    """Room for items in flight. Each open share has an equal part of it.
+
+    Args:
+        items: the room of all shares together.
+    """
+
+    def __init__(self, items: int) -> None:
+        self._items = items
+        self._shares: set[Share] = set()
+
+    @contextmanager
+    def share(self) -> Iterator[Share]:
+        """Opens a share. The others become smaller until the block ends."""
+        share = Share(self)
+        self._shares.add(share)
+        try:
+            yield share
+        finally:
+            self._shares.discard(share)
+            for other in self._shares:
+                other.wake()
+
+    @property
+    def part(self) -> int:
+        """The items that each share may have in flight."""
+        return max(1, self._items // max(1, len(self._shares)))
+
+
+class Share:
+    """The part of one batch."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._taken = 0
+        self._changed = asyncio.Event()
+
+    async def take(self, items: int) -> None:
+        """Waits until the items fit. More than the whole part fit when nothing else is in flight.
+
+        Only one task of a batch calls this.
+        """
+        while self._taken and self._taken + items > self._window.part:
+            self._changed.clear()
+            await self._changed.wait()
+        self._taken += items
+
+    def give_back(self, items: int) -> None:
+        """Ends items that were taken."""
+        self._taken -= items
+        self.wake()
+
+    def wake(self) -> None:
+        """Lets the taker look again."""
+        self._changed.set()
+
 
 POLL_S = 2.0
 """Each look lists the open batches, for which buckets charge."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from api.batches.documents import BatchCreated, BatchPlan, LineBlock, LineError
 from api.batches.files import BatchFile, BatchFiles
-from api.batches.jsonl import Line, LineSplitter
-from api.batches.lines import BatchLine, LineRefused, read_line
+from api.batches.lines import BatchLine, Line, LineRefused, LineSplitter, read_line
 from shared.catalog import Catalog
 
 MOST_LINES = 50_000

@@ -32,16 +32,21 @@ from api.dispatch.canary_comparison import CanaryComparisons, PictureComparer
 from api.dispatch.canary_routing import CanaryRouter
 from api.dispatch.job_sender import JobSender, envelope_of, split_into_jobs
 from api.dispatch.request import InferenceRequest, InferenceResponse
-from api.dispatch.request_state import RequestState, cache_hit
-from api.dispatch.singleflight import InFlightItem, InFlightJob, ItemCompletion, SingleFlight
+from api.dispatch.request_state import (
+    InFlightItem,
+    InFlightJob,
+    ItemCompletion,
+    RequestState,
+    SingleFlight,
+    cache_hit,
+)
 from api.errors import ClientGone, log_reason
 from shared import slo
 from shared.errors import Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
-from shared.stores.record_state import record_id
-from shared.stores.records import LATE_LOOK_S, Records
+from shared.stores.records import LATE_LOOK_S, Records, record_id
 from shared.tasks import Result
 from shared.tracing.spans import STAGE, Attributes, record
 from shared.usage.charge import as_delivered, device_share_of

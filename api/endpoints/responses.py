@@ -16,8 +16,7 @@ import msgspec
 
 from api.endpoints.text import chat_choice, results_of
 from api.endpoints.tool_calls import shown_of
-from api.schemas.openai_responses import ResponseBody
-from api.schemas.openai_responses_replies import (
+from api.schemas.openai_responses import (
     IncompleteDetails,
     InputDetails,
     LogprobOfText,
@@ -25,6 +24,7 @@ from api.schemas.openai_responses_replies import (
     OutputItem,
     OutputMessage,
     OutputText,
+    ResponseBody,
     ResponseError,
     ResponseReply,
     ResponseStatus,

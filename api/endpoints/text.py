@@ -11,13 +11,14 @@ import msgspec
 
 from api.endpoints.base import Endpoint, LineRequest, ReplyTools
 from api.endpoints.tool_calls import call_schema, read_tool_calls
-from api.schemas.openai_text import ChatBody, CompletionBody
-from api.schemas.openai_text_replies import (
+from api.schemas.openai_text import (
     CalledTool,
+    ChatBody,
     ChatChoice,
     ChatLogprobs,
     ChatMessage,
     ChatReply,
+    CompletionBody,
     CompletionChoice,
     CompletionLogprobs,
     CompletionReply,

@@ -16,11 +16,12 @@ from api.endpoints.text import (
 from api.endpoints.tool_calls import shown_of
 from api.errors import ERROR_MAPPINGS
 from api.schemas.openai_replies import ErrorDetail, ErrorReply
-from api.schemas.openai_text import ChatBody, CompletionBody
-from api.schemas.openai_text_replies import (
+from api.schemas.openai_text import (
+    ChatBody,
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
+    CompletionBody,
     CompletionChoice,
     CompletionReply,
 )

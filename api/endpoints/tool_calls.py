@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from api.schemas.openai_text_replies import CalledFunction, CalledTool
+from api.schemas.openai_text import CalledFunction, CalledTool
 
 _WHOLE, _WITHIN = ("{", "<|python_tag|>"), ("<tool_call>", "[TOOL_CALLS]")
 """How a text begins that is a call, and what comes before a call."""

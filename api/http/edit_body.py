@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from starlette.datastructures import FormData, UploadFile
 
-from api.http.closed_form import closed_form
 from api.http.request import ApiRequest
+from api.http.upload_form import closed_form
 from api.inputs.image_codec import data_of_uri
 from api.schemas.openai import EditBody, EditForm
 from shared.errors import BadInput
@@ -13,7 +13,7 @@ from shared.errors import BadInput
 IMAGE_FIELDS = ("image", "image[]")
 NO_MASK = "mask: masks are not supported; the whole image is redrawn, as much as `strength` says"
 _LARGEST_FIELD_BYTES = 256 * 1024
-MOST_FIELDS = 64
+MOST_EDIT_FIELDS = 64
 
 
 async def read_edit(call: ApiRequest) -> tuple[EditForm, bytes]:
@@ -40,7 +40,11 @@ async def read_edit(call: ApiRequest) -> tuple[EditForm, bytes]:
 
 async def _read_form(call: ApiRequest) -> tuple[EditForm, bytes]:
     call.check_charset()
-    form_limits = {"max_files": 4, "max_fields": MOST_FIELDS, "max_part_size": _LARGEST_FIELD_BYTES}
+    form_limits = {
+        "max_files": 4,
+        "max_fields": MOST_EDIT_FIELDS,
+        "max_part_size": _LARGEST_FIELD_BYTES,
+    }
     async with closed_form(call.http, **form_limits) as form:
         data = await _only_image(form)
         fields = {name: value for name, value in form.items() if name not in IMAGE_FIELDS}

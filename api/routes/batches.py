@@ -15,7 +15,7 @@ from api.http.openapi import AUTHENTICATED, json_body, responses
 from api.http.request import authenticate
 from api.schemas.openai_batches import BatchBody, BatchesPage, BatchObject
 from shared.errors import BadInput
-from shared.webhook_urls import WebhookUrlForbidden, parse_webhook_url
+from shared.webhooks import WebhookUrlForbidden, parse_webhook_url
 
 router = APIRouter()
 

@@ -12,8 +12,7 @@ from starlette.responses import Response
 
 from api.endpoints.embeddings import embeddings_reply, inputs_of, kept_dimensions
 from api.http.fast_route import FastRoute
-from api.http.openapi import inference_body, inference_responses
-from api.http.openapi_headers import TRUNCATED_HEADER
+from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses
 from api.http.request import open_request
 from api.schemas.openai import EmbeddingsBody
 from api.schemas.openai_replies import EmbeddingsReply

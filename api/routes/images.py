@@ -15,12 +15,10 @@ from api.endpoints.images import (
     results_of,
     size_in,
 )
-from api.http.disconnect import while_connected
 from api.http.edit_body import read_edit
 from api.http.fast_route import FastRoute
-from api.http.openapi import inference_body, inference_responses
-from api.http.openapi_headers import TRUNCATED_HEADER
-from api.http.request import ApiRequest, open_request
+from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses
+from api.http.request import ApiRequest, open_request, while_connected
 from api.inputs.image_params import check_strength, first_image
 from api.schemas.openai import EditBody, EditForm, GenerationBody
 from api.schemas.openai_replies import ImageItem, ImagesReply

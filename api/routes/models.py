@@ -20,7 +20,7 @@ from api.http.openapi import (
     success,
 )
 from api.http.request import authenticate
-from api.predictions.versions import is_replicates_client
+from api.predictions.creation import is_replicates_client
 from api.problem_details import problem_response
 from api.routes import replicate_models as prediction_models
 from api.schemas.openai_replies import ModelItem, ModelsReply

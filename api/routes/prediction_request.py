@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from api.dispatch.job_sender import OUTCOME_BYTES
-from api.http.disconnect import while_connected
-from api.http.request import ApiRequest
+from api.http.request import ApiRequest, while_connected
 from api.inputs.source_pictures import PictureCaller
+from api.predictions.creation import version_of
 from api.predictions.sender import NewPrediction
-from api.predictions.versions import version_of
 from api.schemas.replicate import LONGEST_URL, PredictionBody
 from api.tasks import read_inputs
 from api.tasks.base import Inputs
@@ -29,7 +28,7 @@ from shared.predictions import Prediction, record_of
 from shared.stores.cache import cache_key
 from shared.tasks import Input
 from shared.usage.charge import price_of
-from shared.webhook_urls import WebhookUrlForbidden, parse_webhook_url
+from shared.webhooks import WebhookUrlForbidden, parse_webhook_url
 
 
 async def read_prediction(

@@ -17,12 +17,10 @@ from starlette.responses import Response
 
 from api.http import openapi
 from api.http.dependencies import Dependencies
-from api.http.disconnect import while_connected
 from api.http.idempotency import REPLAYED
-from api.http.request import ApiRequest, authenticate, open_request
-from api.predictions.creation import PredictionSnapshot
+from api.http.request import ApiRequest, authenticate, open_request, while_connected
+from api.predictions.creation import OWNER, PredictionSnapshot, find_version
 from api.predictions.service import CALLER_ID
-from api.predictions.versions import OWNER, find_version
 from api.problem_details import ProblemRoute
 from api.routes.prediction_request import read_prediction
 from api.schemas.replicate import PredictionBody, VersionedBody

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from api.predictions.versions import version_of
+from api.predictions.creation import version_of
 from api.tasks import openapi_schema_of
 from shared.catalog import Model
 from shared.predictions import iso

@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import NotFound
-from api.http.closed_form import closed_form
-from api.http.edit_body import MOST_FIELDS
+from api.http.edit_body import MOST_EDIT_FIELDS
 from api.http.openapi import AUTHENTICATED, Described, problems, ref_to, success
 from api.http.request import ApiRequest, authenticate
+from api.http.upload_form import closed_form
 from api.inputs.files import File
 from api.inputs.json_limits import object_in
-from api.predictions.versions import OWNER, find_version
+from api.predictions.creation import OWNER, find_version
 from api.problem_details import ProblemRoute
 from api.routes.replicate_bodies import (
     deployment_body,
@@ -177,7 +177,7 @@ async def create_file(request: Request) -> Response:
     """
     call = authenticate(request)
     call.check_charset()
-    async with closed_form(request, max_files=2, max_fields=MOST_FIELDS) as form:
+    async with closed_form(request, max_files=2, max_fields=MOST_EDIT_FIELDS) as form:
         content, metadata = form.get("content"), form.get("metadata")
         if not isinstance(content, UploadFile):
             raise BadInput("content: a file is needed", field="content")

@@ -13,8 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import NotFound
-from api.http.openapi import AUTHENTICATED, responses
-from api.http.openapi_usage import OF_REPORTS
+from api.http.openapi import AUTHENTICATED, OF_REPORTS, responses
 from api.http.request import ApiRequest, authenticate
 from api.schemas.report_replies import (
     Cell,

@@ -22,17 +22,15 @@ from api.endpoints.responses import ResponseEvents
 from api.endpoints.text import inputs_of, is_repeatable, model_of
 from api.errors import NotFound, NotNow, PreviousResponseNotFound
 from api.http import openapi
-from api.http.disconnect import while_connected
 from api.http.fast_route import IS_HEAD, StreamedRoute
 from api.http.openapi import inference_body, inference_responses, streamed
-from api.http.request import ApiRequest, authenticate, open_request
+from api.http.request import ApiRequest, authenticate, open_request, while_connected
 from api.predictions.creation import PredictionSnapshot
 from api.predictions.event_stream import HeldResponse
 from api.predictions.service import GRACE_S
 from api.predictions.text_stream import Seen
 from api.routes.prediction_request import digest_of, new_prediction
-from api.schemas.openai_responses import ResponseBody
-from api.schemas.openai_responses_replies import ResponseDeleted, ResponseReply
+from api.schemas.openai_responses import ResponseBody, ResponseDeleted, ResponseReply
 from api.schemas.openai_text import ChatBody
 from api.tasks.base import Inputs
 from shared.catalog import Model

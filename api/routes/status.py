@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.dispatch.demand import Demand
+from api.fair_room import Demand
 from api.http.openapi import AUTHENTICATED, responses
 from api.http.request import ApiRequest, authenticate
 from api.schemas.status_replies import ModelStatus, StatusReply

@@ -28,16 +28,14 @@ from api.endpoints.text_events import ChatEvents, CompletionEvents
 from api.errors import NotFound
 from api.http import openapi
 from api.http.fast_route import IS_HEAD, StreamedRoute
-from api.http.openapi import inference_body, inference_responses, streamed
-from api.http.openapi_headers import LAST_EVENT_ID
+from api.http.openapi import LAST_EVENT_ID, inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, authenticate, open_request
 from api.predictions.creation import PredictionSnapshot
 from api.predictions.event_stream import HeldResponse
 from api.predictions.service import PredictionNotOver
 from api.predictions.text_stream import TextShape, seen_from_id
 from api.routes.prediction_request import digest_of, new_prediction
-from api.schemas.openai_text import ChatBody, CompletionBody
-from api.schemas.openai_text_replies import ChatReply, CompletionReply
+from api.schemas.openai_text import ChatBody, ChatReply, CompletionBody, CompletionReply
 from api.tasks.base import Inputs
 from shared.catalog import Model
 from shared.errors import error_for_code

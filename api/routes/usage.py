@@ -15,8 +15,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.http.openapi import AUTHENTICATED, responses
-from api.http.openapi_usage import OF_COSTS, OF_USAGE, SUMMARY
+from api.http.openapi import AUTHENTICATED, OF_COSTS, OF_USAGE, SUMMARY, responses
 from api.http.request import ApiRequest, authenticate
 from api.schemas.usage_replies import (
     Costs,

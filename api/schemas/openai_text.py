@@ -1,6 +1,10 @@
 """The bodies of requests for text, as OpenAI's clients send them.
 
 https://platform.openai.com/docs/api-reference/chat and /completions. Extensions say so.
+
+The bodies of answers with text, as structs. Fields are those of OpenAI's API.
+
+Tools in the bodies of requests for text, and which of them the model may or must call.
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import from_json
 
@@ -22,14 +27,222 @@ from api.schemas.openai import (
     Tokens,
     shape_of,
 )
-from api.schemas.openai_tools import (
-    TOOL_NAME,
-    AnyToolChoice,
-    FunctionTool,
-    Tool,
-    allowed_tools,
-    forced_tools,
-)
+
+TOOL_NAME = r"^[A-Za-z0-9_-]{1,64}$"
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool. There are only functions."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class ToolChoice(Body):
+    """The one function that the model is to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(Body):
+    """Some of the tools, of which the model may call one, or must."""
+
+    mode: Literal["auto", "required"]
+    tools: list[ToolChoice] = Field(min_length=1, max_length=128)
+
+
+class AllowedToolChoice(Body):
+    """The tools that count in this request."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+AnyToolChoice = Literal["none", "auto", "required"] | ToolChoice | AllowedToolChoice
+
+
+def allowed_tools(tools: list[Tool] | None, choice: AnyToolChoice | None) -> list[Tool]:
+    """The tools that the model may call."""
+    if choice == "none" or not tools:
+        return []
+    if not isinstance(choice, AllowedToolChoice):
+        return tools
+    names = {one.function.name for one in choice.allowed_tools.tools}
+    return [tool for tool in tools if tool.function.name in names]
+
+
+def forced_tools(
+    tools: list[Tool] | None, choice: AnyToolChoice | None
+) -> list[FunctionTool] | None:
+    """The tools of which the model must call one. None: it need not.
+
+    Raises:
+        ValueError: there is no tool that is chosen.
+    """
+    if choice is None or choice in ("none", "auto"):
+        return None
+    functions = [tool.function for tool in allowed_tools(tools, choice)]
+    if isinstance(choice, ToolChoice):
+        functions = [one for one in functions if one.name == choice.function.name]
+    if not functions:
+        raise ValueError("tool_choice: tools has no such tool")
+    if isinstance(choice, AllowedToolChoice) and choice.allowed_tools.mode == "auto":
+        return None
+    return functions
+
+
+class PromptDetails(msgspec.Struct):
+    """Tokens of the prompt whose keys and values had been computed before."""
+
+    cached_tokens: int = 0
+
+
+class TextUsage(msgspec.Struct):
+    """Tokens that were read and written."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class CalledFunction(msgspec.Struct):
+    """A function, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(msgspec.Struct):
+    """A call that the model asks for."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(msgspec.Struct):
+    """What the model says."""
+
+    content: str | None
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    tool_calls: list[CalledTool] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ShownLogprob(msgspec.Struct):
+    """A token, the bytes of its text, and its log probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ShownTokenLogprob(ShownLogprob):
+    """A token of the text, with the most likely ones at its place."""
+
+    top_logprobs: list[ShownLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log probabilities of all tokens."""
+
+    content: list[ShownTokenLogprob]
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    """One of n answers."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: str
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatReply(msgspec.Struct):
+    """A whole answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: TextUsage
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    """What a message has more than before."""
+
+    role: str = ""
+    content: str | None = None
+    tool_calls: list[dict[str, object]] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    """The news of one choice."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(msgspec.Struct):
+    """One event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: TextUsage | msgspec.UnsetType | None = msgspec.UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log probabilities in the old form: one list for each fact."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    """One of n texts, or what it has more than before."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: CompletionLogprobs | None = None
+
+
+class CompletionReply(msgspec.Struct):
+    """A whole text, or one event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: TextUsage | msgspec.UnsetType | None = msgspec.UNSET
+    object: Literal["text_completion"] = "text_completion"
+
 
 LONGEST_SCHEMA = 64 * 1024
 """Characters of a JSON schema."""

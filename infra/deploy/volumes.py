@@ -13,8 +13,18 @@ from infra.deploy.rates import ModelRate
 from shared.blob import INLINE_LIMIT_BYTES
 from shared.catalog import Model
 from shared.catalog_entry import Replies
-from shared.message_encoding import encode_job, encode_reply
-from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Receipt, Reply, ReplyBody
+from shared.messages import (
+    Envelope,
+    Item,
+    ItemOutcome,
+    Job,
+    JobBody,
+    Receipt,
+    Reply,
+    ReplyBody,
+    encode_job,
+    encode_reply,
+)
 from shared.tasks import Input, Result
 from shared.topics import direct_id, inbox_topic_id
 from shared.usage.row import row_of

@@ -10,11 +10,10 @@ from typing import Any
 import simpy
 
 from infra.simulation.api_site import ApiSite, SimulatedJob
-from infra.simulation.batches import BATCH, INTERACTIVE, WholeBatches
+from infra.simulation.batches import BATCH, INTERACTIVE, SteppedBatches, WholeBatches
 from infra.simulation.model_load import ModelLoad
 from infra.simulation.recorder import ModelRecord, RequestEnd
 from infra.simulation.scenario import ScenarioBroker
-from infra.simulation.stepped_batches import SteppedBatches
 from infra.simulation.worker import SimulatedWorker, Steps
 from shared.catalog import Model
 

@@ -15,8 +15,7 @@ from infra.deploy.platform_variables import GeneralNodes
 from infra.deploy.prices import Prices, read_prices
 from infra.kubernetes.deployment import Deployment, gpu_class, read_gpu_types
 from infra.simulation.api_site import ApiSite, SimulatedJob
-from infra.simulation.arrivals import arrival_times
-from infra.simulation.events import happen
+from infra.simulation.events import arrival_times, happen
 from infra.simulation.fleet import Fleet
 from infra.simulation.hpa import SYNC_S
 from infra.simulation.keda import Autoscaler

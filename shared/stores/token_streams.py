@@ -23,8 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from shared.errors import Unavailable
-from shared.stores.redis_client import Commands
-from shared.stores.redis_scripts import load_script
+from shared.stores.redis_client import Commands, load_script
 from shared.tasks.text import TokenChunk
 
 KEPT_S = 600

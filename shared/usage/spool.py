@@ -25,7 +25,15 @@ from typing import Any, NamedTuple
 import msgspec
 from prometheus_client import Counter
 
-from shared.usage import packing
+from shared.usage.packing import (
+    SUFFIX,
+    clear_half_made,
+    is_packed,
+    original_of,
+    pack,
+    rows_in,
+    unpack,
+)
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +181,7 @@ class Spool:
             data = file.read()
         segment = Segment(path, fd, len(data))
         try:
-            rows = self._decode(packing.unpack(data) if packing.is_packed(path) else data)
+            rows = self._decode(unpack(data) if is_packed(path) else data)
         except ValueError as error:
             self._set_aside(segment, str(error))
             return None
@@ -200,7 +208,7 @@ class Spool:
 
     def _set_aside(self, segment: Segment, reason: str) -> None:
         """Keeps a packed segment that can't be read, for a person to look at."""
-        rows = packing.rows_in(segment.path)
+        rows = rows_in(segment.path)
         REJECTED.inc(rows)
         aside = segment.path.with_name(segment.path.name + ".damaged")
         log.error("rows unreadable", extra={"rows": rows, "reason": reason, "path": str(aside)})
@@ -217,9 +225,7 @@ class Spool:
             OSError: the disk does not take them. They are as before.
         """
         waiting = (
-            path
-            for path in list(self.unowned)
-            if not packing.is_packed(path) and path not in self._stuck
+            path for path in list(self.unowned) if not is_packed(path) and path not in self._stuck
         )
         for path in itertools.islice(waiting, most):
             with suppress(FileNotFoundError), path.open("rb") as file:
@@ -228,7 +234,7 @@ class Spool:
                     continue
                 data = file.read()
                 if rows := data.count(b"\n"):
-                    packed, size_bytes = packing.pack(path, data, rows)
+                    packed, size_bytes = pack(path, data, rows)
                     self.unowned[packed] = SegmentSize(rows, size_bytes)
                     self.unowned.pop(path, None)
                     self._unseen.append(packed)
@@ -236,9 +242,9 @@ class Spool:
     def scan(self) -> None:
         """Finds the segments without an owner and counts their rows."""
         before, found = dict(self.unowned), dict[Path, SegmentSize]()
-        packed = set(self._folder.glob(f"*{packing.SUFFIX}"))
-        replaced = {packing.original_of(path) for path in packed}
-        packing.clear_half_made(self._folder)
+        packed = set(self._folder.glob(f"*{SUFFIX}"))
+        replaced = {original_of(path) for path in packed}
+        clear_half_made(self._folder)
         for path in sorted(packed.union(self._folder.glob("*.segment"))):
             if path in self._stuck:
                 continue
@@ -252,7 +258,7 @@ class Spool:
                     path.unlink()
                 elif path in packed:
                     size_bytes = os.fstat(file.fileno()).st_size
-                    found[path] = SegmentSize(packing.rows_in(path), size_bytes)
+                    found[path] = SegmentSize(rows_in(path), size_bytes)
                 else:
                     data = file.read()
                     found[path] = SegmentSize(data.count(b"\n"), len(data))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from api.inputs import codec_client
+from api.inputs import codec_pool as codec_client
 from api.inputs.codec_pool import CodecPool
 from api.inputs.codec_protocol import PrepareSource, SourceLimits
 from shared.errors import BadInput, Unavailable

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from api.http import disconnect
+from api.http import request as disconnect
 from api.http.auth import ApiKeys
 from api.predictions import text_stream
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for

@@ -9,7 +9,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from infra.kubernetes.trigger_queries import TriggerQueries, own_prometheus
+from infra.kubernetes.autoscaling import TriggerQueries, own_prometheus
 from infra.local.stack import Stack
 from infra.simulation.promql import PromQuery
 from infra.simulation.timeseries import TimeSeries

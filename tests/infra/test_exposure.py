@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from api.http.auth import access_of
-from infra.local.exposure import PLAIN, exposed_settings
+from infra.local.up import PLAIN, exposed_settings
 from shared.errors import Unavailable
 from shared.settings import ApiSettings
 from tests.keys import keys_url

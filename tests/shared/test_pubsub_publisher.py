@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from shared.errors import BadInput, ConfigurationError, Overloaded, Unavailable
-from shared.pubsub import publisher as pubsub_publish
+from shared.pubsub import client as pubsub_publish
 from shared.pubsub.client import PubSubTransport
 from tests.shared.scripted_pubsub import ScriptedPubSub, scripted_pubsub
 

@@ -3,7 +3,7 @@
 It gets one end of a socket pair. It sends Ready (or Refused), then one result per batch. It exits
 as soon as the other end is closed, even in the middle of a batch. Normally it is forked from a
 template, which is the same program: it loads what all processes can share and then forks on request
-(workers/runtime/template_process.py).
+(workers/runtime/template.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shared.errors import PenstockError
 from shared.logs import configure_logs
 from workers.models.backend import Backend
 from workers.models.base import LoadedModel
-from workers.runtime import memory, template_process
+from workers.runtime import template as template_process
 from workers.runtime.batch_execution import StepReporter, run_batch
 from workers.runtime.protocol import (
     Ready,
@@ -39,10 +39,9 @@ from workers.runtime.protocol import (
     encode_server_message,
     read_client_message,
 )
-from workers.runtime.resident_models import ResidentModels
-from workers.runtime.step_execution import StepExecution
-from workers.runtime.step_room import StepRoom
-from workers.runtime.template_protocol import TemplateReady
+from workers.runtime.resident_models import ResidentModels, resident_bytes
+from workers.runtime.step_execution import StepExecution, StepRoom
+from workers.runtime.template import TemplateReady
 from workers.tasks import WORKER_TASKS, model_for
 
 _BEGAN_S = time.monotonic()
@@ -140,7 +139,7 @@ def _fork_for(
     facts = TemplateReady(
         time.monotonic() - _BEGAN_S,
         len(loaded),
-        memory.resident_bytes(),
+        resident_bytes(),
         template_process.is_alone(),
     )
     child = template_process.ForkServer(socket.socket(fileno=given.template_fd)).run(facts)
@@ -196,7 +195,7 @@ class ModelServer:
 
     def _ready(self) -> Ready:
         models = self._resident_models
-        memory_bytes = memory.resident_bytes()
+        memory_bytes = resident_bytes()
         return Ready(
             models.device_name, models.setup_s, models.warmup_s, memory_bytes, models.changes()
         )

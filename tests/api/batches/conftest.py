@@ -10,10 +10,9 @@ import pytest
 
 from api.batches import runner as runner_module
 from api.batches import validation
-from api.batches.documents import BatchCreated
+from api.batches.documents import BatchCreated, LineAnswer
 from api.batches.execution import LineExecutor, Progress
 from api.batches.lines import BatchLine
-from api.batches.segments import LineAnswer
 from shared.tenants.plan import Caller
 from tests.api.batches.batching import (
     Running,

@@ -10,7 +10,7 @@ from pathlib import Path
 from prometheus_client import REGISTRY
 
 import api.batches.runner
-import api.http.key_refresh
+import api.http.auth
 import api.idempotency.store
 import api.metrics
 import infra.row_archive.__main__
@@ -20,7 +20,7 @@ import shared.stores.records
 import shared.tracing.export
 import shared.usage.writer
 import workers.functions.dependencies
-import workers.functions.scheduled
+import workers.functions.main
 import workers.metrics
 from infra.monitoring.alerts import OF_FUNCTIONS, OFF_GOOGLE, alerts
 from infra.monitoring.objectives import DEFAULT_LEAST_BAD_EVENTS, DEFAULT_TARGETS, bounds_of
@@ -31,7 +31,7 @@ RUNBOOK = Path("docs/operations.md").read_text(encoding="utf-8")
 EXPORTERS = (
     *(
         api.batches.runner,
-        api.http.key_refresh,
+        api.http.auth,
         api.idempotency.store,
         api.metrics,
         infra.row_archive.__main__,
@@ -41,7 +41,7 @@ EXPORTERS = (
         shared.tracing.export,
         shared.usage.writer,
     ),
-    *(workers.functions.dependencies, workers.functions.scheduled, workers.metrics),
+    *(workers.functions.dependencies, workers.functions.main, workers.metrics),
 )
 """Imported, because that registers their metrics."""
 

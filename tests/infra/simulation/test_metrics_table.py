@@ -10,14 +10,14 @@ from prometheus_client import REGISTRY
 
 import api.metrics
 import workers.metrics
+from infra.simulation.batches import BATCH_JOIN_SHARE, SHARED_WEIGHTS_SHARE
 from infra.simulation.keda import Autoscaler
 from infra.simulation.metrics_table import OF_API, OF_WORKERS, UNDELIVERED
 from infra.simulation.rules import AutoscalerRules
-from infra.simulation.stepped_batches import BATCH_JOIN_SHARE, SHARED_WEIGHTS_SHARE
 from infra.simulation.timeseries import TimeSeries
 from infra.simulation.worker import SimulatedWorker
 from shared.errors import ConfigurationError
-from workers.runtime import step_room
+from workers.runtime import step_execution as step_room
 from workers.scheduling import lanes as worker_lanes
 from workers.scheduling.busy_ratio import BusyRatio, Lane
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.kubernetes.trigger_queries import TriggerQueries, own_prometheus
+from infra.kubernetes.autoscaling import TriggerQueries, own_prometheus
 from infra.simulation.promql import PromQuery
 from infra.simulation.timeseries import TimeSeries
 from shared.catalog import read_catalog

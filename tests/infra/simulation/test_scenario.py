@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.simulation.arrivals import arrival_times
+from infra.simulation.events import arrival_times
 from infra.simulation.scenario import SHIPPED, read_scenario
 from infra.simulation.streams import Burst, Constant, StepArrivals, Wave
 from infra.simulation.world import simulate

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.deploy.queueing import erlang_c, mean_wait_s
+from infra.deploy.sizing import erlang_c, mean_wait_s
 from infra.simulation.result import SimulationResult
 from infra.simulation.scenario import Scenario
 from infra.simulation.world import simulate

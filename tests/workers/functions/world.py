@@ -15,13 +15,11 @@ import httpx
 from google.cloud import bigquery
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.message_encoding import decode_reply, encode_job
-from shared.messages import Envelope, Item, Job, JobBody, Reply
+from shared.messages import Envelope, Item, Job, JobBody, Reply, decode_reply, encode_job
 from shared.predictions import Prediction, encode_document
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
-from shared.stores.record_state import Record
-from shared.stores.records import Records
+from shared.stores.records import Record, Records
 from shared.tasks.embedding import TextInput
 from shared.topics import dead_letter_topic_id, jobs_topic_id, workers_subscription_id
 from shared.transport import SubscriptionSettings
