@@ -220,7 +220,7 @@ def api() -> None:
 @app.command()
 def batches() -> None:
     """Run batches alone, with the PENSTOCK_* settings of the API."""
-    _become("api.batches", {})
+    _become("api.batch_runner", {})
 
 
 @app.command()

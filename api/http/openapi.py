@@ -16,29 +16,13 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 
+from api.bodies import (
+    ErrorReply,
+)
 from api.http.request_options import LONGEST_KEY, LONGEST_MS
 from api.problem_details import Problem
-from api.schemas import admin, report_replies, status_replies, usage_replies
-from api.schemas import openai as schemas
-from api.schemas import openai_batches as batch_schemas
-from api.schemas import openai_files as file_replies
-from api.schemas import openai_text as text_replies
-from api.schemas import openai_text as text_schemas
-from api.schemas import replicate_replies as prediction_replies
-from api.schemas.openai_replies import (
-    EmbeddingsReply,
-    ErrorReply,
-    ImagesReply,
-    ModelItem,
-    ModelsReply,
-)
-from api.schemas.openai_responses import ResponseBody, ResponseDeleted, ResponseReply
-from api.schemas.replicate import PredictionBody, VersionedBody
 from api.usage.question import COST_GROUPS, COST_LIMITS, GROUPS, LIMITS, WIDTHS_S
 
 TRUNCATED_HEADER = "x-penstock-truncated-tokens"
@@ -272,8 +256,6 @@ AUTHENTICATED: Described = {"security": [{"key": []}, {"header": []}]}
 AUTHENTICATED_OR_LINKED: Described = {"security": [*AUTHENTICATED["security"], {}]}
 """For every route that requires an API key or a signed link."""
 INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 499, 500, 503, 504)
-CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 499, 503, 504)
-"""For routes that create predictions."""
 _REF = "#/components/schemas/{name}"
 _DESCRIPTIONS = {
     400: "The request is not valid; the message names the field.",
@@ -296,47 +278,6 @@ _DESCRIPTIONS = {
     504: (
         "The deadline passed. `x-should-retry: false` keeps OpenAI's clients from sending it again."
     ),
-}
-_BODIES: tuple[type[BaseModel], ...] = (
-    *(schemas.EmbeddingsBody, schemas.GenerationBody, schemas.EditForm, schemas.EditBody),
-    *(text_schemas.ChatBody, text_schemas.CompletionBody, ResponseBody),
-    *(PredictionBody, VersionedBody, batch_schemas.BatchBody),
-)
-_REPLIES: tuple[type[msgspec.Struct], ...] = (
-    *(EmbeddingsReply, ImagesReply, ModelsReply, ModelItem, ErrorReply),
-    *(text_replies.ChatReply, text_replies.CompletionReply),
-    *(ResponseReply, ResponseDeleted),
-    *(batch_schemas.BatchObject, batch_schemas.BatchesPage),
-    *(file_replies.FileObject, file_replies.FilesPage, file_replies.FileDeleted),
-    *(
-        prediction_replies.PredictionReply,
-        prediction_replies.PredictionsPage,
-        prediction_replies.WebhookAttempts,
-        prediction_replies.ReplicateModel,
-    ),
-    *(
-        prediction_replies.ModelsPage,
-        prediction_replies.VersionReply,
-        prediction_replies.VersionsPage,
-    ),
-    *(
-        prediction_replies.DeploymentReply,
-        prediction_replies.DeploymentsPage,
-        prediction_replies.FileReply,
-        prediction_replies.SecretReply,
-    ),
-    *(prediction_replies.AccountReply, prediction_replies.Hardware),
-    *(usage_replies.UsagePage, usage_replies.UsageReply, status_replies.StatusReply),
-    *(report_replies.ReportsReply, report_replies.ReportReply),
-    *(prediction_replies.HealthReply, prediction_replies.ReadinessReply, Problem),
-    *(admin.NewKeyBody, admin.RotationBody, admin.TenantBody, admin.KeyObject),
-    *(admin.IssuedKeyObject, admin.KeysPage, admin.KeyDeleted, admin.PlanObject, admin.PlansReply),
-    *(admin.PlanDeleted, admin.TenantObject, admin.TenantsReply, admin.ActObject, admin.ActsPage),
-)
-
-_HEAD_TOO_LARGE: Described = {
-    "description": "The URL and headers are too large.",
-    "content": {"application/json": {"schema": {"$ref": _REF.format(name=ErrorReply.__name__)}}},
 }
 
 
@@ -393,22 +334,6 @@ def inference_responses(reply: type[msgspec.Struct], *headers: str) -> Responses
 def problems(*statuses: int) -> Responses:
     """The errors of a route in Replicate's shape."""
     return _errors(statuses, Problem, "application/problem+json")
-
-
-def creation_responses() -> Responses:
-    """The responses of a route that creates predictions: a new one, or that of an equal request."""
-    reply = prediction_replies.PredictionReply
-    answers: Responses = {
-        200: success(
-            "The prediction that the same request created before.",
-            reply,
-            "Location",
-            "Idempotent-Replayed",
-            *OF_LIMITS,
-        ),
-        201: success("The new prediction.", reply, "Location", *OF_LIMITS),
-    }
-    return answers | problems(*CREATION_ERRORS)
 
 
 def of_both_apis(*statuses: int) -> Responses:
@@ -480,52 +405,6 @@ def binary(text: str, *media_types: str, headers: tuple[str, ...] = ()) -> Descr
 def ref_to(body: type[BaseModel] | type[msgspec.Struct]) -> dict[str, str]:
     """A reference to the schema of a body."""
     return {"$ref": _REF.format(name=body.__name__)}
-
-
-def describe(app: FastAPI) -> None:
-    """Adds to the OpenAPI document of `app` the schemas that its routes refer to."""
-
-    def openapi() -> Described:
-        if app.openapi_schema is None:
-            app.openapi_schema = _document(app)
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _document(app: FastAPI) -> Described:
-    page = get_openapi(
-        title=app.title, version=app.version, description=app.description, routes=app.routes
-    )
-    template = _REF.replace("{name}", "{model}")
-    _, described = models_json_schema(
-        [(body, "validation") for body in _BODIES], ref_template=template
-    )
-    _, structs = msgspec.json.schema_components(_REPLIES, ref_template=_REF)
-    page["components"] = {
-        "schemas": {**described["$defs"], **structs},
-        "headers": ANSWERED,
-        "responses": {"HeadTooLarge": _HEAD_TOO_LARGE},
-        "securitySchemes": {
-            "key": {"type": "http", "scheme": "bearer"},
-            "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-        },
-    }
-    for path in page["paths"].values():
-        for operation in path.values():
-            _without_fastapis_errors(operation["responses"])
-            # The server answers this before a route is known, like 400, 408 and 429 for a head
-            # (api/http/bounded_protocol.py).
-            operation["responses"]["431"] = {"$ref": "#/components/responses/HeadTooLarge"}
-    return page
-
-
-def _without_fastapis_errors(responses: Described) -> None:
-    """Removes the 422 that FastAPI adds for parameters, in a shape that this API does not use."""
-    content = responses.get("422", {}).get("content", {})
-    schema = content.get("application/json", {}).get("schema", {})
-    if schema.get("$ref", "").endswith("/HTTPValidationError"):
-        del responses["422"]
 
 
 def _errors(statuses: tuple[int, ...], reply: type[msgspec.Struct], media_type: str) -> Responses:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from api.batches.process import opened_runner
+from api.batch_runner.process import opened_runner
 from shared.errors import Unavailable
 from shared.stores.records import Records
 from tests.api.batches.batching import created, jsonl, line, until

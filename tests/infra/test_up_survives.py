@@ -27,7 +27,7 @@ PARTS = {
     "pubsub": "pubsub_emulator",
     "bigquery": "bigquery_emulator",
     "api": "api",
-    "batches": "api.batches",
+    "batches": "api.batch_runner",
     "functions": "functions_framework",
     "worker-mini": "workers",
     "row-archive": "infra.row_archive",

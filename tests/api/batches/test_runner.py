@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from api.batches import runner as runner_module
+from api.batch_runner import runner as runner_module
+from api.batch_runner.runner import BatchLeases
 from api.batches import service
 from api.batches.names import owner_of
-from api.batches.runner import BatchLeases
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.request import InferenceRequest, InferenceResponse
 from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError, Unavailable

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prometheus_client import REGISTRY
 
-import api.batches.runner
+import api.batch_runner.runner
 import api.http.auth
 import api.idempotency.store
 import api.metrics
@@ -30,7 +30,7 @@ from tests.infra.deploy.terraform import Plan, plan_platform
 RUNBOOK = Path("docs/operations.md").read_text(encoding="utf-8")
 EXPORTERS = (
     *(
-        api.batches.runner,
+        api.batch_runner.runner,
         api.http.auth,
         api.idempotency.store,
         api.metrics,
