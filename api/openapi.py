@@ -1,4 +1,4 @@
-"""DOCSTRING."""
+"""The OpenAPI document: the schemas that routes refer to, and what the server answers by itself."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from api.bodies import ErrorReply
-from api.http.openapi import _REF, ANSWERED, Described
-from api.openai import generation_schemas as text_replies
+from api.chat_bodies import ChatBody, ChatReply, CompletionBody, CompletionReply
+from api.http.openapi import ANSWERED, SCHEMA_REF, Described
 from api.openai.batches import BatchBody, BatchesPage, BatchObject
 from api.openai.embeddings import EmbeddingsBody, EmbeddingsReply
 from api.openai.files import FileDeleted, FileObject, FilesPage
-from api.openai.generation_schemas import ChatBody, CompletionBody
 from api.openai.images import EditBody, EditForm, GenerationBody, ImagesReply
 from api.openai.models import ModelItem, ModelsReply
 from api.openai.responses_schemas import ResponseBody, ResponseDeleted, ResponseReply
@@ -66,7 +65,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
 
 _REPLIES: tuple[type[msgspec.Struct], ...] = (
     *(EmbeddingsReply, ImagesReply, ModelsReply, ModelItem, ErrorReply),
-    *(text_replies.ChatReply, text_replies.CompletionReply),
+    *(ChatReply, CompletionReply),
     *(ResponseReply, ResponseDeleted),
     *(BatchObject, BatchesPage),
     *(FileObject, FilesPage, FileDeleted),
@@ -99,7 +98,9 @@ _REPLIES: tuple[type[msgspec.Struct], ...] = (
 
 _HEAD_TOO_LARGE: Described = {
     "description": "The URL and headers are too large.",
-    "content": {"application/json": {"schema": {"$ref": _REF.format(name=ErrorReply.__name__)}}},
+    "content": {
+        "application/json": {"schema": {"$ref": SCHEMA_REF.format(name=ErrorReply.__name__)}}
+    },
 }
 
 
@@ -118,11 +119,11 @@ def _document(app: FastAPI) -> Described:
     page = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
-    template = _REF.replace("{name}", "{model}")
+    template = SCHEMA_REF.replace("{name}", "{model}")
     _, described = models_json_schema(
         [(body, "validation") for body in _BODIES], ref_template=template
     )
-    _, structs = msgspec.json.schema_components(_REPLIES, ref_template=_REF)
+    _, structs = msgspec.json.schema_components(_REPLIES, ref_template=SCHEMA_REF)
     page["components"] = {
         "schemas": {**described["$defs"], **structs},
         "headers": ANSWERED,

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from shared.catalog import Model
 from shared.errors import Canceled, DeadlineExceeded, PenstockError
 from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, failure
-from shared.stores.records import record_id
+from shared.stores.record_state import record_id
 from shared.tasks import Result
 from shared.tasks.text import GenerationInput, TokenChunk
 from shared.tracing.spans import TraceContext

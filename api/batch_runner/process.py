@@ -8,8 +8,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 
 from api.batch_runner.execution import LineExecutor
 from api.batch_runner.outputs import Outputs
-from api.batch_runner.run import RunTools
-from api.batch_runner.runner import LEASE_S, BatchLeases, BatchRunner, Window
+from api.batch_runner.run import RunTools, Window
+from api.batch_runner.runner import LEASE_S, BatchLeases, BatchRunner
 from api.batch_runner.terms import CurrentTerms
 from api.batches.files import BatchFiles
 from api.batches.store import BatchStore

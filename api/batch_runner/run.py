@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -13,7 +14,6 @@ from typing import Protocol
 from api.batch_runner.execution import LINES, NOT_RUN, LineExecutor, Progress
 from api.batch_runner.lines import Line, LineRefused, LineSplitter, custom_id_of, not_run, read_line
 from api.batch_runner.outputs import Outputs
-from api.batch_runner.runner import Share
 from api.batch_runner.terms import CurrentTerms
 from api.batch_runner.validation import FileRefused, validate
 from api.batches.documents import (
@@ -36,6 +36,64 @@ from api.errors import NotFound
 from shared.catalog import Catalog
 from shared.errors import BadInput, Unavailable
 from shared.tenants.plan import Caller
+
+
+class Window:
+    """Room for items in flight. Each open share has an equal part of it.
+
+    Args:
+        items: the room of all shares together.
+    """
+
+    def __init__(self, items: int) -> None:
+        self._items = items
+        self._shares: set[Share] = set()
+
+    @contextmanager
+    def share(self) -> Iterator[Share]:
+        """Opens a share. The others become smaller until the block ends."""
+        share = Share(self)
+        self._shares.add(share)
+        try:
+            yield share
+        finally:
+            self._shares.discard(share)
+            for other in self._shares:
+                other.wake()
+
+    @property
+    def part(self) -> int:
+        """The items that each share may have in flight."""
+        return max(1, self._items // max(1, len(self._shares)))
+
+
+class Share:
+    """The part of one batch."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._taken = 0
+        self._changed = asyncio.Event()
+
+    async def take(self, items: int) -> None:
+        """Waits until the items fit. More than the whole part fit when nothing else is in flight.
+
+        Only one task of a batch calls this.
+        """
+        while self._taken and self._taken + items > self._window.part:
+            self._changed.clear()
+            await self._changed.wait()
+        self._taken += items
+
+    def give_back(self, items: int) -> None:
+        """Ends items that were taken."""
+        self._taken -= items
+        self.wake()
+
+    def wake(self) -> None:
+        """Lets the taker look again."""
+        self._changed.set()
+
 
 BYTES_OF_AN_ITEM = 64 * 1024
 """A line takes at least an item of the window for so many bytes."""

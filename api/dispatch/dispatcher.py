@@ -46,7 +46,8 @@ from shared.errors import Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
-from shared.stores.records import LATE_LOOK_S, Records, record_id
+from shared.stores.record_state import record_id
+from shared.stores.records import LATE_LOOK_S, Records
 from shared.tasks import Result
 from shared.tracing.spans import STAGE, Attributes, record
 from shared.usage.charge import as_delivered, device_share_of

@@ -23,7 +23,8 @@ from shared.catalog_entry import Replies
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable, error_for_code
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Reply, ReplyBody, encode_job
 from shared.stores.objects import ObjectStore, stored_input
-from shared.stores.records import Records, record_id
+from shared.stores.record_state import record_id
+from shared.stores.records import Records
 from shared.topics import jobs_topic_id
 from shared.tracing.spans import STAGE, Attributes, SpanBlock, current, span
 from shared.transport import Publisher

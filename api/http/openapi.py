@@ -256,7 +256,7 @@ AUTHENTICATED: Described = {"security": [{"key": []}, {"header": []}]}
 AUTHENTICATED_OR_LINKED: Described = {"security": [*AUTHENTICATED["security"], {}]}
 """For every route that requires an API key or a signed link."""
 INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 499, 500, 503, 504)
-_REF = "#/components/schemas/{name}"
+SCHEMA_REF = "#/components/schemas/{name}"
 _DESCRIPTIONS = {
     400: "The request is not valid; the message names the field.",
     401: "No valid API key.",
@@ -404,7 +404,7 @@ def binary(text: str, *media_types: str, headers: tuple[str, ...] = ()) -> Descr
 
 def ref_to(body: type[BaseModel] | type[msgspec.Struct]) -> dict[str, str]:
     """A reference to the schema of a body."""
-    return {"$ref": _REF.format(name=body.__name__)}
+    return {"$ref": SCHEMA_REF.format(name=body.__name__)}
 
 
 def _errors(statuses: tuple[int, ...], reply: type[msgspec.Struct], media_type: str) -> Responses:

@@ -24,6 +24,8 @@ from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 
+MOST_EDIT_FIELDS = 64
+
 
 @asynccontextmanager
 async def closed_form(request: Request, **limits: int) -> AsyncIterator[FormData]:

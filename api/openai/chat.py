@@ -20,6 +20,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.bodies import ErrorDetail, ErrorReply
+from api.chat_bodies import (
+    ChatBody,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatReply,
+    CompletionBody,
+    CompletionChoice,
+    CompletionReply,
+)
 from api.errors import ERROR_MAPPINGS, NotFound
 from api.http import openapi
 from api.http.fast_route import IS_HEAD, StreamedRoute
@@ -37,16 +47,6 @@ from api.openai.generation import (
     results_of,
     shown_of,
     usage_of,
-)
-from api.openai.generation_schemas import (
-    ChatBody,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatReply,
-    CompletionBody,
-    CompletionChoice,
-    CompletionReply,
 )
 from api.predictions.creation import PredictionSnapshot
 from api.predictions.event_stream import HeldResponse

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
-from api.openai.generation_schemas import (
+from api.chat_bodies import (
     CalledFunction,
     CalledTool,
     ChatBody,
@@ -42,6 +41,7 @@ from api.openai.generation_schemas import (
     ShownTokenLogprob,
     TextUsage,
 )
+from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
 from shared.catalog import Catalog, Model
 from shared.errors import BadInput, InputTooLarge, PenstockError
 from shared.messages import ItemOutcome

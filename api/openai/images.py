@@ -36,7 +36,7 @@ from api.bodies import (
 from api.http.fast_route import FastRoute
 from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses
 from api.http.request import ApiRequest, open_request, while_connected
-from api.http.upload_form import closed_form
+from api.http.upload_form import MOST_EDIT_FIELDS, closed_form
 from api.inputs.image_codec import data_of_uri
 from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
 from api.tasks.image import check_strength, first_image, size_of
@@ -190,7 +190,6 @@ class EditBody(EditForm):
 IMAGE_FIELDS = ("image", "image[]")
 NO_MASK = "mask: masks are not supported; the whole image is redrawn, as much as `strength` says"
 _LARGEST_FIELD_BYTES = 256 * 1024
-MOST_EDIT_FIELDS = 64
 
 
 async def read_edit(call: ApiRequest) -> tuple[EditForm, bytes]:

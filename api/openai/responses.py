@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.chat_bodies import ChatBody
 from api.errors import NotFound, NotNow, PreviousResponseNotFound
 from api.http import openapi
 from api.http.fast_route import IS_HEAD, StreamedRoute
@@ -39,7 +40,6 @@ from api.openai.generation import (
     results_of,
     shown_of,
 )
-from api.openai.generation_schemas import ChatBody
 from api.openai.responses_schemas import (
     IncompleteDetails,
     InputDetails,

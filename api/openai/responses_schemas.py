@@ -14,7 +14,7 @@ import msgspec
 from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from api.bodies import Body, CacheKey, EndUser, ItemId, Metadata, Option, Options
-from api.openai.generation_schemas import MOST_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
+from api.chat_bodies import MOST_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 

@@ -17,7 +17,7 @@ from api.dispatch.job_sender import ReplyWaiter
 from shared.catalog import Catalog, Model
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, UnknownModel
 from shared.predictions import Prediction
-from shared.stores.records import Record
+from shared.stores.record_state import Record
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from api.limits.limiter import Limiter
 from api.predictions.service import GRACE_S, Predictions
 from shared.errors import Unavailable
 from shared.stores.holds import DueHold, Holds
-from shared.stores.records import Record
+from shared.stores.record_state import Record
 
 MAX_FOLLOWED = 16_384
 """Predictions whose items are in flight of this instance. The slots of others are freed at once."""

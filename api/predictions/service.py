@@ -39,7 +39,8 @@ from shared.predictions import (
     record_of,
 )
 from shared.stores.previews import Preview
-from shared.stores.records import Record, Records
+from shared.stores.record_state import Record
+from shared.stores.records import Records
 from shared.stores.waiting_line import QueuePlace
 from shared.stores.webhook_log import WebhookAttempt
 

@@ -17,10 +17,9 @@ from starlette.responses import Response
 from api.errors import NotFound
 from api.http.openapi import AUTHENTICATED, Described, problems, ref_to, success
 from api.http.request import ApiRequest, authenticate
-from api.http.upload_form import closed_form
+from api.http.upload_form import MOST_EDIT_FIELDS, closed_form
 from api.inputs.files import File
 from api.inputs.json_limits import object_in
-from api.openai.images import MOST_EDIT_FIELDS
 from api.predictions.creation import OWNER, find_version, version_of
 from api.problem_details import ProblemRoute
 from api.replicate.replies import (

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shared.errors import UndecodableMessage
-from shared.stores.records import Record, record_from_fields
+from shared.stores.record_state import Record, record_from_fields
 from shared.stores.redis_client import Commands, load_script
 
 log = logging.getLogger(__name__)

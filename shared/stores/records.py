@@ -25,104 +25,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Literal, NamedTuple, cast
+from collections.abc import AsyncGenerator, Sequence
+from typing import Literal, cast
 
-import msgspec
 from prometheus_client import Counter, Gauge
 from redis.exceptions import RedisError
 
 from shared.errors import Overloaded, Unavailable
-from shared.messages import ItemOutcome, ReplyBody, decode_reply_body, encode_reply_body
 from shared.retention import BUDGET_BYTES
 from shared.stores.holds import Holds
 from shared.stores.previews import PreviewStore
+from shared.stores.record_state import Claim, Finish, Record, State, receipts_of, record_from_fields
 from shared.stores.redis_client import RedisLink, RedisStore, load_script
 from shared.stores.token_streams import TokenStreams
 from shared.stores.waiting_line import WaitingLines
 from shared.stores.webhook_log import WebhookLog
-
-State = Literal["starting", "processing", "succeeded", "failed", "canceled"]
-OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
-"""The states that no record leaves."""
-
-
-def record_id(request_id: str, part: int) -> str:
-    """Returns the id of a job's record. The first job of a request has the request's own id."""
-    return f"{request_id}:{part}" if part else request_id
-
-
-class Claim(NamedTuple):
-    """The result of claiming a job.
-
-    `state` is `processing` if the job is to be done. Otherwise it is over, and `reply` is the first
-    reply, or None if it was canceled without one. `attempt` counts claims from 1. `unfinished`
-    counts earlier claims that did not end.
-    """
-
-    state: State
-    attempt: int
-    unfinished: int
-    reply: bytes | None
-
-
-class Finish(NamedTuple):
-    """How `finish` went: whether our reply is kept, the state, or the reply kept instead."""
-
-    is_ours: bool
-    state: State
-    reply: bytes | None
-
-    @property
-    def is_lost_to_cancel(self) -> bool:
-        """Whether a caller canceled first, so that nothing was kept. No reply is there yet."""
-        return not self.is_ours and self.state == "canceled" and self.reply is None
-
-
-class Record(msgspec.Struct, kw_only=True):
-    """A record as it is now. Times are unix seconds, 0 for events that have not happened."""
-
-    state: State
-    attempts: int = 0
-    document: bytes = b""
-    """The encoded request of a prediction. Empty for other jobs."""
-    reply: ReplyBody | None = None
-    published: bool = False
-    """Whether the broker surely has the job."""
-    step: int = 0
-    steps: int = 0
-    created_at_s: float = 0.0
-    started_at_s: float = 0.0
-    ended_at_s: float = 0.0
-    canceled_at_s: float = 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the state is final."""
-        return self.state in OVER
-
-
-def receipts_of(reply: ReplyBody) -> bytes:
-    """What a deleted prediction was charged by, without what it gave."""
-    left = [ItemOutcome(one.index, one.status, one.receipt) for one in reply.outcomes]
-    return encode_reply_body(ReplyBody(left))
-
-
-def record_from_fields(fields: Mapping[bytes, bytes]) -> Record:
-    """Reads the fields of a record's hash.
-
-    Raises:
-        UndecodableMessage: its reply is not one.
-    """
-    known = {name.decode(): value for name, value in fields.items()}
-    document, receipts = known.pop("document", b""), known.pop("receipts", None)
-    reply = known.pop("reply", receipts)
-    texts = {name: value.decode() for name, value in known.items()}
-    record = msgspec.convert(texts, Record, strict=False)
-    record.document = document
-    record.reply = None if reply is None else decode_reply_body(reply)
-    return record
-
 
 _HAS_REPLY = -2
 """What record_delete.lua answers if there is a reply that was not there when it was looked for."""

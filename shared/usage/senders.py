@@ -22,8 +22,7 @@ import msgspec
 from shared.settings import Settings
 from shared.stores.objects import ObjectStore
 from shared.usage.bigquery import WRITTEN, BigQuerySender
-from shared.usage.packing import LEVEL
-from shared.usage.spool import Fields
+from shared.usage.spool import LEVEL, Fields
 
 MEDIA_TYPE = "application/gzip"
 SUFFIX = ".jsonl.gz"

@@ -37,7 +37,8 @@ from shared.messages import (
 )
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
-from shared.stores.records import LATE_LOOK_S, Claim, Finish, Records
+from shared.stores.record_state import Claim, Finish
+from shared.stores.records import LATE_LOOK_S, Records
 from shared.stores.token_streams import Delivered, TokenStreams
 from shared.tasks.text import GenerationInput
 from shared.tracing.spans import entered

@@ -24,7 +24,8 @@ from shared.errors import ModelFailed, PenstockError, UndecodableMessage
 from shared.messages import Item, decode_job, failure
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
-from shared.stores.records import Claim, Records
+from shared.stores.record_state import Claim
+from shared.stores.records import Records
 from shared.tasks import Input, Result
 from shared.tracing.spans import is_recorded
 from shared.transport import Message, Subscription

@@ -29,7 +29,7 @@ from shared.errors import PenstockError
 from shared.logs import configure_logs
 from workers.models.backend import Backend
 from workers.models.base import LoadedModel
-from workers.runtime import template as template_process
+from workers.runtime import template
 from workers.runtime.batch_execution import StepReporter, run_batch
 from workers.runtime.protocol import (
     Ready,
@@ -64,7 +64,7 @@ def main() -> int:
         if child is None:
             return 0
         given.fd, given.device = child.fd, child.device
-    template_process.name_process(template_process.MODEL_PROCESS_NAME)
+    template.name_process(template.MODEL_PROCESS_NAME)
     return serve(given, loaded)
 
 
@@ -102,8 +102,8 @@ def _load_ahead(given: argparse.Namespace) -> dict[int, LoadedModel]:
     Weights are shared on a CPU without a memory budget. ONNX Runtime sessions start threads, so
     they are not.
     """
-    template_process.name_process(template_process.TEMPLATE_NAME)
-    template_process.die_with_parent()
+    template.name_process(template.TEMPLATE_NAME)
+    template.die_with_parent()
     loaded = {}
     for number, make in enumerate(_makers(given, threads=1)):
         try:
@@ -131,7 +131,7 @@ def _loads_before_fork(encoded: str) -> bool:
 
 def _fork_for(
     given: argparse.Namespace, loaded: Mapping[int, LoadedModel]
-) -> template_process.ForkedChild | None:
+) -> template.ForkedChild | None:
     """Forks on request.
 
     Returns in each forked process, and returns None in the template at its end.
@@ -140,11 +140,11 @@ def _fork_for(
         time.monotonic() - _BEGAN_S,
         len(loaded),
         resident_bytes(),
-        template_process.is_alone(),
+        template.is_alone(),
     )
-    child = template_process.ForkServer(socket.socket(fileno=given.template_fd)).run(facts)
+    child = template.ForkServer(socket.socket(fileno=given.template_fd)).run(facts)
     if child is not None and not child.is_sound:
-        template_process.start_anew(child)
+        template.start_anew(child)
     if child is not None and (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(given.threads)
     return child

@@ -28,8 +28,8 @@ import shared.usage.writer
 import workers.metrics
 from api.routes import health
 from infra import bigquery
-from infra.deploy.platform_variables import INBOX_STRIDE
 from infra.local.provision_servers import provision
+from infra.planning.deploy.platform_variables import INBOX_STRIDE
 from pubsub_emulator import parse_filter
 from shared.catalog import read_catalog
 from shared.messages import Envelope, Reply, ReplyBody, encode_reply

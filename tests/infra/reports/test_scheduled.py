@@ -13,7 +13,7 @@ from google.cloud import bigquery
 from prometheus_client import REGISTRY
 from typer.testing import CliRunner, Result
 
-from infra.cli import app
+from infra.cli.main import app
 from shared.errors import Unavailable
 from shared.reports.day_tables import BillingDay, DayTables, days_asked
 from shared.reports.runner import ReportRunner

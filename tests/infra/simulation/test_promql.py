@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.simulation.promql import PromQuery, increase
-from infra.simulation.timeseries import TimeSeries
+from infra.planning.simulation.promql import PromQuery, increase
+from infra.planning.simulation.timeseries import TimeSeries
 from shared.errors import ConfigurationError
 
 NOW_S = 1000.0
