@@ -117,7 +117,7 @@ class StepPictures:
 
 SHARED_WEIGHTS_SHARE = 0.5
 """The guess for a model whose steps read all weights once: a step that writes a token of each place
-takes twice the fixed time. SmolLM2-135M: 16 texts 1.8 to 4.1 times one (docs/text.md)."""
+takes twice the fixed time. SmolLM2-135M: 16 texts 1.8 to 4.1 times one (docs/reference/text.md)."""
 
 
 class StepRoom:

@@ -28,7 +28,7 @@ class ScenarioRegion(Entry):
 
 
 class Cluster(Entry):
-    """Times of nodes and pods, and what is kept. docs/simulation.md has the sources."""
+    """Times of nodes and pods, and what is kept. docs/explanation/simulation.md has the sources."""
 
     node_start_s: Seconds = 150.0
     """From the order of a GPU node until pods can start on it."""
