@@ -167,8 +167,8 @@ def _installed(name: str) -> str | None:
 def _torch_build() -> Diagnosis:
     """Says for what the installed torch is built, without importing it."""
     try:
-        version = metadata.version("torch")
-    except metadata.PackageNotFoundError:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
         return Diagnosis("torch", "not installed", INSTALL)
     with_cuda = any((Path(one) / "nvidia").is_dir() for one in sys.path)
     build = "for CUDA" if with_cuda and not version.endswith("+cpu") else "for CPUs"
