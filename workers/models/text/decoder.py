@@ -30,7 +30,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.utils import logging
 
 from shared.errors import ConfigurationError
-from workers.models.cpu import BF16_FLAGS, CpuThreads, this_cpu
+from workers.models.cpu import BF16_FLAGS, this_cpu
+from workers.models.cpu_threads import CpuThreads
 from workers.models.device import DTYPES, Device, memory_errors
 from workers.models.embedding.encoder_torch import computes_bf16, pack_linear_layers
 from workers.models.text.sampling import Row
