@@ -96,7 +96,7 @@ def run(*, quick: bool = False) -> Outcome:
     with serving() as stack:
         lines = asyncio.run(measure(stack, SURFACES, seconds, rounds, receivers=receivers))
     print(shown(lines), flush=True)
-    return _outcome(lines)
+    return outcome_of(lines)
 
 
 async def measure(
@@ -218,7 +218,8 @@ def _refused(line: Beside) -> int:
     return line.alone.refused.total() + line.beside.refused.total()
 
 
-def _outcome(lines: Sequence[Beside]) -> Outcome:
+def outcome_of(lines: Sequence[Beside]) -> Outcome:
+    """What is kept of the measurement. It fails if the quiet tenant was refused anywhere."""
     refused = sum(map(_refused, lines))
     failure = f"{refused} requests of the quiet tenant were refused" if refused else ""
     return Outcome(
