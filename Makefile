@@ -5,15 +5,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := api,worker,functions,optimize,local,simulation,dev
-# Two workers; tests that share a stack or a model stay on one of them (tests/groups.py says which).
-PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# More workers than cores, as tests wait; those that share a stack or a model stay on one of them (tests/groups.py).
+PYTEST_WORKERS ?= 3
+PYTEST := $(BIN)/pytest -q -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 SOURCES := api workers shared infra models bench tests
+# Each has a pyproject.toml, a Makefile and tests of its own.
+EMULATORS := emulators/bigquery emulators/pubsub
 
 # The tests alone start some hundred processes, each of which would compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup text demo up doctor bench bench-peers faults clients clients-lock test test-fast check lint format types imports terraform-check deploy-check unit constraints clean
+.PHONY: help setup text demo up doctor bench bench-peers faults clients clients-lock test test-slow slow-unit test-emulators check lint format types imports terraform-check deploy-check unit constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,11 +51,18 @@ clients: $(STAMP) ## run real clients of OpenAI and Replicate, LangChain and oth
 clients-lock: $(STAMP) ## write anew what is pinned for them
 	@$(BIN)/python -m tests.clients --lock
 
-test: lint ## everything that a change must pass; the checks that run nothing go beside the tests
-	@$(MAKE) --no-print-directory --jobs=2 unit types imports terraform-check
+test: lint ## what every change is tried with: the checks that run nothing, and the quick tests beside them
+	@$(MAKE) --no-print-directory --jobs=2 unit types imports
 
-test-fast: lint ## what a change in hand is tried with: ruff, and the tests that load no model and start no stack
-	$(call timed,pytest without heavy,$(PYTEST) -m "not heavy")
+test-emulators: $(STAMP) ## the suites of the embedded Pub/Sub and BigQuery
+	$(call timed,emulators/bigquery,$(MAKE) --no-print-directory -C emulators/bigquery unit BIN=$(CURDIR)/$(BIN))
+	$(call timed,emulators/pubsub,$(MAKE) --no-print-directory -C emulators/pubsub unit BIN=$(CURDIR)/$(BIN))
+
+# Property tests stand in `make test` with few examples; here they get many.
+test-slow: terraform-check slow-unit test-emulators ## the other tests: whole stacks, kills, fuzz, oracles, real models, outside tools, both emulators
+
+slow-unit: $(STAMP)
+	$(call timed,pytest of slow tests,$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=many)
 
 check: lint types imports ## the checks that run nothing
 
@@ -67,19 +77,23 @@ format: $(STAMP) ## ruff: fix what it can
 
 types: $(STAMP) ## mypy --strict
 	$(call timed,mypy,$(BIN)/mypy $(SOURCES))
+	$(call timed,mypy of emulators/bigquery,$(MAKE) --no-print-directory -C emulators/bigquery types BIN=$(CURDIR)/$(BIN))
+	$(call timed,mypy of emulators/pubsub,$(MAKE) --no-print-directory -C emulators/pubsub types BIN=$(CURDIR)/$(BIN))
 
 imports: $(STAMP) ## who may import whom
 	$(call timed,lint-imports,$(BIN)/lint-imports)
+	@$(MAKE) --no-print-directory -C emulators/bigquery imports BIN=$(CURDIR)/$(BIN)
+	@$(MAKE) --no-print-directory -C emulators/pubsub imports BIN=$(CURDIR)/$(BIN)
 
-terraform-check: ## fmt, validate and test of infra/terraform, where terraform and its checker are there
+terraform-check: ## fmt, validate and test of infra/terraform, where terraform is there
 	$(call timed,terraform-check,infra/terraform/check.sh)
 
 deploy-check: $(STAMP) ## schemas and policies of manifests and Terraform, installs of the images; what it needs goes into var/
 	$(call timed,manifests and Terraform,infra/kubernetes/check.sh)
 	$(call timed,images,PYTHON=$(PYTHON) infra/docker/check.sh)
 
-unit: $(STAMP) ## pytest
-	$(call timed,pytest,$(PYTEST) --durations=10)
+unit: $(STAMP) ## pytest without the slow tests
+	$(call timed,pytest of quick tests,$(PYTEST) -m "not slow")
 
 constraints: ## write constraints.txt anew for pyproject.toml, with hashes; UPGRADE=1: with the newest versions
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -87,13 +101,14 @@ constraints: ## write constraints.txt anew for pyproject.toml, with hashes; UPGR
 	  $(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --requirement $(VENV)/uv.txt; }
 	@$(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) --all-extras --universal --generate-hashes \
 	  --no-emit-index-url --no-annotate --custom-compile-command "make constraints" \
-	  --output-file constraints.txt pyproject.toml
+	  --no-emit-package penstock-bigquery-emulator --no-emit-package penstock-pubsub-emulator \
+	  --output-file constraints.txt pyproject.toml $(EMULATORS:=/pyproject.toml)
 
 clean: ## remove what the stack left in var/ and what the tools cached; .venv stays
-	rm -rf var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
-	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf var .coverage $(foreach folder,. $(EMULATORS),$(addprefix $(folder)/,.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache))
+	find $(SOURCES) emulators -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt infra/setup.sh
+$(STAMP): pyproject.toml $(EMULATORS:=/pyproject.toml) constraints.txt infra/setup.sh
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or later is needed; name one with: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \

@@ -29,6 +29,7 @@ from api.inputs.codec_pool import CodecPool
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_pictures import SourcePictures
+from api.inputs.storage import Storage
 from api.limits.limiter import Limiter
 from api.limits.opening import open_limiter
 from api.predictions.event_stream import EventStreams
@@ -212,7 +213,9 @@ async def _open(
         instance,
         instances=settings.inbox_pool,
     )
-    follower = await opened.enter_async_context(PredictionFollower(predictions.refresh))
+    follower = await opened.enter_async_context(
+        PredictionFollower(predictions, pipeline.records.holds, limiter)
+    )
     text_streams = await opened.enter_async_context(
         TextStreams(predictions, pipeline.records.tokens)
     )
@@ -259,8 +262,9 @@ def _dependencies(
     image_codec: ImageCodec,
 ) -> Dependencies:
     """What the routes work with, from what is open and what need not be opened."""
-    sources = Files(configuration.objects)
-    batch_files = BatchFiles(configuration.objects, configuration.settings.files_max_bytes)
+    storage = Storage(configuration.objects)
+    sources = Files(configuration.objects, storage)
+    batch_files = BatchFiles(configuration.objects, storage)
     result_fetcher = ResultFetcher(configuration.objects, predictions, image_codec)
     turns = Turns()
     return Dependencies(

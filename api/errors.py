@@ -66,7 +66,20 @@ class NotFound(PenstockError):
     public_by_default = None
 
 
-class PreviousResponseNotFound(BadInput):
+class NotNow(BadInput):
+    """As things are now this can't be done. Later the same request may be answered otherwise.
+
+    So no such answer is kept for an Idempotency-Key.
+    """
+
+
+class StorageFull(NotNow):
+    """What the tenant stores leaves no room for this."""
+
+    code = "storage_quota_exceeded"
+
+
+class PreviousResponseNotFound(NotNow):
     """The earlier response is not there: it was not kept, has expired, or never was."""
 
     code = "previous_response_not_found"
@@ -149,6 +162,7 @@ ERROR_MAPPINGS = {
     "invalid_input": ErrorMapping(400, "invalid_request_error"),
     "input_too_large": ErrorMapping(400, "invalid_request_error"),
     "context_length_exceeded": ErrorMapping(400, "invalid_request_error"),
+    "storage_quota_exceeded": ErrorMapping(400, "invalid_request_error"),
     "previous_response_not_found": ErrorMapping(400, "invalid_request_error"),
     "invalid_api_key": ErrorMapping(401, "authentication_error"),
     "forbidden": ErrorMapping(403, "permission_error"),

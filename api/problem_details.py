@@ -33,7 +33,9 @@ from shared.errors import BadInput, PenstockError
 
 MOST_FIELDS = 100
 """How many invalid fields one response names."""
-UNPROCESSABLE = frozenset({"invalid_input", "input_too_large", "context_length_exceeded"})
+UNPROCESSABLE = frozenset(
+    {"invalid_input", "input_too_large", "context_length_exceeded", "storage_quota_exceeded"}
+)
 
 
 class InvalidField(msgspec.Struct):

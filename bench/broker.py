@@ -92,7 +92,7 @@ def run() -> Outcome:
 @contextmanager
 def _embedded(folder: Path, options: list[str]) -> Iterator[str]:
     port = free_port()
-    command = [sys.executable, "-m", "infra.emulators.pubsub", "--port", str(port), *options]
+    command = [sys.executable, "-m", "pubsub_emulator", "--port", str(port), *options]
     if options:
         command.append(str(folder / "data"))
     with Process("pubsub", command, folder) as process:

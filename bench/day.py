@@ -1,4 +1,4 @@
-"""A compressed day of the source article's curve while parts are killed, and its bill.
+"""A compressed day of `penstock load`'s curve while parts are killed, and its bill.
 
 `penstock load` sends it to the stack of `penstock up`, and `penstock load --check` compares its
 ledger with BigQuery: to the row, the token and the cent. BENCH_DAY_REQUESTS says how many requests,

@@ -50,7 +50,9 @@ TEXT = TextInput("The river carries what the mountains lose, and the sea keeps w
 async def _one(limiter: Limiter, caller: Caller, model: Model) -> None:
     price, headers = price_of(model, time.time()), dict[str, str]()
     outcome = ItemOutcome(0, "succeeded", Receipt("miss", tokens=17))
-    async with LimitedRequest(limiter, caller, model, [TEXT], headers) as limited:
+    async with LimitedRequest(
+        limiter, caller, model, [TEXT], headers, received_at_s=time.time()
+    ) as limited:
         await asyncio.sleep(0)
         limited.settle(price, [outcome])
 

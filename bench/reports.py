@@ -68,7 +68,7 @@ COUNT = f"SELECT COUNT(*) FROM {DATASET}.rows WHERE received_at >= '2000-01-01'"
 @contextmanager
 def _served(folder: Path) -> Iterator[str]:
     port = free_port()
-    command = [sys.executable, "-m", "infra.emulators.bigquery", "--port", str(port)]
+    command = [sys.executable, "-m", "bigquery_emulator", "--port", str(port)]
     command += ["--data-dir", str(folder / "data")]
     with Process("bigquery", command, folder) as process:
         process.wait_ready(lambda: listens(port), START_LIMIT_S)

@@ -44,7 +44,7 @@ def run() -> Outcome:
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         folder, port = Path(name), free_port()
-        command = [sys.executable, "-m", "infra.emulators.bigquery", "--port", str(port)]
+        command = [sys.executable, "-m", "bigquery_emulator", "--port", str(port)]
         command += ["--data-dir", str(folder / "data")]
         os.sched_setaffinity(0, cores[-1:])  # inherited by BigQuery
         try:

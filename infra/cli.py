@@ -188,17 +188,13 @@ def doctor(as_json: AsJson = False) -> None:
 @app.command(context_settings=_FORWARDED)
 def pubsub(context: typer.Context) -> None:
     """Serve the embedded Pub/Sub alone (--host --port --rest-port --data-dir)."""
-    from infra.emulators.pubsub.__main__ import main as serve
-
-    raise typer.Exit(serve(context.args))
+    _become("pubsub_emulator", {}, context.args)
 
 
 @app.command(context_settings=_FORWARDED)
 def bigquery(context: typer.Context) -> None:
     """Serve the embedded BigQuery alone (--host --port --data-dir)."""
-    from infra.emulators.bigquery.__main__ import main as serve
-
-    raise typer.Exit(serve(context.args))
+    _become("bigquery_emulator", {}, context.args)
 
 
 @app.command()

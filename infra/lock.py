@@ -41,12 +41,17 @@ def read_lock(path: Path = LOCK) -> dict[str, Locked]:
 
 
 def lacking(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
-    """What the project asks for, as it asks, and the lock does not have in that version."""
-    locked, found = read_lock(lock), []
-    for asked in _asked(project_file):
+    """What the project and its workspace's members ask for and do not find in that version.
+
+    A package is found in the lock, or is itself a member.
+    """
+    members = [project_file, *_members(project_file)]
+    versions = {name: locked.version for name, locked in read_lock(lock).items()}
+    versions |= dict(map(_name_and_version, members[1:]))
+    found = []
+    for asked in (asked for member in members for asked in _asked(member)):
         pin = _PIN.match(asked)
-        has = locked.get(normalized(pin["name"])) if pin else None
-        if pin is None or has is None or has.version != pin["version"]:
+        if pin is None or versions.get(normalized(pin["name"])) != pin["version"]:
             found.append(asked)
     return found
 
@@ -54,6 +59,21 @@ def lacking(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
 def normalized(name: str) -> str:
     """A package's name as indexes compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _members(project_file: Path) -> list[Path]:
+    """The project files of the workspace's other members."""
+    told = tomllib.loads(project_file.read_text(encoding="utf-8"))
+    patterns = told.get("tool", {}).get("uv", {}).get("workspace", {}).get("members", [])
+    folder = project_file.parent
+    return sorted(
+        found for pattern in patterns for found in folder.glob(f"{pattern}/pyproject.toml")
+    )
+
+
+def _name_and_version(project_file: Path) -> tuple[str, str]:
+    project = tomllib.loads(project_file.read_text(encoding="utf-8"))["project"]
+    return normalized(project["name"]), project["version"]
 
 
 def _asked(project_file: Path) -> list[str]:

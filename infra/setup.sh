@@ -38,16 +38,21 @@ step torch "$venv/bin/pip" install --disable-pip-version-check --no-compile --no
 index=$("$venv/bin/pip" config get global.index-url 2> /dev/null || true)
 test -z "$index" || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
 export UV_PYTHON_DOWNLOADS=never
-packages=(--constraint constraints.txt --requirement pyproject.toml)
+# The embedded servers are in no index: what they need comes first, they come with Penstock.
+members=(emulators/bigquery emulators/pubsub)
+grep -hE '^name = "penstock-' "${members[@]/%//pyproject.toml}" | cut -d '"' -f 2 > "$venv/members.txt"
+packages=(--constraint constraints.txt --excludes "$venv/members.txt" --requirement pyproject.toml)
+for member in "${members[@]}"; do packages+=(--requirement "$member/pyproject.toml"); done
 for extra in ${extras//,/ }; do packages+=(--extra "$extra"); done
 step "$(wc -l < "$venv/pins.txt") packages" \
   "$venv/bin/uv" pip install --python "$venv/bin/python" --verify-hashes "${packages[@]}"
 # What torch brings besides, such as CUDA's libraries; nothing where it is a build for CPUs.
 step "torch's own" "$venv/bin/pip" install --disable-pip-version-check --no-compile \
   --constraint "$venv/pins.txt" "$torch"
-step Penstock "$venv/bin/uv" pip install --python "$venv/bin/python" --no-build-isolation --no-deps --editable .
+step Penstock "$venv/bin/uv" pip install --python "$venv/bin/python" --no-build-isolation --no-deps --editable . \
+  "${members[@]/#/--editable=./}"
 # By all cores and once, instead of by each process that is first; without what hardly any process imports.
 step bytecode compile
 # The embedded BigQuery reads SQL with a module that is compiled once per machine.
-step "SQL analyzer" "$venv/bin/python" -m infra.emulators.bigquery.googlesql.analysis
+step "SQL analyzer" "$venv/bin/python" -m bigquery_emulator.googlesql.analysis
 printf ' %s s\n' $((SECONDS - began))

@@ -9,7 +9,7 @@ INLINE_LIMIT_BYTES = 48 * 1024
 SLOT_INLINE_LIMIT_BYTES = 1024
 """The same for replies that go to a slot, because each slot is billed for each reply.
 
-Pub/Sub bills 1,000 bytes for a smaller message (platform-facts P11).
+Pub/Sub bills at least 1,000 bytes: https://cloud.google.com/pubsub/pricing
 """
 
 

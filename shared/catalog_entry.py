@@ -35,7 +35,7 @@ class _Entry(BaseModel):
 
 
 Replies = Literal["direct", "slots"]
-"""Which of the two topics of an inbox takes the replies (docs/decisions/0045-two-reply-topics.md).
+"""Which of the two topics of an inbox takes the replies (docs/decisions/0001-reply-inboxes.md).
 
 `direct`: one subscription, for items that take milliseconds. `slots`: a filtered subscription for a
 request in flight, for items that take seconds. Each slot is billed for each reply, so replies there

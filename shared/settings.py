@@ -19,7 +19,7 @@ from shared.rabbitmq.url import broker_url
 from shared.retention import BUDGET_BYTES
 
 SPOOL_MAX_BYTES = 768 * 1024 * 1024
-"""About 700,000 rows as they come, or four million compressed, as in a long outage (decision 56).
+"""About 700,000 rows as they come, or four million compressed, as in a long outage (decision 11).
 
 In Kubernetes a worker's folder may hold 1 GiB. Above that its pod is evicted with all rows.
 """
@@ -173,7 +173,9 @@ class ApiSettings(Settings):
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
     files_max_bytes: int = Field(2 * 1024**3, ge=1024 * 1024)
-    """What the files of one tenant for batches may take together. Above it an upload is refused."""
+    """What the files of one tenant may take together, where its plan does not say it: uploads, the
+    outputs of batches and `data:` images of predictions. Above it uploads are refused.
+    """
     batch_items_in_flight: int = Field(128, ge=1)
     """Texts and images of batches that a runner has in flight at the same time."""
     bodies_max_bytes: int = Field(256 * 1024 * 1024, ge=1)

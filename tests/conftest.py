@@ -17,56 +17,32 @@ from api.idempotency.store import IdempotencyStore
 from api.limits.store import LimitStore
 from infra.local.process import Process, free_port, listens
 from infra.local.rabbitmq_server import RabbitServer
+from infra.local.reaper import child_marks
 from infra.local.redis_server import RedisServer
 from infra.local.stack import Broker
 from shared.stores.cache import ResultCache
 from shared.stores.key_redis import KeyRedis
 from shared.stores.records import Records
-from tests.groups import GroupScheduling
+from tests.groups import SHARING, GroupScheduling, group_of
 from tests.limits import REDIS_LIMIT_S, START_LIMIT_S, TEST_LIMIT_S
 from tests.rabbitmq import needs_rabbitmq
+from tests.tiers import QuickTests, has_none_of
 
-HEAVY = (
-    "api/test_keys_in_redis.py",
-    "api/test_keys_never_leak.py",
-    "api/test_openapi_fuzzed.py",
-    "api/test_process.py",
-    "bench/test_gpu.py",
-    "end_to_end/",
-    "faults/",
-    "infra/bigquery/test_bq.py",
-    "infra/deploy/test_agreement.py",
-    "infra/deploy/test_outside.py",
-    "infra/deploy/test_plan_and_terraform.py",
-    "infra/pubsub/test_crash.py",
-    "infra/pubsub/test_gcloud.py",
-    "infra/test_cli.py",
-    "infra/test_compose_runs.py",
-    "infra/test_stack.py",
-    "infra/test_up_survives.py",
-    "models/shapes/test_train.py",
-    "workers/autotune/",
-    "workers/models/",
-    "workers/optimize/",
-    "workers/test_pool.py",
-    "workers/test_several_models.py",
-    "workers/test_template.py",
-)
-"""Files, and folders, whose tests load models, start stacks or many programs; `make test-fast`
-leaves them out.
-"""
-
-# The same examples each time, so that a failure is the change's own; `--hypothesis-profile=explore`
-# tries others.
-settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
+# The same examples each time, so that a failure is the change's own. A quick run takes few,
+# `make test-slow` takes many for these tests too; `--hypothesis-profile=explore` tries others.
+settings.register_profile("few", derandomize=True, deadline=None, print_blob=True, max_examples=25)
+settings.register_profile("many", settings.get_profile("few"), max_examples=100)
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
-settings.load_profile("repeatable")
+settings.load_profile("few")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.timeout is None:
         config.option.timeout = TEST_LIMIT_S
+    config.pluginmanager.register(QuickTests(), "quick-tests")
+    # All that tests start ends with this process, also when it is killed.
+    os.environ.update(child_marks())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -83,6 +59,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> GroupSche
     return GroupScheduling(config, log) if config.option.dist == "loadfile" else None
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return has_none_of(config.option.markexpr, collection_path) or None
+
+
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """The name of a test's parameter that is bytes: its length; None leaves other values to pytest.
 
@@ -93,16 +73,17 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the heavy tests and puts them first, and gives async tests their loop."""
-    folder = Path(__file__).parent
+    """Puts slow tests first, whole folders of them before others, and gives async tests a loop."""
     for item in items:
-        where = item.path.relative_to(folder).as_posix()
-        if where.startswith(HEAVY):
-            item.add_marker(pytest.mark.heavy)
         if isinstance(item, pytest.Function) and "anyio_backend" in item.fixturenames:
             item.fixturenames.insert(0, "_one_event_loop")
     # What takes longest begins first, so that no worker is left alone with it.
-    items.sort(key=lambda item: item.get_closest_marker("heavy") is None)
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("slow") is None,
+            group_of(item.nodeid) not in SHARING,
+        )
+    )
 
 
 @pytest.fixture(scope="session")
@@ -153,7 +134,7 @@ def redis_url(redis_server: RedisServer) -> str:
 def pubsub_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """HOST:PORT of an embedded Pub/Sub; shared, so each test names its own project or topics."""
     port = free_port()
-    command = [sys.executable, "-m", "infra.emulators.pubsub", "--port", str(port)]
+    command = [sys.executable, "-m", "pubsub_emulator", "--port", str(port)]
     with _running("pubsub", command, port, tmp_path_factory.mktemp("pubsub")):
         yield f"127.0.0.1:{port}"
 
@@ -174,7 +155,7 @@ def bigquery_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
     command = [
         sys.executable,
         "-m",
-        "infra.emulators.bigquery",
+        "bigquery_emulator",
         "--port",
         str(port),
         "--data-dir",

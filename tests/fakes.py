@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from infra.emulators.pubsub.state.filter import Filter, parse_filter
+from pubsub_emulator import Filter, parse_filter
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.transport import Message, SubscriptionSettings
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -11,12 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("api", "bench", "docs", "infra", "models", "shared", "tests", "workers")
+FOLDERS = ("api", "bench", "docs", "emulators", "infra", "models", "shared", "tests", "workers")
 DOCUMENTS = sorted(
     path.relative_to(ROOT)
     for found in (ROOT.glob("*.md"), *((ROOT / folder).rglob("*.md") for folder in FOLDERS))
     for path in found
 )
+DECISIONS = sorted((ROOT / "docs/decisions").glob("0*.md"))
+MAX_DECISION_WORDS = 500
 PATH_TO_THE_ACK = (
     "README.md",
     "docs/architecture.md",
@@ -41,7 +42,12 @@ def test_paths_in_documents_exist(document: Path) -> None:
     named = re.findall(
         rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./*-]+)", (ROOT / document).read_text()
     )
-    assert {path for path in named if not any(ROOT.glob(path.rstrip("./")))} == set()
+    missing = {
+        path
+        for path in named
+        if not any(any(folder.glob(path.rstrip("./"))) for folder in homes(document))
+    }
+    assert missing == set()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
@@ -55,7 +61,49 @@ def test_modules_named_without_their_folder_exist(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_modules_in_documents_exist(document: Path) -> None:
     named = re.findall(rf"python -m ((?:{'|'.join(FOLDERS)})[\w.]*)", (ROOT / document).read_text())
-    assert [name for name in named if importlib.util.find_spec(name.rstrip(".")) is None] == []
+    missing = [
+        name
+        for name in named
+        if not any(has_module(folder, name.rstrip(".")) for folder in homes(document))
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_a_decision_is_one_page_of_context_decision_and_consequences(page: Path) -> None:
+    text = page.read_text()
+    assert text.startswith(f"# {int(page.stem[:4])}. ")
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["Context", "Decision", "Consequences"]
+    assert len(text.split()) <= MAX_DECISION_WORDS
+    assert f"({page.name})" in (page.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize("folder", ["", *FOLDERS])
+def test_decisions_that_are_named_have_a_page(folder: str) -> None:
+    """A comment often has only a number. A changelog names the decisions of its day."""
+    member_pages = (ROOT / "emulators").glob("*/docs/decisions/*.md")
+    pages = {path.name[:4] for path in (*DECISIONS, *member_pages)}
+    missing = {
+        f"{path.relative_to(ROOT)}: {number}"
+        for path in (ROOT / folder).glob("**/*" if folder else "*")
+        if path.suffix in {".md", ".py", ".sql", ".tf", ".yaml"} and path.name != "CHANGELOG.md"
+        for number in re.findall(
+            r"(?:decisions/|\bdecisions?\s+\[?)(\d{1,4})\b", path.read_text(), re.IGNORECASE
+        )
+        if number.zfill(4) not in pages
+    }
+    assert missing == set()
+
+
+def homes(document: Path) -> list[Path]:
+    """The folders that a document's paths and modules are named from: its distribution's first."""
+    is_member = document.parts[0] == "emulators" and len(document.parts) > 2
+    return [*([ROOT.joinpath(*document.parts[:2])] if is_member else []), ROOT]
+
+
+def has_module(folder: Path, name: str) -> bool:
+    path = folder.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").exists()
 
 
 def test_five_hops_lead_from_the_readme_to_the_ack() -> None:

@@ -83,10 +83,16 @@ class Progress:
         self._moved_s = self._clock()
         self.ended_lines += 1
 
-    def note_failure(self, line: BatchLine, error: PenstockError) -> None:
-        """A line failed, and may be tried again."""
+    def note_failure(self, line: BatchLine, error: PenstockError, *, has_ended: bool) -> None:
+        """A line failed, and may be tried again.
+
+        Args:
+            line: that failed.
+            error: why.
+            has_ended: whether its items had outcomes, which its records and rows have now.
+        """
         # The record of the job has this end, so the same id would only get it again.
-        if isinstance(error, DeadlineExceeded | Canceled):
+        if has_ended or isinstance(error, DeadlineExceeded | Canceled):
             self.attempts[line.number] = self.attempts.get(line.number, 0) + 1
 
     def is_worth_waiting(self, error: PenstockError) -> bool:
@@ -118,7 +124,12 @@ class LineExecutor:
     limiter: Limiter
 
     async def run(
-        self, batch: BatchCreated, caller: Caller, line: BatchLine, progress: Progress
+        self,
+        batch: BatchCreated,
+        caller: Caller,
+        line: BatchLine,
+        progress: Progress,
+        is_run_again: Callable[[], bool] = lambda: True,
     ) -> LineAnswer | None:
         """Computes a line. A canceled call leaves it undone.
 
@@ -127,18 +138,23 @@ class LineExecutor:
             caller: who pays.
             line: of the batch.
             progress: of this turn of the batch.
+            is_run_again: whether a line that a canceled call leaves undone is computed later.
 
         Returns:
             None if it has to wait for a later turn.
         """
         pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while time.time() < batch.expires_at_s:
-            request_id = _request_id(batch, line, progress.attempts.get(line.number, 0))
+            attempt = progress.attempts.get(line.number, 0)
+            request = _request(batch, line, attempt, is_run_again)
+            response = None
             try:
-                response = await self._compute(batch, caller, line, request_id)
-                body = await self._reply(batch, line, response)
+                async with self._limited(batch, caller, request) as limited:
+                    limited.wake_next()
+                    response = await self.dispatcher.dispatch(request)
+                    body = await self._reply(batch, line, response, limited)
             except _TRANSIENT as error:
-                progress.note_failure(line, error)
+                progress.note_failure(line, error, has_ended=response is not None)
                 if not progress.is_worth_waiting(error):
                     return None
                 left_s = max(0.0, batch.expires_at_s - time.time())
@@ -148,11 +164,12 @@ class LineExecutor:
             except PenstockError as error:
                 progress.note_end(line)
                 LINES.labels("failed").inc()
-                return LineAnswer(refused(batch, line, request_id, error), "failed")
+                return LineAnswer(refused(batch, line, request.request_id, error), "failed")
             progress.note_end(line)
             LINES.labels("completed").inc()
             tokens = sum(outcome.receipt.tokens or 0 for outcome in response.outcomes)
-            return LineAnswer(answered(batch, line, request_id, body), "completed", tokens)
+            answer = answered(batch, line, request.request_id, body)
+            return LineAnswer(answer, "completed", tokens)
         LINES.labels("not_run").inc()
         data = not_run(batch, line.number, line.custom_id, *NOT_RUN["expired"])
         return LineAnswer(data, "not_run")
@@ -169,39 +186,56 @@ class LineExecutor:
         await asyncio.sleep(min(_pause_s(error, drawn_s), left_s))
         return False
 
-    async def _compute(
-        self, batch: BatchCreated, caller: Caller, line: BatchLine, request_id: str
-    ) -> InferenceResponse:
-        now_s, model = time.time(), line.request.model
-        request = InferenceRequest(
-            request_id=request_id,
-            model=model,
-            tenant=batch.tenant,
-            key_id=batch.key_id,
-            weight=batch.weight,
-            plan=batch.plan_name,
-            batch_id=batch.id,
+    def _limited(
+        self, batch: BatchCreated, caller: Caller, request: InferenceRequest
+    ) -> LimitedRequest:
+        return LimitedRequest(
+            self.limiter,
+            caller,
+            request.model,
+            request.inputs,
+            {},
+            received_at_s=batch.created_at_s,
             price_share=batch.price_share,
-            inputs=line.request.inputs,
-            deadline_s=min(batch.expires_at_s, now_s + model.deadline.longest_s),
-            is_repeatable=line.request.is_repeatable,
-            # A row of a line that is computed twice is the same row, its time included.
-            options=RequestOptions(received_at_s=batch.created_at_s, lane=LANE),
         )
-        async with LimitedRequest(
-            self.limiter, caller, model, request.inputs, {}, price_share=batch.price_share
-        ) as limited:
-            limited.wake_next()
-            response = await self.dispatcher.dispatch(request)
-            limited.settle(response.price, response.outcomes)
-        response.raise_failed()
-        return response
 
     async def _reply(
-        self, batch: BatchCreated, line: BatchLine, response: InferenceResponse
+        self,
+        batch: BatchCreated,
+        line: BatchLine,
+        response: InferenceResponse,
+        limited: LimitedRequest,
     ) -> bytes:
+        """The answer to a line. It is charged if there is one."""
         tools = ReplyTools(self.objects, self.image_codec, time.time() + REPLY_LIMIT_S)
-        return await ENDPOINTS[batch.endpoint].reply(line.request, response.outcomes, tools)
+        try:
+            with response:
+                response.raise_failed()
+                return await ENDPOINTS[batch.endpoint].reply(line.request, response.outcomes, tools)
+        finally:
+            limited.settle(response.price, response.outcomes, is_delivered=response.is_delivered)
+
+
+def _request(
+    batch: BatchCreated, line: BatchLine, attempt: int, is_run_again: Callable[[], bool]
+) -> InferenceRequest:
+    model = line.request.model
+    return InferenceRequest(
+        request_id=_request_id(batch, line, attempt),
+        model=model,
+        tenant=batch.tenant,
+        key_id=batch.key_id,
+        weight=batch.weight,
+        plan=batch.plan_name,
+        batch_id=batch.id,
+        price_share=batch.price_share,
+        inputs=line.request.inputs,
+        deadline_s=min(batch.expires_at_s, time.time() + model.deadline.longest_s),
+        is_repeatable=line.request.is_repeatable,
+        # A row of a line that is computed twice is the same row, its time included.
+        options=RequestOptions(received_at_s=batch.created_at_s, lane=LANE),
+        is_run_again=is_run_again,
+    )
 
 
 def _request_id(batch: BatchCreated, line: BatchLine, attempt: int) -> str:

@@ -16,14 +16,13 @@ import msgspec
 
 from api.batches.names import FILES, is_file_id, new_file_id, owner_of
 from api.errors import NotFound
+from api.inputs.storage import MOST_FILES, Quota, Reservation, Storage
 from shared.errors import BadInput
 from shared.stores.object_writer import ObjectWriter
 from shared.stores.objects import ObjectStore, StoredObject
 
 FILE_MAX_BYTES = 200 * 1024 * 1024
 """What OpenAI takes for a batch."""
-MOST_FILES = 1000
-"""Files of a tenant. They are listed whole."""
 KEEP_S = 30 * 24 * 3600
 """OpenAI's default for files of batches."""
 SHORTEST_KEEP_S = 3600
@@ -69,61 +68,36 @@ class BatchFiles:
 
     Args:
         objects: keeps them.
-        tenant_max_bytes: what the files of one tenant may take together. Outputs count, but are
-            never refused.
+        storage: counts what a tenant stores. Outputs count, but are never refused.
     """
 
-    def __init__(self, objects: ObjectStore, tenant_max_bytes: int) -> None:
+    def __init__(self, objects: ObjectStore, storage: Storage) -> None:
         self._objects = objects
-        self._tenant_max_bytes = tenant_max_bytes
+        self._storage = storage
 
     @asynccontextmanager
-    async def upload(self, tenant: str) -> AsyncIterator[Upload]:
-        """Receives the bytes of a file in pieces. `add_upload` makes them a file.
+    async def upload(self, quota: Quota, body_bytes: int | None) -> AsyncIterator[Upload]:
+        """Receives the bytes of a file in pieces. At the end of the block it is a file.
 
-        Raises:
-            BadInput: they are no file for a batch, or the tenant has no room for one.
-            Unavailable: the object store is out of reach.
-        """
-        await self._check_room(tenant, more_files=1)
-        created_at_s = time.time()
-        file_id = new_file_id(created_at_s)
-        async with self._objects.writer(data_key(tenant, file_id), JSONL) as writer:
-            upload = Upload(writer, file_id, created_at_s)
-            yield upload
-            upload.check_content()
-
-    async def add_upload(
-        self, tenant: str, upload: Upload, filename: str, keep_s: int
-    ) -> BatchFile:
-        """Makes the bytes of an upload a file, unless the tenant has no room any more.
+        The block sets `filename` and `keep_s` of what it gets.
 
         Args:
-            tenant: its owner.
-            upload: after its block.
-            filename: as the caller named it.
-            keep_s: seconds after which it is gone.
+            quota: of its owner.
+            body_bytes: the size of the request's body, with the file in it. None: not known.
 
         Raises:
-            BadInput: other uploads took the room meanwhile. The bytes are removed.
+            BadInput: they are no file for a batch.
+            StorageFull: the tenant has no room for it.
             Unavailable: the object store is out of reach.
         """
-        file = BatchFile(
-            id=upload.id,
-            tenant=tenant,
-            filename=filename[:255],
-            purpose="batch",
-            size_bytes=upload.size_bytes,
-            created_at_s=upload.created_at_s,
-            expires_at_s=upload.created_at_s + keep_s,
-        )
-        try:
-            await self._check_room(tenant)
-        except BadInput:
-            await self._objects.delete(file.data_key)
-            raise
-        await self.add(file)
-        return file
+        created_at_s = time.time()
+        file_id = new_file_id(created_at_s)
+        async with self._storage.reserved(quota, body_bytes) as reservation:
+            async with self._objects.writer(data_key(quota.tenant, file_id), JSONL) as writer:
+                upload = Upload(writer, reservation, file_id, created_at_s)
+                yield upload
+                upload.check_content()
+            await self.add(upload.to_file(quota.tenant))
 
     async def add(self, file: BatchFile) -> None:
         """Adds the document of a file whose bytes are stored.
@@ -210,32 +184,6 @@ class BatchFiles:
             yield await self._objects.get_range(file.data_key, start, length)
             start += length
 
-    async def _check_room(self, tenant: str, more_files: int = 0) -> None:
-        """Refuses where the tenant has more than it may. Expired files go first."""
-        stored = await self._stored(tenant)
-        if self._excess(stored, more_files):
-            await self._remove_expired(tenant, stored)
-            reason = self._excess(await self._stored(tenant), more_files)
-            if reason:
-                raise BadInput(
-                    f"file: {reason}; delete files that you no longer need", field="file"
-                )
-
-    def _excess(self, stored: Sequence[StoredObject], more_files: int) -> str:
-        count = len({_id_in(one.key) for one in stored})
-        size_bytes = sum(one.size_bytes for one in stored)
-        if count + more_files > MOST_FILES:
-            return f"{MOST_FILES} files are kept at most"
-        if size_bytes > self._tenant_max_bytes:
-            return f"your files may have {self._tenant_max_bytes} bytes together"
-        return ""
-
-    async def _remove_expired(self, tenant: str, stored: Sequence[StoredObject]) -> None:
-        for file_id in _ids_of_documents(stored):
-            file = await self._read_document(tenant, file_id)
-            if file is not None and file.expires_at_s <= time.time():
-                await self.delete(file)
-
     async def _stored(self, tenant: str) -> list[StoredObject]:
         # Two objects for each file, and room for outputs, which are never refused.
         return await self._objects.listing(f"{FILES}/{owner_of(tenant)}", 4 * MOST_FILES)
@@ -251,10 +199,17 @@ class BatchFiles:
 class Upload:
     """The bytes of a file while they are received."""
 
-    def __init__(self, writer: ObjectWriter, file_id: str, created_at_s: float) -> None:
+    def __init__(
+        self, writer: ObjectWriter, reservation: Reservation, file_id: str, created_at_s: float
+    ) -> None:
         self.id = file_id
         self.created_at_s = created_at_s
+        self.filename = "file"
+        """As the caller named it."""
+        self.keep_s = KEEP_S
+        """Seconds after which it is gone."""
         self._writer = writer
+        self._reservation = reservation
         self._head = b""
 
     @property
@@ -267,6 +222,7 @@ class Upload:
 
         Raises:
             BadInput: the file is too large, or does not begin as JSONL.
+            StorageFull: the tenant has no room for more.
             Unavailable: the object store is out of reach.
         """
         if self.size_bytes + len(data) > FILE_MAX_BYTES:
@@ -275,7 +231,20 @@ class Upload:
             self._head += data[: _HEAD_BYTES - len(self._head)]
             if len(self._head) == _HEAD_BYTES:
                 self._check_head()
+        await self._reservation.cover(self.size_bytes + len(data))
         await self._writer.write(data)
+
+    def to_file(self, tenant: str) -> BatchFile:
+        """Its document."""
+        return BatchFile(
+            id=self.id,
+            tenant=tenant,
+            filename=self.filename[:255],
+            purpose="batch",
+            size_bytes=self.size_bytes,
+            created_at_s=self.created_at_s,
+            expires_at_s=self.created_at_s + self.keep_s,
+        )
 
     def check_content(self) -> None:
         """Checks what can be told at the end of the file.

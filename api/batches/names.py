@@ -15,18 +15,16 @@ import hashlib
 import re
 import secrets
 
-FILES = "batches/files"
+from api.inputs.storage import BATCH_FILES
+from api.inputs.storage import owner_of as owner_of
+
+FILES = BATCH_FILES
 RUNS = "batches/runs"
 OPEN = "batches/open"
 ADMISSIONS = "batches/admissions"
 _LAST_MS = 16**12 - 1
 _FILE = re.compile(r"file-[0-9a-f]{32}")
 _BATCH = re.compile(r"batch_[0-9a-f]{32}")
-
-
-def owner_of(tenant: str) -> str:
-    """The digest that stands for a tenant in keys: 128 bits of BLAKE2b (RFC 7693)."""
-    return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
 
 
 def new_file_id(at_s: float, seed: str = "") -> str:

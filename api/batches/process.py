@@ -18,6 +18,7 @@ from api.batches.window import Window
 from api.dispatch.pipeline import open_pipeline
 from api.inputs.codec_pool import CodecPool
 from api.inputs.image_codec import ImageCodec
+from api.inputs.storage import Storage, swept
 from api.limits.opening import open_limiter
 from shared.catalog import Catalog
 from shared.settings import ApiSettings
@@ -56,8 +57,10 @@ async def opened_runner(
     settings = settings.model_copy(update={"memory_cache_bytes": 0})
     instance, objects = f"batches-{secrets.token_hex(4)}", ObjectStore(settings.objects_url)
     store = BatchStore(objects)
-    files = BatchFiles(objects, settings.files_max_bytes)
+    storage = Storage(objects)
+    files = BatchFiles(objects, storage)
     async with AsyncExitStack() as opened:
+        await opened.enter_async_context(swept(storage))
         leases = await opened.enter_async_context(
             BatchLeases(settings.records_redis_url, instance, lease_s=lease_s)
         )

@@ -264,7 +264,9 @@ class BatchRun:
             return asyncio.ensure_future(self._refuse(line, error))
         items = max(len(found.request.inputs), len(line.data or b"") // BYTES_OF_AN_ITEM)
         await self._share.take(items)
-        running = self._tools.executor.run(self._batch, caller, found, self._progress)
+        running = self._tools.executor.run(
+            self._batch, caller, found, self._progress, lambda: not self._stop.is_cancelled
+        )
         task = asyncio.ensure_future(running)
         task.add_done_callback(lambda _: self._share.give_back(items))
         return task

@@ -109,11 +109,11 @@ class CanaryComparisons:
         self, shadow: InferenceRequest, canary: Model, results: list[Result]
     ) -> None:
         try:
-            response = await self._dispatch(shadow)
             counts = CanaryCounts()
-            for ours, outcome in zip(results, response.outcomes, strict=True):
-                if outcome.result is not None:  # else it says nothing
-                    await self._count(counts, canary, ours, outcome.result)
+            with await self._dispatch(shadow) as response:
+                for ours, outcome in zip(results, response.outcomes, strict=True):
+                    if outcome.result is not None:  # else it says nothing
+                        await self._count(counts, canary, ours, outcome.result)
             if counts.compared:
                 await self._board.count(canary, counts)
         except PenstockError as error:

@@ -1,15 +1,17 @@
 """Gets each item an outcome: from the cache, from an identical item in flight, or from a worker.
 
-Each item leaves exactly one row (`row_id` = request_id:index). Who writes it:
+Each item counts as one row (`row_id` = request_id:index). Who writes it:
 
-- The API writes it here for a cache hit, for an item that joined another, and for an item that
-  expired or failed before the broker accepted its job. It does so when the request ends or its
-  caller hangs up.
-- The worker writes it for an item whose job the broker accepted, even if the answer came too late
-  or the caller hung up. If a publish is cut off and its outcome is unknown, both may write. The
-  row_id is the same, so the deduplicated view counts one.
+- The worker writes it for an item whose job it got, as soon as it has replied.
+- The API writes it here for a cache hit, and for an item that joined another.
+- The API also writes one for each item that its caller did not get, unless the worker has said the
+  same: the caller hung up, the answer is an error, or no reply came in time. The worker may have
+  written a row of a result for it, or may do so later. Of two such rows reports count the one that
+  says that nothing was delivered (decision 79).
 - A request that is refused as a whole (bad input, 429) has no items yet: api/http/refusals.py
   writes one row for it.
+
+Rows are written at the end of the response's block, when it is known what the caller got.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from shared.stores.record_state import record_id
 from shared.stores.records import LATE_LOOK_S, Records
 from shared.tasks import Result
 from shared.tracing.spans import STAGE, Attributes, record
+from shared.usage.charge import as_delivered, device_share_of
 from shared.usage.row import RowSink, row_of
 
 log = logging.getLogger(__name__)
@@ -108,7 +111,8 @@ class Dispatcher:
         """Gets the outcomes of all inputs, by the deadline or soon after it.
 
         Items fail alone: an outcome without a result has an error. Canceling the call cancels at
-        once everything that no other request waits for.
+        once everything that no other request waits for. The response must be entered: its block
+        makes the answer, and decides what is charged.
 
         Raises:
             BadInput: an input has no canonical form.
@@ -118,32 +122,36 @@ class Dispatcher:
         routed = self._canaries.routed(request)
         if routed is request:
             return await self._compute(request)
-        state = RequestState(routed)
         try:
-            response = await self._answer(state)
+            response = await self._compute(routed)
         except Overloaded:
-            if state.has_jobs:
-                raise
-        else:
-            self._comparisons.consider(request, routed.model, response)
-            return response
-        # A canary has few workers. What they have no room for is no reason to refuse a caller.
-        return await self._compute(request)
+            # A canary has few workers. What they have no room for is no reason to refuse a caller.
+            return await self._compute(request)
+        self._comparisons.consider(request, routed.model, response)
+        return response
 
     async def _compute(self, request: InferenceRequest) -> InferenceResponse:
         """Gets the outcomes from the revision that the request names."""
-        return await self._answer(RequestState(request))
-
-    async def _answer(self, state: RequestState) -> InferenceResponse:
+        state, error = RequestState(request), None
         try:
             while pending := state.pending():
                 await self._run_round(state, pending)
         except asyncio.CancelledError:
-            state.cancel(ClientGone())
-            self._write_rows(state)
+            if not state.request.is_run_again():
+                state.cancel(ClientGone())
+                self._write_rows(state, is_delivered=False)
             raise
-        self._write_rows(state)
-        return state.response()
+        except PenstockError as refused:
+            if not state.has_jobs:
+                raise
+            state.cancel(refused)
+            error = refused
+        return state.response(partial(self._end, state), error)
+
+    def _end(self, state: RequestState, response: InferenceResponse) -> None:
+        """Writes the rows of a request, once it is known whether its caller got the response."""
+        if not (response.is_broken_off and state.request.is_run_again()):
+            self._write_rows(state, is_delivered=response.is_delivered)
 
     async def _run_round(self, state: RequestState, pending: Sequence[int]) -> None:
         """Joins or starts each pending item, and waits for completions until the deadline.
@@ -169,7 +177,9 @@ class Dispatcher:
             for in_flight in led:
                 if in_flight.job is None:  # not started, so the requests that joined must start it
                     self._single_flight.complete(in_flight, None)
-            for _, in_flight, _ in joined:
+            for index, in_flight, is_leader in joined:
+                if is_leader and not state.has_result(index):
+                    in_flight.is_unpaid = True
                 self._single_flight.leave(in_flight)
 
     async def _start(self, state: RequestState, led: Sequence[InFlightItem]) -> None:
@@ -232,7 +242,7 @@ class Dispatcher:
         outcomes = self._outcomes_of(request, job, task)
         self._keep_in_memory(request, job, outcomes)
         self._release(request, outcomes)
-        by_worker = job.published_at_s > 0
+        by_worker = job.is_answered
         for in_flight, outcome in zip(job.items, outcomes, strict=True):
             completion = (
                 None
@@ -309,7 +319,7 @@ class Dispatcher:
             ),
         )
 
-    def _write_rows(self, state: RequestState) -> None:
+    def _write_rows(self, state: RequestState, *, is_delivered: bool) -> None:
         """Counts all items, and writes the rows that no worker writes."""
         request = state.request
         completions = [completion for completion in state.completions if completion is not None]
@@ -319,9 +329,18 @@ class Dispatcher:
             metrics.of_items(request.model.name, cache, status).inc(count)
             if is_promised:
                 slo.count_ended(request.model.public_name, status, count)
-        ours = [completion.outcome for completion in completions if not completion.by_worker]
+        ours = [
+            one.outcome
+            for one in completions
+            if not one.by_worker or (one.outcome.result is not None and not is_delivered)
+        ]
         if not ours:
             return
         envelope = envelope_of(request, self._api_instance)
-        for outcome in ours:
-            self._rows.write(row_of(envelope, outcome, request.model, region=self._region))
+        for outcome in as_delivered(ours, is_delivered=is_delivered):
+            row = row_of(envelope, outcome, request.model, region=self._region)
+            if outcome.receipt.inference_ms is not None:
+                row.device_share = device_share_of(request.model)
+            if outcome.result is None:
+                row.attempt = None  # so of two rows without a result the worker's counts
+            self._rows.write(row)

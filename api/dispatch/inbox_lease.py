@@ -23,10 +23,13 @@ log = logging.getLogger(__name__)
 
 REDIS_LIMIT_S, REDIS_RETRY_S = 2.0, 0.25
 REMOVE_LIMIT_S = 4.0
-"""A container has about 10 s from SIGTERM to its end (platform-facts R6)."""
+"""A container has 10 s from SIGTERM to its end.
+
+https://docs.cloud.google.com/run/docs/container-contract#instance-shutdown
+"""
 OWN_INBOX_EXPIRES_S = 86_400
-"""The shortest that Pub/Sub accepts (platform-facts P16). It removes inboxes of crashed
-instances."""
+"""The shortest that Pub/Sub accepts: one day, by `ExpirationPolicy.ttl` in pubsub.proto. It removes
+inboxes of crashed instances."""
 
 ERRORS = Counter(
     "penstock_inbox_errors_total",

@@ -94,7 +94,8 @@ class JobSender:
         """Publishes the job when its window has room, and waits for its reply.
 
         Returns one outcome per item. The waiter is registered before the job is published, so no
-        reply can be too early. Sets `job.published_at_s` as soon as the broker has accepted it.
+        reply can be too early. Sets `job.published_at_s` as soon as the broker has accepted it, and
+        `job.is_answered` with the reply.
 
         Raises:
             DeadlineExceeded: no reply came in time, or there was no room in time.
@@ -112,7 +113,7 @@ class JobSender:
                 published_at_s = await self._publish(request, job, items, waiter)
                 job.published_at_s = published_at_s
                 outcomes = await self._wait(waiter, request, job, items)
-            is_answered = True
+            is_answered = job.is_answered = True
             return outcomes
         finally:
             self._window.release(demand, is_in_topic=not is_answered)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from types import TracebackType
+from typing import Self
 
 from api.dispatch.demand import Demand
 from api.errors import ERROR_MAPPINGS
@@ -15,7 +18,7 @@ from shared.errors import DeadlineExceeded, Overloaded, PenstockError, error_for
 from shared.messages import ItemOutcome, reason_of
 from shared.slo import is_promised
 from shared.tasks import Input
-from shared.usage.charge import ItemPrice, cost_usd, device_s
+from shared.usage.charge import ItemPrice, as_delivered, cost_usd, device_s
 
 COST_HEADER, DEVICE_HEADER = "x-penstock-cost-usd", "x-penstock-device-ms"
 REVISION_HEADER = "x-penstock-revision"
@@ -95,6 +98,8 @@ class InferenceRequest:
     """The part of the list price that it pays."""
     weight: float = 1.0
     """The tenant's share of a busy model, from its plan."""
+    is_run_again: Callable[[], bool] = lambda: False
+    """Whether somebody asks the same again, under the same id, if this is broken off."""
 
     def demand(self, items: int) -> Demand:
         """What so many of its items want from the workers."""
@@ -122,9 +127,13 @@ class InferenceRequest:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InferenceResponse:
-    """One outcome per input, in order. `queue_ms` is the longest wait of an item at the broker."""
+    """One outcome per input, in order. `queue_ms` is the longest wait of an item at the broker.
+
+    A context manager: its block makes the answer. If the block raises, the caller got nothing, so
+    nothing is charged. Rows are written at its end.
+    """
 
     outcomes: Sequence[ItemOutcome]
     queue_ms: float
@@ -132,11 +141,33 @@ class InferenceResponse:
     """The terms on which its items are charged."""
     revision: str
     """The revision of the model that was asked."""
+    error: PenstockError | None = None
+    """Why the request ended before its items did."""
+    on_end: Callable[[InferenceResponse], None] = lambda _: None
+    """Called at the end of the block."""
+    is_delivered: bool = True
+    """Whether the caller got the results, as far as is known."""
+    is_broken_off: bool = False
+    """Whether the block was canceled, so that the work may be done again."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.is_delivered = kind is None
+        self.is_broken_off = isinstance(error, asyncio.CancelledError)
+        self.on_end(self)
 
     @property
     def cost_usd(self) -> float:
         """What the request is charged: the sum of its rows."""
-        return sum(cost_usd(self.price, outcome) for outcome in self.outcomes)
+        delivered = as_delivered(self.outcomes, is_delivered=self.is_delivered)
+        return sum(cost_usd(self.price, outcome) for outcome in delivered)
 
     def headers(self) -> dict[str, str]:
         """The response headers of every inference answer.
@@ -165,8 +196,10 @@ class InferenceResponse:
         """Raises the error of the first item without a result. There are no partial answers.
 
         Raises:
-            PenstockError: the error of the item, with its code.
+            PenstockError: the error of the item, with its code, or that of the request.
         """
+        if self.error is not None:
+            raise self.error
         for outcome in self.outcomes:
             if outcome.result is None:
                 raise _error_of(outcome, several=len(self.outcomes) > 1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -50,8 +51,13 @@ class RequestState:
         return max(0.0, self.request.deadline_s - time.time())
 
     def new_job(self, items: Sequence[InFlightItem]) -> InFlightJob:
-        """Puts items into a job with the next index of this request."""
-        job = InFlightJob(list(items), len(self._jobs), self.request.deadline_s)
+        """Puts items into a job with an index of its own in this request."""
+        index = len(self._jobs)
+        if self.request.batch_id and len(items) < len(self.items):
+            # A line may be asked for again when more of it is in the cache. The job of what is left
+            # must not find the record of a job of other items.
+            index = zlib.crc32(repr([one.item.index for one in items]).encode())
+        job = InFlightJob(list(items), index, self.request.deadline_s)
         for in_flight in items:
             in_flight.job = job
         self._jobs.append(job)
@@ -64,36 +70,46 @@ class RequestState:
         if not is_final and self.remaining_s() > 0:
             return
         if completion is None or not is_final:
-            job = in_flight.job
-            was_published = is_leader and job is not None and job.published_at_s > 0
-            completion = ItemCompletion(failure(index, self.request.too_late()), was_published)
+            completion = ItemCompletion(failure(index, self.request.too_late()), by_worker=False)
         elif not is_leader:
-            completion = ItemCompletion(_joined(index, completion.outcome), by_worker=False)
+            completion = ItemCompletion(_of_joined(index, in_flight, completion), by_worker=False)
         self.completions[index] = completion
 
-    def cancel(self, error: PenstockError) -> None:
-        """Ends every pending item with `error`. Workers write the rows of published items."""
-        published = {
-            in_flight.item.index
-            for job in self._jobs
-            if job.published_at_s
-            for in_flight in job.items
-        }
-        for index in self.pending():
-            outcome = failure(index, error)
-            self.completions[index] = ItemCompletion(outcome, by_worker=index in published)
+    def has_result(self, index: int) -> bool:
+        """Whether an item has ended with a result."""
+        completion = self.completions[index]
+        return completion is not None and completion.outcome.result is not None
 
-    def response(self) -> InferenceResponse:
-        """All outcomes, in the order of the inputs."""
+    def cancel(self, error: PenstockError) -> None:
+        """Ends every pending item with `error`."""
+        for index in self.pending():
+            self.completions[index] = ItemCompletion(failure(index, error), by_worker=False)
+
+    def response(
+        self,
+        on_end: Callable[[InferenceResponse], None],
+        error: PenstockError | None = None,
+    ) -> InferenceResponse:
+        """All outcomes, in the order of the inputs.
+
+        Args:
+            on_end: called once it is known whether the caller got them.
+            error: why the request ended with items pending.
+        """
         completions = [completion for completion in self.completions if completion is not None]
         waits_ms = [
             (completion.outcome.receipt.pulled_at_s - completion.queued_at_s) * 1000
             for completion in completions
             if completion.queued_at_s and completion.outcome.receipt.pulled_at_s
         ]
-        outcomes = [completion.outcome for completion in completions]
-        revision = self.request.model.revision
-        return InferenceResponse(outcomes, max(0.0, *waits_ms, 0.0), self._price, revision)
+        return InferenceResponse(
+            [completion.outcome for completion in completions],
+            max(0.0, *waits_ms, 0.0),
+            self._price,
+            self.request.model.revision,
+            error,
+            on_end,
+        )
 
     @property
     def has_jobs(self) -> bool:
@@ -112,8 +128,15 @@ def cache_hit(item: Item, result: Result, level: str) -> ItemOutcome:
     return ItemOutcome(item.index, "succeeded", _receipt_of_shared(level, result), result)
 
 
-def _joined(index: int, outcome: ItemOutcome) -> ItemOutcome:
-    """The leader's outcome as that of an item that joined."""
+def _of_joined(index: int, in_flight: InFlightItem, completion: ItemCompletion) -> ItemOutcome:
+    """The leader's outcome as that of an item that joined.
+
+    If the leader left without it, the first that gets the result is who it was computed for.
+    """
+    outcome = completion.outcome
+    if in_flight.is_unpaid and completion.by_worker and outcome.result is not None:
+        in_flight.is_unpaid = False
+        return msgspec.structs.replace(outcome, index=index)
     receipt = _receipt_of_shared("joined", outcome.result)
     return msgspec.structs.replace(outcome, index=index, receipt=receipt)
 

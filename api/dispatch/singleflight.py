@@ -25,6 +25,8 @@ class InFlightJob:
     """Unix time at which the job could be published. 0 before that."""
     published_at_s: float = 0.0
     """Unix time at which the broker accepted the job. 0 before that."""
+    is_answered: bool = False
+    """Whether its outcomes are those of a reply."""
     task: asyncio.Task[list[ItemOutcome]] | None = None
 
 
@@ -32,7 +34,7 @@ class InFlightJob:
 class ItemCompletion:
     """The end of an in-flight item.
 
-    `by_worker`: a worker received the item, so the worker writes the row of its leader.
+    `by_worker`: the outcome is a worker's, which writes the row of its leader.
     """
 
     outcome: ItemOutcome
@@ -55,6 +57,8 @@ class InFlightItem:
     waiters: int = 0
     """How many items of requests wait for it."""
     job: InFlightJob | None = None
+    is_unpaid: bool = False
+    """The leader left without the result. The first request that gets it pays for all of it."""
 
 
 class SingleFlight:

@@ -13,7 +13,7 @@ from api.schemas.openai import EditForm, GenerationBody
 from api.schemas.openai_replies import ImageItem, ImagesReply
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
-from shared.errors import BadInput, PenstockError
+from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import ItemOutcome
 from shared.stores.objects import ObjectStore
 from shared.tasks.image import ImageInput, ImageResult
@@ -107,10 +107,13 @@ async def read_image(objects: ObjectStore, image: Blob) -> bytes:
     """The bytes of an image, which may be in the object store.
 
     Raises:
-        Unavailable: the object store is out of reach.
+        Unavailable: the object store is out of reach, or the image was removed meanwhile.
     """
     if image.data is not None:
         return image.data
     if image.object_key is None:
         raise PenstockError("an image has neither bytes nor a key; this is a bug")
-    return await objects.get(image.object_key, RESULT_LIMIT_BYTES)
+    try:
+        return await objects.get(image.object_key, RESULT_LIMIT_BYTES)
+    except BadInput as error:
+        raise Unavailable("the image is no longer there; send the request again") from error

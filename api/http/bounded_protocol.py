@@ -9,8 +9,11 @@ no timer here.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import re
 import resource
 import socket
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import httptools
@@ -33,6 +36,12 @@ UNREAD_MAX_BYTES = 256 * 1024 * 1024
 """The memory for all unread answers together."""
 RESERVED_FILES = 128
 """File descriptors that are reserved for the process itself."""
+LARGEST_PORT = 65535
+_HOST = re.compile(
+    rb"(?:\[(?P<ipv6>[0-9A-Fa-f:.]{2,45})\]"
+    rb"|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2}){1,255})"
+    rb"(?::(?P<port>[0-9]{0,5}))?"
+)
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -127,6 +136,9 @@ class BoundedHttp(HttpToolsProtocol):
         if self._beside_bytes > HEAD_LIMIT_BYTES and self._head_bytes() > HEAD_LIMIT_BYTES:
             self._error = _too_large()
             raise self._error
+        if reason := self._wrong_host():
+            self._error = BadInput(f"host: {reason}", field="host")
+            raise self._error
         if len(self.pipeline) >= MOST_PIPELINED:
             self._error = BadInput(
                 f"more than {MOST_PIPELINED} pipelined requests wait on this connection"
@@ -194,6 +206,18 @@ class BoundedHttp(HttpToolsProtocol):
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
+    def _wrong_host(self) -> str:
+        """Why the request's Host header is refused (RFC 9112, 3.2). Empty: it is not."""
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if not hosts:
+            is_needed = self.parser.get_http_version() == "1.1"
+            return "an HTTP/1.1 request needs this header" if is_needed else ""
+        if len(hosts) > 1:
+            return f"exactly one is accepted, and this request has {len(hosts)}"
+        if not _is_host(hosts[0]):
+            return "not a host name or IP address with an optional port, such as example.com:443"
+        return ""
+
     def _arm(self) -> None:
         if self._timer is None:
             self._timer = self.loop.call_later(self.head_timeout_s, self._is_late)
@@ -250,6 +274,21 @@ def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
         "unread": {},
     }
     return type("BoundedHttp", (BoundedHttp,), bounds)
+
+
+@lru_cache(maxsize=256)
+def _is_host(value: bytes) -> bool:
+    """Whether this is `uri-host [ ":" port ]` (RFC 9110, 7.2; RFC 3986, 3.2.2), and not empty."""
+    found = _HOST.fullmatch(value)
+    if found is None or int(found["port"] or 0) > LARGEST_PORT:
+        return False
+    if found["ipv6"] is None:
+        return True
+    try:
+        ipaddress.IPv6Address(found["ipv6"].decode())
+    except ValueError:
+        return False
+    return True
 
 
 def _too_large() -> PenstockError:

@@ -1,6 +1,6 @@
 """Compresses large answers with vectors as floats to half their size, for callers that accept gzip.
 
-Measurements: docs/decisions/0021-what-is-compressed.md.
+Measurements: docs/measurements/api.md.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from api.dispatch.request import COST_HEADER, DEVICE_HEADER
-from api.errors import EXPECTED_ERRORS, handle_error
+from api.errors import EXPECTED_ERRORS, NotNow, handle_error
 from api.http.disconnect import while_connected
 from api.http.middleware import RequestContext, context_of
 from api.http.request import open_request
@@ -105,17 +105,26 @@ def _receive(body: bytes) -> Callable[[], Coroutine[Any, Any, Message]]:
 
 
 async def _computed(request: Request, endpoint: Endpoint) -> StoredResponse:
+    is_of_the_moment = False
     try:
         response = await endpoint(request)
     except EXPECTED_ERRORS as error:
         response = await handle_error(request, error)
+        is_of_the_moment = isinstance(error, NotNow)
     context, body = context_of(request), bytes(response.body)
     headers = context.headers | {
         name: value for name, value in response.headers.items() if name != "content-length"
     }
     # The headers of the stored answer count, which may come from another instance.
     context.headers.clear()
-    return StoredResponse(response.status_code, headers, len(body), body, model=context.model)
+    return StoredResponse(
+        response.status_code,
+        headers,
+        len(body),
+        body,
+        model=context.model,
+        is_of_the_moment=is_of_the_moment,
+    )
 
 
 def _response(stored: StoredResponse, context: RequestContext, *, is_replayed: bool) -> Response:

@@ -42,8 +42,8 @@ AUTHENTICATED: Described = {"security": [{"key": []}, {"header": []}]}
 """For every route that requires an API key."""
 AUTHENTICATED_OR_LINKED: Described = {"security": [*AUTHENTICATED["security"], {}]}
 """For every route that requires an API key or a signed link."""
-INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 500, 503, 504)
-CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 503, 504)
+INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 499, 500, 503, 504)
+CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 499, 503, 504)
 """For routes that create predictions."""
 _REF = "#/components/schemas/{name}"
 _DESCRIPTIONS = {
@@ -61,6 +61,7 @@ _DESCRIPTIONS = {
         "try again after `Retry-After` seconds. "
         "Or the budget of the month is spent (`insufficient_quota`)."
     ),
+    499: "The request was canceled, or its caller hung up.",
     500: "The model could not compute the result.",
     503: "A service that this needs is out of reach; try again after `Retry-After` seconds.",
     504: (
@@ -153,6 +154,10 @@ def inference_responses(reply: type[msgspec.Struct], *headers: str) -> Responses
     """The responses of an inference route."""
     answers = responses(reply, *INFERENCE_ERRORS, headers=(*openapi_headers.OF_INFERENCE, *headers))
     answers[422]["description"] = "This `Idempotency-Key` was used with another request."
+    # Where some items of a request fail, the others were computed and are told of all the same.
+    computed = openapi_headers.references(*openapi_headers.OF_INFERENCE)
+    for status in INFERENCE_ERRORS:
+        answers[status]["headers"] = computed | answers[status]["headers"]
     return answers
 
 
@@ -175,6 +180,14 @@ def creation_responses() -> Responses:
         201: success("The new prediction.", reply, "Location", *openapi_headers.OF_LIMITS),
     }
     return answers | problems(*CREATION_ERRORS)
+
+
+def of_both_apis(*statuses: int) -> Responses:
+    """Errors in OpenAI's shape, or in Replicate's for its clients."""
+    found = errors(*statuses)
+    for status, in_other_shape in problems(*statuses).items():
+        found[status]["content"] |= in_other_shape["content"]
+    return found
 
 
 def success(text: str, reply: type[msgspec.Struct], *headers: str) -> Described:

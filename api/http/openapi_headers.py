@@ -117,6 +117,10 @@ ANSWERED: dict[str, Described] = {
     ),
     "Location": _of_answers("The URL of the prediction.", {"type": "string", "format": "uri"}),
     "Retry-After": _of_answers("Seconds after which to try again.", _SECONDS),
+    "Retry-After-Ms": _of_answers(
+        "The same in milliseconds, which OpenAI's clients prefer.", _SECONDS
+    ),
+    "Age": _of_answers("Seconds for which the figures are known.", _SECONDS),
     **{
         f"X-Ratelimit-{kind}-{unit}": _of_answers(
             words.format(unit=unit.lower()) + " Only where your plan has such a limit.", schema
@@ -151,8 +155,8 @@ OF_INFERENCE = (
 OF_STATUS = {
     401: ("WWW-Authenticate",),
     408: ("X-Should-Retry",),
-    409: ("Retry-After",),
-    429: ("Retry-After", "X-Should-Retry", *OF_LIMITS),
+    409: ("Retry-After", "X-Should-Retry"),
+    429: ("Retry-After", "Retry-After-Ms", "X-Should-Retry", *OF_LIMITS),
     500: ("X-Should-Retry",),
     503: ("Retry-After",),
     504: ("X-Should-Retry",),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from api.http.middleware import RequestContext, context_of
 from api.http.request_options import LANE_HEADER, read_options
 from api.http.scopes import check_access, check_model, may_see
 from api.inputs.json_limits import check_amount
+from api.inputs.storage import Quota
 from api.limits.limited_request import LimitedRequest
 from api.predictions.creation import PredictionSnapshot
 from shared.catalog import Model, unknown_model
@@ -65,10 +67,14 @@ class ApiRequest:
                 f"content-type: forms must be in UTF-8, not {shown!r}", field="content-type"
             )
 
-    async def infer(
+    @asynccontextmanager
+    async def inferred(
         self, model: Model, inputs: Sequence[Input], *, is_repeatable: bool = True
-    ) -> InferenceResponse:
-        """Computes `inputs`, and adds the headers of the answer to the context.
+    ) -> AsyncGenerator[InferenceResponse]:
+        """Computes `inputs`. The block makes the answer of the results.
+
+        The request is charged if the block ends without an error: rows, the headers of the answer
+        and the budget all say so.
 
         Raises:
             PenstockError: an item failed, or the request was refused. RateLimited: by its plan.
@@ -92,11 +98,16 @@ class ApiRequest:
             response = await while_connected(
                 self.http.receive, self.dependencies.dispatcher.dispatch(request), self.check_key
             )
-            limited.settle(response.price, response.outcomes)
-        context.has_rows = True
-        context.headers |= response.headers()
-        response.raise_failed()
-        return response
+            context.has_rows = True
+            try:
+                with response:
+                    response.raise_failed()
+                    yield response
+            finally:
+                context.headers |= response.headers()
+                limited.settle(
+                    response.price, response.outcomes, is_delivered=response.is_delivered
+                )
 
     def check_key(self) -> None:
         """Refuses a caller whose key has ended since the request began. For all that takes long.
@@ -110,11 +121,16 @@ class ApiRequest:
     def limited(self, model: Model, inputs: Sequence[Input]) -> LimitedRequest:
         """A block that runs within the limits of the caller. See LimitedRequest."""
         return LimitedRequest(
-            self.dependencies.limiter, self.caller, model, inputs, self.context.headers
+            self.dependencies.limiter,
+            self.caller,
+            model,
+            inputs,
+            self.context.headers,
+            received_at_s=self.context.received_at_s,
         )
 
     def check_room(self, model: Model, items: int) -> None:
-        """Refuses now what `infer` would refuse, before the route prepares inputs.
+        """Refuses now what `inferred` would refuse, before the route prepares inputs.
 
         Only for requests that rarely hit the cache.
 
@@ -183,6 +199,18 @@ class ApiRequest:
     def base_url(self) -> str:
         """The URL of this API for the caller, without a slash at the end."""
         return (self.dependencies.settings.public_url or str(self.http.base_url)).rstrip("/")
+
+    @property
+    def body_bytes(self) -> int | None:
+        """The size of the body that the request announces. None: it does not."""
+        length = self.http.headers.get("content-length", "")
+        return int(length) if length.isascii() and length.isdigit() else None
+
+    def storage_quota(self, field: str) -> Quota:
+        """What the tenant may store. `field` is named where that leaves no room."""
+        own_bytes = self.caller.plan.storage_max_bytes
+        usual_bytes = self.dependencies.settings.files_max_bytes
+        return Quota(self.tenant, usual_bytes if own_bytes is None else own_bytes, field)
 
     def link_to(self, key: str, media_type: str) -> str:
         """A URL that serves an object for the next 60 minutes."""

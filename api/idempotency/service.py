@@ -1,9 +1,10 @@
 """Runs idempotent requests: one computes the response, and the others with its key replay it.
 
 This holds across instances. A request with a key runs in a separate task, because its caller may
-hang up and come back. Responses that depend on the moment (429, 5xx, a deadline) are not stored,
-and release the key. Responses are stored in Redis (api/idempotency/store.py), and large bodies in
-the object store. api/http/idempotency.py calls this service.
+hang up and come back. Responses that depend on the moment (429, 5xx, a deadline, an earlier
+response that is still being written) are not stored, and release the key. Responses are stored in
+Redis (api/idempotency/store.py), and large bodies in the object store. api/http/idempotency.py
+calls this service.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class StoredResponse(msgspec.Struct, omit_defaults=True):
     body: bytes = b""
     object_key: str = ""
     model: str = ""
+    is_of_the_moment: bool = False
+    """Whether it depends on more than the request, whatever its status is."""
 
     @property
     def media_type(self) -> str:
@@ -56,7 +59,7 @@ class StoredResponse(msgspec.Struct, omit_defaults=True):
     @property
     def is_final(self) -> bool:
         """Whether the response is the same at any other time."""
-        return self.status in STORED_STATUSES
+        return self.status in STORED_STATUSES and not self.is_of_the_moment
 
 
 Compute = Callable[[], Coroutine[Any, Any, StoredResponse]]

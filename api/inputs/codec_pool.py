@@ -3,14 +3,14 @@
 The deadline of a request applies in the queue and while its image is decoded. At the deadline, or
 when the caller hangs up, the process is killed. A new one starts within a tenth of a second. Idle
 processes exit, so an API without image traffic has none.
-See docs/decisions/0015-pictures-in-processes.md.
+See docs/decisions/0015-image-codec-processes.md.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -51,9 +51,16 @@ class CodecPool:
         processes: the most processes at a time.
         budget_bytes: the memory for all images that are being decoded. A larger one is decoded
             alone.
+        start: starts a process. Tests replace it.
     """
 
-    def __init__(self, processes: int, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        processes: int,
+        budget_bytes: int,
+        start: Callable[[], Awaitable[CodecClient]] = CodecClient.start,
+    ) -> None:
+        self._start = start
         self._free = processes
         self._processes = processes
         self._budget_bytes = budget_bytes
@@ -172,7 +179,8 @@ class CodecPool:
                 await turn
             except asyncio.CancelledError:
                 if turn.cancelled():
-                    line.remove(task.tenant, turn)
+                    # A process that became free meanwhile may have passed it over already.
+                    line.discard(task.tenant, turn)
                 else:
                     self._release_process()
                 raise
@@ -211,7 +219,7 @@ class CodecPool:
         task.is_started, started_s = True, time.monotonic()
         child, is_reusable = None, False
         try:
-            child = self._reuse_idle() or await CodecClient.start()
+            child = self._reuse_idle() or await self._start()
             try:
                 done = await child.run(command, data, self._reserve_memory)
             finally:

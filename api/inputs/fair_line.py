@@ -18,9 +18,11 @@ class FairLine(Generic[T]):
         """Appends an entry. A new tenant has the last turn."""
         self._of_tenants.setdefault(tenant, deque()).append(entry)
 
-    def remove(self, tenant: str, entry: T) -> None:
-        """Removes an entry that waits."""
-        entries = self._of_tenants[tenant]
+    def discard(self, tenant: str, entry: T) -> None:
+        """Removes an entry, unless it has been popped."""
+        entries = self._of_tenants.get(tenant, deque[T]())
+        if entry not in entries:
+            return
         entries.remove(entry)
         if not entries:
             del self._of_tenants[tenant]

@@ -1,7 +1,7 @@
 """Files that callers upload before the predictions that use them.
 
-The object store has the bytes and the metadata of each. It deletes them by the lifecycle rules of
-the bucket. The API stops serving a file after KEEP_S.
+The object store has the bytes and the document of each, which count in the quota of its tenant and
+are removed when it has expired (api/inputs/storage.py). From then on the API does not serve it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from typing import Any
 import msgspec
 
 from api.errors import NotFound
+from api.inputs.storage import KEEP_S, KEPT_FILES, LATEST_S, LISTED, Quota, Storage, owner_of
 from shared.errors import BadInput
-from shared.stores.objects import ObjectStore, object_key
+from shared.stores.objects import ObjectStore
 
-KEEP_S = 24 * 3600
-"""As long as Replicate keeps files."""
 LARGEST_BYTES = 64 * 1024 * 1024
 MOST_LISTED = 100
-_LATEST_S = 9_999_999_999
 _METADATA_LIMIT_BYTES = 64 * 1024
 _ID = re.compile(r"file_[0-9a-f]{24}")
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}")
@@ -41,60 +39,76 @@ class File(msgspec.Struct):
     metadata: dict[str, Any]
     key: str
     created_at_s: float
-
-    @property
-    def expires_at_s(self) -> float:
-        """Unix time after which the file is gone."""
-        return self.created_at_s + KEEP_S
+    expires_at_s: float
+    """Unix time after which the file is gone."""
 
 
 _decoder = msgspec.json.Decoder(File)
 
 
 class Files:
-    """The files of all tenants."""
+    """The files of all tenants.
 
-    def __init__(self, objects: ObjectStore) -> None:
+    Args:
+        objects: keeps them.
+        storage: counts what a tenant stores.
+    """
+
+    def __init__(self, objects: ObjectStore, storage: Storage) -> None:
         self._objects = objects
+        self._storage = storage
 
     async def add(
         self,
-        tenant: str,
+        quota: Quota,
         data: bytes,
         *,
         name: str,
         content_type: str,
         metadata: dict[str, Any] | None = None,
+        keep_s: float = KEEP_S,
     ) -> File:
         """Stores a file.
 
+        Args:
+            quota: of its owner.
+            data: its bytes.
+            name: as the caller named it.
+            content_type: as the caller said.
+            metadata: kept with it.
+            keep_s: seconds after which it is gone, KEEP_S at most.
+
         Raises:
             BadInput: the metadata is too large.
+            StorageFull: the tenant has no room for it.
             Unavailable: the object store is out of reach.
         """
         media_type = (
             content_type if _MEDIA_TYPE.fullmatch(content_type) else "application/octet-stream"
         )
-        # On a thread: two digests of 30 MB take 60 ms, during which they release the interpreter.
-        sha256, key = await asyncio.to_thread(_digests, data, media_type)
+        # On a thread: a digest of 30 MB takes 30 ms, during which it releases the interpreter.
+        sha256 = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
+        file_id, now_s = f"file_{secrets.token_hex(12)}", time.time()
         file = File(
-            id=f"file_{secrets.token_hex(12)}",
-            tenant=tenant,
+            id=file_id,
+            tenant=quota.tenant,
             name=name[:255],
             content_type=media_type,
             size=len(data),
             sha256=sha256,
             metadata=metadata or {},
-            key=key,
-            created_at_s=time.time(),
+            key=f"{_place_of(quota.tenant, file_id)}/data",
+            created_at_s=now_s,
+            expires_at_s=now_s + min(keep_s, KEEP_S),
         )
         encoded = msgspec.json.encode(file)
         if len(encoded) > _METADATA_LIMIT_BYTES:
             raise BadInput(
                 f"metadata: name and metadata together are above {_METADATA_LIMIT_BYTES} bytes"
             )
-        await self._objects.put(file.key, data, media_type)
-        await self._objects.put(_metadata_key(file.id), encoded, "application/json")
+        async with self._storage.reserved(quota, len(data) + len(encoded)):
+            await self._objects.put(file.key, data, media_type)
+            await self._objects.put(_document_key(file), encoded, "application/json")
         await self._objects.put(_listed_key(file), b"", "application/json")
         return file
 
@@ -116,13 +130,14 @@ class Files:
             return None
 
     async def delete(self, file: File) -> None:
-        """Deletes a file. Other files may have the same bytes, which the bucket deletes later.
+        """Deletes a file and its bytes.
 
         Raises:
             Unavailable: the object store is out of reach.
         """
         await self._objects.delete(_listed_key(file))
-        await self._objects.delete(_metadata_key(file.id))
+        await self._objects.delete(_document_key(file))
+        await self._objects.delete(file.key)
 
     async def find(self, tenant: str, file_id: str) -> File:
         """Finds a file of this tenant.
@@ -135,9 +150,8 @@ class Files:
         if not _ID.fullmatch(file_id):
             raise unknown
         try:
-            file = _decoder.decode(
-                await self._objects.get(_metadata_key(file_id), _METADATA_LIMIT_BYTES)
-            )
+            key = f"{_place_of(tenant, file_id)}/file.json"
+            file = _decoder.decode(await self._objects.get(key, _METADATA_LIMIT_BYTES))
         except BadInput as error:
             raise unknown from error
         if file.tenant != tenant or file.expires_at_s <= time.time():
@@ -153,19 +167,20 @@ class Files:
         return await self._objects.get(file.key, LARGEST_BYTES)
 
 
-def _digests(data: bytes, media_type: str) -> tuple[str, str]:
-    return hashlib.sha256(data).hexdigest(), object_key("inputs", data, media_type)
-
-
 def _folder_of(tenant: str) -> str:
-    return f"files/of/{hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()}"
+    return f"{LISTED}/{owner_of(tenant)}"
+
+
+def _place_of(tenant: str, file_id: str) -> str:
+    """The folder with the bytes and the document of a file."""
+    return f"{KEPT_FILES}/{owner_of(tenant)}/{file_id}"
 
 
 def _listed_key(file: File) -> str:
     """Lists begin with the smallest key, so newer files have smaller ones."""
-    left_s = _LATEST_S - int(file.created_at_s)
+    left_s = LATEST_S - int(file.created_at_s)
     return f"{_folder_of(file.tenant)}/{left_s:010d}_{file.id.removeprefix('file_')}"
 
 
-def _metadata_key(file_id: str) -> str:
-    return f"files/{file_id}.json"
+def _document_key(file: File) -> str:
+    return f"{_place_of(file.tenant, file.id)}/file.json"

@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, unquote
 from api.errors import NotFound
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec, data_of_uri
+from api.inputs.storage import Quota
 from api.schemas.replicate import LONGEST_URL
 from shared.blob import Blob
 from shared.catalog_entry import ImageDefaults
@@ -31,10 +32,14 @@ class PictureCaller:
     """The tenant of a request, and its deadline."""
 
     tenant: str
+    quota: Quota
+    """What the tenant may store."""
     base_url: str
     """The URL of this API for the caller, without a slash at the end."""
     deadline_s: float
     """Unix time at which work on a source image is stopped."""
+    keep_s: float
+    """Seconds for which an image is kept that belongs to the request."""
 
 
 class SupportsFetch(Protocol):
@@ -113,10 +118,16 @@ class SourcePictures:
     async def keep(self, uri: str, data: bytes, caller: PictureCaller) -> str:
         """Stores an image of a data: URI as a file, and returns its URL.
 
-        Records do not hold images.
+        Records do not hold images. The file is kept as long as the prediction.
+
+        Raises:
+            StorageFull: the tenant has no room for it.
+            Unavailable: the object store is out of reach.
         """
         media_type = uri.partition(";")[0].removeprefix("data:")
-        file = await self._files.add(caller.tenant, data, name="image", content_type=media_type)
+        file = await self._files.add(
+            caller.quota, data, name="image", content_type=media_type, keep_s=caller.keep_s
+        )
         return f"{caller.base_url}/v1/files/{file.id}"
 
     async def stored(self, source: Blob) -> Blob:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from api.limits.counters import Counter, MonthCounter, WindowCounter
+from api.limits.shown import BUDGET_UNIT
 from api.limits.slots import SlotCounter
+from api.limits.store import MAX_TOTALS, Answer, Ask, Totals
 from shared.tasks.base import Unit
 from shared.tenants.plan import Caller, Limits, Plan, Rates
 
@@ -25,6 +27,8 @@ class Account:
     counters: list[Counter]
     counts_work: bool = False
     """Whether the work of a request matters."""
+    has_budget: bool = False
+    """Whether its cost matters."""
     asking: asyncio.Future[None] | None = field(default=None, compare=False)
     """The round trip to Redis that is under way."""
 
@@ -33,21 +37,66 @@ class Accounts:
     """All accounts and counters of this instance. A counter belongs to any number of accounts."""
 
     def __init__(self) -> None:
-        self._accounts: dict[tuple[str, str, str], Account] = {}
-        self._counters: dict[str, Counter] = {}
+        self._accounts: dict[tuple[str, str, str, float], Account] = {}
+        self._counters: dict[tuple[str, float], Counter] = {}
+        self._totals: dict[str, dict[float, float]] = {}
+        self._has_all_totals = False
+        self._totals_at_s = 0.0
 
-    def of(self, caller: Caller, model: str, unit: Unit) -> Account:
-        """The account of a caller for a model whose work is counted in `unit`."""
-        name = (caller.tenant, caller.key_id, model)
+    def of(self, caller: Caller, model: str, unit: Unit, month: float = 0) -> Account:
+        """The account of a caller for a model whose work is counted in `unit`.
+
+        Args:
+            caller: who asks.
+            model: what for.
+            unit: of its work.
+            month: in which the request arrived, as `month_of` counts. 0: the current one.
+        """
+        name = (caller.tenant, caller.key_id, model, month)
         account = self._accounts.get(name)
         if account is None or not (
             account.plan is caller.plan and account.key_limits is caller.key_limits
         ):
             self._accounts.pop(name, None)
-            account = self._accounts[name] = self._made(caller, model, unit)
+            account = self._accounts[name] = self._made(caller, model, unit, month)
             if len(self._accounts) > MOST_ACCOUNTS:
                 del self._accounts[next(iter(self._accounts))]
         return account
+
+    def note(self, ask: Ask, answer: Answer, sent_s: float) -> None:
+        """Notes an answer to an ask that needed nothing, if its limit is known here."""
+        counter = self._counters.get((ask.key, ask.month))
+        if counter is not None:
+            counter.accept(ask, answer, sent_s, need=0)
+
+    def learn(self, totals: Totals, at_s: float) -> None:
+        """Notes what was used of budgets, those of other instances' callers too.
+
+        Args:
+            totals: of the budgets that changed since the last ones.
+            at_s: when they were asked for.
+        """
+        is_first = not self._totals_at_s
+        self._has_all_totals = totals.is_whole and (is_first or self._has_all_totals)
+        self._totals_at_s = at_s
+        for key, used in totals.by_key.items():
+            self._totals.pop(key, None)
+            self._totals[key] = used
+        while len(self._totals) > MAX_TOTALS:
+            del self._totals[next(iter(self._totals))]
+            self._has_all_totals = False
+        for counter in self._counters.values():
+            if isinstance(counter, MonthCounter):
+                self._tell(counter)
+
+    def _tell(self, counter: MonthCounter) -> None:
+        """Says to a counter what is known of its budget."""
+        used = self._totals.get(counter.key)
+        if used is not None:
+            month = counter.month or max(used)
+            counter.learn(used.get(month, 0.0), self._totals_at_s)
+        elif self._has_all_totals and not counter.is_known:
+            counter.learn(0.0, self._totals_at_s)
 
     def forget(self, since_s: float) -> None:
         """Forgets counters that have nothing to give back and were not asked for since then."""
@@ -60,12 +109,13 @@ class Accounts:
             self._counters = kept
             self._accounts.clear()
 
-    def _made(self, caller: Caller, model: str, unit: Unit) -> Account:
+    def _made(self, caller: Caller, model: str, unit: Unit, month: float) -> Account:
         plan, tenant = caller.plan, caller.tenant
-        counters = list(self._of_limits(plan, unit, f"t:{tenant}", f"tenant {tenant!r}"))
+        counters = list(self._of_limits(plan, unit, f"t:{tenant}", f"tenant {tenant!r}", month))
         if caller.key_limits is not None:
             key = f"k:{tenant}:{caller.key_id}"
-            own = list(self._of_limits(caller.key_limits, unit, key, f"key {caller.key_id!r}"))
+            subject = f"key {caller.key_id!r}"
+            own = list(self._of_limits(caller.key_limits, unit, key, subject, month))
             for counter in own:
                 if isinstance(counter, MonthCounter):
                     counter.key_id = caller.key_id
@@ -73,10 +123,17 @@ class Accounts:
         if model in plan.per_model:
             subject = f"tenant {tenant!r} with {model}"
             counters += self._of_rates(plan.per_model[model], unit, f"m:{model}:{tenant}", subject)
-        counts_work = any(one.unit not in ("requests", "items") for one in counters)
-        return Account(tenant, plan, caller.key_limits, counters, counts_work)
+        for counter in counters:
+            if isinstance(counter, MonthCounter):
+                counter.is_open = plan.on_limit_store_outage == "allow"
+        units = {one.unit for one in counters}
+        return Account(
+            tenant, plan, caller.key_limits, counters, unit in units, BUDGET_UNIT in units
+        )
 
-    def _of_limits(self, limits: Limits, unit: Unit, key: str, subject: str) -> Iterator[Counter]:
+    def _of_limits(
+        self, limits: Limits, unit: Unit, key: str, subject: str, month: float
+    ) -> Iterator[Counter]:
         yield from self._of_rates(limits, unit, key, subject)
         if limits.max_in_flight is not None:
             yield self._counter(
@@ -89,8 +146,9 @@ class Accounts:
             )
         if limits.budget_usd_per_month is not None:
             budget = limits.budget_usd_per_month
+            words = "US dollars per month"
             yield self._counter(
-                MonthCounter, f"{key}:usd", budget, "usd", "US dollars per month", subject
+                MonthCounter, f"{key}:{BUDGET_UNIT}", budget, BUDGET_UNIT, words, subject, month
             )
 
     def _of_rates(self, rates: Rates, unit: Unit, key: str, subject: str) -> Iterator[Counter]:
@@ -101,10 +159,21 @@ class Accounts:
                 yield self._counter(WindowCounter, f"{key}:{name}", limit, name, words, subject)
 
     def _counter(
-        self, kind: type[Counter], key: str, limit: float, unit: str, words: str, subject: str
+        self,
+        kind: type[Counter],
+        key: str,
+        limit: float,
+        unit: str,
+        words: str,
+        subject: str,
+        month: float = 0,
     ) -> Counter:
-        counter = self._counters.get(key)
+        counter = self._counters.get((key, month))
         if counter is None:
-            counter = self._counters[key] = kind(key, limit, unit, f"{words} of {subject}")
+            counter = kind(key, limit, unit, f"{words} of {subject}")
+            self._counters[key, month] = counter
+            if isinstance(counter, MonthCounter):
+                counter.month = month
+                self._tell(counter)
         counter.limit = limit
         return counter

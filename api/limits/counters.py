@@ -7,6 +7,8 @@ into the lease, or back to the period that it was taken in.
 
 While Redis is away, each instance lets through its part of the limit: the limit divided by the
 number of instances that were registered. So all together let through at most one limit's worth.
+Of a budget it is the part of what was left. Not to know what was left is not to know that nothing
+was spent: then the plan says whether anything is let through.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
+from datetime import UTC, datetime
 from typing import ClassVar
 
 import msgspec
@@ -246,10 +249,16 @@ class MonthCounter(LeasedCounter):
 
     def __init__(self, key: str, limit: float, unit: str, subject: str) -> None:
         super().__init__(key, limit, unit, subject)
+        self.month = 0.0
+        """In which its requests arrived, as `month_of` counts. 0: the current one, by Redis."""
         self.period = 0.0
-        """The month, counted from year 0. 0: not known yet."""
+        """The month, as Redis says. 0: not known yet."""
         self.key_id = ""
         """The key whose budget it is. Empty: the tenant's."""
+        self.is_known = False
+        """Whether Redis has said what was used of it, if only that nothing was."""
+        self.is_open = False
+        """Whether it may be spent without Redis while that is not known."""
         self.spent = 0.0
         """By all instances, when Redis was last asked: used, and not only reserved."""
         self._reserved = 0.0
@@ -277,9 +286,14 @@ class MonthCounter(LeasedCounter):
                 self._reserved = 0.0
 
     def ask(self, need: float, now_s: float) -> Ask:
-        """Says as well what may come back. Asks are answered in order, so the last one counts."""
+        """Asks for the month in which the request arrived: its rows are of that month.
+
+        Says as well what may come back. Asks are answered in order, so the last one counts.
+        """
         self._asking += need
-        return msgspec.structs.replace(super().ask(need, now_s), held=self._reserved + self._asking)
+        return msgspec.structs.replace(
+            super().ask(need, now_s), month=self.month, held=self._reserved + self._asking
+        )
 
     def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
         """Notes the month as well, and what of it is spent."""
@@ -287,8 +301,15 @@ class MonthCounter(LeasedCounter):
         self._asking -= need
         if answer.period != self.period:
             self.period, self._reserved = answer.period, 0.0
+        self.is_known = True
         self.spent = answer.used - answer.held
-        self._told, self._told_s = ask.held - ask.need + answer.granted, sent_s
+        if ask.held >= 0:
+            self._told, self._told_s = ask.held - ask.need + answer.granted, sent_s
+
+    def learn(self, used: float, at_s: float) -> None:
+        """Notes what was used at `at_s`, if no later answer said it."""
+        if at_s >= self.touched_s:
+            self.used, self.is_known = used, True
 
     def abandon(self, ask: Ask, need: float) -> None:
         """What may come back is said again with the next round trip."""
@@ -308,16 +329,31 @@ class MonthCounter(LeasedCounter):
         return super().is_idle and not self._reserved and self._told < ROUNDING_USD
 
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
-        """This instance's part of what was left. Redis gets to know it afterwards."""
+        """This instance's part of what was left. Redis gets to know it afterwards.
+
+        Nothing, if it is not known what was left, and the plan does not allow it.
+        """
         spent = -self._returns.get(ALONE, 0.0)
-        if need > (self.limit - self.used) / standing.instances - spent:
+        left = (self.limit - self.used) / standing.instances - spent
+        if need > max(0.0, left) + ROUNDING_USD or not self.may_spend_alone:
             self._room_at_s = now_s
             return None
         self._return(ALONE, -need)
         return ALONE
 
+    @property
+    def may_spend_alone(self) -> bool:
+        """Whether anything of it may be spent while Redis is away."""
+        return self.is_known or self.is_open
+
     def _give_back_alone(self, amount: float) -> None:
         self._return(ALONE, amount)
+
+
+def month_of(at_s: float) -> float:
+    """The calendar month (UTC) of a Unix time, in months since January of the year 0."""
+    at = datetime.fromtimestamp(at_s, UTC)
+    return at.year * 12 + at.month - 1
 
 
 def part_of(limit: float, standing: Standing) -> float:

@@ -2,25 +2,72 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
+
+import msgspec
 
 from api.errors import ClientGone
-from api.limits.limiter import Limiter, RequestDemand
+from api.limits.accounts import Account
+from api.limits.counters import month_of
+from api.limits.limiter import Limiter, RequestDemand, Taking
 from shared.catalog import Model
+from shared.errors import Unavailable
 from shared.messages import ItemOutcome
+from shared.predictions import Prediction
 from shared.tasks import Input
+from shared.tasks.base import Unit, WorkBound
 from shared.tenants.plan import Caller
-from shared.usage.charge import ItemPrice, charged_work, cost_usd, list_price_usd, price_of
+from shared.usage.charge import (
+    ItemPrice,
+    as_delivered,
+    charged_work,
+    cost_usd,
+    list_price_usd,
+    price_of,
+)
+
+
+class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a prediction has reserved, as its hold in Redis says it."""
+
+    prediction_id: str
+    deadline_s: float
+    """Unix time after which it is not worked on."""
+    unit: Unit
+    price: ItemPrice
+    takings: list[Taking]
+
+
+@dataclass(slots=True)
+class Hold:
+    """What a prediction has reserved, and whether Redis has it."""
+
+    record_id: str
+    kept: HeldLimits
+    is_stored: bool | None = False
+    """None: not known, as Redis did not answer."""
+
+    @property
+    def data(self) -> bytes:
+        """As Redis has it."""
+        return msgspec.json.encode(self.kept)
+
+
+Follow: TypeAlias = "Callable[[LimitedRequest, Hold], None]"
 
 
 class LimitedRequest:
     """A block in which a request is computed. Entering it reserves what that will probably use.
 
+    Of a budget it reserves the most that the request can cost.
+
     - `settle` says what was used.
-    - `go_on` says that the work outlives the block. Somebody else ends it then.
+    - `hold` says that the work outlives the block: a prediction. Redis keeps what it reserved with
+      its record, and any instance settles that.
     - If the caller hangs up before, it counts as reserved too. Only the budget is given back,
       because such work is not charged.
     - Any other error means that the request was not taken on: nothing counts.
@@ -33,6 +80,7 @@ class LimitedRequest:
         model: that computes.
         inputs: what it computes.
         headers: of the answer. Those about limits are added.
+        received_at_s: when it arrived, Unix seconds. Its rows have this time.
         price_share: the part of the list price that it pays.
     """
 
@@ -44,17 +92,20 @@ class LimitedRequest:
         inputs: Sequence[Input],
         headers: dict[str, str],
         *,
+        received_at_s: float,
         price_share: float = 1.0,
     ) -> None:
         self._limiter = limiter
         self._model = model
         self._inputs = inputs
         self._headers = headers
+        self._received_at_s = received_at_s
         self._price_share = price_share
         self._used: RequestDemand | None = None
-        self._follow: Callable[[LimitedRequest], bool] | None = None
+        self._hold: Hold | None = None
+        self._follow: Follow | None = None
         self._account = (
-            limiter.account(caller, model.name, model.definition.unit)
+            limiter.account(caller, model.name, model.definition.unit, month_of(received_at_s))
             if caller.is_limited
             else None
         )
@@ -67,7 +118,9 @@ class LimitedRequest:
         """
         if self._account is not None:
             try:
-                self._reservation = await self._limiter.reserve(self._account, self._estimate())
+                self._reservation = await self._limiter.reserve(
+                    self._account, self._estimate(self._account)
+                )
             finally:
                 self._headers |= self._limiter.headers(self._account)
         return self
@@ -80,11 +133,10 @@ class LimitedRequest:
     ) -> None:
         if self._account is None:
             return
-        if self._used is not None:
+        if self._hold is not None and self._hold.is_stored is not False:
+            await self._hand_over(self._hold)
+        elif self._used is not None:
             self._reservation.settle(self._used)
-        elif self._follow is not None:
-            if not self._follow(self):
-                self.leave()
         elif isinstance(error, ClientGone):
             self._reservation.leave(is_charged=False)
         else:
@@ -96,39 +148,121 @@ class LimitedRequest:
         if self._account is not None:
             self._limiter.wake_all_next(self._account)
 
-    def go_on(self, follow: Callable[[LimitedRequest], bool]) -> None:
-        """Says that the work outlives the block.
+    def hold(self, prediction: Prediction, follow: Follow) -> Hold | None:
+        """What the record of a prediction is created with. None: nothing is limited.
 
         Args:
-            follow: called at the end of the block, if it is not settled. Returns whether it will
-                call `end` or `leave` later.
+            prediction: that is to be created.
+            follow: called at the end of the block, if the prediction goes on, or if it is not known
+                whether it was created.
         """
+        if self._account is None:
+            return None
+        kept = HeldLimits(
+            prediction_id=prediction.id,
+            deadline_s=prediction.deadline_s,
+            unit=self._model.definition.unit,
+            price=price_of(self._model, self._received_at_s, self._price_share),
+            takings=self._reservation.takings(),
+        )
+        self._hold = Hold(prediction.record, kept)
         self._follow = follow
+        return self._hold
 
-    def end(self, price: ItemPrice, outcomes: Sequence[ItemOutcome]) -> None:
-        """Settles after the block."""
-        self.settle(price, outcomes)
-        if self._used is not None:
-            self._reservation.settle(self._used)
+    def end(self) -> None:
+        """Ends it after the block: nothing is in flight any more, and Redis has the rest."""
+        self._reservation.hand_over()
+        self._reservation.cancel()
 
-    def leave(self) -> None:
-        """Ends it after the block, as nothing is known: it counts as reserved."""
+    def hand_over(self) -> None:
+        """Leaves what is used up to whoever settles the hold. The items stay in flight."""
+        self._reservation.hand_over()
+
+    def cancel(self) -> None:
+        """Ends it after the block, as the prediction was not created: nothing counts."""
+        self._reservation.cancel()
+
+    async def _hand_over(self, hold: Hold) -> None:
+        if hold.is_stored:
+            self.hand_over()
+            if self._used is not None:
+                self.end()
+                # Others settle it where Redis does not answer now.
+                with suppress(Unavailable):
+                    await self._limiter.settle_hold(hold.record_id, hold.kept.takings, self._used)
+                return
+        if self._follow is not None:
+            self._follow(self, hold)
+
+    def settle(
+        self, price: ItemPrice, outcomes: Sequence[ItemOutcome], *, is_delivered: bool = True
+    ) -> None:
+        """Says how the items ended. Work and cost count as they are charged.
+
+        Work that was done for an answer that nobody got counts, but costs nothing.
+
+        Args:
+            price: their terms.
+            outcomes: how they ended.
+            is_delivered: whether the caller got them.
+        """
         if self._account is not None:
-            self._reservation.leave(is_charged=True)
+            charged = as_delivered(outcomes, is_delivered=is_delivered)
+            unit = self._model.definition.unit
+            self._used = used_by(price, unit, outcomes, charged)
 
-    def settle(self, price: ItemPrice, outcomes: Sequence[ItemOutcome]) -> None:
-        """Says how the items ended. Work and cost count as they are charged."""
-        if self._account is not None:
-            self._used = RequestDemand(
-                self._model.definition.unit,
-                items=len(outcomes),
-                work=sum(charged_work(price, outcome) for outcome in outcomes),
-                cost_usd=sum(cost_usd(price, outcome) for outcome in outcomes),
-            )
-
-    def _estimate(self) -> RequestDemand:
-        unit, work = self._model.definition.unit, 0
-        if self._account is not None and self._account.counts_work:
+    def _estimate(self, account: Account) -> RequestDemand:
+        """Work as it probably is, and the cost as it is at most."""
+        unit = self._model.definition.unit
+        work, usd = 0, 0.0
+        if account.counts_work:
             work = sum(given.estimate_work() for given in self._inputs)
-        usd = self._price_share * list_price_usd(price_of(self._model, time.time()), **{unit: work})
+        if account.has_budget:
+            price = price_of(self._model, self._received_at_s, self._price_share)
+            bounds = (given.bound_work(self._model) for given in self._inputs)
+            usd = sum(highest_cost_usd(price, unit, bound) for bound in bounds)
         return RequestDemand(unit, items=len(self._inputs), work=work, cost_usd=usd)
+
+
+def used_by(
+    price: ItemPrice,
+    unit: Unit,
+    outcomes: Sequence[ItemOutcome],
+    charged: Sequence[ItemOutcome] | None = None,
+) -> RequestDemand:
+    """What items count for limits, and what they are charged.
+
+    Args:
+        price: their terms.
+        unit: of their work.
+        outcomes: how they ended.
+        charged: how the caller got them. None: as they ended.
+    """
+    return RequestDemand(
+        unit,
+        items=len(outcomes),
+        work=sum(charged_work(price, outcome) for outcome in outcomes),
+        cost_usd=sum(
+            cost_usd(price, outcome) for outcome in (outcomes if charged is None else charged)
+        ),
+    )
+
+
+def highest_cost_usd(price: ItemPrice, unit: Unit, bound: WorkBound) -> float:
+    """The most that an item can be charged.
+
+    Args:
+        price: its terms.
+        unit: of its work.
+        bound: the most work that it takes.
+    """
+    read = bound.work - bound.output_tokens if unit == "tokens" else 0
+    return price.price_share * max(
+        list_price_usd(
+            price,
+            **{unit: bound.work},
+            output_tokens=bound.output_tokens,
+            cached_tokens=cached_tokens,
+        )
+        for cached_tokens in (0, read)
+    )

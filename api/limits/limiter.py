@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from api.limits.accounts import Account, Accounts
 from api.limits.budget_warnings import BudgetWarnings
 from api.limits.counters import LEASE_S, Counter, MonthCounter
 from api.limits.shown import Need, headers_of, refusal
-from api.limits.store import SLOTS_S, LimitStore, Standing
+from api.limits.store import SLOTS_S, Ask, Kind, LimitStore, Standing
 from shared.errors import Unavailable
 from shared.tasks.base import Unit
 from shared.tenants.plan import Caller
@@ -28,6 +30,7 @@ from shared.tenants.plan import Caller
 REGISTER_S = SLOTS_S / 3
 MOST_ASKS = 64
 """Limits in one call of the script that gives back."""
+TOTALS_OVERLAP_MS = 1000
 IDLE_S = 300.0
 CLOSE_LIMIT_S = 0.5
 
@@ -47,7 +50,28 @@ class RequestDemand:
 
     def of(self, counter: Counter) -> float:
         """What it needs of one limit."""
-        return self._amounts[counter.unit]
+        return self.amount(counter.unit)
+
+    def amount(self, unit: str) -> float:
+        """What it needs of limits in this unit."""
+        return self._amounts[unit]
+
+
+class Taking(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a request has taken of one limit, as a hold keeps it. The fields are those of an Ask."""
+
+    kind: Kind
+    key: str
+    unit: str
+    limit: float
+    amount: float
+    period: float
+    month: float = 0
+
+    def settled(self, used: float) -> Ask:
+        """Gives back all but `used`."""
+        returns = [(self.period, self.amount - used)]
+        return Ask(self.key, self.kind, self.limit, 0, returns=returns, month=self.month)
 
 
 class Limiter:
@@ -73,6 +97,7 @@ class Limiter:
         self._clock = clock
         self._standing = Standing(instances - 1, instances)
         self._accounts = Accounts()
+        self._totals_since_ms = 0
         self._touched: set[Counter] = set()
         self._is_touched = asyncio.Event()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
@@ -97,9 +122,12 @@ class Limiter:
                 await self.store.leave()
         await self.store.__aexit__(kind, error, trace)
 
-    def account(self, caller: Caller, model: str, unit: Unit) -> Account:
-        """What counts for a caller and a model whose work is counted in `unit`."""
-        return self._accounts.of(caller, model, unit)
+    def account(self, caller: Caller, model: str, unit: Unit, month: float = 0) -> Account:
+        """What counts for a caller, a model whose work is counted in `unit`, and a month.
+
+        The month is that in which the request arrived, as `month_of` counts. 0: the current one.
+        """
+        return self._accounts.of(caller, model, unit, month)
 
     def headers(self, account: Account) -> dict[str, str]:
         """The `x-ratelimit-*` headers of an answer."""
@@ -110,6 +138,7 @@ class Limiter:
 
         Raises:
             RateLimited: a limit is reached. BudgetExceeded: it is the budget of the month.
+            Unavailable: nobody knows what is left of the budget, and the plan says to refuse then.
         """
         reservation = Reservation(self)
         needs = [Need(counter, demand.of(counter)) for counter in account.counters]
@@ -180,10 +209,34 @@ class Limiter:
     def _take_alone(self, reservation: Reservation, lacking: Sequence[Need]) -> None:
         now_s = self._clock()
         for need in lacking:
-            period = need.counter.take_alone(need.amount, now_s, self._standing)
+            counter = need.counter
+            period = counter.take_alone(need.amount, now_s, self._standing)
+            if period is None and isinstance(counter, MonthCounter) and not counter.may_spend_alone:
+                reason = f"{counter.subject} can't be checked now. Try again later."
+                raise Unavailable(reason, public=reason)
             if period is None:
                 raise refusal([need], now_s)
             reservation.note(need, period)
+
+    async def settle_hold(
+        self, record_id: str, takings: Sequence[Taking], used: RequestDemand | None
+    ) -> None:
+        """Settles what a prediction has reserved, once, whichever instance created it.
+
+        Args:
+            record_id: of the prediction.
+            takings: of its hold.
+            used: what it has used. None: nothing is known, so it counts as reserved.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        asks = [] if used is None else [one.settled(used.amount(one.unit)) for one in takings]
+        sent_s = self._clock()
+        answers = await self.store.settle(record_id, asks)
+        for ask, answer in zip(asks, answers, strict=True):
+            self._accounts.note(ask, answer, sent_s)
+            self.wake_next(ask.key)
 
     def touch(self, counters: Iterable[Counter]) -> None:
         """Says that these may have something to give back soon."""
@@ -219,9 +272,9 @@ class Limiter:
                     self._waiting[key] = left
         return True
 
-    def wake_next(self, counter: Counter) -> None:
-        """Wakes who has waited longest for this budget."""
-        queue = self._waiting.get(counter.key)
+    def wake_next(self, key: str) -> None:
+        """Wakes who has waited longest for the budget that is counted under this key."""
+        queue = self._waiting.get(key)
         while queue:
             woken = queue.popleft()
             if not woken.done():
@@ -231,19 +284,23 @@ class Limiter:
     def wake_all_next(self, account: Account) -> None:
         """Wakes the next one for each budget: whoever was let in may have left room for it."""
         for counter in account.counters:
-            self.wake_next(counter)
+            self.wake_next(counter.key)
 
     def give_back_to(self, counter: Counter, amount: float, period: float) -> None:
         """Gives back what a reservation did not use."""
         counter.give_back(amount, period, self._clock())
 
     async def register(self) -> None:
-        """Says that this instance counts, and learns how many others do.
+        """Says that this instance counts, and learns how many others do, and what is spent.
 
         Raises:
             Unavailable: Redis did not answer.
         """
         self._standing = await self.store.register()
+        sent_s = self._clock()
+        totals = await self.store.totals(self._totals_since_ms)
+        self._accounts.learn(totals, sent_s)
+        self._totals_since_ms = totals.at_ms - TOTALS_OVERLAP_MS
 
     async def give_back(self, now_s: float) -> None:
         """Gives back to Redis what nobody needs at `now_s`, and renews slots.
@@ -291,6 +348,7 @@ class Reservation:
     def __init__(self, limiter: Limiter) -> None:
         self._limiter = limiter
         self._taken: list[tuple[Need, float]] = []
+        self._handed_over: list[tuple[Need, float]] = []
 
     def note(self, need: Need, period: float) -> None:
         """Notes what was taken of one limit, and in which period."""
@@ -304,6 +362,30 @@ class Reservation:
             if left:
                 self._limiter.give_back_to(counter, left, period)
         self._end()
+
+    def takings(self) -> list[Taking]:
+        """What is used up of limits, so that another instance can settle it."""
+        return [
+            Taking(
+                counter.kind,
+                counter.key,
+                counter.unit,
+                counter.limit,
+                amount,
+                period,
+                counter.month if isinstance(counter, MonthCounter) else 0,
+            )
+            for (counter, amount), period in self._taken
+            if counter.unit != "items"
+        ]
+
+    def hand_over(self) -> None:
+        """Leaves the takings to whoever settles the hold. Only items stay, which are in flight.
+
+        What was handed over may still come back until the end, so it is not spent.
+        """
+        self._handed_over += [taken for taken in self._taken if taken[0].counter.unit != "items"]
+        self._taken = [taken for taken in self._taken if taken[0].counter.unit == "items"]
 
     def cancel(self) -> None:
         """Ends the reservation of a request that was not taken on: nothing counts."""
@@ -323,8 +405,9 @@ class Reservation:
         self._end()
 
     def _end(self) -> None:
-        for (counter, amount), period in self._taken:
+        ended = self._taken + self._handed_over
+        for (counter, amount), period in ended:
             counter.release(amount, period)
-            self._limiter.wake_next(counter)
-        self._limiter.touch(need.counter for need, _ in self._taken)
-        self._taken = []
+            self._limiter.wake_next(counter.key)
+        self._limiter.touch(need.counter for need, _ in ended)
+        self._taken, self._handed_over = [], []

@@ -13,6 +13,7 @@ import msgspec
 from prometheus_client import Counter, Gauge
 
 from shared.errors import PenstockError
+from shared.stores.holds import hold_keys
 from shared.stores.redis_client import RedisLink, RedisStore
 from shared.stores.redis_scripts import Script, load_script
 
@@ -28,6 +29,9 @@ UP = Gauge(
 Kind: TypeAlias = Literal["window", "month", "slots"]
 SLOTS_S = 30
 """Slots and registrations of an instance that died are free after this time."""
+MAX_TOTALS = 16_384
+"""Budgets of which an instance knows what was used of them, besides those that it serves."""
+TOTALS_KEPT_MS = 62 * 24 * 3600 * 1000
 CLOCK = "api/limits/now.lua"
 
 
@@ -43,8 +47,11 @@ class Ask(msgspec.Struct, frozen=True):
     """What it would like besides, if the limit is far from full."""
     returns: list[tuple[float, float]] = []
     """Periods, and what of them was taken and not used. Negative: used besides."""
-    held: float = 0.0
-    """Of a month: what this instance may give back of what is used, `need` included."""
+    held: float = -1.0
+    """Of a budget: what this instance may give back of what is used, `need` included. Negative: as
+    it said before."""
+    month: float = 0
+    """Of a budget: the month in which the request arrived. 0: the current one."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -70,14 +77,26 @@ class Standing(NamedTuple):
     instances: int
 
 
+class Totals(NamedTuple):
+    """What was used of budgets."""
+
+    by_key: dict[str, dict[float, float]]
+    """US dollars by month, of the newest month and of the one before."""
+    at_ms: int
+    """By Redis's clock."""
+    is_whole: bool
+    """Whether these are all that changed."""
+
+
 _answers = msgspec.json.Decoder(list[Answer])
 
 
-def scripts(clock: str = CLOCK) -> tuple[Script, Script]:
-    """The scripts that take and register, with a file that says what time it is."""
+def scripts(clock: str = CLOCK) -> tuple[Script, Script, Script]:
+    """The scripts that take, register and read totals, with a file that says what time it is."""
     return (
         load_script(clock, "api/limits/take.lua"),
         load_script(clock, "api/limits/register.lua"),
+        load_script(clock, "api/limits/totals.lua"),
     )
 
 
@@ -115,9 +134,12 @@ class LimitStore(RedisStore):
             )
         )
         self._commands = self._link.commands("the store of limits")
-        self._take, self._register = scripts(clock)
+        self._take, self._register, self._totals = scripts(clock)
         self._instance = instance
         self._prefix = f"{prefix}limits:"
+        self._hold_keys = hold_keys(prefix)
+        self._budgets_key = f"{self._prefix}budgets"
+        self._record_prefix = f"{prefix}record:"
 
     async def take(self, asks: Sequence[Ask]) -> list[Answer]:
         """Takes what all asks need, or nothing if one of them does not fit.
@@ -125,11 +147,27 @@ class LimitStore(RedisStore):
         Raises:
             Unavailable: Redis did not answer. It may have counted the asks all the same.
         """
+        return await self._run(asks, "")
+
+    async def settle(self, record_id: str, asks: Sequence[Ask]) -> list[Answer]:
+        """Gives back what the hold of a prediction did not use, and removes the hold.
+
+        Nothing comes back if it was settled before.
+
+        Args:
+            record_id: of the prediction.
+            asks: that need nothing, with what comes back.
+
+        Raises:
+            Unavailable: Redis did not answer. It may have settled it all the same.
+        """
+        return await self._run(asks, f"{self._record_prefix}{record_id}")
+
+    async def _run(self, asks: Sequence[Ask], settled: str) -> list[Answer]:
         keys = [f"{self._prefix}{ask.kind}:{ask.key}" for ask in asks]
-        text = msgspec.json.encode(asks)
-        found = await self._commands.run_script(
-            self._take, keys, self._instance, SLOTS_S * 1000, text
-        )
+        args = (self._instance, SLOTS_S * 1000, msgspec.json.encode(asks), settled)
+        keys += [self._budgets_key, *self._hold_keys]
+        found = await self._commands.run_script(self._take, keys, *args)
         answers = _answers.decode(found)
         if len(answers) != len(asks):
             raise PenstockError(f"{len(answers)} answers to {len(asks)} asks; this is a bug")
@@ -146,6 +184,22 @@ class LimitStore(RedisStore):
             self._register, [key], self._instance, SLOTS_S * 1000
         )
         return Standing(int(rank), int(instances))
+
+    async def totals(self, since_ms: float) -> Totals:
+        """Returns what was used of the budgets that changed since a time of Redis's clock.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        args = (since_ms, MAX_TOTALS, f"{self._prefix}month:", TOTALS_KEPT_MS)
+        now_ms, changed, found = await self._commands.run_script(
+            self._totals, [self._budgets_key], *args
+        )
+        totals = {}
+        for key, month, used, before in found:
+            newest = float(month)
+            totals[key.decode()] = {newest: float(used), newest - 1: float(before)}
+        return Totals(totals, int(now_ms), is_whole=int(changed) <= MAX_TOTALS)
 
     async def leave(self) -> None:
         """Says that this instance counts no more.

@@ -1,7 +1,10 @@
 -- Takes from several limits at once, or from none of them. Follows now.lua.
 --
--- KEYS: one for each limit
--- ARGV: instance, lifetime of slots in ms, JSON: [{kind, limit, need, extra, returns}, ...]
+-- KEYS: one for each limit, then budgets by the time at which they changed (totals.lua), holds, and the
+-- times at which they are due (shared/stores/holds.py)
+-- ARGV: instance, lifetime of slots in ms,
+-- JSON: [{key, kind, limit, need, extra, returns, held, month}, ...],
+-- and the record whose hold this settles ('' if none). Without its hold nothing is given back.
 -- Returns JSON: [{granted, used, period, fits, retry_ms, reset_ms, held}, ...]. If one does not fit,
 -- nothing is granted.
 --
@@ -13,7 +16,10 @@
 -- It gets that from limits that are far from full: at most a SLICES-th part of what is left, and
 -- nothing where that is less than the need.
 -- returns: [[period, amount], ...], what was taken in a period and not used. Negative: used besides.
--- Period -1 is the current one. Of slots, need is how many the instance holds in all, not how many it
+-- month: that the request arrived in, of this budget. 0: the current one. Its rows are of that month,
+-- so it counts there too if it is late: a line of a batch, or a request of the last second. A budget
+-- has the month before the current one besides. Older ones count as that.
+-- Period -1 is the current one, of a budget `month`. Of slots, need is how many the instance holds in all, not how many it
 -- adds, so a lost answer does no harm.
 --
 -- A window is a hash with the amount of each bucket, their sum, and the first and the last bucket.
@@ -23,8 +29,16 @@
 local BUCKET_MS, LEASE_BUCKETS, SLICES = 250, 1, 64
 local BUCKETS = 60000 / BUCKET_MS + 1 + LEASE_BUCKETS
 local ROUNDING_USD = 1e-9 -- sums of doubles
+local SKEW_MS = 60000 -- by so much the clocks of instances may be ahead at the turn of a month
 
+local was_settled = false
+if ARGV[4] and ARGV[4] ~= '' then
+  was_settled = redis.call('HDEL', KEYS[#KEYS - 1], ARGV[4]) == 0
+  redis.call('ZREM', KEYS[#KEYS], ARGV[4])
+end
 local instance, slots_ms, asked = ARGV[1], tonumber(ARGV[2]), cjson.decode(ARGV[3])
+
+local changed = KEYS[#asked + 1]
 
 local function whole(number) return string.format('%.0f', number) end
 
@@ -104,55 +118,92 @@ local function start_ms(months)
   return (era * 146097 + day - 719468) * 86400000
 end
 
-local months, HELD = {}, 'held:'
+-- A budget is a hash with the newest month, what was used of it, what was of the one before, and what
+-- each instance holds of a month.
+local months, HELD = {}, '^held:(%d+):(.*)$'
 
-function months.open(key)
-  local state, month = {used = 0, period = month_of(now_ms), others_held = 0}, nil
-  local entries = redis.call('HGETALL', key)
-  for at = 1, #entries, 2 do
-    local field, value = entries[at], entries[at + 1]
-    if field == 'month' then
-      month = tonumber(value)
-    elseif field == 'used' then
-      state.used = tonumber(value)
-    elseif string.sub(field, 1, #HELD) == HELD then
+function months.forget(key, before)
+  for _, field in ipairs(redis.call('HKEYS', key)) do
+    local warned = tonumber(string.match(field, '^warned:(%d+):') or before)
+    if warned < before then redis.call('HDEL', key, field) end
+  end
+end
+
+-- What is held of a period, by this instance and by others.
+function months.held(key, period, fields)
+  local own, others = 0, 0
+  for field, value in pairs(fields) do
+    local of, holder = string.match(field, HELD)
+    if of then
       local held, ends_ms = string.match(value, '^(%S+) (%d+)$')
       if tonumber(ends_ms) <= now_ms then
         redis.call('HDEL', key, field)
-      elseif field ~= HELD .. instance then
-        state.others_held = state.others_held + tonumber(held)
+      elseif tonumber(of) == period and holder == instance then
+        own = tonumber(held)
+      elseif tonumber(of) == period then
+        others = others + tonumber(held)
       end
     end
   end
-  if month == state.period then return state end
-  redis.call('DEL', key)
-  return {used = 0, period = state.period, others_held = 0}
+  return own, others
+end
+
+function months.open(key, one)
+  local fields, entries = {}, redis.call('HGETALL', key)
+  for at = 1, #entries, 2 do fields[entries[at]] = entries[at + 1] end
+  local kept, month, wanted = tonumber(fields.month or 0), month_of(now_ms), one.month or 0
+  if wanted == month + 1 and now_ms + SKEW_MS >= start_ms(month + 1) then month = month + 1 end
+  month = math.max(month, kept)
+  local used = {[kept] = tonumber(fields.used or 0), [kept - 1] = tonumber(fields.used_before or 0)}
+  if kept < month then months.forget(key, month - 1) end
+  local period = month
+  if wanted > 0 then period = math.min(month, math.max(month - 1, wanted)) end
+  local own_held, others_held = months.held(key, period, fields)
+  return {
+    name = one.key, all = used, newest = month, used = used[period] or 0, period = period,
+    own_held = own_held, others_held = others_held,
+  }
 end
 
 function months.give_back(_, state, period, amount)
-  if period == state.period or period == -1 then state.used = math.max(0, state.used - amount) end
+  state.came_back = true
+  if period == -1 then period = state.period end
+  if period == state.period then
+    state.used = math.max(0, state.used - amount)
+  else
+    state.all[period] = math.max(0, (state.all[period] or 0) - amount)
+  end
 end
 
 function months.take(key, state, amount, one)
   state.used = state.used + amount
-  local own = math.max(0, (one.held or 0) - one.need + amount)
-  state.held = math.min(state.used, state.others_held + own)
-  if own > 0 then
-    local value = string.format('%.17g', own) .. ' ' .. whole(now_ms + slots_ms)
-    redis.call('HSET', key, HELD .. instance, value)
-  else
-    redis.call('HDEL', key, HELD .. instance)
+  state.all[state.period] = state.used
+  if amount ~= 0 or state.came_back then redis.call('ZADD', changed, now_ms, state.name) end
+  local used, before = state.all[state.newest] or 0, state.all[state.newest - 1] or 0
+  redis.call('HSET', key, 'month', whole(state.newest), 'used', string.format('%.17g', used),
+    'used_before', string.format('%.17g', before))
+  if (one.held or -1) >= 0 then
+    local field = 'held:' .. whole(state.period) .. ':' .. instance
+    state.own_held = math.max(0, one.held - one.need + amount)
+    if state.own_held > 0 then
+      local value = string.format('%.17g', state.own_held) .. ' ' .. whole(now_ms + slots_ms)
+      redis.call('HSET', key, field, value)
+    else
+      redis.call('HDEL', key, field)
+    end
   end
-  redis.call('HSET', key, 'month', whole(state.period), 'used', string.format('%.17g', state.used))
+  state.held = math.min(state.used, state.others_held + state.own_held)
 end
+
+function months.reset_ms(_, state) return math.max(0, start_ms(state.period + 1) - now_ms) end
 
 function months.retry_ms(_, state, one)
-  local spent = state.used - state.others_held - math.max(0, (one.held or 0) - one.need)
+  local own = state.own_held
+  if (one.held or -1) >= 0 then own = math.max(0, one.held - one.need) end
+  local spent = state.used - state.others_held - own
   if one.need <= one.limit - spent + ROUNDING_USD then return 0 end
-  return start_ms(state.period + 1) - now_ms
+  return months.reset_ms(_, state)
 end
-
-function months.reset_ms(_, state) return start_ms(state.period + 1) - now_ms end
 
 local slots = {}
 
@@ -191,8 +242,10 @@ local kinds = {window = windows, month = months, slots = slots}
 local states, all_fit = {}, true
 for index, one in ipairs(asked) do
   local kind, key = kinds[one.kind], KEYS[index]
-  local state = kind.open(key)
-  for _, back in ipairs(one.returns) do kind.give_back(key, state, back[1], back[2]) end
+  local state = kind.open(key, one)
+  for _, back in ipairs(was_settled and {} or one.returns) do
+    kind.give_back(key, state, back[1], back[2])
+  end
   local room = one.limit - state.used + (one.kind == 'month' and ROUNDING_USD or 0)
   state.fits = one.need <= math.max(state.own or 0, room)
   all_fit = all_fit and state.fits
@@ -218,4 +271,4 @@ for index, one in ipairs(asked) do
     retry_ms = retry_ms, reset_ms = kind.reset_ms(key, state), held = state.held or 0,
   }
 end
-return cjson.encode(answers)
+return #answers > 0 and cjson.encode(answers) or '[]' -- cjson writes an empty table as an object

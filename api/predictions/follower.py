@@ -1,41 +1,66 @@
-"""Follows predictions of callers with limits to their ends, when no request waits for them.
+"""Settles what predictions of callers with limits have reserved, when they end.
 
-What was reserved is settled then as it is charged, and its items are no longer in flight. The
-instance that created it follows it. If that dies, what was reserved counts, and
-its items in flight are free when their slots expire.
+What a prediction reserved lies in Redis with its record (shared/stores/holds.py). Every instance
+settles what is due, its own or not, so nothing depends on the instance that created it. That one
+only knows which items are in flight here, and frees their slots. If it dies, they expire.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 import time
+from collections import deque
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from api.limits.limited_request import LimitedRequest
-from api.predictions.creation import Creation, PredictionSnapshot, Refresh
+import msgspec
 
-MOST_FOLLOWED = 256
-"""Predictions of one instance. Each reads its record twice a second. Others count as reserved."""
-GRACE_S = 10.0
-"""After its deadline a prediction is ended by whoever reads it."""
+from api.errors import NotFound
+from api.limits.limited_request import HeldLimits, Hold, LimitedRequest, used_by
+from api.limits.limiter import Limiter
+from api.predictions.service import GRACE_S, Predictions
+from shared.errors import Unavailable
+from shared.stores.holds import DueHold, Holds
+from shared.stores.record_state import Record
+
+MAX_FOLLOWED = 16_384
+"""Predictions whose items are in flight of this instance. The slots of others are freed at once."""
+MAX_DUE = 16
+"""Holds that are taken at a time, each with the reply of its prediction."""
+MAX_LOOKED_AT = 512
+"""Predictions of this instance that are looked for at a time."""
+SWEEP_S = 0.25
 ENDING_S = 10.0
-"""For so long after a prediction was canceled, its worker is waited for, which tells the charge."""
+"""For so long after a prediction was canceled, its worker is waited for, which tells the charge.
+
+One that is at work is waited for until the deadline.
+"""
 CLOSE_LIMIT_S = 1.0
+
+log = logging.getLogger(__name__)
+_decoder = msgspec.json.Decoder(HeldLimits)
 
 
 class PredictionFollower:
-    """An async context manager that owns a task for each prediction it follows.
+    """An async context manager that owns the task that settles.
 
     Args:
-        refresh: reads a prediction again.
+        predictions: ends those that are late.
+        holds: what they have reserved.
+        limiter: counts.
     """
 
-    def __init__(self, refresh: Refresh) -> None:
-        self._refresh = refresh
-        self._following: set[asyncio.Task[None]] = set()
+    def __init__(self, predictions: Predictions, holds: Holds, limiter: Limiter) -> None:
+        self._predictions = predictions
+        self._holds = holds
+        self._limiter = limiter
+        self._followed: deque[tuple[LimitedRequest, Hold]] = deque()
 
     async def __aenter__(self) -> Self:
+        self._sweeping = asyncio.create_task(self._sweep())
         return self
 
     async def __aexit__(
@@ -44,29 +69,93 @@ class PredictionFollower:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for task in self._following:
-            task.cancel()
-        if self._following:
-            await asyncio.wait(self._following, timeout=CLOSE_LIMIT_S)
+        self._sweeping.cancel()
+        await asyncio.wait([self._sweeping], timeout=CLOSE_LIMIT_S)
+        for limited, _ in self._followed:
+            limited.end()
+        self._followed.clear()
 
-    def follow(self, limited: LimitedRequest, snapshot: PredictionSnapshot) -> bool:
-        """Ends `limited` when the prediction ends. False: too many are followed already."""
-        if len(self._following) >= MOST_FOLLOWED:
-            return False
-        task = asyncio.create_task(self._follow(limited, snapshot))
-        self._following.add(task)
-        task.add_done_callback(self._following.discard)
-        return True
+    def follow(self, limited: LimitedRequest, hold: Hold) -> None:
+        """Frees the slots of a prediction when it has ended.
 
-    async def _follow(self, limited: LimitedRequest, snapshot: PredictionSnapshot) -> None:
-        creation = Creation(snapshot, self._refresh, None, is_new=True)
+        If it is not known whether it was created, this finds out.
+        """
+        if len(self._followed) >= MAX_FOLLOWED:
+            limited.end()
+        else:
+            self._followed.append((limited, hold))
+
+    async def sweep(self) -> None:
+        """Settles what is due, and frees the slots of what has ended.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        while True:
+            due = await self._holds.due(MAX_DUE)
+            for one in due:
+                await self._settle(one)
+            if len(due) < MAX_DUE:
+                break
+        await self._free_slots()
+
+    async def _sweep(self) -> None:
+        while True:
+            try:
+                await self.sweep()
+            except Unavailable as error:
+                log.debug("not settled", extra={"reason": error.message})
+            except Exception:
+                log.exception("settling failed")
+            await asyncio.sleep(SWEEP_S)
+
+    async def _settle(self, due: DueHold) -> None:
         try:
-            await creation.wait(snapshot.prediction.deadline_s + GRACE_S - time.time())
-            await creation.wait_for_reply(ENDING_S)
-        finally:
-            record, price = creation.snapshot.record, snapshot.prediction.price
-            was_deleted = not record.document
-            if price is None or not record.is_over or (was_deleted and record.reply is None):
-                limited.leave()
-            else:
-                limited.end(price, [] if record.reply is None else record.reply.outcomes)
+            kept = _decoder.decode(due.data)
+        except msgspec.MsgspecError:
+            log.exception("a hold can't be read, so its prediction counts as reserved")
+            await self._limiter.settle_hold(due.record_id, [], None)
+            return
+        record, used = due.record, None
+        if record is not None:
+            if not record.is_over:
+                await self._end_if_late(due.record_id, kept)
+                return
+            if record.reply is None and _may_be_told(record, kept, time.time()):
+                return
+            outcomes = [] if record.reply is None else record.reply.outcomes
+            used = used_by(kept.price, kept.unit, outcomes)
+        await self._limiter.settle_hold(due.record_id, kept.takings, used)
+
+    async def _end_if_late(self, record_id: str, kept: HeldLimits) -> None:
+        """Reading a prediction ends it if it is late. That makes its hold due again."""
+        with suppress(NotFound):
+            await self._predictions.read_linked(record_id, kept.prediction_id)
+
+    async def _free_slots(self) -> None:
+        """Looks for the holds of those that wait longest. Others have the next turn."""
+        looked_at = list(itertools.islice(self._followed, MAX_LOOKED_AT))
+        if not looked_at:
+            return
+        held = await self._holds.are_held([hold.record_id for _, hold in looked_at])
+        for (limited, hold), is_held in zip(looked_at, held, strict=True):
+            if hold.is_stored is None:
+                # An equal request may have created the prediction, with a hold of its own.
+                hold.is_stored = is_held and await self._holds.read(hold.record_id) == hold.data
+                if hold.is_stored:
+                    limited.hand_over()
+                else:
+                    limited.cancel()
+            elif not is_held:
+                limited.end()
+        for (limited, hold), is_held in zip(looked_at, held, strict=True):
+            self._followed.popleft()
+            if is_held and hold.is_stored:
+                self._followed.append((limited, hold))
+
+
+def _may_be_told(record: Record, kept: HeldLimits, now_s: float) -> bool:
+    """Whether a worker may still say what a canceled prediction is charged."""
+    if record.attempts == 0 and now_s >= record.canceled_at_s + ENDING_S:
+        return False
+    return now_s < kept.deadline_s + GRACE_S

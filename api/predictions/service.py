@@ -20,9 +20,17 @@ from api import metrics
 from api.dispatch.admission import Admission
 from api.dispatch.job_sender import Inbox, ReplyWaiter
 from api.errors import KeyReused, NotFound
+from api.limits.limited_request import Hold
 from api.predictions.creation import Creation, PredictionSnapshot
 from api.predictions.sender import NewPrediction, PredictionSender, failed_reply
-from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable
+from shared.errors import (
+    BadInput,
+    DeadlineExceeded,
+    InputTooLarge,
+    Overloaded,
+    PenstockError,
+    Unavailable,
+)
 from shared.predictions import (
     Prediction,
     decode_document,
@@ -42,6 +50,9 @@ CREATOR_PUBLISHES_S = 2.0
 """How long the creator of a record has to publish its job, before a repeated request does."""
 CREATOR_POLL_S = 0.05
 PAGE = 20
+DOCUMENT_MAX_BYTES = 4 * 1024 * 1024
+"""The largest document of a prediction: a sixteenth of the usual budget of all predictions, which
+is the part in which a tenant finds room whatever others keep (shared/stores/record_create.lua)."""
 CALLER_ID = re.compile(r"(?!pred_)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _GENERATED_ID = re.compile(r"pred_[0-9a-f]{24}")
 
@@ -85,14 +96,22 @@ class Predictions:
         self._with_waiter: set[str] = set()
 
     @asynccontextmanager
-    async def creating(self, new: NewPrediction, *, waits: bool) -> AsyncGenerator[Creation]:
+    async def creating(
+        self, new: NewPrediction, *, waits: bool, hold: Hold | None = None
+    ) -> AsyncGenerator[Creation]:
         """Creates a prediction, or finds the one of an equal request.
 
         The block may wait for its end.
 
         The items count as in flight while the block runs. After that only the broker bounds them.
 
+        Args:
+            new: what to create.
+            waits: whether the block waits for its end.
+            hold: what it has reserved of limits, for its record. None: nothing.
+
         Raises:
+            InputTooLarge: its document has more than DOCUMENT_MAX_BYTES.
             Overloaded: this instance, the broker or the store of predictions is full.
             PredictionIdTaken: another prediction has the id.
             KeyReused: another request had the Idempotency-Key.
@@ -104,9 +123,9 @@ class Predictions:
         try:
             # Registered before the job is published, so no reply can be too early.
             with self._register_waiter(new, waits=waits) as waiter:
-                is_new, snapshot = await self._create(new, waiter)
-                metrics.PREDICTIONS.labels(model, "created" if is_new else "found").inc()
-                creation = Creation(snapshot, self.refresh, waiter, is_new=is_new)
+                creation = await self._create(new, waiter, hold)
+                found = "created" if creation.is_new else "found"
+                metrics.PREDICTIONS.labels(model, found).inc()
                 yield creation
         finally:
             took_s = creation.snapshot.took_s if creation is not None and creation.is_new else None
@@ -260,14 +279,11 @@ class Predictions:
 
         Of one that was deleted meanwhile the record says that it is over, without a document.
         """
-        prediction = snapshot.prediction
+        prediction, known = snapshot
         with suppress(Unavailable):
-            try:
-                return await self.read(prediction.tenant, prediction.id)
-            except NotFound:
-                record = await self._records.read(prediction.record)
-                if record is not None:
-                    return PredictionSnapshot(prediction, record)
+            record = await self._records.read_again(prediction.record, known.document)
+            if record is not None:
+                return await self._end_if_late(PredictionSnapshot(prediction, record))
         return snapshot
 
     async def place(self, snapshot: PredictionSnapshot) -> QueuePlace | None:
@@ -306,25 +322,47 @@ class Predictions:
                     stack.callback(self._with_waiter.discard, record_id)
             yield waiter
 
+    async def _create_record(self, new: NewPrediction, document: bytes, hold: Hold | None) -> int:
+        """How many predictions of the tenant have not ended. 0: the record was there before."""
+        prediction = new.prediction
+        if hold is not None:
+            hold.is_stored = None
+        try:
+            unfinished = await self._records.create(
+                prediction.record,
+                prediction.tenant,
+                document,
+                deadline_s=prediction.deadline_s,
+                keep_s=self._keep_s if new.keep_s is None else new.keep_s,
+                reply_bytes=new.reply_bytes,
+                model=prediction.model,
+                hold=b"" if hold is None else hold.data,
+            )
+        except Overloaded:
+            if hold is not None:
+                hold.is_stored = False
+            raise
+        if hold is not None:
+            hold.is_stored = bool(unfinished)
+        return unfinished
+
     async def _create(
-        self, new: NewPrediction, waiter: ReplyWaiter | None
-    ) -> tuple[bool, PredictionSnapshot]:
+        self, new: NewPrediction, waiter: ReplyWaiter | None, hold: Hold | None
+    ) -> Creation:
         prediction, document = new.prediction, encode_document(new.prediction)
-        record_id, deadline_s = prediction.record, prediction.deadline_s
-        unfinished = await self._records.create(
-            record_id,
-            prediction.tenant,
-            document,
-            deadline_s=deadline_s,
-            keep_s=self._keep_s if new.keep_s is None else new.keep_s,
-            reply_bytes=new.reply_bytes,
-            model=prediction.model,
-        )
+        if len(document) > DOCUMENT_MAX_BYTES:
+            raise InputTooLarge(
+                f"the request would take {len(document)} bytes where it is kept until its answer "
+                f"is read, and {DOCUMENT_MAX_BYTES} bytes are the most; send less at once"
+            )
+        unfinished = await self._create_record(new, document, hold)
         if unfinished:
             await self._sender.send(new, waiter, unfinished=unfinished)
-            return True, PredictionSnapshot(
-                prediction, Record(state="starting", created_at_s=prediction.created_at_s)
+            created = Record(
+                state="starting", created_at_s=prediction.created_at_s, document=document
             )
+            snapshot = PredictionSnapshot(prediction, created)
+            return Creation(snapshot, self.refresh, waiter, is_new=True)
         try:
             snapshot = await self.read(prediction.tenant, prediction.id)
         except NotFound as error:
@@ -340,9 +378,10 @@ class Predictions:
             )
         snapshot = await self._wait_for_publish(snapshot)
         if snapshot.is_unpublished:
-            # The prediction as first created: its rows have the times and ids of its record.
+            # The prediction as first created: its rows have the times and ids of its record, and
+            # what it is charged comes from the hold that was created with it.
             await self._sender.send(replace(new, prediction=snapshot.prediction), waiter)
-        return False, snapshot
+        return Creation(snapshot, self.refresh, waiter, is_new=False)
 
     async def _wait_for_publish(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
         """Waits until the job is published, or its creator has had the time to do it."""
@@ -351,7 +390,7 @@ class Predictions:
             and time.time() < snapshot.record.created_at_s + CREATOR_PUBLISHES_S
         ):
             await asyncio.sleep(CREATOR_POLL_S)
-            snapshot = await self.read(snapshot.prediction.tenant, snapshot.prediction.id)
+            snapshot = await self.refresh(snapshot)
         return snapshot
 
     async def _end_if_late(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:

@@ -44,10 +44,11 @@ async def create_embeddings(request: Request) -> Response:
     inputs = inputs_of(body, model)
     if len(inputs) >= LARGE_ITEMS:
         call.check_room(model, 1)
-    outcomes = (await call.infer(model, inputs)).outcomes
-    reply = embeddings_reply(body, model, outcomes)
+    async with call.inferred(model, inputs) as response:
+        reply = embeddings_reply(body, model, response.outcomes)
+        answer = Response(_encoder.encode(reply), media_type="application/json")
     call.context.is_compressible = body.encoding_format == "float"
     if body.truncate:
         truncated = sum(item.truncated_tokens or 0 for item in reply.data)
         call.context.headers[TRUNCATED_HEADER] = str(truncated)
-    return Response(_encoder.encode(reply), media_type="application/json")
+    return answer

@@ -17,11 +17,10 @@ from api.http.fast_route import IS_HEAD
 from api.http.openapi import (
     AUTHENTICATED,
     Described,
-    Responses,
     binary,
     empty,
     errors,
-    problems,
+    of_both_apis,
     ref_to,
     responses,
     success,
@@ -65,14 +64,6 @@ _EITHER: Described = {
 }
 
 
-def _errors_of_either(*statuses: int) -> Responses:
-    """Errors in OpenAI's shape, or in Replicate's for its uploads and files."""
-    found = errors(*statuses)
-    for status, in_other_shape in problems(*statuses).items():
-        found[status]["content"] |= in_other_shape["content"]
-    return found
-
-
 @router.post(
     "/v1/files",
     summary="Upload a file",
@@ -80,7 +71,7 @@ def _errors_of_either(*statuses: int) -> Responses:
     responses={
         200: success("The file.", FileObject),
         201: success("The file of a prediction, in Replicate's shape.", FileReply),
-        **_errors_of_either(400, 401, 408, 413, 422, 429, 503),
+        **of_both_apis(400, 401, 408, 413, 422, 429, 503),
     },
 )
 async def create_file(request: Request) -> Response:
@@ -101,7 +92,7 @@ async def _receive(call: ApiRequest, request: Request) -> FileObject:
     call.check_charset()
     files = call.dependencies.batch_files
     form = UploadForm(request.headers.get("content-type", ""), "file")
-    async with files.upload(call.tenant) as upload:
+    async with files.upload(call.storage_quota("file"), call.body_bytes) as upload:
         async for data in request.stream():
             for piece in form.feed(data):
                 await upload.write(piece)
@@ -109,10 +100,8 @@ async def _receive(call: ApiRequest, request: Request) -> FileObject:
         fields = FileForm.model_validate(form.fields)
         if (fields.anchor is None) != (fields.seconds is None):
             raise BadInput("expires_after: anchor and seconds go together", field="expires_after")
-    file = await files.add_upload(
-        call.tenant, upload, form.filename or "file", fields.seconds or KEEP_S
-    )
-    return _shown(file)
+        upload.filename, upload.keep_s = form.filename or "file", fields.seconds or KEEP_S
+    return _shown(upload.to_file(call.tenant))
 
 
 @router.get(
@@ -152,7 +141,7 @@ async def list_files(
     openapi_extra=AUTHENTICATED,
     responses={
         200: success("The file.", FileObject) | _EITHER,
-        **_errors_of_either(400, 401, 404, 503),
+        **of_both_apis(400, 401, 404, 503),
     },
 )
 async def get_file(request: Request, file_id: str) -> Response:
@@ -170,7 +159,7 @@ async def get_file(request: Request, file_id: str) -> Response:
     responses={
         200: success("It is deleted.", FileDeleted),
         204: empty("It is deleted, in Replicate's shape."),
-        **_errors_of_either(400, 401, 404, 503),
+        **of_both_apis(400, 401, 404, 503),
     },
 )
 async def delete_file(request: Request, file_id: str) -> Response:

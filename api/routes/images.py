@@ -95,14 +95,14 @@ async def _answer(
     inputs = consecutive(first, start, body.n)
     # A random seed never comes again, so its image is not worth a place in the cache.
     is_repeatable = body.seed is not None or key_seed is not None
-    response = await call.infer(model, inputs, is_repeatable=is_repeatable)
-    images = results_of(response.outcomes, model)
+    deadline_s = call.options.answer_by_s(model.deadline)
+    async with call.inferred(model, inputs, is_repeatable=is_repeatable) as response:
+        images = results_of(response.outcomes, model)
+        items = [await _encode(call, body, result, deadline_s) for result in images]
     headers = call.context.headers
     headers["x-penstock-seed"] = ",".join(str(result.seed) for result in images)
     if (truncated := ImageResult.count_truncated(images)) is not None:
         headers[TRUNCATED_HEADER] = str(truncated)
-    deadline_s = call.options.answer_by_s(model.deadline)
-    items = [await _encode(call, body, result, deadline_s) for result in images]
     reply = ImagesReply(items, model.name, f"{first.width}x{first.height}", body.output_format)
     return Response(msgspec.json.encode(reply), media_type="application/json")
 

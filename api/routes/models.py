@@ -11,7 +11,14 @@ from starlette.responses import Response
 
 from api.errors import EXPECTED_ERRORS
 from api.http.dependencies import Dependencies
-from api.http.openapi import AUTHENTICATED, Responses, ref_to, responses, success
+from api.http.openapi import (
+    AUTHENTICATED,
+    Responses,
+    of_both_apis,
+    ref_to,
+    responses,
+    success,
+)
 from api.http.request import authenticate
 from api.predictions.versions import is_replicates_client
 from api.problem_details import problem_response
@@ -39,7 +46,7 @@ _LISTED: Responses = {
     "/v1/models",
     summary="List models",
     openapi_extra=AUTHENTICATED,
-    responses=responses(ModelsReply, 401) | _LISTED,
+    responses=of_both_apis(401, 422) | _LISTED,
 )
 async def list_models(
     request: Request, cursor: Annotated[str, Query(include_in_schema=False)] = ""

@@ -30,7 +30,7 @@ LONGEST_S = 30.0
             *sorted(set(MEDIA_TYPES.values())),
             ANY_BYTES,
         ),
-        **errors(400, 403, 404, 503),
+        **errors(400, 403, 404, 429, 499, 503, 504),
     },
 )
 async def get_object(

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,12 +54,22 @@ async def read_prediction(
     Raises:
         InvalidFields: the input does not fit the model.
         BadInput: the webhook could never be delivered to.
+        StorageFull: the tenant has no room for the source image.
         Overloaded: too many images wait to be decoded.
         DeadlineExceeded: the source image was not decoded in time.
         Unavailable: the object store is out of reach.
         ClientGone: the caller hung up.
     """
-    caller = PictureCaller(call.tenant, call.base_url, call.options.done_by_s(model.deadline))
+    done_by_s, keep_s = call.options.done_by_s(model.deadline), call.caller.plan.prediction_keep_s
+    if keep_s is None:
+        keep_s = call.dependencies.settings.prediction_keep_s
+    caller = PictureCaller(
+        call.tenant,
+        call.storage_quota("image"),
+        call.base_url,
+        deadline_s=done_by_s,
+        keep_s=keep_s + done_by_s - time.time(),
+    )
     reading = read_inputs(body.input, model, caller, call.dependencies.source_pictures)
     read = await while_connected(call.http.receive, reading)
     webhook, events = _webhook_of(body, allow_private=call.dependencies.settings.webhooks_private)

@@ -233,9 +233,10 @@ async def _create(
     price, wait_s = price_of(model, context.received_at_s), max(0.0, call.options.wait_s - EARLY_S)
     async with (
         call.limited(model, [item.input for item in new.items]) as limited,
-        dependencies.predictions.creating(new, waits=wait_s > 0) as creation,
+        dependencies.predictions.creating(
+            new, waits=wait_s > 0, hold=limited.hold(new.prediction, dependencies.follower.follow)
+        ) as creation,
     ):
-        limited.go_on(lambda ended: dependencies.follower.follow(ended, creation.snapshot))
         if not creation.is_new:
             limited.settle(price, [])
         if wait_s:

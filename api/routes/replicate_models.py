@@ -172,7 +172,8 @@ async def list_hardware(request: Request) -> Response:
 async def create_file(request: Request) -> Response:
     """Takes a form with the file as `content` and, if wanted, a JSON object as `metadata`.
 
-    Files are kept for a day. Below /v1 api/routes/files.py is asked first.
+    Files are kept for a day, and count in what the tenant may store. Below /v1
+    api/routes/files.py is asked first.
     """
     call = authenticate(request)
     call.check_charset()
@@ -182,7 +183,7 @@ async def create_file(request: Request) -> Response:
             raise BadInput("content: a file is needed", field="content")
         text = await metadata.read() if isinstance(metadata, UploadFile) else metadata
         file = await call.dependencies.files.add(
-            call.tenant,
+            call.storage_quota("content"),
             await content.read(),
             name=content.filename or "file",
             content_type=content.content_type or "",

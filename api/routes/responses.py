@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from api.endpoints.responses import ResponseEvents
 from api.endpoints.text import inputs_of, is_repeatable, model_of
-from api.errors import NotFound, PreviousResponseNotFound
+from api.errors import NotFound, NotNow, PreviousResponseNotFound
 from api.http import openapi
 from api.http.disconnect import while_connected
 from api.http.fast_route import IS_HEAD, StreamedRoute
@@ -81,10 +81,10 @@ async def create_response(request: Request) -> Response:
     if body.is_kept:
         return await _create_kept(call, body, model, inputs)
     repeats = is_repeatable(chat) or seed is not None
-    outcomes = (await call.infer(model, inputs, is_repeatable=repeats)).outcomes
     made = "resp_" + call.context.request_id.removeprefix("req_")
     events = ResponseEvents(body, made, call.context.received_at_s, model)
-    return _json(events.whole(outcomes, time.time()))
+    async with call.inferred(model, inputs, is_repeatable=repeats) as response:
+        return _json(events.whole(response.outcomes, time.time()))
 
 
 @stored_router.get(
@@ -145,7 +145,7 @@ async def _continued(call: ApiRequest, body: ResponseBody, previous: str) -> Res
         ) from error
     reply = _state_of(call, snapshot)
     if reply.status not in ("completed", "incomplete"):
-        raise BadInput(
+        raise NotNow(
             f"previous_response_id: that response is {reply.status}, so it has no output",
             field="previous_response_id",
         )
@@ -182,9 +182,12 @@ async def _create_kept(
             held.enter_context(dependencies.text_streams.reserved(call.tenant))
         async with (
             call.limited(model, inputs) as limited,
-            dependencies.predictions.creating(new, waits=body.waits) as creation,
+            dependencies.predictions.creating(
+                new,
+                waits=body.waits,
+                hold=limited.hold(new.prediction, dependencies.follower.follow),
+            ) as creation,
         ):
-            limited.go_on(lambda ended: dependencies.follower.follow(ended, creation.snapshot))
             if not creation.is_new:
                 limited.settle(price_of(model, call.context.received_at_s), [])
             if body.waits:

@@ -101,7 +101,7 @@ async def create_completion(request: Request) -> Response:
     "/v1/chat/completions/{completion_id}",
     summary="Get a streamed chat",
     openapi_extra={"parameters": [LAST_EVENT_ID]} | openapi.AUTHENTICATED,
-    responses=streamed(openapi.responses(ChatReply, 400, 401, 404, 409, 429, 500, 503, 504)),
+    responses=streamed(openapi.responses(ChatReply, 400, 401, 404, 409, 429, 499, 500, 503, 504)),
 )
 async def read_chat(
     request: Request, completion_id: str, stream: bool = False, starting_after: StartingAfter = ""
@@ -132,10 +132,11 @@ async def _create(request: Request, endpoint: _Endpoint[Any]) -> Response:
     if body.stream:
         return await _create_stream(call, endpoint, body, model, inputs)
     repeats = is_repeatable(body) or call.context.key_seed is not None
-    outcomes = (await call.infer(model, inputs, is_repeatable=repeats)).outcomes
     made = endpoint.id_prefix + call.context.request_id.removeprefix("req_")
-    reply = endpoint.reply(body, made, call.context.received_at_s, model, outcomes)
-    return _json(reply)
+    async with call.inferred(model, inputs, is_repeatable=repeats) as response:
+        return _json(
+            endpoint.reply(body, made, call.context.received_at_s, model, response.outcomes)
+        )
 
 
 async def _create_stream(
@@ -156,9 +157,10 @@ async def _create_stream(
         held.enter_context(dependencies.text_streams.reserved(call.tenant))
         async with (
             call.limited(model, inputs) as limited,
-            dependencies.predictions.creating(new, waits=False) as creation,
+            dependencies.predictions.creating(
+                new, waits=False, hold=limited.hold(new.prediction, dependencies.follower.follow)
+            ) as creation,
         ):
-            limited.go_on(lambda ended: dependencies.follower.follow(ended, creation.snapshot))
             if not creation.is_new:
                 limited.settle(price_of(model, call.context.received_at_s), [])
         return _stream(call, endpoint, body, creation.snapshot, last_id, held.pop_all())

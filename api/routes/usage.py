@@ -45,7 +45,7 @@ Result = EmbeddingsUsage | ImagesUsage | Costs
     "/v1/usage",
     summary="Get what you used",
     openapi_extra={"parameters": SUMMARY} | AUTHENTICATED,
-    responses=responses(UsageReply, 400, 401, 403, 429, 503),
+    responses=responses(UsageReply, 400, 401, 403, 429, 503, headers=("Age",)),
 )
 async def get_usage(request: Request) -> Response:
     """What your tenant used today and this month (UTC), and between `from` and `to`, by model."""
@@ -97,7 +97,7 @@ def _nothing(model: str | None) -> ModelUsage:
     "/v1/organization/usage/embeddings",
     summary="Get the usage of embeddings",
     openapi_extra={"parameters": OF_USAGE} | AUTHENTICATED,
-    responses=responses(UsagePage, 400, 401, 403, 429, 503),
+    responses=responses(UsagePage, 400, 401, 403, 429, 503, headers=("Age",)),
 )
 async def get_embeddings_usage(request: Request) -> Response:
     """Tokens and requests in buckets of time, of models that are billed by tokens."""
@@ -108,7 +108,7 @@ async def get_embeddings_usage(request: Request) -> Response:
     "/v1/organization/usage/images",
     summary="Get the usage of images",
     openapi_extra={"parameters": OF_USAGE} | AUTHENTICATED,
-    responses=responses(UsagePage, 400, 401, 403, 429, 503),
+    responses=responses(UsagePage, 400, 401, 403, 429, 503, headers=("Age",)),
 )
 async def get_images_usage(request: Request) -> Response:
     """Images and requests in buckets of time, of models that are billed by pixel-steps."""
@@ -119,7 +119,7 @@ async def get_images_usage(request: Request) -> Response:
     "/v1/organization/costs",
     summary="Get what was charged",
     openapi_extra={"parameters": OF_COSTS} | AUTHENTICATED,
-    responses=responses(UsagePage, 400, 401, 403, 429, 503),
+    responses=responses(UsagePage, 400, 401, 403, 429, 503, headers=("Age",)),
 )
 async def get_costs(request: Request) -> Response:
     """US dollars in buckets of time, all models together."""

@@ -6,6 +6,7 @@ so. Replies are in openai_replies.py.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -31,6 +32,19 @@ _WHITE = (
     "I="
 )
 """A white PNG of 64 x 64 pixels, so that the example works as it is."""
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
+"""OpenAI's bounds."""
+EndUser = Annotated[str, Field(max_length=128)]
+"""Who uses the caller's application. The bound is OpenAI's for `safety_identifier`."""
+CacheKey = Annotated[str, Field(max_length=64)]
+"""OpenAI's bound for `prompt_cache_key`."""
+Option = Annotated[str, Field(max_length=64)]
+"""A choice among a few words. New ones are accepted."""
+ItemId = Annotated[str, Field(max_length=256)]
+"""The id of an answer, of a part of it or of a call. OpenAI's are shorter."""
+OPTIONS_MAX_BYTES = 1024
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
@@ -45,6 +59,16 @@ def _known(name: str) -> str:
 SchedulerName = Annotated[
     str, AfterValidator(_known), Field(json_schema_extra={"enum": list(SCHEDULER_NAMES)})
 ]
+
+
+def _is_short(options: dict[str, Any]) -> dict[str, Any]:
+    if len(json.dumps(options)) > OPTIONS_MAX_BYTES:
+        raise ValueError(f"longer than {OPTIONS_MAX_BYTES} bytes as JSON")
+    return options
+
+
+Options = Annotated[dict[str, Any], AfterValidator(_is_short)]
+"""Options that have no effect."""
 
 
 class Body(BaseModel):
@@ -104,7 +128,7 @@ class EmbeddingsBody(Body):
             "without it they are refused."
         ),
     )
-    user: str | None = None
+    user: EndUser | None = None
 
 
 class _ImageBody(Body):
@@ -128,12 +152,12 @@ class _ImageBody(Body):
     scheduler: SchedulerName | None = Field(
         None, description=f"Extension: one of {', '.join(SCHEDULER_NAMES)}."
     )
-    quality: str | None = Field(None, description="Accepted, without effect.")
-    style: str | None = Field(None, description="Accepted, without effect.")
-    background: str | None = Field(None, description="Accepted, without effect.")
-    moderation: str | None = Field(None, description="Accepted, without effect.")
-    user: str | None = None
-    safety_identifier: str | None = None
+    quality: Option | None = Field(None, description="Accepted, without effect.")
+    style: Option | None = Field(None, description="Accepted, without effect.")
+    background: Option | None = Field(None, description="Accepted, without effect.")
+    moderation: Option | None = Field(None, description="Accepted, without effect.")
+    user: EndUser | None = None
+    safety_identifier: EndUser | None = None
     stream: bool | None = Field(
         None,
         description="Only false. This API does not stream images.",
@@ -202,7 +226,7 @@ class EditForm(_ImageBody):
     model_config = ConfigDict(json_schema_extra=_as_form)
 
     strength: float = Field(0.8, gt=0, le=1, description="Extension: 1 ignores the source image.")
-    input_fidelity: str | None = Field(None, description="Accepted, without effect.")
+    input_fidelity: Option | None = Field(None, description="Accepted, without effect.")
 
 
 class EditBody(EditForm):

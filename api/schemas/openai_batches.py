@@ -5,16 +5,13 @@ Source: https://platform.openai.com/docs/api-reference/batch
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 from pydantic import ConfigDict, Field
 
-from api.schemas.openai import Body
+from api.schemas.openai import Body, Metadata
 from api.schemas.replicate import LONGEST_URL
-
-MetadataKey = Annotated[str, Field(max_length=64)]
-MetadataValue = Annotated[str, Field(max_length=512)]
 
 
 class OutputExpiresAfter(Body):
@@ -45,7 +42,7 @@ class BatchBody(Body):
         "/v1/completions",
     ] = Field(description="The `url` of all lines.")
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     output_expires_after: OutputExpiresAfter | None = None
     webhook: str | None = Field(
         None,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from api.schemas.openai import Body
+from api.schemas.openai import Body, CacheKey, EndUser, ItemId, Metadata, Option, Options
 from api.schemas.openai_text import MOST_TOOLS, ChatBody, Share, text_or_list
 from api.schemas.openai_tools import TOOL_NAME
 
@@ -20,8 +20,12 @@ class InputPart(Body):
 
     type: Literal["input_text", "output_text", "refusal"]
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
-    annotations: list[Any] | None = Field(None, description="Accepted from earlier answers.")
-    logprobs: list[Any] | None = Field(None, description="Accepted from earlier answers.")
+    annotations: list[Any] | None = Field(
+        None, exclude=True, description="Accepted from earlier answers, and not kept."
+    )
+    logprobs: list[Any] | None = Field(
+        None, exclude=True, description="Accepted from earlier answers, and not kept."
+    )
 
 
 class InputMessage(Body):
@@ -30,9 +34,9 @@ class InputMessage(Body):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[InputPart]
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = Field(None, description="Accepted from earlier answers.")
+    id: ItemId | None = None
+    status: Option | None = None
+    phase: Option | None = Field(None, description="Accepted from earlier answers.")
 
     def to_chat(self) -> dict[str, Any]:
         """The message of a chat."""
@@ -43,11 +47,11 @@ class InputCall(Body):
     """A call of a function in an earlier answer."""
 
     type: Literal["function_call"]
-    call_id: str
+    call_id: ItemId
     name: str
     arguments: str
-    id: str | None = None
-    status: str | None = None
+    id: ItemId | None = None
+    status: Option | None = None
 
     def to_chat(self) -> dict[str, Any]:
         """The message of a chat."""
@@ -59,10 +63,10 @@ class InputResult(Body):
     """What a function gave."""
 
     type: Literal["function_call_output"]
-    call_id: str
+    call_id: ItemId
     output: str | list[InputPart]
-    id: str | None = None
-    status: str | None = None
+    id: ItemId | None = None
+    status: Option | None = None
 
     def to_chat(self) -> dict[str, Any]:
         """The message of a chat."""
@@ -151,7 +155,7 @@ class TextOptions(Body):
     """How the text is written."""
 
     format: TextFormat | None = None
-    verbosity: str | None = Field(None, description="Accepted, without effect.")
+    verbosity: Option | None = Field(None, description="Accepted, without effect.")
 
 
 class ResponseStreamOptions(Body):
@@ -191,7 +195,7 @@ class ResponseBody(Body):
     max_tool_calls: int | None = Field(
         None, ge=1, description="Accepted, without effect: there are no built-in tools."
     )
-    metadata: dict[str, str] | None = Field(None, max_length=16)
+    metadata: Metadata | None = None
     include: (
         Annotated[
             list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
@@ -200,22 +204,20 @@ class ResponseBody(Body):
         | None
     ) = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    previous_response_id: str | None = Field(
+    previous_response_id: ItemId | None = Field(
         None, description="Its input and its output come before `input`. It was kept."
     )
     truncation: Literal["disabled"] | None = None
-    reasoning: dict[str, Any] | None = Field(None, description="Accepted, without effect.")
+    reasoning: Options | None = Field(None, description="Accepted, without effect.")
     store: bool | None = Field(
         None, description="true: it is kept, as streamed and background ones always are."
     )
-    user: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = Field(None, description="Accepted, without effect.")
-    prompt_cache_key: str | None = Field(None, description="Accepted, without effect.")
-    prompt_cache_retention: str | None = Field(None, description="Accepted, without effect.")
-    prompt_cache_options: dict[str, Any] | None = Field(
-        None, description="Accepted, without effect."
-    )
+    user: EndUser | None = None
+    safety_identifier: EndUser | None = None
+    service_tier: Option | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_key: CacheKey | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_retention: Option | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_options: Options | None = Field(None, description="Accepted, without effect.")
     context_management: None = None
     conversation: None = None
     moderation: None = None

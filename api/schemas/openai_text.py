@@ -11,7 +11,17 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import from_json
 
-from api.schemas.openai import Body, Tokens, shape_of
+from api.schemas.openai import (
+    Body,
+    CacheKey,
+    EndUser,
+    ItemId,
+    Metadata,
+    Option,
+    Options,
+    Tokens,
+    shape_of,
+)
 from api.schemas.openai_tools import (
     TOOL_NAME,
     AnyToolChoice,
@@ -24,8 +34,6 @@ from api.schemas.openai_tools import (
 LONGEST_SCHEMA = 64 * 1024
 """Characters of a JSON schema."""
 MOST_TOOLS = 128
-MOST_CHOICES, MOST_PROMPTS = 8, 8
-"""Of one request. Together MOST_ITEMS of shared/stores/token_streams.py."""
 MOST_CHOICES, MOST_PROMPTS = 8, 8
 """Of one request. Together MOST_ITEMS of shared/stores/token_streams.py."""
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -56,7 +64,7 @@ class FunctionCall(Body):
 class ToolCall(Body):
     """A call in an earlier message of the assistant."""
 
-    id: str
+    id: ItemId
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -75,9 +83,11 @@ class Message(Body):
     ) = None
     name: str | None = Field(None, max_length=64)
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: ItemId | None = None
     refusal: str | None = Field(None, description="What an earlier answer said instead.")
-    annotations: list[Any] | None = Field(None, description="Accepted from earlier answers.")
+    annotations: list[Any] | None = Field(
+        None, exclude=True, description="Accepted from earlier answers, and not kept."
+    )
     audio: None = None
     function_call: None = None
 
@@ -189,16 +199,14 @@ class _SampledBody(Body):
     max_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: dict[str, str] | None = Field(None, description="Accepted, without effect.")
+    user: EndUser | None = None
+    safety_identifier: EndUser | None = None
+    metadata: Metadata | None = Field(None, description="Accepted, without effect.")
     store: bool | None = Field(None, description="Accepted, without effect.")
-    service_tier: str | None = Field(None, description="Accepted, without effect.")
-    prompt_cache_key: str | None = Field(None, description="Accepted, without effect.")
-    prompt_cache_retention: str | None = Field(None, description="Accepted, without effect.")
-    prompt_cache_options: dict[str, Any] | None = Field(
-        None, description="Accepted, without effect."
-    )
+    service_tier: Option | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_key: CacheKey | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_retention: Option | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_options: Options | None = Field(None, description="Accepted, without effect.")
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
@@ -234,9 +242,9 @@ class ChatBody(_SampledBody):
     tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
     tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Accepted, without effect.")
-    reasoning_effort: str | None = Field(None, description="Accepted, without effect.")
-    verbosity: str | None = Field(None, description="Accepted, without effect.")
-    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: Option | None = Field(None, description="Accepted, without effect.")
+    verbosity: Option | None = Field(None, description="Accepted, without effect.")
+    modalities: Annotated[list[Literal["text"]], Field(max_length=8)] | None = None
     audio: None = None
     function_call: None = None
     functions: None = None

@@ -71,7 +71,18 @@ class TextApi(ApiTask):
             # Whoever has the link of a prediction may read along.
             is_streamed=True,
         )
-        return Inputs([made], given, is_list=False, is_repeatable=is_repeatable)
+        return Inputs([made], _shown(given), is_list=False, is_repeatable=is_repeatable)
+
+
+def _shown(given: dict[str, Any]) -> dict[str, Any]:
+    """The input as its record keeps it: without what is accepted and not read."""
+    if not given.get("messages"):
+        return given
+    messages = [
+        {name: value for name, value in message.items() if name != "annotations"}
+        for message in given["messages"]
+    ]
+    return given | {"messages": messages}
 
 
 TASK = TextApi()

@@ -12,7 +12,7 @@ WITH once AS (
     AND (@all_models OR model IN UNNEST(@models))
     AND (@all_keys OR key_id IN UNNEST(@keys))
     AND (@all_tasks OR task IN UNNEST(@tasks))
-  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
 )
 SELECT
   DIV(UNIX_SECONDS(received_at) - @start, @width) AS bucket,

@@ -65,7 +65,7 @@ JOB_ITEMS = 16
 def servers(folder: Path) -> Iterator[tuple[str, str]]:
     """The endpoint of an embedded Pub/Sub and the URL of a Redis."""
     port = free_port()
-    command = [sys.executable, "-m", "infra.emulators.pubsub", "--port", str(port)]
+    command = [sys.executable, "-m", "pubsub_emulator", "--port", str(port)]
     with (
         Process("pubsub", command, folder) as pubsub,
         RedisServer(folder / "redis", folder) as redis,

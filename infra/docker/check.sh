@@ -14,7 +14,7 @@ prepare() { # IMAGE PATH...
   local image=$1
   shift
   mkdir -p "$work/$image/src"
-  tar --create --exclude __pycache__ --exclude infra/terraform pyproject.toml constraints.txt LICENSE README.md \
+  tar --create --exclude __pycache__ --exclude infra/terraform --exclude 'emulators/*/tests' pyproject.toml constraints.txt LICENSE README.md \
     infra/lock.py infra/docker/requirements.py "$@" | tar --extract --directory "$work/$image/src"
   cd "$work/$image/src"
   cp infra/lock.py infra/docker/requirements.py .
@@ -24,8 +24,10 @@ prepare() { # IMAGE PATH...
   "$python" -m venv --without-pip "$work/$image/venv"
   "$python" -m pip --python "$work/$image/venv/bin/python" install --quiet --disable-pip-version-check \
     --constraint pins.txt --requirement requirements.txt
+  local ours=(.)
+  [ "$image" != servers ] || ours+=(./emulators/bigquery ./emulators/pubsub)
   "$python" -m pip --python "$work/$image/venv/bin/python" install --quiet --disable-pip-version-check --no-deps \
-    --target "$work/$image/app" .
+    --target "$work/$image/app" "${ours[@]}"
   cd "$work/$image/app"
 }
 inside() { # IMAGE COMMAND...
@@ -56,11 +58,11 @@ echo "api: installs, starts, and has no torch"
   inside functions python -c 'import runpy; runpy.run_path("workers/functions/main.py", run_name="main")'
   without functions torch transformers fastapi api infra)
 echo "functions: installs, loads, and has no torch"
-(prepare servers shared infra
+(prepare servers shared infra emulators
   inside servers penstock pubsub --help > /dev/null
   inside servers penstock bigquery --help > /dev/null
   inside servers penstock provision --help > /dev/null
-  inside servers python -c 'import infra.emulators.pubsub.server, infra.emulators.bigquery.server'
+  inside servers python -c 'import pubsub_emulator, bigquery_emulator'
   inside servers python -c 'import infra.local.provision_servers'
   without servers torch transformers api workers fastapi)
 echo "servers: installs, loads, and has no torch"

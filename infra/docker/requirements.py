@@ -1,7 +1,7 @@
 """Prints the requirements of pyproject.toml with the named extras, for a layer of an image.
 
 pip installs a project's dependencies only together with the project, whose layer changes with every
-commit.
+commit. For a member of the workspace this prints what the member requires.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 
 def requirements(project_file: Path, extras: list[str]) -> list[str]:
@@ -17,12 +18,36 @@ def requirements(project_file: Path, extras: list[str]) -> list[str]:
 
     Raises:
         KeyError: the project has no such extra.
+        FileNotFoundError: the folder of a member that `extras` require is not there.
     """
-    project = tomllib.loads(project_file.read_text(encoding="utf-8"))["project"]
+    told = tomllib.loads(project_file.read_text(encoding="utf-8"))
+    project, members = told["project"], _members(project_file, told)
     found: list[str] = list(project["dependencies"])
     for extra in extras:
-        found += project["optional-dependencies"][extra]
-    return found
+        for asked in project["optional-dependencies"][extra]:
+            name = asked.partition("==")[0]
+            found += members.get(name, [asked])
+    missing = [one for one in found if one.partition("==")[0] in _sources(told)]
+    if missing:
+        raise FileNotFoundError(f"no folder of the workspace has {', '.join(missing)}")
+    return list(dict.fromkeys(found))
+
+
+def _sources(told: dict[str, Any]) -> set[str]:
+    """The names of what comes from the workspace and not from an index."""
+    return set(told.get("tool", {}).get("uv", {}).get("sources", {}))
+
+
+def _members(project_file: Path, told: dict[str, Any]) -> dict[str, list[str]]:
+    """What each other member of the workspace requires, by its name."""
+    patterns = told.get("tool", {}).get("uv", {}).get("workspace", {}).get("members", [])
+    files = (
+        file
+        for pattern in patterns
+        for file in project_file.parent.glob(f"{pattern}/pyproject.toml")
+    )
+    projects = [tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in files]
+    return {project["name"]: project["dependencies"] for project in projects}
 
 
 def main() -> int:

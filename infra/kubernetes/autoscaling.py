@@ -6,9 +6,9 @@ Three triggers, of which the highest counts (decision 43):
   knows of a step before workers are busy with it, and starts the first worker.
 - `work`: the workers that are kept busy, and what it takes to do in time what waits. It sees work
   that arrivals do not tell of: jobs of another region, items that take longer than usual.
-- `messages`: what Pub/Sub has not had acked, one to three minutes late (platform-facts G17), or
-  what waits in the queues of a RabbitMQ, for predictions that no API waits for. Where neither
-  counts them there is no such trigger.
+- `messages`: what Pub/Sub has not had acked, one to three minutes late (its metric is sampled every
+  60 s and may stay invisible for 120 s more), or what waits in the queues of a RabbitMQ, for
+  predictions that no API waits for. Where neither counts them there is no such trigger.
 
 Lost metrics never take workers away. A trigger without samples fails, so the HPA does not scale
 down. Of those that lose a part, the other one holds the count. Only a model that nobody has asked

@@ -129,7 +129,11 @@ class Deployment(BaseModel):
 
     @property
     def metrics_url(self) -> str:
-        """Where Prometheus answers queries. Managed Prometheus: platform-facts G16."""
+        """Where Prometheus answers queries; by default Managed Prometheus.
+
+        KEDA's scaler for Pub/Sub is deprecated, as it uses Monitoring's old query language:
+        https://keda.sh/docs/2.18/scalers/gcp-pub-sub/
+        """
         if self.prometheus is not None:
             return self.prometheus.url
         return f"https://monitoring.googleapis.com/v1/projects/{self.project}/location/global/prometheus"

@@ -1,5 +1,5 @@
 -- The rows of one replay, each once, with the number of its copies.
--- Rows are written at least once. A report counts the copy of the last attempt, and so does this.
+-- Rows are written at least once. A report counts a copy that is not succeeded, else that of the last attempt. So does this.
 SELECT
   client_request_id,
   request_id,
@@ -20,4 +20,4 @@ FROM `rows`
 WHERE received_at >= @since
   AND received_at < @until
   AND STARTS_WITH(client_request_id, @run)
-QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1

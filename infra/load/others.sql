@@ -14,7 +14,7 @@ WITH once AS (
   WHERE received_at >= @since
     AND received_at < @until
     AND tenant IN UNNEST(@tenants)
-  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
 )
 SELECT
   TIMESTAMP_TRUNC(received_at, HOUR) AS hour,

@@ -50,6 +50,8 @@ Try = tuple[str, str, Callable[[Settings], Coroutine[Any, Any, None]]]
 EXTRAS = ("api", "worker", "functions", "optimize", "local", "simulation", "dev")
 """The extras that `make setup` installs. The extra `gpu` is for machines with a GPU."""
 INSTALL = "make setup"
+DISTRIBUTIONS = ("penstock", "penstock-bigquery-emulator", "penstock-pubsub-emulator")
+"""Those of this repository."""
 
 _PIN = re.compile(
     r"(?P<name>[\w.-]+)(\[[\w,]+\])?==(?P<version>[^;\s]+)(.*extra == ['\"](?P<extra>\w+))?"
@@ -114,10 +116,10 @@ def _python() -> Diagnosis:
 
 def _packages() -> Diagnosis:
     try:
-        required = filter(None, map(_PIN.match, importlib.metadata.requires("penstock") or []))
-    except importlib.metadata.PackageNotFoundError:
-        return Diagnosis("packages", "penstock is not installed", INSTALL)
-    pins = [pin for pin in required if pin["extra"] in (None, *EXTRAS)]
+        asked = [one for name in DISTRIBUTIONS for one in importlib.metadata.requires(name) or []]
+    except importlib.metadata.PackageNotFoundError as error:
+        return Diagnosis("packages", f"{error.name} is not installed", INSTALL)
+    pins = [pin for pin in map(_PIN.match, asked) if pin and pin["extra"] in (None, *EXTRAS)]
     wrong = sorted({pin["name"] for pin in pins if _installed(pin["name"]) != pin["version"]})
     if wrong:
         return Diagnosis("packages", f"missing or of another version: {', '.join(wrong)}", INSTALL)

@@ -1,8 +1,10 @@
-"""One process of the local stack, in its own group, with a log file and a time limit to stop."""
+"""One process of the local stack, in its own group, with a log file and a time limit to stop.
+
+It ends with the process that started it, however that one ends (infra/local/reaper.py).
+"""
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import os
 import random
@@ -10,20 +12,19 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from infra.local.reaper import add_child, child_marks
 from shared.errors import Unavailable
 
 POLL_S = 0.02
 KILL_LIMIT_S = 30.0
 FREE_PORTS = (15_000, 32_000)
 PORT_TRIES = 1000
-_PR_SET_PDEATHSIG = 1
 _random = random.SystemRandom()
 _ANY_CERTIFICATE = ssl.create_default_context()
 _ANY_CERTIFICATE.check_hostname = False
@@ -94,6 +95,7 @@ class Process:
             Unavailable: the program can't be run.
         """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        environment = os.environ if self._environment is None else self._environment
         with self.log_path.open(self._log_mode) as output:
             try:
                 # Its own session: Ctrl-C reaches the stack alone, which then stops its parts
@@ -103,14 +105,14 @@ class Process:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=self._environment,
+                    env={**environment, **child_marks()},
                     start_new_session=True,
-                    preexec_fn=_end_with_parent if sys.platform == "linux" else None,
                 )
             except OSError as error:
                 raise Unavailable(
                     f"{self.name}: {self._command[0]} does not run here: {error.strerror}"
                 ) from error
+        add_child(self._popen.pid)
         self._log_mode = "ab"
 
     def wait_ready(self, is_ready: Callable[[], bool], limit_s: float) -> None:
@@ -210,11 +212,6 @@ class Process:
         return "; " + (
             "\n  ".join([f"the end of {self.log_path}:", *said]) if said else "it said nothing"
         )
-
-
-def _end_with_parent() -> None:
-    """Runs in the child: requests SIGTERM when the parent dies, so that no process is left."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _kill_group(pid: int) -> None:

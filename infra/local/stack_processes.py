@@ -87,7 +87,7 @@ class StackProcesses:
             flags = ["--socket", str(socket_dir / "pubsub")]
             flags += ["--data-dir", str(self._state_dir / "pubsub")] if self._keep_messages else []
         port = str(getattr(self._ports, name))
-        return self.module(name, [f"infra.emulators.{name}", "--port", port, *flags])
+        return self.module(name, [f"{name}_emulator", "--port", port, *flags])
 
     def socket_urls(self, socket_dir: Path) -> dict[str, str]:
         """Where the servers that have a socket listen on it, by their names."""

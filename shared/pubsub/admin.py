@@ -1,7 +1,7 @@
 """Creates and deletes topics and subscriptions, for an instance's own inbox and for local stacks.
 
-No request waits for these calls. The service allows 6,000 of them per minute and project
-(platform-facts P1), and all instances share that quota.
+No request waits for these calls. The service allows 6,000 of them per minute and project (quota
+`administratorPerMinutePerProject`), and all instances share that.
 """
 
 from __future__ import annotations

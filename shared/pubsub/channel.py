@@ -37,7 +37,7 @@ ModifyAckDeadlineRequest = pubsub.ModifyAckDeadlineRequest.pb()
 GOOGLE_ENDPOINT = "pubsub.googleapis.com:443"
 SCOPES = ("https://www.googleapis.com/auth/pubsub",)
 MESSAGE_LIMIT_BYTES = 10_000_000
-"""The largest message the service takes (platform-facts P6)."""
+"""The largest message: https://docs.cloud.google.com/pubsub/quotas#resource_limits"""
 
 TRANSIENT = frozenset(
     {
@@ -96,8 +96,9 @@ def parse_endpoint(endpoint: str) -> CallTarget:
 class Channels:
     """Opens channels to one endpoint, each with its own connection, and closes them all.
 
-    Connections are not shared, because one carries about 100 streams (platform-facts P45). Open
-    streaming pulls on the same connection would delay publishes and acks.
+    Connections are not shared, because one carries about 100 streams: the next wait, as in
+    https://github.com/googleapis/nodejs-pubsub/issues/550. Open streaming pulls on the same
+    connection would delay publishes and acks.
     """
 
     def __init__(self, endpoint: str) -> None:

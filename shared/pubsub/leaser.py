@@ -17,7 +17,9 @@ log = logging.getLogger(__name__)
 
 REQUEST_LIMIT_IDS = 1000
 REQUEST_LIMIT_BYTES = 500_000
-"""Below the 512 KiB that a request with ack ids may have (platform-facts P10)."""
+"""Below the 512 KiB that a request with ack ids may have:
+https://docs.cloud.google.com/pubsub/quotas#resource_limits
+"""
 QUEUE_LIMIT_IDS = 50_000
 LONGEST_LEASE_S = 3600.0
 """After this a message counts as lost however alive its holder is, as in Google's own clients."""

@@ -15,7 +15,7 @@ from shared.pubsub.channel import MESSAGE_LIMIT_BYTES, Method, PublishRequest, R
 
 REQUEST_LIMIT_MESSAGES = 1000
 REQUEST_LIMIT_BYTES = 9_000_000
-"""Below the service's 10 MB, which counts the request's own bytes too (platform-facts P6)."""
+"""Below the service's 10 MB, which counts the request's own bytes too."""
 QUEUE_LIMIT_MESSAGES = 20_000
 QUEUE_LIMIT_BYTES = 128 * 1024 * 1024
 REQUESTS_IN_FLIGHT = 4

@@ -29,8 +29,8 @@ FATAL = frozenset(
     }
 )
 FATAL_TRIES = 4
-"""A subscription just made, or a right just given, may not be known everywhere yet (platform-facts
-P14).
+"""A subscription just made, or a right just given, may not be known in every region yet:
+https://docs.cloud.google.com/pubsub/docs/reliability-intro
 """
 HEARTBEAT_S = 30.0
 """An empty request this often keeps an idle stream open, as Google's own clients do."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -106,6 +106,8 @@ class StoredObject(NamedTuple):
 
     key: str
     size_bytes: int
+    modified_at_s: float = 0.0
+    """Unix time."""
 
 
 class ObjectStore:
@@ -128,6 +130,11 @@ class ObjectStore:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="objects")
         # A folder keeps no media types, so the extension of the key names the type.
         self._keeps_media_type = not isinstance(self._store, store.LocalStore)
+
+    @property
+    def is_on_google(self) -> bool:
+        """Whether it is a bucket whose lifecycle rules remove what is old."""
+        return self._url.startswith("gs://")
 
     async def put(self, key: str, data: bytes, media_type: str) -> None:
         """Writes an object atomically: a reader sees the old bytes or the new ones."""
@@ -188,6 +195,22 @@ class ObjectStore:
         with _translated("list", folder):
             return await self._work(partial(_list, self._store, folder, limit))
 
+    async def modified_before(self, folder: str, before_s: float) -> AsyncIterator[StoredObject]:
+        """Yields the objects below a folder that were last written before `before_s` (Unix time).
+
+        Raises:
+            Unavailable: the store is out of reach or too slow.
+        """
+        _check(folder)
+        with _translated("list", folder):
+            chunks = await self._work(
+                partial(obstore.list, self._store, f"{folder}/", chunk_size=LIST_CHUNK)
+            )
+            while chunk := await self._work(partial(next, chunks, [])):
+                for one in map(_stored, chunk):
+                    if one.modified_at_s < before_s:
+                        yield one
+
     async def folders(self, folder: str) -> list[str]:
         """Returns the names of the folders right below a folder, in order.
 
@@ -241,11 +264,15 @@ class ObjectStore:
 def _list(source: Any, folder: str, limit: int) -> list[StoredObject]:
     found: list[StoredObject] = []
     for chunk in obstore.list(source, folder, chunk_size=LIST_CHUNK):
-        found += (StoredObject(one["path"], one["size"]) for one in chunk)
+        found += map(_stored, chunk)
         # A bucket lists in order, a folder does not.
         if len(found) >= limit and not isinstance(source, store.LocalStore):
             break
     return sorted(found)[:limit]
+
+
+def _stored(found: Any) -> StoredObject:
+    return StoredObject(found["path"], found["size"], found["last_modified"].timestamp())
 
 
 def _read(source: Any, key: str, max_bytes: int) -> bytes:

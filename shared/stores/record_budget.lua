@@ -9,6 +9,7 @@ end
 -- Counts a prediction that ended with what it holds now.
 local function ended(store, key, now, keep_s)
   redis.call('ZADD', store .. ':ends', now + keep_s, key)
+  redis.call('ZADD', store .. ':held', 'XX', now, key) -- what it reserved can be settled (holds.py)
   local _, tenant = counted(store, key)
   if not tenant then return end -- created by a release without budgets
   local held = redis.call('HSTRLEN', key, 'document') + redis.call('HSTRLEN', key, 'reply')

@@ -10,6 +10,7 @@
 -- have none, and each new prediction removes some that expired.
 
 local SMALL_SHARE = 16  -- a tenant with less than this part of the budget always finds room
+local LATE_S = 6        -- a prediction is over so long after its deadline, or whoever looks ends it
 local ABANDONED_S = 120 -- a prediction that has not ended this long after its deadline may go
 
 local store, now, deadline, tenant, id, document =
@@ -31,6 +32,10 @@ end
 redis.call('HSET', KEYS[1],
   'state', 'starting', 'created_at_s', now, 'keep_s', ARGV[3], 'document', document)
 keep(store, KEYS[1], tenant, wanted, deadline + ABANDONED_S)
+if ARGV[10] ~= '' then
+  redis.call('HSET', store .. ':holds', KEYS[1], ARGV[10])
+  redis.call('ZADD', store .. ':held', deadline + LATE_S, KEYS[1])
+end
 redis.call('ZADD', store .. ':ends', deadline + ARGV[3], KEYS[1])
 redis.call('ZADD', KEYS[3], now, id)
 -- The line is cleaned where it is read. It ends with the last deadline in it.

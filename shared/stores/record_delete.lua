@@ -13,7 +13,9 @@ if not is_over(state) then return -1 end
 if ARGV[2] == '' and redis.call('HEXISTS', KEYS[1], 'reply') == 1 then return -2 end
 local stays, fields = {'state', 'canceled'}, redis.call('HGETALL', KEYS[1])
 for i = 1, #fields, 2 do
-  if string.match(fields[i], '^read_%d+$') or string.match(fields[i], '^prompt_%d+$') then
+  local name = fields[i]
+  if string.match(name, '^read_%d+$') or string.match(name, '^prompt_%d+$')
+    or name == 'attempts' or name == 'canceled_at_s' then
     table.insert(stays, fields[i])
     table.insert(stays, fields[i + 1])
   end

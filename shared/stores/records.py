@@ -31,6 +31,7 @@ from redis.exceptions import RedisError
 
 from shared.errors import Overloaded, Unavailable
 from shared.retention import BUDGET_BYTES
+from shared.stores.holds import Holds
 from shared.stores.previews import PreviewStore
 from shared.stores.record_state import (
     Claim,
@@ -62,6 +63,12 @@ LISTED = 1000
 """Predictions of a tenant that can be listed."""
 LISTEN_POLL_S = 1.0
 LISTEN_PAUSE_S = 0.5
+
+_CHANGING = (
+    *("state", "attempts", "published", "step", "steps", "reply", "receipts"),
+    *("created_at_s", "started_at_s", "ended_at_s", "canceled_at_s"),
+)
+"""The fields that `Record` shows, without the document."""
 
 ERRORS = Counter(
     "penstock_records_errors_total",
@@ -123,6 +130,7 @@ class Records(RedisStore):
         self._finishes = self._link.batcher("finish", self._send_finishes)
         self._commands = self._link.commands("the store of predictions")
         self.lines = WaitingLines(self._commands, prefix)
+        self.holds = Holds(self._commands, prefix)
         self.webhook_log = WebhookLog(self._commands, prefix)
         # Round trips of their own: pictures are large, and nobody is to wait for them.
         self.previews = PreviewStore(self._link.commands("the store of previews"), prefix)
@@ -146,6 +154,7 @@ class Records(RedisStore):
         keep_s: int,
         reply_bytes: int = 0,
         model: str = "",
+        hold: bytes = b"",
     ) -> int:
         """Creates the record of a prediction, `starting`.
 
@@ -162,6 +171,7 @@ class Records(RedisStore):
             keep_s: seconds to keep it after its end, or after its deadline if it never ends.
             reply_bytes: the size of its reply, at most.
             model: that is to compute it, in whose line of the tenant it stands.
+            hold: what it has reserved of limits (shared/stores/holds.py). Empty: nothing.
 
         Raises:
             Overloaded: unfinished predictions leave no room for it.
@@ -183,6 +193,7 @@ class Records(RedisStore):
             LISTED,
             reply_bytes,
             self._max_bytes,
+            hold,
         )
         created, dropped, unfinished = await self._commands.run_script(CREATE, keys, *args)
         DROPPED.inc(dropped)
@@ -247,6 +258,31 @@ class Records(RedisStore):
         """
         fields = await self._commands.run("HGETALL", self._key(record))
         return record_from_fields(fields) if fields else None
+
+    async def read_again(self, record: str, document: bytes) -> Record | None:
+        """Returns the record as `read` does, for whoever has its document, which never changes.
+
+        So following a prediction costs little, however large the request was.
+
+        Args:
+            record: its id.
+            document: as it was read or created.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        found = await self._commands.run("HMGET", self._key(record), *_CHANGING, "keep_s")
+        fields = {
+            name.encode(): value
+            for name, value in zip(_CHANGING, found, strict=False)
+            if value is not None
+        }
+        if not fields:
+            return None
+        held = record_from_fields(fields)
+        if found[-1] is not None:  # what stays of a deleted one has no keep_s
+            held.document = document
+        return held
 
     async def latest(self, tenant: str, limit: int, before_s: float | None = None) -> list[str]:
         """Returns ids of a tenant's predictions, newest first.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import msgspec
 
@@ -16,6 +16,15 @@ LARGEST_JOB_ITEMS = 16
 Unit: TypeAlias = Literal["tokens", "pixel_steps"]
 LinkTo = Callable[[str | None], str]
 """Gives the URL of a result in the object store by its key. None: the result is in its record."""
+
+
+class WorkBound(NamedTuple):
+    """The most work that an item can take."""
+
+    work: int
+    """In the unit of its task."""
+    output_tokens: int = 0
+    """How many of them are tokens that the model writes."""
 
 
 class TaskInput(msgspec.Struct, omit_defaults=True):
@@ -33,6 +42,14 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
     def estimate_work(self) -> int:
         """About how much work it will take, in the unit of its task. Limits reserve as much."""
         raise NotImplementedError
+
+    def bound_work(self, entry: CatalogEntry) -> WorkBound:
+        """The most work it can take. Budgets reserve its price.
+
+        Args:
+            entry: of the model, in the catalog.
+        """
+        return WorkBound(self.estimate_work())
 
     def cache_form(self) -> tuple[object, ...]:
         """All that decides the result, as plain values in a fixed order, for the cache key."""

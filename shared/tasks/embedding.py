@@ -5,10 +5,19 @@ from __future__ import annotations
 import math
 import operator
 import struct
+import unicodedata
 from typing import Any, ClassVar, Literal
 
 from shared.catalog_entry import CatalogEntry, Tolerance
-from shared.tasks.base import ExampleRequest, FirstGuesses, LinkTo, Task, TaskInput, TaskResult
+from shared.tasks.base import (
+    ExampleRequest,
+    FirstGuesses,
+    LinkTo,
+    Task,
+    TaskInput,
+    TaskResult,
+    WorkBound,
+)
 
 Truncate = Literal["none", "end", "start"]
 """What to do with a text that is longer than its model takes: refuse it, or cut it at that side.
@@ -25,8 +34,23 @@ SPECIAL_TOKENS = 2
 
 def estimate_tokens(text: str) -> int:
     """About how many tokens a text has, special tokens included."""
-    size_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-    return -(-size_bytes // BYTES_PER_TOKEN) + SPECIAL_TOKENS
+    return -(-_size_bytes(text) // BYTES_PER_TOKEN) + SPECIAL_TOKENS
+
+
+def bound_tokens(text: str) -> int:
+    """The most tokens that a tokenizer makes of a text, without special tokens.
+
+    A token has at least one byte. But tokenizers may put a text into a normal form first
+    (https://www.unicode.org/reports/tr15/). The forms that decompose it are the longest.
+    """
+    if text.isascii():
+        return len(text)
+    forms = (unicodedata.normalize("NFD", text), unicodedata.normalize("NFKD", text))
+    return max(map(_size_bytes, (text, *forms)))
+
+
+def _size_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 class TextInput(TaskInput, tag="text"):
@@ -38,6 +62,10 @@ class TextInput(TaskInput, tag="text"):
     def estimate_work(self) -> int:
         """Tokens, from the length of the text."""
         return estimate_tokens(self.text)
+
+    def bound_work(self, entry: CatalogEntry) -> WorkBound:
+        """A token for every byte, and the special ones."""
+        return WorkBound(bound_tokens(self.text) + SPECIAL_TOKENS)
 
     def cache_form(self) -> tuple[object, ...]:
         """The text byte for byte, and the side at which it is cut."""

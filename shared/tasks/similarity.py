@@ -6,8 +6,14 @@ import math
 from typing import Any
 
 from shared.catalog_entry import CatalogEntry, Tolerance
-from shared.tasks.base import ExampleRequest, LinkTo, TaskInput, TaskResult
-from shared.tasks.embedding import EmbeddingTask, Truncate, estimate_tokens
+from shared.tasks.base import ExampleRequest, LinkTo, TaskInput, TaskResult, WorkBound
+from shared.tasks.embedding import (
+    SPECIAL_TOKENS,
+    EmbeddingTask,
+    Truncate,
+    bound_tokens,
+    estimate_tokens,
+)
 
 RESULT_BYTES = 128
 """A score with the names of its fields, as JSON."""
@@ -23,6 +29,11 @@ class SimilarityInput(TaskInput, tag="similarity"):
     def estimate_work(self) -> int:
         """Tokens of both texts."""
         return estimate_tokens(self.text) + estimate_tokens(self.query)
+
+    def bound_work(self, entry: CatalogEntry) -> WorkBound:
+        """A token for every byte of both texts, and the special ones."""
+        texts = (self.text, self.query)
+        return WorkBound(sum(bound_tokens(text) + SPECIAL_TOKENS for text in texts))
 
     def cache_form(self) -> tuple[object, ...]:
         """Both texts byte for byte, and the side at which they are cut."""

@@ -8,13 +8,27 @@ import msgspec
 
 from shared.catalog_entry import CatalogEntry, Tolerance
 from shared.rouge import rouge_l
-from shared.tasks.base import ExampleRequest, FirstGuesses, LinkTo, Task, TaskInput, TaskResult
-from shared.tasks.embedding import BYTES_PER_TOKEN, estimate_tokens
+from shared.tasks.base import (
+    ExampleRequest,
+    FirstGuesses,
+    LinkTo,
+    Task,
+    TaskInput,
+    TaskResult,
+    WorkBound,
+)
+from shared.tasks.embedding import BYTES_PER_TOKEN, SPECIAL_TOKENS, bound_tokens, estimate_tokens
 
 FinishReason = Literal["stop", "length"]
 """`stop`: the model ended its text, or a stop sequence came. `length`: max_tokens were reached."""
 TEMPLATE_TOKENS = 8
 """What a chat template adds to a message, roughly."""
+MOST_TEMPLATE_TOKENS = 512
+"""What a chat template writes by itself at most: a system message, the date, how to call tools. The
+frame of a message has fewer tokens than its JSON has bytes.
+"""
+TOOLS_INDENTED = 2
+"""Templates write the JSON of tools with spaces, or indented, which takes at most so much more."""
 TOKEN_BYTES = 8
 """Of a token in a reply: its text, escaped."""
 LOGPROB_BYTES = 48
@@ -91,6 +105,24 @@ class GenerationInput(TaskInput, tag="generation"):
             return estimate_tokens(self.prompt)
         size_bytes = len(msgspec.json.encode([self.messages, self.tools]))
         return -(-size_bytes // BYTES_PER_TOKEN) + TEMPLATE_TOKENS * len(self.messages)
+
+    def bound_work(self, entry: CatalogEntry) -> WorkBound:
+        """A token for every byte of the prompt, and all that may be written.
+
+        A prompt that leaves too little of the context for its continuation is refused.
+        """
+        room = max(0, entry.generation.context_tokens - self.max_tokens)
+        return WorkBound(min(self._bound_prompt(), room) + self.max_tokens, self.max_tokens)
+
+    def _bound_prompt(self) -> int:
+        if isinstance(self.prompt, list):
+            return len(self.prompt)
+        if not self.messages:
+            return bound_tokens(self.prompt) + SPECIAL_TOKENS
+        messages, tools = (
+            bound_tokens(msgspec.json.encode(part).decode()) for part in (self.messages, self.tools)
+        )
+        return messages + TOOLS_INDENTED * tools + MOST_TEMPLATE_TOKENS
 
     def cache_form(self) -> tuple[object, ...]:
         """All fields but `is_streamed`, which changes nothing in the text."""

@@ -13,6 +13,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 Usd = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Priority: TypeAlias = Literal["interactive", "batch"]
+OnOutage = Annotated[str, msgspec.Meta(pattern="^(deny|allow)$")]
 LIGHTEST, HEAVIEST = 0.01, 1000.0
 MOST_WARNINGS = 8
 LONGEST_WEBHOOK = 2048
@@ -64,9 +65,17 @@ class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Shares of the budget at which the webhook is called, each once a month."""
     budget_webhook: Annotated[str, msgspec.Meta(max_length=LONGEST_WEBHOOK)] = ""
     """The URL that is told. Empty: none."""
+    on_limit_store_outage: OnOutage = "deny"
+    """What becomes of requests with a budget while Redis is away, on an instance that does not know
+    what was spent: `deny` refuses them, `allow` takes the budget for unspent.
+    """
     batch_price_share: Share = 0.5
     """The share of the list price that lines of batches cost."""
 
+    storage_max_bytes: Count | None = None
+    """What its files may take together, those of predictions and the outputs of batches included.
+    None: PENSTOCK_FILES_MAX_BYTES.
+    """
     prediction_keep_s: Annotated[int, msgspec.Meta(ge=60, le=30 * 24 * 3600)] | None = None
     """How many seconds predictions are kept after their end. None: PENSTOCK_PREDICTION_KEEP_S."""
 

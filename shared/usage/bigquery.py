@@ -88,7 +88,7 @@ class BigQuerySender:
             errors = self._open().insert_rows_json(
                 self._table,
                 list(rows),
-                row_ids=[row["row_id"] for row in rows],
+                row_ids=[_insert_id(row) for row in rows],
                 skip_invalid_rows=True,
                 retry=None,
                 timeout=SEND_TIMEOUT_S,
@@ -178,6 +178,11 @@ def _too_slow(limit_s: float, error: Exception) -> Unavailable:
         f"BigQuery: not done within {limit_s:g} s: {error}",
         public=f"the question took longer than {limit_s:g} s; ask for a shorter range",
     )
+
+
+def _insert_id(row: Fields) -> str:
+    """What BigQuery drops repeats by, best effort. Rows of one item that differ are no repeats."""
+    return ":".join(str(row[name]) for name in ("row_id", "status", "attempt") if name in row)
 
 
 def open_client(project: str, endpoint: str) -> Any:

@@ -6,12 +6,14 @@ So a row and a header can't differ: both call `charge_of` with one `ItemPrice`. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from shared.catalog import Model
-from shared.messages import ItemOutcome, Receipt
+from shared.errors import Canceled
+from shared.messages import ItemOutcome, Receipt, failure
 
 SHARED = frozenset({"memory", "redis", "joined"})
 """Ways of the cache (`Receipt.cache`) on which a result was delivered that another item had
@@ -76,6 +78,24 @@ def price_of(model: Model, at_s: float, price_share: float = 1.0) -> ItemPrice:
 def device_share_of(model: Model) -> float:
     """The part of a device that a worker of the model has."""
     return 1 / model.gpu.share
+
+
+def as_delivered(outcomes: Sequence[ItemOutcome], *, is_delivered: bool) -> list[ItemOutcome]:
+    """What a caller got of the items of a request. Row, header and budget are charged by this.
+
+    A request is delivered as a whole. If its answer is an error, or if nobody is there to get it,
+    the items with a result end as canceled. So they cost nothing, and what failed stays as it is.
+
+    Args:
+        outcomes: how the items ended.
+        is_delivered: whether the caller got an answer with their results.
+    """
+    if is_delivered:
+        return list(outcomes)
+    return [
+        one if one.result is None else failure(one.index, Canceled(), one.receipt)
+        for one in outcomes
+    ]
 
 
 def charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:

@@ -26,7 +26,9 @@ from shared.usage.spool import Fields, Spool
 log = logging.getLogger(__name__)
 
 BATCH_ROWS = 500
-"""What Google recommends for one insertAll (platform-facts B4)."""
+"""What Google recommends for one insertAll:
+https://docs.cloud.google.com/bigquery/quotas#streaming_inserts
+"""
 MEMORY_ROWS = 20_000
 """Limit of rows in memory: for copies of rows on disk, and for rows that are not on disk."""
 PACKED_AT_ONCE = 50

@@ -79,7 +79,12 @@ class DispatcherHarness:
             options=options,
             **{"tenant": "t", **given},
         )
-        return asyncio.create_task(self.dispatcher.dispatch(request), name=request_id)
+
+        async def answered() -> InferenceResponse:
+            with await self.dispatcher.dispatch(request) as response:
+                return response
+
+        return asyncio.create_task(answered(), name=request_id)
 
     def is_idle(self) -> bool:
         return self.dispatcher.in_flight == 0 and self.admission.in_flight == 0

@@ -24,6 +24,7 @@ from shared.stores.cache import ResultCache
 from shared.stores.records import Records
 from shared.transport import Admin, Transport
 from shared.usage.row import Row
+from tests.api.declared import Declared
 from tests.api.fake_worker import FakeWorker
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
@@ -135,8 +136,13 @@ async def running_api(
             )
             await opened.enter_async_context(worker.running(inbox_admin))
         url = await opened.enter_async_context(serving(app, settings))
+        declared = Declared(app)
         http = await opened.enter_async_context(
-            httpx.AsyncClient(base_url=url, timeout=WAIT_LIMIT_S)
+            httpx.AsyncClient(
+                base_url=url,
+                timeout=WAIT_LIMIT_S,
+                event_hooks={"response": [declared.check]},
+            )
         )
         under_test = ApiUnderTest(url, app, worker, in_memory, rows.rows, http)
         try:
@@ -144,6 +150,8 @@ async def running_api(
         finally:
             for client in under_test.clients:
                 await client.close()
+        lacking = sorted(set(declared.undeclared))
+        assert not lacking, f"the OpenAPI document lacks: {lacking}"
 
 
 @asynccontextmanager

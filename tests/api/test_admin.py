@@ -223,6 +223,7 @@ async def test_every_act_is_noted(api: ApiUnderTest, caplog: pytest.LogCaptureFi
         ("POST", "/keys/n\u00f6body/rotate", {}, 404, "id"),
         ("PUT", "/plans/team", {"weight": 0}, 400, "weight"),
         ("PUT", "/plans/team", {"wait": 0}, 400, None),
+        ("PUT", "/plans/team", {"on_limit_store_outage": "open"}, 400, "on_limit_store_outage"),
         ("DELETE", "/plans/team", None, 404, "plan"),
         ("PUT", "/tenants/acme", {"plan": "gold"}, 400, "tenants['acme'].plan"),
         ("PUT", "/tenants/acme", {}, 400, None),

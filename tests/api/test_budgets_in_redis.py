@@ -17,7 +17,7 @@ from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_fo
 from tests.api.predicting import WAIT
 from tests.keys import bearer, keys_url
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 MIB = 1024 * 1024
 NOISY, QUIET = bearer("one"), bearer("two")
 UNCACHED = {"cache-control": "no-store"}

@@ -26,9 +26,10 @@ async def _ask(one: Deployment, key: str, *texts: str) -> tuple[str, float, floa
     """The id, the cost and the device time of a request, as its answer tells them."""
     answer = await one.here.http.post(
         "/v1/embeddings",
-        json={"model": MODEL.name, "input": list(texts)},
+        json={"model": MODEL.name, "input": list(texts), "encoding_format": "base64"},
         headers=bearer(key) | {"x-penstock-deadline-ms": "60000"},
     )
+    assert answer.status_code == 200, answer.text
     headers = answer.headers
     return (
         headers["x-request-id"],

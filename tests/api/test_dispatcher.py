@@ -119,6 +119,28 @@ async def test_who_joined_a_job_that_no_worker_can_read_asks_anew(
     assert len(harness.worker.jobs) == 3, "one of those that joined led the next round"
 
 
+async def test_what_is_refused_after_work_began_is_refused_as_a_whole(
+    harness: DispatcherHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One item is computed. The other one must be asked for anew, and there is no room for it."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise Overloaded("no room")
+
+    harness.worker.go.clear()
+    asks = [harness.ask("a"), harness.ask("b", "a")]
+    harness.worker.unreadable = {asks[0].get_name()}
+    await harness.worker.until_taken(2)
+    monkeypatch.setattr(harness.admission, "admit", refuse)
+    harness.worker.go.set()
+    answer = await asks[1]
+    assert ends(answer) == ["succeeded", "overloaded"]
+    with pytest.raises(Overloaded, match="no room"):
+        answer.raise_failed()
+    answer.is_delivered = False  # as a block that raises
+    assert answer.cost_usd == 0
+
+
 async def test_last_who_hangs_up_frees_everything_at_once(harness: DispatcherHarness) -> None:
     unknown = REPLIES.labels("unknown")
     before = unknown._value.get()
@@ -134,7 +156,9 @@ async def test_last_who_hangs_up_frees_everything_at_once(harness: DispatcherHar
     # The worker answers all the same: nobody waits, and the replies are dropped.
     harness.worker.go.set()
     await _until(lambda: unknown._value.get() == before + 2)
-    assert sorted((row.cache, row.error_code) for row in harness.rows) == [("none", "canceled")]
+    # Rows of results that the worker writes all the same don't count beside these.
+    assert [(row.cache, row.error_code) for row in harness.rows] == [("none", "canceled")] * 3
+    assert {(row.attempt, row.charged_share) for row in harness.rows} == {(None, 0.0)}
 
 
 async def test_deadline_of_the_leader_is_not_that_of_those_who_joined(
@@ -148,7 +172,7 @@ async def test_deadline_of_the_leader_is_not_that_of_those_who_joined(
     answer = await joined
     assert texts_right(answer, "a")
     assert origins(answer) == ["miss"]
-    assert harness.rows == []
+    assert [(row.status, row.attempt) for row in harness.rows] == [("expired", None)]
 
 
 async def test_short_deadline_of_one_who_joined_does_not_end_the_job(
@@ -207,12 +231,13 @@ async def test_job_that_every_caller_has_left_is_canceled(
         assert found.state == "canceled"
 
 
-async def test_published_item_that_expires_is_the_workers_to_record(
-    harness: DispatcherHarness,
-) -> None:
+async def test_row_of_an_item_that_got_no_reply_says_so(harness: DispatcherHarness) -> None:
+    """The worker may have written another one, of a result. It does not count then."""
     harness.worker.is_silent = True
     assert ends(await harness.ask("a", deadline_in_s=0.05)) == ["deadline_exceeded"]
-    assert harness.rows == []
+    assert [(row.status, row.attempt, row.cost_usd) for row in harness.rows] == [
+        ("expired", None, 0.0)
+    ]
 
 
 async def test_nothing_is_published_after_the_deadline(harness: DispatcherHarness) -> None:
@@ -382,12 +407,15 @@ async def test_any_mix_of_asking_and_hanging_up_answers_right_and_leaves_nothing
             for job in harness.worker.jobs
             for item in job.body.items
         ]
-        recorded = by_api + by_worker
-        assert len(set(recorded)) == len(recorded)
-        answered = [(texts, ask) for texts, ask in asks if not ask.cancelled()]
-        assert {
-            f"{ask.get_name()}:{index}" for texts, ask in answered for index in range(len(texts))
-        } <= set(recorded)
+        assert len(set(by_api)) == len(by_api)
+        assert len(set(by_worker)) == len(by_worker)
+        for texts, ask in asks:
+            items = {f"{ask.get_name()}:{index}" for index in range(len(texts))}
+            computed = items & set(by_worker)
+            if ask.cancelled():
+                assert computed <= set(by_api), "what the worker writes must not count"
+            else:
+                assert items == computed ^ (items & set(by_api)), "each has one row"
 
 
 async def _until(holds: Callable[[], bool]) -> None:

@@ -19,10 +19,11 @@ from shared.topics import jobs_topic_id
 from tests.api.asked import Asked, Headers, headers, requests
 from tests.api.harness import CATALOG, ApiUnderTest, running_api, settings_for
 from tests.fakes import InMemoryTransport
+from tests.tiers import examples
 
 pytestmark = pytest.mark.anyio
 
-EXAMPLES = 500
+EXAMPLES = examples(500)
 LATE = {503, 504}
 JOBS = {jobs_topic_id(model.name) for model in CATALOG.models}
 LONGEST_DATA_BYTES, LONGEST_NAME_BYTES, LONGEST_VALUE_BYTES = 10_000_000, 256, 1024

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from api.dispatch.demand import Demand
 from api.fair_room import MOST_OVER, RESERVE, FairRoom
+from tests.tiers import examples
 
 BOUND = 64
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 4.0, "e": 0.01, "f": 1000.0}
@@ -180,4 +181,4 @@ class SharedRoom(RuleBasedStateMachine):
 
 
 TestSharedRoom = SharedRoom.TestCase
-TestSharedRoom.settings = settings(deadline=None, stateful_step_count=60, max_examples=60)
+TestSharedRoom.settings = settings(deadline=None, stateful_step_count=60, max_examples=examples(60))

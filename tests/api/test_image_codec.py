@@ -27,6 +27,7 @@ from api.inputs.image_codec import BASE64_CHUNK, data_of_uri
 from shared.errors import BadInput
 from shared.tasks.image import ImageInput
 from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.tiers import examples
 
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[2]
@@ -84,7 +85,7 @@ async def test_every_kind_of_picture_is_taken(api: ApiUnderTest, data: bytes) ->
 
 # Pillow warns about broken EXIF data and goes on without it, which is what we want.
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     whole=st.sampled_from(WHOLE),
     edits=st.lists(st.tuples(st.floats(0, 0.999), st.binary(min_size=0, max_size=4)), max_size=6),

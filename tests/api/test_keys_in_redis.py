@@ -19,7 +19,7 @@ from tests.api.api_process import api_process
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.limits import PATIENCE, WAIT_LIMIT_S
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 EVERYWHERE_WITHIN_S = 5.0 * PATIENCE
 
 

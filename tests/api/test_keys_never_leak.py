@@ -16,7 +16,7 @@ from tests.api.api_process import ApiProcess, api_process
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL
 from tests.limits import WAIT_LIMIT_S
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 INPUT = {"input": {"text": "a"}}
 PREDICTION = {"version": TEXT_MODEL.name} | INPUT
 SOON = {"x-penstock-deadline-ms": "200"}

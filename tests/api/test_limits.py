@@ -9,12 +9,20 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import redis.asyncio
 
 from api.limits.shown import duration
 from shared.catalog import Catalog
 from shared.catalog_entry import Price
 from shared.tenants.plan import Limits, Plan, Rates
-from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.harness import (
+    IMAGE_MODEL,
+    TEXT_MODEL,
+    WRITER,
+    ApiUnderTest,
+    running_api,
+    settings_for,
+)
 from tests.api.predicting import TEXT, WAIT
 from tests.keys import bearer, key_for, keys_url, stored
 from tests.limits import WAIT_LIMIT_S
@@ -25,6 +33,11 @@ PRICED = Catalog(
     (
         TEXT_MODEL.model_copy(update={"price": Price(per_million_tokens_usd=1000.0)}),
         IMAGE_MODEL,
+        WRITER.model_copy(
+            update={
+                "price": Price(per_million_tokens_usd=1.0, per_million_output_tokens_usd=1000.0)
+            }
+        ),
     )
 )
 """A token costs a tenth of a cent. FakeWorker counts the words of a text and two more."""
@@ -179,13 +192,13 @@ async def test_items_in_flight_are_bounded(tmp_path: Path, redis_url: str) -> No
 
 
 async def test_spent_budget_is_insufficient_quota(tmp_path: Path, redis_url: str) -> None:
-    """Three words cost half a cent."""
-    async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.011)) as api:
+    """Three words cost half a cent. They are reserved with a token for every byte."""
+    async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.016)) as api:
         answers = [await embed(api, f"one two {number}") for number in range(3)]
         assert [answer.status_code for answer in answers] == [200, 200, 429]
         error = answers[-1].json()["error"]
         assert (error["type"], error["code"]) == ("insufficient_quota", "insufficient_quota")
-        assert "US dollars per month of tenant 'acme': limit 0.011, used 0.01" in error["message"]
+        assert "US dollars per month of tenant 'acme': limit 0.016, used 0.01" in error["message"]
         assert answers[-1].headers["x-should-retry"] == "false"
         assert int(answers[-1].headers["retry-after"]) > 0
         assert (await embed(api, "one two 1")).status_code == 429, "a hit is reserved in full"
@@ -193,9 +206,9 @@ async def test_spent_budget_is_insufficient_quota(tmp_path: Path, redis_url: str
 
 
 async def test_reserved_budget_is_worth_asking_for_again(tmp_path: Path, redis_url: str) -> None:
-    """Each text reserves 12 tokens, and spends 3. So the third fits once the first two are over."""
-    texts = [f"{letter * 40}" for letter in "abcdef"]
-    async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.025)) as api:
+    """Each text reserves 42 tokens, and spends 3. So the third fits once the first two are over."""
+    texts = [f"{letter * 40}" for letter in "abcdefghijklmnopq"]
+    async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.087)) as api:
         api.worker.go.clear()
         first = [asyncio.create_task(embed(api, text)) for text in texts[:2]]
         await api.worker.until_taken(2)
@@ -204,15 +217,29 @@ async def test_reserved_budget_is_worth_asking_for_again(tmp_path: Path, redis_u
         assert "x-should-retry" not in refused.headers
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-        assert "spent 0, reserved 0.024, requested 0.012" in error["message"]
+        assert "spent 0, reserved 0.084, requested 0.042" in error["message"]
         rows = [row for row in api.rows if row.status == "refused"]
         assert [(row.error_code, row.cost_usd) for row in rows] == [("rate_limit_exceeded", 0.0)]
         api.worker.go.set()
         assert [(await one).status_code for one in first] == [200, 200]
         answers = [await embed(api, text) for text in texts[2:]]
-        assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+        assert [answer.status_code for answer in answers] == [200] * 14 + [429]
         assert answers[-1].json()["error"]["code"] == "insufficient_quota"
         assert answers[-1].headers["x-should-retry"] == "false"
+
+
+async def test_texts_at_once_stay_within_the_budget(tmp_path: Path, redis_url: str) -> None:
+    """Each writes 60 tokens at the price of what is written, and has a prompt of signs."""
+    body = {"model": "writer", "prompt": "{}[]()" * 20, "max_tokens": 60}
+    async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.5)) as api:
+        path, headers = "/v1/completions", bearer("a")
+        answers = await asyncio.gather(
+            *(api.http.post(path, json=body, headers=headers) for _ in range(30))
+        )
+        served = [answer for answer in answers if answer.status_code == 200]
+        spent = sum(float(answer.headers["x-penstock-cost-usd"]) for answer in served)
+        assert len(served) == 8
+        assert spent <= 0.5
 
 
 async def test_prediction_is_settled_if_its_end_is_waited_for(
@@ -229,11 +256,11 @@ async def test_prediction_is_settled_if_its_end_is_waited_for(
 
 async def test_prediction_is_settled_when_it_ends(tmp_path: Path, redis_url: str) -> None:
     """Nobody waits for it. A failed one costs nothing, and its item is no longer in flight."""
-    plan = Plan(tokens_per_min=1000, max_in_flight=1, budget_usd_per_month=0.205)
+    plan = Plan(tokens_per_min=1000, max_in_flight=1, budget_usd_per_month=0.42)
     async with limited_api(tmp_path, redis_url, plan) as api:
-        api.worker.broken.add("x" * 400)
+        api.worker.broken.add("x" * 200)
         api.worker.go.clear()
-        body = {"version": MODEL, "input": {"text": "x" * 400}}
+        body = {"version": MODEL, "input": {"text": "x" * 200}}
         headers = bearer("a")
         created = (await api.http.post("/v1/predictions", json=body, headers=headers)).json()
         refused = await api.http.post("/v1/predictions", json=body, headers=headers)
@@ -246,9 +273,33 @@ async def test_prediction_is_settled_when_it_ends(tmp_path: Path, redis_url: str
         assert (found["status"], found["metrics"]["cost_usd"]) == ("failed", 0)
         assert limits_in(answer)["remaining-tokens"] == "996"
         assert limits_in(answer)["limit-tokens"] == "1000"
-        spent = await embed(api, "y" * 800)
+        spent = await embed(api, "y" * 416)
         assert spent.json()["error"]["code"] == "insufficient_quota"
         assert "used 0.004," in spent.json()["error"]["message"]
+
+
+async def until_spent(redis_url: str, usd: float) -> None:
+    """Waits until the counter of the budget says so."""
+    async with redis.asyncio.Redis.from_url(redis_url) as client, asyncio.timeout(WAIT_LIMIT_S):
+        used = None
+        while used != pytest.approx(usd, abs=1e-9):
+            await asyncio.sleep(0.02)
+            used = float(await client.hget("penstock:limits:month:t:acme:usd", "used") or 0)
+
+
+async def test_predictions_of_an_instance_that_died_are_settled(
+    tmp_path: Path, redis_url: str
+) -> None:
+    body, plan = {"version": MODEL, "input": {"text": "x" * 200}}, Plan(budget_usd_per_month=0.25)
+    (tmp_path / "other").mkdir()
+    async with limited_api(tmp_path, redis_url, plan) as api:
+        api.dependencies.follower._sweeping.cancel()  # as if it had died
+        created = await api.http.post("/v1/predictions", json=body, headers=bearer("a"))
+        assert created.status_code == 201
+        assert (await embed(api, "y" * 230)).status_code == 429
+        async with limited_api(tmp_path / "other", redis_url, plan) as other:
+            await until_spent(redis_url, 0.003)
+            assert (await embed(other, "y" * 230)).status_code == 200
 
 
 async def test_plan_of_batch_lowers_the_priority(tmp_path: Path, redis_url: str) -> None:
@@ -287,6 +338,24 @@ async def test_limits_hold_without_redis(tmp_path: Path) -> None:
     async with limited_api(tmp_path, "redis://127.0.0.1:1/0", Plan(requests_per_min=3)) as api:
         found = [(await embed(api, f"text {number}")).status_code for number in range(5)]
         assert found == [200, 200, 200, 429, 429]
+
+
+async def test_budget_that_can_not_be_checked_is_not_spent(tmp_path: Path) -> None:
+    """Unless the plan says so."""
+    statuses = []
+    for on_outage in ("deny", "allow"):
+        plan = Plan(budget_usd_per_month=1.0, on_limit_store_outage=on_outage)
+        folder = tmp_path / on_outage
+        folder.mkdir()
+        async with limited_api(folder, "redis://127.0.0.1:1/0", plan) as api:
+            answer = await embed(api, "one two")
+            statuses.append(answer.status_code)
+            if answer.status_code == 503:
+                message = answer.json()["error"]["message"]
+                assert message == (
+                    "US dollars per month of tenant 'acme' can't be checked now. Try again later."
+                )
+    assert statuses == [503, 200]
 
 
 async def test_caller_who_hangs_up_has_used_the_request(tmp_path: Path, redis_url: str) -> None:

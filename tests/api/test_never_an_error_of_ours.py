@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.keys import key_for, keys_url
+from tests.tiers import examples
 
 pytestmark = pytest.mark.anyio
 ANY_NUMBER_OF_EXAMPLES = settings(
-    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck)
 )
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="

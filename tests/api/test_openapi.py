@@ -14,10 +14,10 @@ from tests.api.harness import ApiUnderTest
 
 pytestmark = pytest.mark.anyio
 NOT_KEYED = {"/healthz", "/readyz", "/v1/objects/{key}"}
-NEVER_OF_A_ROUTE = {405, 499}
-"""Of no documented method; and for callers who are gone."""
+NEVER_OF_A_ROUTE = {405}
+"""Of no documented method."""
 OUR_SHAPES = {"application/json": "ErrorReply", "application/problem+json": "Problem"}
-OF_BOTH_APIS = {"/v1/files", "/v1/files/{file_id}"}
+OF_BOTH_APIS = {"/v1/files", "/v1/files/{file_id}", "/v1/models"}
 """Paths of OpenAI's API that Replicate's has too."""
 
 

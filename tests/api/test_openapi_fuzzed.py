@@ -19,7 +19,7 @@ from tests.api.harness import running_api, settings_for
 from tests.keys import key_for, keys_url, stored
 from tests.limits import PATIENCE
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 ROOT = Path(__file__).parents[2]
 CONFIG = "tests/api/openapi/schemathesis.toml"
 CASES_OF_A_ROUTE = 10
@@ -27,8 +27,9 @@ CASES_OF_A_ROUTE = 10
 LIMIT_S = 500 * PATIENCE
 HOW_TO_MEND = """
 An answer is not as the OpenAPI document says. Is the answer right? Then say so at its route: a
-status in the `responses` of its decorator (words for a new one: _WORDS in api/http/openapi.py), a
-header in api/http/openapi_headers.py, a field of a body or reply in api/schemas.
+status in the `responses` of its decorator (words for a new one: _DESCRIPTIONS in
+api/http/openapi.py), a header in api/http/openapi_headers.py, a field of a body or reply in
+api/schemas.
 """
 
 

@@ -25,7 +25,7 @@ from tests.api.fake_worker import FakeWorker, vector_of
 from tests.api.harness import CATALOG, NO_REDIS, TEXT_MODEL
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 BODY = {"model": TEXT_MODEL.name, "input": "a"}
 ROOT = Path(__file__).parents[2]
 MEMORY_LIMIT_KB = 250 * 1024

@@ -23,6 +23,7 @@ from shared.tasks.base import FirstGuesses
 from tests.api.dispatcher_harness import running_dispatcher
 from tests.api.harness import WRITER
 from tests.limits import WAIT_LIMIT_S
+from tests.tiers import examples
 from workers.worker import held_messages
 
 FLOOR = 8
@@ -328,7 +329,7 @@ class Publishing(RuleBasedStateMachine):
 
 
 TestPublishing = Publishing.TestCase
-TestPublishing.settings = settings(deadline=None, stateful_step_count=40, max_examples=50)
+TestPublishing.settings = settings(deadline=None, stateful_step_count=40, max_examples=examples(50))
 
 
 @pytest.mark.anyio

@@ -311,6 +311,39 @@ async def test_a_response_goes_on_behind_an_earlier_one(api: ApiUnderTest) -> No
     assert item.messages[5]["content"] == "so"
 
 
+async def test_a_refusal_of_the_moment_is_not_kept_under_its_key(api: ApiUnderTest) -> None:
+    api.worker.written = asyncio.Semaphore(0)
+    earlier = (await api.http.post("/v1/responses", json=asked(background=True))).json()["id"]
+    body = asked("say more", previous_response_id=earlier)
+    key = {"idempotency-key": "once"}
+    refused = await api.http.post("/v1/responses", json=body, headers=key)
+    assert refused.status_code == 400
+    assert "has no output" in refused.json()["error"]["message"]
+    again = await api.http.post("/v1/responses", json=body, headers=key)
+    assert again.status_code == 400
+    assert "idempotent-replayed" not in again.headers
+    for _ in range(1000):
+        api.worker.written.release()
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while (await api.openai().responses.retrieve(earlier)).status in ("queued", "in_progress"):
+            pass
+    first = await api.http.post("/v1/responses", json=body, headers=key)
+    assert first.status_code == 200, first.text
+    second = await api.http.post("/v1/responses", json=body, headers=key)
+    assert second.headers["idempotent-replayed"] == "true"
+    assert second.json()["id"] == first.json()["id"]
+
+
+async def test_an_earlier_response_that_is_not_found_may_be_found_later(api: ApiUnderTest) -> None:
+    body = asked(previous_response_id="resp_" + "0" * 32)
+    for _ in range(2):
+        refused = await api.http.post(
+            "/v1/responses", json=body, headers={"idempotency-key": "once"}
+        )
+        assert refused.json()["error"]["code"] == "previous_response_not_found"
+        assert "idempotent-replayed" not in refused.headers
+
+
 async def test_an_earlier_response_that_is_unknown_or_has_no_output_is_named(
     redis_url: str, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def rows_by_worker(job: Job) -> list[Row]:
     return [row_of(job.envelope, outcome, TEXT_MODEL) for outcome in outcomes]
 
 
+@pytest.mark.slow
 async def test_bigquery_takes_the_rows_of_the_longest_ids(
     api: ApiUnderTest, tmp_path: Path
 ) -> None:

@@ -65,7 +65,7 @@ class Peer:
 
 
 @asynccontextmanager
-async def _peer(api: ApiUnderTest) -> AsyncIterator[Peer]:
+async def peer_of(api: ApiUnderTest) -> AsyncIterator[Peer]:
     host, port = api.url.removeprefix("http://").split(":")
     peer = Peer(*await asyncio.open_connection(host, int(port)))
     try:
@@ -97,7 +97,7 @@ async def _api(tmp_path: Path, **settings: object) -> AsyncIterator[ApiUnderTest
     ],
 )
 async def test_endless_head_is_cut(tmp_path: Path, begin: bytes, piece: bytes) -> None:
-    async with _api(tmp_path) as api, _peer(api) as peer:
+    async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(begin)
         assert await peer.send_until_cut(piece) < MUCH
 
@@ -106,7 +106,7 @@ async def test_endless_head_is_cut(tmp_path: Path, begin: bytes, piece: bytes) -
     "head", [POST + b"x-large: " + b"a" * HEAD_LIMIT_BYTES, b"GET /" + b"a" * HEAD_LIMIT_BYTES]
 )
 async def test_head_that_is_too_large_is_told(tmp_path: Path, head: bytes) -> None:
-    async with _api(tmp_path) as api, _peer(api) as peer:
+    async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(head)
         said = await peer.said()
         # What it had still to read may have cost us its answer, never the hang-up.
@@ -114,7 +114,7 @@ async def test_head_that_is_too_large_is_told(tmp_path: Path, head: bytes) -> No
 
 
 async def test_large_head_that_comes_at_once_is_told(tmp_path: Path) -> None:
-    async with _api(tmp_path) as api, _peer(api) as peer:
+    async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(
             POST + b"x-large: " + b"a" * HEAD_LIMIT_BYTES + b"\r\ncontent-length: 0\r\n\r\n"
         )
@@ -126,7 +126,7 @@ async def test_large_head_that_comes_at_once_is_told(tmp_path: Path) -> None:
 async def test_head_within_the_limit_passes_in_any_pieces(tmp_path: Path) -> None:
     request = POST + b"x-large: " + b"a" * (HEAD_LIMIT_BYTES - 1000) + b"\r\n"
     request += b"content-length: %d\r\n\r\n" % len(BODY) + BODY
-    async with _api(tmp_path) as api, _peer(api) as peer:
+    async with _api(tmp_path) as api, peer_of(api) as peer:
         for _ in range(3):
             for start in range(0, len(request), 3001):
                 await peer.send(request[start : start + 3001])
@@ -136,14 +136,14 @@ async def test_head_within_the_limit_passes_in_any_pieces(tmp_path: Path) -> Non
 async def test_body_in_tiny_chunks_is_no_head(tmp_path: Path) -> None:
     text = json.dumps({"model": TEXT_MODEL.name, "input": "a" * 20_000}).encode()
     chunks = b"".join(b"1\r\n" + text[at : at + 1] + b"\r\n" for at in range(len(text)))
-    async with _api(tmp_path) as api, _peer(api) as peer:
+    async with _api(tmp_path) as api, peer_of(api) as peer:
         for _ in range(2):
             await peer.send(POST + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
             assert (await peer.answer())[0] == 200
 
 
 async def test_dribbled_head_is_cut(tmp_path: Path) -> None:
-    async with _api(tmp_path, head_timeout_s=0.3) as api, _peer(api) as peer:
+    async with _api(tmp_path, head_timeout_s=0.3) as api, peer_of(api) as peer:
         await peer.send(POST)
         await peer.send(b"x: y\r\n")
         status, body = await peer.answer()
@@ -154,7 +154,7 @@ async def test_dribbled_head_is_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("begin", [b"", b"\r\n", b"GET"])
 async def test_connection_that_never_asks_is_closed(tmp_path: Path, begin: bytes) -> None:
-    async with _api(tmp_path, head_timeout_s=0.3) as api, _peer(api) as peer:
+    async with _api(tmp_path, head_timeout_s=0.3) as api, peer_of(api) as peer:
         await peer.send(begin)
         said = await peer.said()
         assert said.startswith(b"HTTP/1.1 408") == (begin == b"GET")
@@ -163,7 +163,11 @@ async def test_connection_that_never_asks_is_closed(tmp_path: Path, begin: bytes
 async def test_second_head_has_its_limit_too_and_the_pause_before_it_has_none(
     tmp_path: Path,
 ) -> None:
-    async with _api(tmp_path, head_timeout_s=0.3) as api, _peer(api) as peer, _peer(api) as other:
+    async with (
+        _api(tmp_path, head_timeout_s=0.3) as api,
+        peer_of(api) as peer,
+        peer_of(api) as other,
+    ):
         request = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
         await peer.send(request)
         assert (await peer.answer())[0] == 200
@@ -177,7 +181,7 @@ async def test_second_head_has_its_limit_too_and_the_pause_before_it_has_none(
 
 async def test_body_that_dribbles_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("api.http.middleware.BODY_GRACE_S", 0.2)
-    async with _api(tmp_path) as api, _peer(api) as peer:
+    async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(POST + b"content-length: 1000000\r\n\r\n")
         dribbling = asyncio.create_task(peer.send_until_cut(b" ", most_bytes=1))
         status, body = await peer.answer()
@@ -187,7 +191,7 @@ async def test_body_that_dribbles_is_cut(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 async def test_body_that_nobody_reads_is_not_read_for_ever(tmp_path: Path) -> None:
-    async with _api(tmp_path, head_timeout_s=0.3) as api, _peer(api) as peer:
+    async with _api(tmp_path, head_timeout_s=0.3) as api, peer_of(api) as peer:
         await peer.send(
             POST.replace(b"/v1/embeddings", b"/nowhere") + b"content-length: 1000000000\r\n\r\n"
         )
@@ -196,7 +200,7 @@ async def test_body_that_nobody_reads_is_not_read_for_ever(tmp_path: Path) -> No
 
 
 async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
-    async with _api(tmp_path) as api, _peer(api) as peer:
+    async with _api(tmp_path) as api, peer_of(api) as peer:
         paths = [f"/nowhere/{number}" for number in range(MOST_PIPELINED)]
         await peer.send(
             b"".join(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode() for path in paths)
@@ -207,7 +211,7 @@ async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
 
 
 async def test_too_many_pipelined_requests_are_refused(tmp_path: Path) -> None:
-    async with _api(tmp_path) as api, _peer(api) as peer:
+    async with _api(tmp_path) as api, peer_of(api) as peer:
         api.worker.go.clear()
         first = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
         await peer.send(
@@ -223,13 +227,13 @@ async def test_too_many_pipelined_requests_are_refused(tmp_path: Path) -> None:
 async def test_full_house_closes_who_asks_for_nothing(tmp_path: Path) -> None:
     async with (
         _api(tmp_path, max_connections=4) as api,
-        _peer(api) as first,
-        _peer(api) as second,
-        _peer(api) as third,
+        peer_of(api) as first,
+        peer_of(api) as second,
+        peer_of(api) as third,
     ):
         assert (await api.http.get("/healthz")).status_code == 200
         # Of the four, `first` has asked for nothing for the longest.
-        async with _peer(api):
+        async with peer_of(api):
             assert not await first.said()
             for peer in (second, third):
                 await peer.send(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -237,13 +241,17 @@ async def test_full_house_closes_who_asks_for_nothing(tmp_path: Path) -> None:
 
 
 async def test_full_house_of_requests_refuses_the_next(tmp_path: Path) -> None:
-    async with _api(tmp_path, max_connections=2) as api, _peer(api) as first, _peer(api) as second:
+    async with (
+        _api(tmp_path, max_connections=2) as api,
+        peer_of(api) as first,
+        peer_of(api) as second,
+    ):
         api.worker.go.clear()
         for number, peer in enumerate((first, second)):
             body = BODY.replace(b'"a"', f'"text {number}"'.encode())
             await peer.send(POST + b"content-length: %d\r\n\r\n" % len(body) + body)
         await api.worker.until_taken(2)
-        async with _peer(api) as third:
+        async with peer_of(api) as third:
             said = await third.said()
             assert said.startswith(b"HTTP/1.1 429")
             assert b"retry-after" in said
@@ -276,11 +284,11 @@ async def _until_unread(connections: int) -> None:
 async def test_full_house_closes_who_reads_no_answer(tmp_path: Path) -> None:
     async with _api(tmp_path, max_connections=2) as api:
         request = await _large(api)
-        async with _peer(api) as first, _peer(api) as second:
+        async with peer_of(api) as first, peer_of(api) as second:
             for number, peer in enumerate((first, second), 1):
                 await peer.send(2 * request)
                 await _until_unread(number)
-            async with _peer(api) as third:
+            async with peer_of(api) as third:
                 await third.send(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
                 assert (await third.answer())[0] == 200
                 assert len(await first.said()) < LARGE_BYTES
@@ -293,7 +301,7 @@ async def test_answers_that_nobody_reads_are_bounded_together(
     monkeypatch.setattr("api.http.bounded_protocol.UNREAD_MAX_BYTES", LARGE_BYTES)
     async with _api(tmp_path) as api:
         request = await _large(api)
-        async with _peer(api) as first, _peer(api) as second:
+        async with peer_of(api) as first, peer_of(api) as second:
             await first.send(2 * request)
             await _until_unread(1)
             await second.send(request)
@@ -322,7 +330,7 @@ async def test_answers_that_nobody_reads_are_bounded_together(
     ],
 )
 async def test_what_is_no_request_is_refused(tmp_path: Path, request_: bytes) -> None:
-    async with _api(tmp_path) as api, _peer(api) as peer:
+    async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(request_)
         status, body = await peer.answer()
         assert status == 400
@@ -352,7 +360,7 @@ async def test_offer_of_another_protocol_is_passed_over(
     )
     empty = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n" + offer + b"\r\n"
     sent = sized + empty + chunked + sized
-    async with _api(tmp_path) as api, _peer(api) as peer:
+    async with _api(tmp_path) as api, peer_of(api) as peer:
         for start in range(0, len(sent), piece_bytes):
             await peer.send(sent[start : start + piece_bytes])
             await asyncio.sleep(0)
@@ -369,7 +377,7 @@ async def test_offer_of_another_protocol_is_passed_over(
 async def test_offer_in_the_last_request_of_a_connection_is_passed_over(
     tmp_path: Path, last: bytes
 ) -> None:
-    async with _api(tmp_path) as api, _peer(api) as peer:
+    async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(last + b"\r\nupgrade: h2c\r\n\r\n")
         assert (await peer.said()).startswith(b"HTTP/1.1 200")
 
@@ -377,7 +385,7 @@ async def test_offer_in_the_last_request_of_a_connection_is_passed_over(
 @pytest.mark.parametrize("offer", [b"", OFFER], ids=["plain", "with an offer"])
 @pytest.mark.parametrize("target", [b"a:443", b"/healthz"])
 async def test_tunnels_are_refused(tmp_path: Path, target: bytes, offer: bytes) -> None:
-    async with _api(tmp_path) as api, _peer(api) as peer:
+    async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(
             b"CONNECT " + target + b" HTTP/1.1\r\nhost: localhost\r\n" + offer + b"\r\n"
         )
@@ -394,7 +402,7 @@ async def test_trailers_are_no_headers(tmp_path: Path) -> None:
         len(BODY),
         BODY,
     )
-    async with _api(tmp_path) as api, _peer(api) as peer:
+    async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(chunked + b"x-request-id: trailing\r\n\r\n")
         said = await peer.said()
         assert said.startswith(b"HTTP/1.1 200")
@@ -404,7 +412,7 @@ async def test_trailers_are_no_headers(tmp_path: Path) -> None:
 async def test_body_beside_an_offer_is_no_request(tmp_path: Path) -> None:
     """A proxy that passes the offer on would otherwise mix up whose answer is whose."""
     hidden = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    async with _api(tmp_path) as api, _peer(api) as peer:
+    async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(POST + OFFER + b"content-length: %d\r\n\r\n" % len(hidden))
         await asyncio.sleep(0)
         await peer.send(
@@ -416,7 +424,7 @@ async def test_body_beside_an_offer_is_no_request(tmp_path: Path) -> None:
 
 
 async def test_many_offers_at_once_are_bounded_as_requests_are(tmp_path: Path) -> None:
-    async with _api(tmp_path) as api, _peer(api) as peer:
+    async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(
             (b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n" + OFFER + b"\r\n")
             * (MOST_PIPELINED + 2)
@@ -429,8 +437,8 @@ async def test_bodies_are_bounded_together(tmp_path: Path) -> None:
     head = POST + b"content-length: %d\r\n\r\n" % length
     async with (
         _api(tmp_path, bodies_max_bytes=3 * SMALL_BODY_BYTES) as api,
-        _peer(api) as first,
-        _peer(api) as second,
+        peer_of(api) as first,
+        peer_of(api) as second,
     ):
         await first.send(head + b" " * (length - 1))
         # How much of it was taken in shows in what is refused.
@@ -445,7 +453,7 @@ async def test_bodies_are_bounded_together(tmp_path: Path) -> None:
         assert small.status_code == 200
         await first.send(b" ")
         assert (await first.answer())[0] == 400
-        async with _peer(api) as third:
+        async with peer_of(api) as third:
             await third.send(head + b" " * length)
             assert (await third.answer())[0] == 400
 
@@ -464,8 +472,8 @@ async def test_bodies_of_one_tenant_leave_room_for_another(tmp_path: Path) -> No
         }
         api = await stack.enter_async_context(_api(tmp_path, **settings))
         for _ in range(8):
-            await (await stack.enter_async_context(_peer(api))).send(busy + b" " * (length - 1))
-        probe, other = [await stack.enter_async_context(_peer(api)) for _ in range(2)]
+            await (await stack.enter_async_context(peer_of(api))).send(busy + b" " * (length - 1))
+        probe, other = [await stack.enter_async_context(peer_of(api)) for _ in range(2)]
         while True:
             await probe.send(busy + b" " * length)
             if (await probe.answer())[0] == 429:
@@ -485,7 +493,7 @@ async def test_slow_bodies_of_one_tenant_leave_connections_to_another(tmp_path: 
         api = await stack.enter_async_context(_api(tmp_path, **settings))
         peers = []
         for _ in range(10):
-            peer = await stack.enter_async_context(_peer(api))
+            peer = await stack.enter_async_context(peer_of(api))
             await peer.send(busy + BODY[:1])
             peers.append(peer)
         answers = [asyncio.create_task(peer.answer()) for peer in peers]
@@ -494,7 +502,7 @@ async def test_slow_bodies_of_one_tenant_leave_connections_to_another(tmp_path: 
         )
         assert {task.result()[0] for task in done} == {429}
         assert waiting
-        other = await stack.enter_async_context(_peer(api))
+        other = await stack.enter_async_context(peer_of(api))
         await other.send(quiet + BODY[:1])
         await other.send(BODY[1:])
         assert (await other.answer())[0] == 200

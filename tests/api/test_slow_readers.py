@@ -22,7 +22,7 @@ from tests.api.harness import WRITER, ApiUnderTest, running_api, settings_for
 from tests.api.test_text import chat, events_of, parsed, said
 from tests.limits import WAIT_LIMIT_S
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 TOKENS = 64
 COUNT = [{"role": "user", "content": "count"}]
 COUNTED = "".join(f"3-{number} " for number in range(TOKENS))

@@ -22,6 +22,8 @@ from bench.peers.tables import (
 from bench.peers.tables import write_between_markers as write
 from bench.peers.tree import label
 
+pytestmark = pytest.mark.slow
+
 LOAD = Load(32)
 PENSTOCK, FASTAPI, LITSERVE = (
     next(one for one in CONTENDERS if one.key == key) for key in ("penstock", "fastapi", "litserve")

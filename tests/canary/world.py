@@ -268,10 +268,12 @@ def _letters(number: int) -> str:
 
 
 @asynccontextmanager
-async def running_world(redis_url: str, folder: Path) -> AsyncIterator[CanaryWorld]:
+async def running_world(
+    redis_url: str, folder: Path, **given: object
+) -> AsyncIterator[CanaryWorld]:
     broker = InMemoryTransport()
     await provision(broker, CATALOG, inbox_pool=1, slots=4)
-    settings = settings_for(folder, redis_url=redis_url, records_url=redis_url)
+    settings = settings_for(folder, redis_url=redis_url, records_url=redis_url, **given)
     async with AsyncExitStack() as stack:
         board = await stack.enter_async_context(CanaryBoard(redis_url))
         api = await stack.enter_async_context(

@@ -54,7 +54,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="penstock-go-") as made:
         program, key = _build(), _made_up_key(Path(made))
         port = free_port()
-        command = [sys.executable, "-m", "infra.emulators.pubsub", "--port", str(port)]
+        command = [sys.executable, "-m", "pubsub_emulator", "--port", str(port)]
         with Process("pubsub", command, Path(made)) as process:
             process.wait_ready(partial(listens, port), START_LIMIT_S)
             ours = _run(program, source, key, f"127.0.0.1:{port}")

@@ -50,11 +50,11 @@ class Rows:
         return [dict(row) for row in result]
 
     def of(self, request_ids: Sequence[str], count: int | None = None) -> list[dict[str, Any]]:
-        """All rows of these requests as they lie in the table, oldest first, once there are `count`
-        (one each).
+        """All rows of these requests, each that counts, oldest first, once there are `count` (one
+        each).
         """
         sql = (
-            "SELECT * FROM `{dataset}.rows` "
+            "SELECT * FROM `{dataset}.rows_deduplicated` "
             "WHERE received_at > TIMESTAMP_SUB(CURRENT_TIMESTAMP(), INTERVAL 1 DAY) "
             "AND request_id IN UNNEST(@request_ids) ORDER BY received_at, item"
         )

@@ -19,6 +19,8 @@ from tests.end_to_end.conftest import EMBEDDER
 from tests.end_to_end.rows import eventually
 from tests.limits import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 CATALOG = read_catalog(Path("models.yaml"))
 LABELS = {"namespace": "penstock"}
 GAP_S = 90.0

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import numpy as np
 import openai
+import pytest
 
 from infra.local.process import answers, listens
 from infra.local.stack import Stack
@@ -16,6 +17,8 @@ from tests.end_to_end.conftest import EMBEDDER, Embed
 from tests.end_to_end.rows import Rows, eventually
 from tests.end_to_end.told import Told
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
+
+pytestmark = pytest.mark.slow
 
 OVER = {"completed", "failed", "expired", "cancelled"}
 LINES = 2000

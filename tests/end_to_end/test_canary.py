@@ -22,6 +22,8 @@ from tests.limits import WAIT_LIMIT_S
 from tests.workers.optimize.tiny_bert import make_tiny_bert
 from workers.optimize.calibration import calibration_texts
 
+pytestmark = pytest.mark.slow
+
 ENTRY = """\
 models:
   - name: tiny

@@ -17,7 +17,7 @@ from tests.end_to_end.conftest import EMBEDDER, KEY
 from tests.limits import WAIT_LIMIT_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
 PICTURES = "stable-diffusion-tiny"
 REFUSED = re.compile("status of 40[13]")
 MARKER = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"

@@ -19,6 +19,8 @@ from shared.catalog import read_catalog
 from tests.end_to_end.conftest import EMBEDDER, KEY, Embed
 from tests.end_to_end.rows import Rows
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = read_catalog(Path("models.yaml")).find(EMBEDDER).tolerance.cosine
 TEXTS = [
     "Steam drives the turbine.",

@@ -27,6 +27,8 @@ from tests.end_to_end.rows import Rows, eventually
 from tests.faults.world import model_processes
 from tests.limits import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 
 def readiness(stack: Stack) -> tuple[int, str]:
     """Status and body of /readyz."""

@@ -9,6 +9,8 @@ from infra.local.stack import Stack
 from tests.end_to_end.conftest import BUSY_KEY, EMBEDDER, KEY
 from tests.limits import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 REQUESTS, TEXTS, WORDS = 8, 32, 100
 PATIENT = {"x-penstock-deadline-ms": "300000"}
 

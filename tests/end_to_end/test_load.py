@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from google.cloud import bigquery
 
 from infra.load.ledger import read_ledger
@@ -16,6 +17,8 @@ from shared.settings import environment_with
 from shared.usage.bigquery import open_client
 from tests.end_to_end.conftest import LOAD_KEYS
 from tests.limits import WAIT_LIMIT_S
+
+pytestmark = pytest.mark.slow
 
 REQUESTS = 60
 

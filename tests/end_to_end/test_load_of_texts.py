@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from infra.load.ledger import read_ledger
 from shared.settings import environment_with
 from shared.usage.bigquery import open_client
@@ -15,6 +17,8 @@ from tests.faults.text_catalog import text_catalog
 from tests.faults.world import APIS, World
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.text import tiny
+
+pytestmark = pytest.mark.slow
 
 MODEL = "tiny-text"
 PRICE = {

@@ -29,6 +29,8 @@ from tests.end_to_end.conftest import EMBEDDER
 from tests.end_to_end.rows import Rows, eventually
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 WORKER = f"worker-{EMBEDDER}"
 
 
@@ -155,7 +157,7 @@ async def test_pubsub_is_killed_and_back(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "infra.emulators.pubsub",
+        "pubsub_emulator",
         "--port",
         str(port),
         "--data-dir",

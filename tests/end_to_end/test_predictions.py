@@ -18,6 +18,8 @@ from tests.end_to_end.conftest import EMBEDDER, KEY, Embed
 from tests.end_to_end.rows import Rows, eventually
 from tests.limits import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 PAINTER = "stable-diffusion-tiny"
 SLOW = {"width": 256, "height": 256, "num_inference_steps": 100}
 """Far more work than it takes to cancel it."""

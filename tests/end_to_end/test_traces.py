@@ -19,6 +19,8 @@ from tests.end_to_end.conftest import EMBEDDER, REPORTING_KEY
 from tests.limits import WAIT_LIMIT_S
 from tests.otlp import Collector, ReceivedSpan
 
+pytestmark = pytest.mark.slow
+
 PAINTER = "stable-diffusion-tiny"
 STAGES = {"receive", "cache", "publish", "queue", "batch", "infer", "reply"}
 MARKER = "marmalade-and-thistle"

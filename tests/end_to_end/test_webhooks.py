@@ -20,6 +20,8 @@ from tests.end_to_end.told import Told
 from tests.kept_spans import new_trace
 from tests.otlp import Collector
 
+pytestmark = pytest.mark.slow
+
 PAINTER = "stable-diffusion-tiny"
 
 

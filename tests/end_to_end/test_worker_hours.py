@@ -9,6 +9,8 @@ from tests.end_to_end.conftest import EMBEDDER
 from tests.end_to_end.rows import Rows, eventually
 from tests.limits import START_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 REPORTS = (
     "SELECT * FROM `{dataset}.worker_hours_deduplicated` "
     "WHERE hour > TIMESTAMP_SUB(CURRENT_TIMESTAMP(), INTERVAL 1 DAY) AND worker = @worker "

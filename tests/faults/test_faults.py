@@ -11,6 +11,8 @@ from tests.faults.suite import run
 from tests.faults.world import BrokerKind, RowsKind
 from tests.rabbitmq import needs_rabbitmq
 
+pytestmark = pytest.mark.slow
+
 FAULTS = 6
 REQUESTS = 500
 SEED = 16247

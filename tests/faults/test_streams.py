@@ -5,10 +5,14 @@ in full, with a real model.
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from tests.faults.streams import StreamReaders, read_while_killing
 from tests.faults.text_catalog import text_catalog
 from tests.faults.world import World
 from tests.workers.models.text import tiny
+
+pytestmark = pytest.mark.slow
 
 MODEL = "tiny-text"
 STREAMS, KILLS, EVERY_S = 40, 2, 0.5

@@ -174,7 +174,7 @@ class World:
                 self._folder / "rabbitmq", self._log_dir, self._ports[name], name=name
             )
         data_dir = str(self._folder / name)
-        module = f"infra.emulators.{'pubsub' if name == 'broker' else name}"
+        module = f"{'pubsub' if name == 'broker' else name}_emulator"
         command = [
             sys.executable,
             "-m",

@@ -1,6 +1,10 @@
 from pathlib import Path
 
+import pytest
+
 from tests.infra.test_cli import penstock
+
+pytestmark = pytest.mark.slow
 
 
 def test_bench_takes_the_words_of_the_benchmarks() -> None:

@@ -26,6 +26,8 @@ from tests.infra.deploy.test_compose import FOLDER, filled, variables
 from tests.infra.running_up import MINI, catalog
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {"penstock": [sys.executable, "-m", "infra.cli"], "python": [sys.executable]}
 OF_IMAGES = {"API_IMAGE": "api", "FUNCTIONS_IMAGE": "functions", "SERVERS_IMAGE": "servers"} | {

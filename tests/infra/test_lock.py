@@ -18,6 +18,8 @@ from infra.lock import lacking, normalized, read_lock
 from tests.limits import WAIT_LIMIT_S
 
 PROJECT = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
+MEMBERS = {"penstock-bigquery-emulator": "0.1.0", "penstock-pubsub-emulator": "0.1.0"}
+"""They come from the repository, not from an index."""
 
 
 def installed(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[str]:
@@ -54,6 +56,7 @@ def test_lock_has_all_that_is_installed_for_the_project() -> None:
     found = {name for text in asked for name in installed(Requirement(text), seen)}
     versions = {name: distribution(name).version.partition("+")[0] for name in found}
     locked = {name: one.version for name, one in read_lock().items()}
+    locked |= MEMBERS
     assert versions.items() <= locked.items(), sorted(versions.items() - locked.items())
     assert len(found) > 100
 
@@ -80,6 +83,29 @@ def test_what_the_lock_lacks_is_named(asked: str, tmp_path: Path) -> None:
         "[project.optional-dependencies]\n"
     )
     assert lacking(project) == [asked]
+
+
+@pytest.mark.parametrize(
+    ("asked", "member_asks", "missing"),
+    [
+        ("a-server==0.1", "six==0.1", "six==0.1"),
+        ("a-server==0.2", "numpy==2.4.6", "a-server==0.2"),
+    ],
+)
+def test_members_of_the_workspace_are_looked_through(
+    asked: str, member_asks: str, missing: str, tmp_path: Path
+) -> None:
+    project, member = tmp_path / "pyproject.toml", tmp_path / "servers/a/pyproject.toml"
+    member.parent.mkdir(parents=True)
+    member.write_text(
+        '[build-system]\nrequires = []\n[project]\nname = "a_server"\nversion = "0.1"\n'
+        f'dependencies = []\n[project.optional-dependencies]\ntest = ["{member_asks}"]\n'
+    )
+    project.write_text(
+        f'[build-system]\nrequires = []\n[project]\ndependencies = ["{asked}"]\n'
+        '[project.optional-dependencies]\n[tool.uv.workspace]\nmembers = ["servers/*"]\n'
+    )
+    assert lacking(project) == [missing]
 
 
 def test_commands_print_for_pip() -> None:

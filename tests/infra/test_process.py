@@ -2,6 +2,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -128,7 +129,15 @@ def test_paused_process_can_be_stopped(tmp_path: Path) -> None:
         server.pause()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_runs_on_after_the_thread_that_started_it(tmp_path: Path) -> None:
+    sleeps = python("sleeps", "import time; time.sleep(0.3)", tmp_path)
+    starter = threading.Thread(target=sleeps.start)
+    starter.start()
+    starter.join()
+    sleeps.wait_done(WAIT_LIMIT_S)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 def test_nothing_outlives_a_killed_parent(tmp_path: Path) -> None:
     port = free_port()
     code = f"""

@@ -17,8 +17,10 @@ from shared.errors import Unavailable
 from shared.pubsub.admin import PubSubAdmin
 from shared.settings import Settings, read_settings
 from shared.topics import WEBHOOKS_SUBSCRIPTION_ID, workers_subscription_id
-from tests.infra.bigquery.connecting import connected
+from tests.bigquery_client import connected
 from tests.limits import WAIT_LIMIT_S
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 

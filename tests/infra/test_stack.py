@@ -20,6 +20,8 @@ from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.tls import make_certificate
 from tests.workers.optimize.tiny_bert import ENTRY, make_tiny_bert
 
+pytestmark = pytest.mark.slow
+
 
 def all_ports(ports: Ports) -> list[int]:
     return [

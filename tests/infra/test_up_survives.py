@@ -18,11 +18,14 @@ import pytest
 from tests.infra.running_up import Up, running_up, wait_until
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the parts in /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds the parts in /proc"),
+]
 PARTS = {
     "redis": "redis-server",
-    "pubsub": "infra.emulators.pubsub",
-    "bigquery": "infra.emulators.bigquery",
+    "pubsub": "pubsub_emulator",
+    "bigquery": "bigquery_emulator",
     "api": "api",
     "batches": "api.batches",
     "functions": "functions_framework",

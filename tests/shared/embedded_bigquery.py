@@ -31,7 +31,7 @@ class Server:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        command = [sys.executable, "-m", "infra.emulators.bigquery", "--port", str(self.port)]
+        command = [sys.executable, "-m", "bigquery_emulator", "--port", str(self.port)]
         with Process(
             "bigquery", [*command, "--data-dir", str(self.folder / "data")], self.folder
         ) as process:

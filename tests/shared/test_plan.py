@@ -40,6 +40,7 @@ def test_rates_of_one_model_count() -> None:
         {"warn_at_shares": [0]},
         {"warn_at_shares": [0.5] * 9},
         {"max_priority": "urgent"},
+        {"on_limit_store_outage": "open"},
         {"per_model": {"mini": {"max_in_flight": 1}}},
         {"requests_per_minute": 1},
         {"budget_webhook": "x" * 2049},

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import grpc
 import pytest
 
-from infra.emulators.pubsub.server import serve
+from pubsub_emulator import serve
 from shared.errors import ConfigurationError, Unavailable
 from shared.pubsub import client as pubsub
 from shared.pubsub import subscriber as pubsub_subscribe

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.emulators.pubsub.state.filter import parse_filter
 from infra.local.process import Process, free_port
 from infra.local.rabbitmq_server import RabbitServer, find_rabbitmq_server
+from pubsub_emulator import parse_filter
 from shared.errors import BadInput, ConfigurationError, Unavailable
 from shared.rabbitmq.ack_runs import AckRuns
 from shared.rabbitmq.admin import RabbitAdmin

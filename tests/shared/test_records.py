@@ -29,6 +29,7 @@ from shared.messages import ReplyBody
 from shared.stores.previews import KEPT_S, MOST_KEPT
 from shared.stores.record_state import OVER, Claim, Finish, State, record_id
 from shared.stores.records import Records
+from tests.tiers import examples
 
 RECORDS = ["req_a", "req_b:1", "req_c"]
 NAMES = st.sampled_from(RECORDS)
@@ -136,10 +137,11 @@ class Transitions(RuleBasedStateMachine):
                 )
 
 
+@pytest.mark.hypothesis
 def test_any_sequence_of_calls_does_what_the_model_says(redis_url: str) -> None:
     Transitions.url = redis_url
     quick = settings(
-        max_examples=40,
+        max_examples=examples(40),
         stateful_step_count=25,
         deadline=None,
         suppress_health_check=list(HealthCheck),

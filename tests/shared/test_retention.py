@@ -19,6 +19,7 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 from api.idempotency.store import DROPPED, IdempotencyStore, KeyClaim
 from shared.errors import Overloaded
 from shared.stores.records import Records
+from tests.tiers import examples
 
 pytestmark = pytest.mark.anyio
 BUDGET_BYTES = 64 * 1024
@@ -172,10 +173,11 @@ class Predictions(RuleBasedStateMachine):
         ) <= 2 * BUDGET_BYTES + 12 * 1024 * len(there)
 
 
+@pytest.mark.hypothesis
 def test_any_sequence_keeps_within_the_budget_and_drops_nothing_promised(redis_url: str) -> None:
     Predictions.url = redis_url
     quick = settings(
-        max_examples=40,
+        max_examples=examples(40),
         stateful_step_count=30,
         deadline=None,
         suppress_health_check=list(HealthCheck),
@@ -351,10 +353,11 @@ class Answers(RuleBasedStateMachine):
             assert sum(size for _, size in self.counts.entries.values()) <= BUDGET_BYTES
 
 
+@pytest.mark.hypothesis
 def test_any_sequence_of_answers_keeps_within_the_budget(redis_url: str) -> None:
     Answers.url = redis_url
     quick = settings(
-        max_examples=25,
+        max_examples=examples(25),
         stateful_step_count=25,
         deadline=None,
         suppress_health_check=list(HealthCheck),

@@ -20,7 +20,7 @@ from shared.usage.spool import Spool
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import Server, row, segments, writer, writer_to
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 POLL_S = 0.01
 SAFE_ROWS = 700

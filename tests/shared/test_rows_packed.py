@@ -14,7 +14,7 @@ from shared.usage.spool import Spool
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import DATASET, Server, row, writer
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 ROWS, BATCH = 10_000, 100
 """Twenty times what stays in memory here. What is sent side by side stays there too."""
 

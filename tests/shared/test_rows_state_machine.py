@@ -25,6 +25,7 @@ from shared.settings import SPOOL_MAX_BYTES
 from shared.usage.journal import Journal
 from shared.usage.row_batch import RowBatch
 from shared.usage.spool import Fields, Segment, Spool
+from tests.tiers import examples
 
 SMALL = {"BATCH_ROWS": 3, "MEMORY_ROWS": 6, "FIRST_PAUSE_S": 0.0, "LONGEST_PAUSE_S": 0.0}
 """Bounds that a few rows reach, and a disk that is due again at once."""
@@ -194,9 +195,10 @@ class Rows(RuleBasedStateMachine):
             self.end(is_sent=True, which=0)
 
 
+@pytest.mark.hypothesis
 def test_no_row_is_lost_in_any_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SMALL.items():
         monkeypatch.setattr(f"shared.usage.journal.{name}", value)
     run_state_machine_as_test(
-        Rows, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
+        Rows, settings=settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
     )

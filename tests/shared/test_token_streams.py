@@ -10,6 +10,7 @@ from shared.stores.records import Records
 from shared.stores.token_streams import MOST_ITEMS, Delivered, Written
 from shared.tasks.text import TokenChunk
 from tests.limits import WAIT_LIMIT_S
+from tests.tiers import examples
 
 pytestmark = pytest.mark.anyio
 NUMBERS = itertools.count()
@@ -112,7 +113,7 @@ async def test_without_redis_nothing_is_raised_to_a_worker() -> None:
 
 
 @settings(
-    max_examples=30,
+    max_examples=examples(30),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -9,11 +9,13 @@ import json
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 from google.cloud.bigquery import SchemaField, Table
 from prometheus_client import REGISTRY
 
 from infra.bigquery import create, schema
+from shared.usage.bigquery import BigQuerySender
 from shared.usage.journal import BATCH_ROWS
 from shared.usage.row import Row
 from shared.usage.worker_hour import WorkerHour
@@ -29,7 +31,7 @@ from tests.shared.embedded_bigquery import (
     writer_to,
 )
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 HOUR = WorkerHour(
     row_id="w:1",
     worker="w",
@@ -261,3 +263,14 @@ def test_row_and_schema_agree() -> None:
     types = {field["name"]: field["type"] for field in schema()}
     assert {types[name] for name in types if name.endswith("_at")} == {"TIMESTAMP"}
     assert {types[name] for name in types if name.endswith("_ms")} <= {"FLOAT", "FLOAT64"}
+
+
+def test_rows_of_one_item_that_differ_are_no_repeats(tmp_path: Path) -> None:
+    """BigQuery drops what has the same insertId. What corrects another row must not go with it."""
+    server, first = Server(tmp_path), row(1, attempt=1)
+    second = msgspec.structs.replace(first, status="canceled", attempt=None)
+    with server.running():
+        sender = BigQuerySender(PROJECT, f"{DATASET}.rows", server.endpoint)
+        for one in (first, second) * 2:  # an answer that got lost
+            assert sender.send([fields_of(one)]) == []
+        assert server.row_ids() == ["req:00001"] * 2

@@ -171,6 +171,7 @@ async def test_reports_come_without_being_asked_for(tmp_path: Path) -> None:
     assert {row.loading_s for row in sink.rows[:1]} != {0.0}
 
 
+@pytest.mark.slow
 async def test_bigquery_takes_hours_once(tmp_path: Path) -> None:
     server, clock = Server(tmp_path), Clock()
     times = ProcessTimes(clock)

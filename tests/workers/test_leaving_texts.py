@@ -51,6 +51,8 @@ from workers.runtime.resident_models import ResidentModels
 from workers.runtime.step_execution import CHUNKS_EVERY_S, StepExecution
 from workers.runtime.step_room import StepRoom
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 60, 61], [7, 90, 91, 92], [9, 33]]
 SCHEMA = {"type": "string", "minLength": 30, "maxLength": 30}
 NEIGHBORS: dict[str, dict[str, Any]] = {

@@ -12,6 +12,8 @@ import torch
 
 from workers.runtime.offload import offload
 
+pytestmark = pytest.mark.slow
+
 ROOM = 10**9
 
 

@@ -28,7 +28,7 @@ from workers.runtime.pool import (
 from workers.runtime.protocol import HEADER, Ready, decode_server_message, encode_run
 from workers.tasks import preparer_for
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 UNHEARD_OF = 10**6
 """A token id that no model has; it gets past no preparer, so it stands for any item that breaks a

@@ -17,6 +17,8 @@ from tests.limits import START_LIMIT_S
 from tests.workers.hub import Hub, served
 from workers.models.source import resolve
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "hf_notasecretbutatest"
 FILES = {"config.json": b"{}", "1_Pooling/config.json": b"{}", "model.safetensors": b"w" * 70_000}
 CATALOG = """models:

@@ -49,7 +49,7 @@ from workers.runtime.pool import HostedModel, ModelPool, ModelProcessDied, Poole
 from workers.tasks import preparer_for
 from workers.worker import Worker
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 LARGE, SMALL = 0, 1
 LONG_TEXT = "the mill wheel turns " * 60

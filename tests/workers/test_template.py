@@ -25,7 +25,7 @@ from workers.runtime.pool import HostedModel, ModelPool, ModelProcessDied, Poole
 from workers.runtime.template import Template
 from workers.runtime.template_process import MODEL_PROCESS_NAME, TEMPLATE_NAME
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 TEXT = PreparedText(key="", length=4, ids=np.array([101, 4937, 4937, 102], "<u4").tobytes())
 

@@ -46,6 +46,7 @@ from workers.job import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
 from workers.jobs.deadlines import Clock
+from workers.jobs.registry import JobRegistry
 from workers.models.base import PreparedText, Preparer
 from workers.runtime.client import OnPreviews, OnProgress
 from workers.runtime.pool import ModelPool, ModelProcessDied
@@ -98,6 +99,8 @@ class LetterProcess:
         self.residency = ResidencyReport([0])
         self.canceled = False
         self.is_deaf = False
+        self.holds = ""
+        """Closes the gate when it gets this text."""
         self.step_told: tuple[int, int] | None = None
         self.on_step: OnProgress | None = None
         self.on_previews: OnPreviews | None = None
@@ -118,6 +121,8 @@ class LetterProcess:
         texts = [prepared.ids.decode() for prepared in batch]
         self.batches.append(texts)
         self.started.set()
+        if self.holds in texts:
+            self.gate.clear()
         if self.step_told and on_step:
             on_step(*self.step_told)
         self.on_step, self.on_previews = on_step, on_previews
@@ -189,6 +194,7 @@ class WorkerHarness:
         self.replies: asyncio.Queue[Reply] = asyncio.Queue()
         self.running: asyncio.Task[None] | None = None
         self.consumer: JobConsumer | None = None
+        self.registry: JobRegistry | None = None
 
     async def send(
         self,
@@ -347,7 +353,7 @@ async def running_worker(
             in_steps=WORKER_TASKS[model.task].computes_steps(model, Path()),
             clock=clock,
         )
-        harness.consumer = consumer
+        harness.consumer, harness.registry = consumer, completion.registry
         worker = Worker(
             [consumer],
             broker,

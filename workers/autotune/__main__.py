@@ -27,6 +27,7 @@ from workers.models.artifact import find_artifact
 from workers.models.base import PreparedText
 from workers.models.embedding.tokenization import TextPreparer
 from workers.optimize.calibration import calibration_texts, prepare_texts
+from workers.runtime.template_process import die_with_parent
 
 LEAST_PRIORITY = 19
 
@@ -48,6 +49,8 @@ def main() -> int:
     parser.add_argument("--behind", action="store_true", help="run at low priority beside a worker")
     given = parser.parse_args()
     configure_logs("WARNING")
+    # A worker that is killed can't end it, and the next worker would measure beside it.
+    die_with_parent()
     if given.behind:
         os.nice(LEAST_PRIORITY)
     entry = Model.model_validate_json(given.model)

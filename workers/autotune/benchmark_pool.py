@@ -22,6 +22,7 @@ from workers.autotune.hardware import KEPT_OPEN_MAX_BYTES, Machine
 from workers.models.backend import Backend
 from workers.models.base import PreparedText
 from workers.runtime.memory import weights_bytes
+from workers.runtime.template_process import die_with_parent
 
 OPEN_LIMIT_S = 60.0
 """Enough to import torch and load the weights on a busy machine."""
@@ -97,7 +98,9 @@ class BenchmarkPool:
             msgspec.structs.replace(backend, call_tokens=0), layout.threads
         )
         while len(self._executors) < layout.processes:
-            self._executors.append(ProcessPoolExecutor(max_workers=1, mp_context=self._context))
+            # The forkserver, which forks them, ends with this process.
+            executor = ProcessPoolExecutor(1, self._context, initializer=die_with_parent)
+            self._executors.append(executor)
         missing = [
             number for number in range(layout.processes) if (number, target) not in self._opened
         ]

@@ -1,7 +1,7 @@
 """The likely fastest backend for embeddings on this hardware, before any measurement.
 
 This prior orders the candidates, leaves out those that never won, and decides if measurements
-disagree. Its sources are in docs/decisions/0023-choosing-without-noise.md.
+disagree. Its sources are in docs/measurements/embeddings.md.
 """
 
 from __future__ import annotations

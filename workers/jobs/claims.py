@@ -32,7 +32,9 @@ class Claims:
         """
         first, repeated = list[PulledJob](), list[PulledJob]()
         for pulled in pulled_jobs:
-            is_first = pulled.is_fresh and not pulled.envelope.prediction
+            # A line of a batch may be asked for again, under the id of a job that is over.
+            is_known = pulled.envelope.prediction or pulled.envelope.batch_id
+            is_first = pulled.is_fresh and not is_known
             (first if is_first else repeated).append(pulled)
         if first:
             self._completion.registry.spawn(self._claim(first))

@@ -60,4 +60,4 @@ SELECT
   user_agent_family
 FROM `${project}.${dataset}.rows`
 WHERE ${only}
-QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1

@@ -52,6 +52,6 @@ FROM (
   SELECT *
   FROM `${project}.${dataset}.rows`
   WHERE ${only}
-  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
 )
 GROUP BY day, hour, tenant, key_id, plan, model, region, priority

@@ -68,7 +68,7 @@ resource "google_compute_backend_service" "api" {
   }
 
   # A region that fails whole is left for a while. The API sends 503 and 504
-  # by design (docs/decisions/0044), so only an unbroken run counts, and the
+  # by design (docs/decisions/0012), so only an unbroken run counts, and the
   # same for both kinds: 5xx includes 502 to 504. With one region there is
   # nowhere to go.
   dynamic "outlier_detection" {

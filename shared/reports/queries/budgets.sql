@@ -25,7 +25,7 @@ WITH once AS (
   WHERE received_at >= @since
     AND received_at < @until
     AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
-  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
 ),
 budgets AS (
   SELECT tenant, @budgets_usd[OFFSET(place)] AS budget_usd

@@ -25,7 +25,7 @@ WITH once AS (
     AND received_at < @until
     AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
     AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
-  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
 ),
 models AS (SELECT model, COUNT(*) AS model_items FROM once GROUP BY model)
 SELECT
@@ -35,7 +35,7 @@ SELECT
   COUNT(*) AS items,
   COUNT(DISTINCT tenant) AS tenants,
   ROUND(100 * SAFE_DIVIDE(COUNT(*), ANY_VALUE(model_items)), 2) AS percent_of_model,
-  MAX(attempt) AS most_attempts,
+  COALESCE(MAX(attempt), 0) AS most_attempts,
   MAX(received_at) AS latest,
   ARRAY_AGG(request_id ORDER BY received_at DESC, request_id LIMIT 1)[OFFSET(0)] AS example_request_id
 FROM once

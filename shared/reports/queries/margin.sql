@@ -32,7 +32,7 @@ WITH once AS (
   FROM `rows`
   WHERE received_at >= @since
     AND received_at < @until
-  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
 ),
 prices AS (
   SELECT

@@ -33,7 +33,7 @@ WITH once AS (
     AND received_at < @until
     AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
     AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
-  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
 ),
 minutes AS (
   SELECT tenant, MAX(items) AS peak

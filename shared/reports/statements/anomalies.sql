@@ -40,7 +40,7 @@ WITH once AS (
         AND received_at < TIMESTAMP(DATE_SUB(@day, INTERVAL 41 DAY), @tz)
       )
     )
-  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY attempt DESC, replied_at DESC) = 1
+  QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
 ),
 -- Hours count from midnight on clocks of the zone, some of which are off by half an hour.
 placed AS (

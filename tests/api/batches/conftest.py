@@ -56,10 +56,11 @@ def held_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], asyncio.Event
             caller: Caller,
             line: BatchLine,
             progress: Progress,
+            *rest: Callable[[], bool],
         ) -> LineAnswer | None:
             if line.number > number:
                 await go.wait()
-            return await run_line(self, batch, caller, line, progress)
+            return await run_line(self, batch, caller, line, progress, *rest)
 
         monkeypatch.setattr(LineExecutor, "run", run)
         return go

@@ -17,6 +17,7 @@ from api.batches.files import BatchFile, BatchFiles
 from api.batches.names import ADMISSIONS, new_file_id, owner_of
 from api.batches.service import MOST_OPEN, Batches, NewBatch
 from api.batches.store import BatchStore
+from api.inputs.storage import Storage
 from shared.errors import Overloaded, Unavailable
 from shared.stores.objects import ObjectStore
 from shared.tenants.plan import Caller
@@ -60,7 +61,7 @@ async def _file(objects: ObjectStore) -> BatchFile:
         created_at_s=1.0,
         expires_at_s=1e12,
     )
-    await BatchFiles(objects, 1).add(file)
+    await BatchFiles(objects, Storage(objects)).add(file)
     return file
 
 
@@ -79,7 +80,9 @@ async def _created(instances: list[Batches], file: BatchFile, many: int) -> list
 
 
 def _instances(objects: ObjectStore, many: int) -> list[Batches]:
-    return [Batches(BatchStore(objects), BatchFiles(objects, 1)) for _ in range(many)]
+    return [
+        Batches(BatchStore(objects), BatchFiles(objects, Storage(objects))) for _ in range(many)
+    ]
 
 
 async def test_no_more_batches_are_open_than_the_bound(tmp_path: Path) -> None:

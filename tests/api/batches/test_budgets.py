@@ -41,8 +41,8 @@ PRICED = Catalog(
         for model in CATALOG.models
     )
 )
-RESERVED_USD, SPENT_USD = 6.0, 1.5
-"""Of each of `_lines`: half the list price of 12 tokens that are reckoned, and of 3 that it has."""
+RESERVED_USD, SPENT_USD = 21.0, 1.5
+"""Of each of `_lines`: half the list price of the 42 tokens that it has at most, and of its 3."""
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from api.batches import files as batch_files
+from api.inputs import storage
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.keys import bearer, key_for, keys_url
 
@@ -203,7 +204,7 @@ async def test_tenant_has_a_bound_of_bytes_and_others_have_theirs(tenants: ApiUn
     alice, bob = tenants.openai(api_key=key_for("a")), tenants.openai(api_key=key_for("b"))
     data = LINE * (600 * 1024 // len(LINE))
     first = await uploaded(alice, data)
-    with pytest.raises(openai.BadRequestError, match="bytes together"):
+    with pytest.raises(openai.BadRequestError, match="bytes are stored for you"):
         await uploaded(alice, data)
     assert len([one async for one in alice.files.list()]) == 1
     await uploaded(bob, data)
@@ -221,11 +222,11 @@ async def test_expired_files_make_room(tenants: ApiUnderTest) -> None:
 async def test_tenant_has_a_bound_of_files(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_files, "MOST_FILES", 2)
+    monkeypatch.setattr(storage, "MOST_FILES", 2)
     client = api.openai()
     for _ in range(2):
         await uploaded(client)
-    with pytest.raises(openai.BadRequestError, match="2 files are kept"):
+    with pytest.raises(openai.BadRequestError, match="2 is the most that you may store"):
         await uploaded(client)
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from api.errors import BudgetExceeded, BudgetReserved, RateLimited, headers_for
 from api.limits.limiter import Limiter, RequestDemand, Reservation
-from api.limits.store import Answer
+from api.limits.store import Answer, Standing
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
-from shared.tenants.plan import Caller, Limits, Plan, Rates
+from shared.tenants.plan import Caller, Limits, OnOutage, Plan, Rates
 from tests.api.limits.clocks import Clock, limiters
 
 pytestmark = pytest.mark.anyio
@@ -419,6 +419,61 @@ async def test_budget_without_redis_is_what_was_left(tmp_path: Path) -> None:
             alone = sum([await let_in([one], caller, demand(usd=0.1), 9) for one in two])
         time_of.close()
     assert alone <= 5
+
+
+async def test_spent_budget_stays_spent_without_redis(redis_url: str, clock: Clock) -> None:
+    """On an instance too that never served the tenant: it has heard of it with its registration."""
+    async with limiters(redis_url, clock, 3) as three:
+        for limiter in three:
+            await limiter.register()
+        caller = Caller(tenant="acme", plan=Plan(budget_usd_per_month=1.0))
+        assert await let_in(three[:1], caller, demand(usd=0.1), 20) == 10
+        clock.advance(10)
+        for limiter in three:
+            await limiter.register()
+            limiter.store.take = _unavailable  # type: ignore[method-assign]
+        for limiter in three:
+            with pytest.raises(BudgetExceeded):
+                await ask(limiter, caller, demand(usd=0.1))
+        # Nobody has spent anything of this one, which is known too.
+        other = Caller(tenant="other", plan=Plan(budget_usd_per_month=0.9))
+        assert await let_in(three, other, demand(usd=0.1), 30) == 9
+        assert await is_let_in(three[1], caller, demand(usd=0.0)), "what is free"
+
+
+@pytest.mark.parametrize(("on_outage", "let"), [("deny", 0), ("allow", 5)])
+async def test_plan_says_what_becomes_of_a_budget_that_is_not_known(
+    redis_url: str, clock: Clock, on_outage: OnOutage, let: int
+) -> None:
+    """The instance has never reached Redis. It is one of two."""
+    plan = Plan(budget_usd_per_month=1.0, on_limit_store_outage=on_outage)
+    key = Limits(budget_usd_per_month=1.0)
+    async with limiters(redis_url, clock, 1) as (one,):
+        one._standing = Standing(0, 2)
+        one.store.take = _unavailable  # type: ignore[method-assign]
+        for caller in (Caller(tenant="acme", plan=plan), Caller(plan=plan, key_limits=key)):
+            for _ in range(let):
+                assert await is_let_in(one, caller, demand(usd=0.1))
+            expected = BudgetExceeded if let else Unavailable
+            with pytest.raises(expected, match="US dollars per month of tenant"):
+                await ask(one, caller, demand(usd=0.1))
+
+
+async def test_totals_are_bounded_and_the_unknown_is_not_nothing(
+    redis_url: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.limits.store.MAX_TOTALS", 3)
+    async with limiters(redis_url, clock, 2) as (one, other):
+        for number in range(5):
+            caller = Caller(tenant=f"t{number}", plan=Plan(budget_usd_per_month=1.0))
+            await ask(one, caller, demand(usd=1.0))
+            clock.advance(1)
+        await other.register()
+        other.store.take = _unavailable  # type: ignore[method-assign]
+        for number, error in enumerate([Unavailable] * 2 + [BudgetExceeded] * 3):
+            caller = Caller(tenant=f"t{number}", plan=Plan(budget_usd_per_month=1.0))
+            with pytest.raises(error):
+                await ask(other, caller, demand(usd=0.1))
 
 
 async def test_budget_spent_without_redis_counts_afterwards(redis_url: str, clock: Clock) -> None:

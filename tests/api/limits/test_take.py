@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 
 import pytest
@@ -11,10 +11,11 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.limits.store import SLOTS_S, Ask, Kind, LimitStore
+from api.limits.store import SLOTS_S, Answer, Ask, Kind, LimitStore
 from shared.stores.redis_scripts import load_script
 from tests.api.limits.clocks import CLOCK, Clock
 from tests.limits import REDIS_LIMIT_S
+from tests.tiers import examples
 
 pytestmark = pytest.mark.anyio
 
@@ -119,7 +120,7 @@ async def test_budget_in_small_parts_is_spent_to_the_last(store: LimitStore) -> 
     assert found == [True] * 10 + [False]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.datetimes(datetime(1990, 1, 1), datetime(2200, 1, 1)))
 def test_months_are_those_of_the_calendar(redis_server_url: str, at: datetime) -> None:
     at = at.replace(tzinfo=UTC)
@@ -172,3 +173,37 @@ async def test_instances_know_how_many_they_are(redis_url: str, clock: Clock) ->
         assert await other.register() == (0, 1)
         await other.leave()
         assert await one.register() == (0, 1)
+
+
+async def test_late_requests_count_in_the_month_they_arrived_in(
+    store: LimitStore, clock: Clock
+) -> None:
+    """A line of a batch, say. Its row is of that month too."""
+    november = 2026 * 12 + 10
+
+    async def take(
+        need: float, month: float, returns: Sequence[tuple[float, float]] = ()
+    ) -> Answer:
+        budget = ask(need, 1.0, "month", returns=list(returns), month=month)
+        (answer,) = await store.take([budget])
+        return answer
+
+    assert (await take(0.7, november)).period == november
+    clock.set(datetime(2026, 12, 1, tzinfo=UTC).timestamp() * 1000 + 10)
+    new = await take(0.9, november + 1)
+    assert (new.fits, new.used, new.period) == (True, 0.9, november + 1)
+    late = await take(0.4, november)
+    assert (late.fits, late.used, late.period) == (False, 0.7, november)
+    assert (await take(0.2, november)).used == pytest.approx(0.9)
+    assert (await take(0.0, november + 1, [(november, 0.5)])).used == 0.9
+    assert (await take(0.0, november)).used == pytest.approx(0.4)
+
+
+async def test_clock_of_an_instance_may_be_ahead_a_little(store: LimitStore, clock: Clock) -> None:
+    november = 2026 * 12 + 10
+    clock.set(datetime(2026, 12, 1, tzinfo=UTC).timestamp() * 1000 - 5000)
+    for month in (november + 1, november):
+        (answer,) = await store.take([ask(0.6, 1.0, "month", month=month)])
+        assert (answer.fits, answer.period) == (True, month)
+    (answer,) = await store.take([ask(0.6, 1.0, "month", month=november + 2)])
+    assert (answer.fits, answer.period) == (False, november + 1)

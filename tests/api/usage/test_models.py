@@ -21,7 +21,7 @@ from shared.usage.writer import fields_of
 from tests.api.usage.world import DAY_S, World
 from tests.workers.worker_harness import MODEL
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 SHIPPED = read_catalog(Path("models.yaml"))
 DAYS = 3
 MODELS = [

@@ -11,7 +11,7 @@ from shared.reports.question import ask
 from shared.reports.runner import ReportRunner
 from tests.api.usage.world import World
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 FOR_TENANTS = {name for name, one in reports().items() if one.audience == "tenants"}
 
 

@@ -13,6 +13,7 @@ from tests.limits import WAIT_LIMIT_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.anyio,
     pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
 ]

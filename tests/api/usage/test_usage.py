@@ -20,7 +20,7 @@ from tests.api.usage.world import DAY_S, World, opened_world
 from tests.keys import key_for
 from tests.workers.worker_harness import MODEL
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 
 async def _traffic(world: World) -> int:
@@ -53,10 +53,7 @@ async def _traffic(world: World) -> int:
     failed = await world.embed("o", "fine", "!")
     assert failed.status_code == 500
     other.requests += 1
-    other.items += 2
-    other.succeeded += 1
-    other.tokens += 4
-    other.charged_tokens += 4
+    other.items += 2  # nothing of it was delivered
     other.by_header_usd += float(failed.headers["x-penstock-cost-usd"])
     rows += 2
     world.harness.process.gate.clear()

@@ -14,6 +14,11 @@ from typing import Any
 from tests.limits import WAIT_LIMIT_S
 
 FOLDER = Path("infra/docker")
+SOURCES = {
+    "bigquery_emulator": "emulators/bigquery/src",
+    "pubsub_emulator": "emulators/pubsub/src",
+}
+"""Where the packages lie that are not at the top."""
 IMAGES = ("api", "functions", "servers", "cuda", "worker")
 
 
@@ -114,7 +119,8 @@ def upstream(modules: set[str], graph: Any) -> set[str]:
 
 def file_of(module: str) -> str:
     """The file of a module of ours."""
-    path = Path(*module.split("."))
+    top = module.partition(".")[0]
+    path = Path(SOURCES.get(top, "."), *module.split("."))
     return str(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
 
 

@@ -29,8 +29,8 @@ import workers.metrics
 from api.routes import health
 from infra import bigquery
 from infra.deploy.platform_variables import INBOX_STRIDE
-from infra.emulators.pubsub.state.filter import parse_filter
 from infra.local.provision import provision
+from pubsub_emulator import parse_filter
 from shared.catalog import read_catalog
 from shared.message_encoding import encode_reply
 from shared.messages import Envelope, Reply, ReplyBody
@@ -41,6 +41,8 @@ from tests.infra.deploy.manifests import workers as deployments
 from tests.infra.deploy.terraform import PROJECT, Plan, api_container, api_settings
 from tests.limits import WAIT_LIMIT_S
 from workers.health import health_server
+
+pytestmark = pytest.mark.slow
 
 CATALOG = read_catalog(Path("models.yaml"))
 EXPORTERS = (

@@ -9,7 +9,7 @@ from infra import bigquery
 from infra.deploy.gpu_prices import ALWAYS, VIEW_FILE, GpuPrice, gpu_prices, view_sql
 from infra.deploy.prices import EarlierPrice, ListPrice, Prices, Source, read_prices
 from infra.kubernetes.deployment import read_gpu_types
-from tests.infra.bigquery.connecting import connected, rows_of
+from tests.bigquery_client import connected, rows_of
 
 DAY = dt.date(2026, 11, 15)
 MONTH = dt.date(2026, 10, 1)

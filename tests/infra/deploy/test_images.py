@@ -18,6 +18,7 @@ from shared.settings import ApiSettings, Settings, WorkerSettings
 from tests.infra.deploy.dockerfiles import (
     FOLDER,
     IMAGES,
+    SOURCES,
     copied_files,
     file_of,
     image,
@@ -36,13 +37,14 @@ MODULES = {
     "functions": {"workers.functions.main"},
     "servers": {
         "infra.cli",
-        "infra.emulators.bigquery.__main__",
-        "infra.emulators.pubsub.__main__",
+        "bigquery_emulator.__main__",
+        "pubsub_emulator.__main__",
         "infra.local.provision_servers",
     },
     "worker": {"workers.__main__", "workers.runtime.server", "workers.models"},
 }
 """What the entry points start, in other processes too."""
+MEMBERS = ". ./emulators/bigquery ./emulators/pubsub"
 
 
 def tool(name: str) -> str:
@@ -77,7 +79,7 @@ def test_files_that_are_copied_are_there_and_sent(name: str) -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_image_holds_every_module_that_its_entry_point_imports(name: str) -> None:
-    graph = grimp.build_graph("api", "workers", "shared", "infra")
+    graph = grimp.build_graph("api", "workers", "shared", "infra", *SOURCES)
     needed = {file_of(module) for module in upstream(MODULES[name], graph)}
     assert len(needed) > 10
     assert needed <= copied_files(name)
@@ -88,6 +90,7 @@ def test_what_is_not_for_images_is_not_sent() -> None:
         ".git/config",
         "models.yaml",
         "var/models/x",
+        "emulators/pubsub/tests/conftest.py",
         "infra/terraform/check.sh",
         "tests/conftest.py",
     ):
@@ -124,6 +127,22 @@ def test_versions_are_those_of_the_lock(name: str) -> None:
 def test_unknown_extra_is_refused(name: str) -> None:
     with pytest.raises(KeyError):
         requirements(Path("pyproject.toml"), [f"no-{name}"])
+
+
+def test_servers_are_in_the_image_with_what_they_require() -> None:
+    asked = requirements(Path("pyproject.toml"), ["servers"])
+    names = {one.partition("==")[0] for one in asked}
+    assert {"duckdb", "zetasql", "lark", "grpcio-tools"} <= names
+    assert not [name for name in names if name.startswith("penstock")]
+    installed = stages("servers")[0].all("RUN")
+    assert any(f"--target /app {MEMBERS}" in " ".join(line.split()) for line in installed)
+
+
+def test_member_whose_folder_is_missing_is_named(tmp_path: Path) -> None:
+    project = tmp_path / "pyproject.toml"
+    project.write_bytes(Path("pyproject.toml").read_bytes())
+    with pytest.raises(FileNotFoundError, match="penstock-pubsub-emulator"):
+        requirements(project, ["servers"])
 
 
 def test_user_is_that_of_the_manifests(objects: Objects) -> None:

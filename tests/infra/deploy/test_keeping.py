@@ -38,7 +38,7 @@ def test_every_folder_that_is_written_has_its_end(kept_s: dict[str, int]) -> Non
         for top in ("api", "shared", "workers")
         for path in Path(top).rglob("*.py")
     ]
-    pattern = r'object_key\("(\w+)"|key = f"(\w+)/|return f"(files)/|^[A-Z]+ = "(batches)/'
+    pattern = r'object_key\("(\w+)"|key = f"(\w+)/|^[A-Z]+ = "(batches|files)/'
     written = {
         name
         for source in sources

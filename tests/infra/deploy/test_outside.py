@@ -25,6 +25,8 @@ from tests.infra.deploy.manifests import (
 )
 from tests.infra.deploy.terraform import Plan, plan_platform
 
+pytestmark = pytest.mark.slow
+
 POOL = (
     "//iam.googleapis.com/projects/123456789012/locations/global"
     "/workloadIdentityPools/penstock-elsewhere"

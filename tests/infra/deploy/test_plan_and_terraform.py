@@ -20,6 +20,8 @@ from shared.catalog import read_catalog
 from tests.infra.deploy.planning import plan_of, rate
 from tests.infra.deploy.terraform import REGIONS, Plan, plan_platform
 
+pytestmark = pytest.mark.slow
+
 CATALOG = read_catalog(Path("models.yaml"))
 IMAGE = "registry.example.com/api@sha256:0"
 PLATFORM = Path("infra/terraform/platform/variables.tf")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from infra.load.day import DAY_S, Day, DayModel, arrivals_of
 from shared.errors import BadInput
+from tests.tiers import examples
 
 shares = st.floats(0.0, 0.5)
 days = st.builds(
@@ -40,7 +41,7 @@ days = st.builds(
 
 
 @given(days)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_day_has_what_it_promises(day: Day) -> None:
     found = arrivals_of(day)
     assert len(found) == day.requests
@@ -62,7 +63,7 @@ def test_a_day_has_what_it_promises(day: Day) -> None:
 
 
 @given(days)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_repeats_ask_for_the_same(day: Day) -> None:
     first: dict[str, tuple[str, str, int, int]] = {}
     repeats = 0
@@ -78,7 +79,7 @@ def test_repeats_ask_for_the_same(day: Day) -> None:
 
 
 @given(days)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_hours_follow_the_curve(day: Day) -> None:
     steady = day.requests - day.in_bursts
     hours = day.slots().reshape(24, -1).sum(axis=1)

@@ -21,12 +21,14 @@ from infra.monitoring.grafana_usage import usage_dashboard
 from shared.reports.day_tables import DayTables
 from shared.reports.days import BillingDay
 from shared.reports.question import ReportQuestion
-from tests.infra.bigquery.connecting import connected
+from tests.bigquery_client import connected
 from tests.infra.monitoring.test_files import missing
 from tests.infra.reports import expected, generated
 from tests.infra.reports.conftest import DATASET, load
 from tests.infra.reports.test_daily_tables import HOUR, hourly
 from tests.infra.reports.test_other_tables import worker_hour
+
+pytestmark = pytest.mark.slow
 
 Fields = dict[str, Any]
 SINCE = dt.datetime(2026, 10, 12, tzinfo=dt.UTC)

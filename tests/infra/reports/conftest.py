@@ -9,7 +9,7 @@ from google.cloud import bigquery
 
 from infra import bigquery as tables
 from shared.reports.runner import ReportRunner
-from tests.infra.bigquery.connecting import connected
+from tests.bigquery_client import connected
 from tests.infra.reports import generated
 from tests.infra.reports.generated import Fields
 
@@ -42,9 +42,24 @@ def runner(loaded: bigquery.Client) -> ReportRunner:
     return ReportRunner(loaded, DATASET, budgets_usd=BUDGETS_USD)
 
 
-@pytest.fixture
-def empty(bigquery_endpoint: str) -> Iterator[bigquery.Client]:
-    """Tables without a row."""
+@pytest.fixture(scope="session")
+def nothing(bigquery_endpoint: str) -> Iterator[bigquery.Client]:
+    """Tables without a row, for tests that only read."""
     with connected(bigquery_endpoint, f"p-{uuid.uuid4().hex[:12]}") as client:
         tables.create(client, DATASET)
         yield client
+
+
+@pytest.fixture(scope="session")
+def written(bigquery_endpoint: str) -> Iterator[bigquery.Client]:
+    with connected(bigquery_endpoint, f"p-{uuid.uuid4().hex[:12]}") as client:
+        tables.create(client, DATASET)
+        yield client
+
+
+@pytest.fixture
+def empty(written: bigquery.Client) -> bigquery.Client:
+    """Tables without a row, for a test to write. Emptied rather than made: the views take long."""
+    for table in tables.tables():
+        written.query(f"TRUNCATE TABLE {DATASET}.{table}").result()
+    return written

@@ -45,7 +45,7 @@ def near(rows: Iterable[Fields], column: str, share: float) -> Near:
 
 
 def once(rows: Iterable[Fields], question: ReportQuestion) -> list[Fields]:
-    """The rows that a question is about, each once: the last attempt."""
+    """The rows that a question is about, each once: one without a result, else the last attempt."""
     best: dict[Any, Fields] = {}
     for row in rows:
         if not question.since <= row["received_at"] < question.until:
@@ -55,12 +55,14 @@ def once(rows: Iterable[Fields], question: ReportQuestion) -> list[Fields]:
         if question.models is not None and row["model"] not in question.models:
             continue
         key = row["row_id"], row["received_at"]
-        if key not in best or (row["attempt"], row["replied_at"]) > (
-            best[key]["attempt"],
-            best[key]["replied_at"],
-        ):
+        if key not in best or _order(row) > _order(best[key]):
             best[key] = row
     return list(best.values())
+
+
+def _order(row: Fields) -> tuple[bool, float, Any]:
+    attempt = row.get("attempt")
+    return row["status"] != "succeeded", -1 if attempt is None else attempt, row["replied_at"]
 
 
 def grouped(
@@ -360,7 +362,7 @@ def errors(rows: list[Fields], question: ReportQuestion) -> Lines:
             "items": len(of),
             "tenants": len({row["tenant"] for row in of}),
             "percent_of_model": 100 * len(of) / of_model[key[0]],
-            "most_attempts": max(row["attempt"] for row in of),
+            "most_attempts": max(row["attempt"] or 0 for row in of),
             "latest": newest,
             "example_request_id": min(
                 row["request_id"] for row in of if row["received_at"] == newest

@@ -27,7 +27,7 @@ MODELS: dict[str, Fields] = {
 
 
 def rows(seed: int = 18, requests: int = 1500) -> list[Fields]:
-    """The rows as they are written: some twice, a later attempt after an earlier one."""
+    """The rows as they are written: some twice, and some with one that says that nobody got it."""
     drawn = random.Random(seed)
     found: list[Fields] = []
     for number in range(requests):
@@ -42,16 +42,17 @@ def rows(seed: int = 18, requests: int = 1500) -> list[Fields]:
             continue
         found += _request(drawn, f"r{number:05}", received)
     doubled = [
-        one if drawn.random() < 0.5 else _earlier(one) for one in found if drawn.random() < 0.1
+        one if drawn.random() < 0.5 else _undelivered(one) for one in found if drawn.random() < 0.1
     ]
     found += doubled
     drawn.shuffle(found)
     return found
 
 
-def _earlier(one: Fields) -> Fields:
-    """The row of an attempt before: failed, as a worker died."""
-    return one | {"attempt": 0, "status": "failed", "error_code": "internal", "cost_usd": 0.0}
+def _undelivered(one: Fields) -> Fields:
+    """The API's row of an item that its caller did not get, before or after the worker's."""
+    said = {"attempt": None, "status": "canceled", "error_code": "canceled", "cost_usd": 0.0}
+    return one | said | ({"charged_share": 0.0} if "charged_share" in one else {})
 
 
 def _request(drawn: random.Random, request_id: str, received: dt.datetime) -> list[Fields]:

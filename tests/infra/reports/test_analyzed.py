@@ -4,15 +4,16 @@ from typing import Any
 
 import pytest
 
-from infra import bigquery as tables
-from infra.emulators.bigquery.errors import InvalidQueryError
-from infra.emulators.bigquery.googlesql.analysis.analyzer import (
+from bigquery_emulator import (
     Analyzer,
+    InvalidQueryError,
     NamedTable,
     ParameterTypes,
+    parse_schema,
+    type_of_field,
+    type_of_parameter,
 )
-from infra.emulators.bigquery.googlesql.analysis.types import type_of_field, type_of_parameter
-from infra.emulators.bigquery.tables.schema import parse_schema
+from infra import bigquery as tables
 from shared.reports.definitions import Report, reports
 
 EACH = pytest.mark.parametrize("report", reports().values(), ids=list(reports()))

@@ -20,6 +20,8 @@ from tests.infra.reports.generated import TENANTS, Fields
 from tests.infra.reports.test_reports import ALL
 from tests.keys import keys_url
 
+pytestmark = pytest.mark.slow
+
 Told = Callable[..., Result]
 RANGE = ("--from", "2026-10-05", "--to", "2026-11-09")
 

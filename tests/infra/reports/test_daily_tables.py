@@ -14,10 +14,12 @@ from shared.errors import Unavailable
 from shared.reports.day_tables import DayTables
 from shared.reports.days import BillingDay
 from shared.reports.question import ReportQuestion
-from tests.infra.bigquery.connecting import rows_of
+from tests.bigquery_client import rows_of
 from tests.infra.reports import expected
 from tests.infra.reports.conftest import DATASET, load
 from tests.infra.reports.generated import TENANTS, Fields
+
+pytestmark = pytest.mark.slow
 
 KEYS = ("tenant", "key_id", "plan", "model", "price_version")
 HOUR, WEEK = dt.timedelta(hours=1), dt.timedelta(days=7)

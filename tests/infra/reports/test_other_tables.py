@@ -14,6 +14,8 @@ from tests.infra.reports.conftest import BUDGETS_USD, DATASET, load
 from tests.infra.reports.generated import Fields
 from tests.infra.reports.test_reports import ALL
 
+pytestmark = pytest.mark.slow
+
 DAY = dt.datetime(2026, 10, 7, tzinfo=dt.UTC)
 QUESTION = ReportQuestion(DAY, DAY + dt.timedelta(days=1))
 L4_SPOT, L4, A100 = 0.538352, 0.897201806, 3.747972

@@ -20,7 +20,7 @@ from tests.infra.reports.test_reports import ALL
 from tests.limits import WAIT_LIMIT_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
 MARKER = (
     "<img src=x onerror=\"document.title='owned'\"></script><script>document.title='owned'</script>"
 )

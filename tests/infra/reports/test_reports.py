@@ -12,6 +12,8 @@ from tests.infra.reports import expected
 from tests.infra.reports.conftest import DATASET
 from tests.infra.reports.generated import AFTER, FIRST, TENANTS, Fields
 
+pytestmark = pytest.mark.slow
+
 NAMES = {
     "usage": expected.usage,
     "usage_keys": expected.usage_keys,
@@ -95,10 +97,10 @@ def test_report_is_what_plain_python_computes(
 
 @pytest.mark.parametrize("name", reports())
 def test_report_has_the_columns_that_its_head_says_and_the_same_of_nothing(
-    name: str, empty: bigquery.Client
+    name: str, nothing: bigquery.Client
 ) -> None:
     report = find_report(name)
-    result = ReportRunner(empty, DATASET).run(report, ask("2026-10-01", "2026-10-15"))
+    result = ReportRunner(nothing, DATASET).run(report, ask("2026-10-01", "2026-10-15"))
     assert result.heads == list(report.columns)
     assert len(result.rows) == {"daily": 14, "slo": 14, "capacity": 168, "forecast": 168}.get(
         name, 10 if name == "data_quality" else 0

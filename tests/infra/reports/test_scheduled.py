@@ -24,6 +24,8 @@ from tests.infra.reports.conftest import DATASET, load
 from tests.infra.reports.generated import Fields
 from tests.infra.reports.test_daily_tables import HOUR, WEEK, hourly, kept
 
+pytestmark = pytest.mark.slow
+
 Clock = Callable[[], dt.datetime]
 
 

@@ -12,11 +12,13 @@ from infra import bigquery as tables
 from shared.reports.day_tables import DayTables
 from shared.reports.days import BillingDay
 from shared.reports.question import ReportQuestion
-from tests.infra.bigquery.connecting import rows_of
+from tests.bigquery_client import rows_of
 from tests.infra.reports import expected
 from tests.infra.reports.conftest import DATASET, load
 from tests.infra.reports.generated import AFTER, FIRST, TENANTS, Fields
 from tests.infra.reports.test_other_tables import worker_hour
+
+pytestmark = pytest.mark.slow
 
 DASHBOARDS = ("usage_hourly", "latency_hourly", "costs_daily", "worker_hours_hourly")
 SINCE, UNTIL = dt.date(2026, 10, 15), dt.date(2026, 10, 25)

@@ -27,6 +27,7 @@ from tests.infra.row_archive.stores import (
     put,
     row,
 )
+from tests.tiers import examples
 
 pytestmark = pytest.mark.anyio
 DAY_S = 86_400.0
@@ -89,7 +90,7 @@ async def test_pass_that_is_killed_anywhere_is_finished_by_the_next(
     assert killed > 8
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 15), st.booleans()), max_size=6))
 def test_any_sequence_of_deaths_loses_and_doubles_nothing(
     tmp_path_factory: pytest.TempPathFactory, deaths: list[tuple[int, int, bool]]

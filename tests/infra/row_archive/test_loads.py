@@ -25,9 +25,11 @@ from shared.stores.objects import ObjectStore
 from shared.usage.bigquery import BigQuerySender
 from shared.usage.object_rows import ObjectSender
 from shared.usage.spool import Fields
-from tests.infra.bigquery.connecting import connected, rows_of
+from tests.bigquery_client import connected, rows_of
 from tests.infra.reports import generated
 from tests.infra.row_archive.stores import archive_all
+
+pytestmark = pytest.mark.slow
 
 SENT_TOGETHER = 500
 DIRECT, ARCHIVED = "direct", "archived"

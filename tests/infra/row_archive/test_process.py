@@ -19,10 +19,12 @@ from shared.settings import environment_with
 from shared.stores.objects import ObjectStore
 from shared.usage.object_rows import ObjectSender
 from shared.usage.spool import Fields
-from tests.infra.bigquery.connecting import connected, rows_of
+from tests.bigquery_client import connected, rows_of
 from tests.infra.row_archive.stores import archive_all, row
 from tests.infra.running_up import wait_until
 from tests.limits import WAIT_LIMIT_S
+
+pytestmark = pytest.mark.slow
 
 COMMAND = [sys.executable, "-m", "infra.row_archive"]
 

@@ -11,6 +11,7 @@ from infra.simulation.result import SimulationResult
 from infra.simulation.scenario import Scenario
 from infra.simulation.world import simulate
 from tests.infra.simulation.worlds import scenario
+from tests.tiers import examples
 
 FIXED = {"replicas": {"min": 8, "max": 8}}
 IDLE_FIRST = {"delivery": "idle_first", "batches_held": 1}
@@ -36,6 +37,7 @@ def queue_of(servers: int, load: float, spread: str) -> Scenario:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("servers", "load"), [(1, 0.6), (4, 3.0), (10, 8.0)])
 def test_waits_are_those_of_erlang(servers: int, load: float) -> None:
     found = waits(simulate(queue_of(servers, load, "exponential")))
@@ -89,7 +91,7 @@ troubles = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=16)
+@settings(deadline=None, max_examples=examples(16))
 @given(
     streams,
     troubles,

@@ -7,6 +7,8 @@ from models.shapes.draw import draw
 from models.shapes.judge import UNNAMED, read
 from models.shapes.world import BACKGROUNDS, COLORS, SHAPES, DrawnShape, Scene, sample_scene
 
+pytestmark = pytest.mark.slow
+
 WHITE = np.full((64, 64, 3), 250, np.uint8)
 
 

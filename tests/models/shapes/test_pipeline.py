@@ -16,6 +16,8 @@ from models.shapes.card import BEGIN, CARD, END, SCORES, SHEET, weights_sha256
 from models.shapes.score import GUIDANCE, STEPS, TARGETS, Tally, as_text
 from shared.catalog import read_catalog
 
+pytestmark = pytest.mark.slow
+
 LARGEST_BYTES = 12_000_000
 OTHER_WEIGHTS = {".bin", ".ckpt", ".pt", ".pth", ".pkl"}
 

@@ -5,9 +5,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from models.shapes.draw import draw
 from models.shapes.score import Asked, held_out, score_text
 from models.shapes.world import Scene
+
+pytestmark = pytest.mark.slow
 
 
 class Painter:

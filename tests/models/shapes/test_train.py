@@ -18,6 +18,8 @@ from models.shapes.train_text import TextPlan, train_text
 from models.shapes.train_unet import UnetPlan, UnetTraining, encode_scenes
 from models.shapes.train_vae import VaePlan, as_input, even_out, make_pictures, train_vae
 
+pytestmark = pytest.mark.slow
+
 TINY = Widths(vae=(8, 8, 8, 8), latents=4, text=32, text_layers=1, unet=(16, 32))
 
 

@@ -2,6 +2,7 @@ import random
 from collections import Counter
 
 import numpy as np
+import pytest
 
 from models.shapes.captions import tell
 from models.shapes.draw import draw, draw_many
@@ -16,6 +17,8 @@ from models.shapes.world import (
     Scene,
     sample_scene,
 )
+
+pytestmark = pytest.mark.slow
 
 
 def scenes(number: int, seed: int = 3, *, held_out: bool = False) -> list[Scene]:

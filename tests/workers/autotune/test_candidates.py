@@ -5,6 +5,8 @@ from workers.autotune.candidates import candidates, layouts, shared_layout, unme
 from workers.autotune.choice import Layout
 from workers.autotune.hardware import Machine, this_machine
 
+pytestmark = pytest.mark.slow
+
 ENTRY = Model.model_validate(
     {
         "name": "tiny",

@@ -6,6 +6,8 @@ import pytest
 
 from workers.autotune.idle import await_quiet, idle_core_s
 
+pytestmark = pytest.mark.slow
+
 
 class Script:
     """A clock that each sleep moves on, and a share of two cores that is idle during each."""

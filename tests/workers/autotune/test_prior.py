@@ -6,6 +6,8 @@ from workers.autotune.hardware import Machine
 from workers.autotune.prior import prior_rank
 from workers.models.backend import Backend
 
+pytestmark = pytest.mark.slow
+
 EXACT, NARROW = Backend(backend="onnx", precision="fp32"), Backend(precision="bf16")
 INT8, TORCH = Backend(backend="onnx", precision="int8"), Backend()
 

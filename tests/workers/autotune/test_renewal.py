@@ -19,7 +19,7 @@ from workers.autotune.renewal import (
 )
 from workers.models.backend import Backend
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 EXPECTED_S = 0.001
 

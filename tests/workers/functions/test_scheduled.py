@@ -17,6 +17,8 @@ from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.workers.functions.conftest import functions_process
 from tests.workers.functions.tokens import Issuer
 
+pytestmark = pytest.mark.slow
+
 YESTERDAY = (datetime.now(UTC) - timedelta(days=1)).date()
 
 

@@ -23,6 +23,8 @@ from workers.models.artifact import (
 )
 from workers.models.base import PreparedText
 
+pytestmark = pytest.mark.slow
+
 GRAPH = b"a graph"
 
 

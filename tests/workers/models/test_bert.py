@@ -11,6 +11,8 @@ import transformers
 from workers.models.embedding.bert import bert_encoder
 from workers.models.embedding.cpu_bf16 import computes_bf16
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 40
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,

@@ -16,7 +16,7 @@ from workers.models.base import Prepared, Preparer
 from workers.runtime.pool import HostedModel, ModelPool, PooledProcess
 from workers.runtime.protocol import BatchResult
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 
 def asked(preparer: Preparer, steps: int, count: int = 1) -> list[Prepared]:

@@ -11,7 +11,10 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from workers.models.image.compilation import compile_parts, keep_compiled_in, only_what_is_compiled
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
+]
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from workers.models.image.compiled_sizes import cheapest_cover
 
+pytestmark = pytest.mark.slow
+
 SECONDS = {1: 1.0, 2: 1.4, 4: 2.3, 8: 4.4}
 
 

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from workers.models.cpu_threads import CpuThreads, idle_s
 
+pytestmark = pytest.mark.slow
+
 STEP_S = 0.1
 
 

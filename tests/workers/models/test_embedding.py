@@ -21,6 +21,8 @@ from tests.workers.models.batches import model_for
 from workers.models.base import InferenceModel, PreparedText, Preparer
 from workers.tasks import preparer_for
 
+pytestmark = pytest.mark.slow
+
 WORDS = [
     "river",
     "mill",

@@ -26,6 +26,8 @@ from workers.models.embedding.model_folder import (
 from workers.optimize.calibration import calibration_texts
 from workers.optimize.export import export_graph, fuse_graph, load_transformer
 
+pytestmark = pytest.mark.slow
+
 WIDTH, VOCABULARY = 32, 60
 LENGTHS = np.array([7, 1, 12, 12, 3])
 POOLINGS = [*[(mode,) for mode in POOLING_MODES], ("mean", "cls")]

@@ -20,7 +20,7 @@ from tests.workers.models.batches import model_for
 from workers.models.base import InferenceModel, PreparedImage, Preparer
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
-pytestmark = pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")]
 
 TEXT = ImageInput(
     prompt="a mill by the river",

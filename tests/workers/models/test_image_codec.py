@@ -8,6 +8,8 @@ from PIL import Image
 from workers.models.base import PreparedImage
 from workers.models.image.codec import encode_all, sources_on, to_host
 
+pytestmark = pytest.mark.slow
+
 
 def with_source(pixels: np.ndarray) -> PreparedImage:
     height, width, _ = pixels.shape

@@ -26,6 +26,7 @@ from workers.models.device import Device
 from workers.models.image.model import ImageModel
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
     # Some schedulers of diffusers go between torch and numpy 2 in an old way.
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),

@@ -7,6 +7,8 @@ from shared.catalog import Catalog, Model
 from shared.errors import ConfigurationError
 from workers.models.image.plan import Capability, capability_of, plan_for
 
+pytestmark = pytest.mark.slow
+
 CPU = Capability("cpu", (0, 0), has_triton=True, has_torchao=True)
 T4 = Capability("cuda", (7, 5), has_triton=True, has_torchao=True)
 L4 = Capability("cuda", (8, 9), has_triton=True, has_torchao=True)

@@ -14,6 +14,8 @@ from shared.tasks.image import ImageInput
 from workers.models.base import PreparedImage
 from workers.models.image.preprocessing import ImagePreparer
 
+pytestmark = pytest.mark.slow
+
 GOOD = ImageInput(
     prompt="a", width=64, height=64, steps=20, guidance_scale=7.5, seed=1, scheduler="ddim"
 )

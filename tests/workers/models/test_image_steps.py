@@ -32,6 +32,7 @@ from workers.tasks import WORKER_TASKS, model_for, preparer_for
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
 ]

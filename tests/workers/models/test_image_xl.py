@@ -30,6 +30,7 @@ from workers.models.image.preprocessing import JOINING
 from workers.tasks import preparer_for
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
     # Pipelines of Stable Diffusion XL call it themselves, to decode in fp32.

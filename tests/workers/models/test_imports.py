@@ -11,6 +11,8 @@ import pytest
 
 from tests.limits import WAIT_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 HEAVY = ["torch", "transformers", "diffusers", "sentence_transformers"]
 IO_PROCESS = """
 from pathlib import Path

@@ -14,6 +14,8 @@ import pytest
 from tests.limits import START_LIMIT_S
 from workers.runtime.child_process import child_environment
 
+pytestmark = pytest.mark.slow
+
 LARGEST = 255 * 127 * 64
 PRODUCT = """
 import numpy as np, onnxruntime

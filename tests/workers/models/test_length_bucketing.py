@@ -1,9 +1,12 @@
 from itertools import combinations, pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.models.embedding.length_bucketing import cut_by_length
+
+pytestmark = pytest.mark.slow
 
 CALL_COST = 20
 

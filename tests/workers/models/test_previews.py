@@ -14,7 +14,7 @@ from workers.models.base import Prepared, Preparer
 from workers.runtime.pool import HostedModel, ModelPool, PooledProcess
 from workers.runtime.protocol import Previews
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 
 def asked(preparer: Preparer, steps: int, count: int = 2, side: int = 64) -> list[Prepared]:

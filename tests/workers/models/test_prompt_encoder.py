@@ -11,6 +11,8 @@ import torch
 from workers.models.base import PreparedImage
 from workers.models.image.prompt_encoder import PromptEncoder
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def pipeline(tiny_folder: Path) -> Any:

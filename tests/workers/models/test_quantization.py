@@ -18,6 +18,7 @@ from tests.workers.models.batches import model_for
 from workers.models.base import InferenceModel, Preparer
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
     ),

@@ -22,6 +22,8 @@ from shared.catalog import Catalog
 from shared.tasks.image import ImageInput, ImageResult
 from workers.models.base import InferenceModel, PreparedImage, Preparer
 
+pytestmark = pytest.mark.slow
+
 STRENGTH = 0.6
 NEAR_PX = 6.0
 

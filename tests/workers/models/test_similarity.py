@@ -17,6 +17,8 @@ from workers.models.base import InferenceModel, Prepared, PreparedItem
 from workers.runtime.pool import HostedModel, ModelPool
 from workers.tasks import preparer_for
 
+pytestmark = pytest.mark.slow
+
 PAIRS = [
     ("a cat on a mat", "a kitten on a rug"),
     ("the price of copper fell", "a kitten on a rug"),

@@ -16,6 +16,8 @@ from shared.tasks.image import ImageInput
 from workers.models.base import PreparedText, Preparer
 from workers.tasks import preparer_for
 
+pytestmark = pytest.mark.slow
+
 CLS, SEP = 101, 102
 LONGEST = 256
 WORDS = (

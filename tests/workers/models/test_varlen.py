@@ -14,6 +14,8 @@ from workers.models.device import Device
 from workers.models.embedding.encoder_torch import TorchEncoder
 from workers.models.embedding.model_folder import SentenceFolder
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = np.array([7, 1, 12, 12, 3])
 VOCABULARY = 40
 SIZES: dict[str, Any] = {

@@ -21,6 +21,8 @@ from workers.models.artifact import Artifact, Variant, read_calibration
 from workers.models.embedding.encoder_onnx import OnnxEncoder
 from workers.models.embedding.model_folder import read_sentence_folder
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 Made = Callable[[], Artifact]
 

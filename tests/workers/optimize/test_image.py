@@ -8,6 +8,8 @@ from models.shapes import PIPELINE
 from workers.models.artifact import read_artifact
 from workers.optimize.__main__ import main
 
+pytestmark = pytest.mark.slow
+
 ENTRY = """\
 models:
   - name: small

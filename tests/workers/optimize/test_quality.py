@@ -5,6 +5,8 @@ import pytest
 
 from workers.optimize.quality import compare_vectors, feature_distance, psnr_db, ssim
 
+pytestmark = pytest.mark.slow
+
 RANDOM = np.random.default_rng(3)
 VECTORS = RANDOM.normal(size=(40, 16)).astype(np.float32)
 PICTURE = RANDOM.random((32, 24, 3)).astype(np.float32)

@@ -13,6 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 from workers.optimize.quantization import quantize_calibrated
 from workers.optimize.smoothing import Feed
 
+pytestmark = pytest.mark.slow
+
 INPUTS, OUTPUTS, TOKENS = 64, 32, 400
 WEIGHTS = np.random.default_rng(3).normal(size=(INPUTS, OUTPUTS)).astype(np.float32)
 BIAS = np.random.default_rng(4).normal(size=OUTPUTS).astype(np.float32)

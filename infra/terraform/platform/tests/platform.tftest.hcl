@@ -1,4 +1,4 @@
-# Against a stand-in of the provider: make terraform-check. What a module
+# Without an account: make terraform-check. What a module
 # makes is asserted in its own tests.
 
 variables {

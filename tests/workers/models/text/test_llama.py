@@ -12,6 +12,8 @@ from workers.models.text.cpu_int4 import round_linear_layers
 from workers.models.text.llama import is_llama, join_linear_layers
 from workers.models.text.vocabulary import Vocabulary
 
+pytestmark = pytest.mark.slow
+
 IDS = list(range(5, 45))
 LLAMA3 = {
     "rope_type": "llama3",

@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import ModelFailed
+from tests.tiers import examples
 from tests.workers.models.text import tiny
 from workers.models.base import OutOfMemory, PreparedPrompt
 from workers.models.text.lookup import Lookup
 from workers.models.text.model import TextModel
+
+pytestmark = pytest.mark.slow
 
 REPEATED = [5, 60, 61, 62, 63] * 4
 SCHEMA = {"type": "array", "items": {"enum": ["cat", "dog"]}, "minItems": 5, "maxItems": 9}
@@ -152,7 +155,7 @@ def test_numbers_that_fail_in_a_guess_fail_the_text(folder: Path) -> None:
     room=st.integers(-1, 10),
     learned=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=4),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_a_guess_is_how_the_same_three_tokens_went_on(
     ids: list[int], cuts: list[int], room: int, learned: list[tuple[int, int]]
 ) -> None:

@@ -20,6 +20,8 @@ from tests.workers.models.text import tiny
 from workers.models.base import OutOfMemory, PreparedPrompt
 from workers.models.text.model import TextModel
 
+pytestmark = pytest.mark.slow
+
 ROWS, BUDGET = 5, 640
 BEGINNING = list(range(5, 45))
 

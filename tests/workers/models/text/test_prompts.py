@@ -20,6 +20,8 @@ from workers.models.text.chat_template import ChatTemplate
 from workers.models.text.prompts import PromptPreparer
 from workers.models.text.vocabulary import Vocabulary
 
+pytestmark = pytest.mark.slow
+
 USER = {"role": "user", "content": "Hi there"}
 
 

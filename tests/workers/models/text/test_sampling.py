@@ -6,8 +6,11 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from tests.tiers import examples
 from tests.workers.models.text.tiny import prompt
 from workers.models.text.sampling import choose, largest, log_probabilities, penalize, uniform
+
+pytestmark = pytest.mark.slow
 
 LOGITS = arrays(np.float32, st.integers(2, 200), elements=st.floats(-20, 20, width=32))
 
@@ -33,7 +36,7 @@ def allowed(logits: np.ndarray, temperature: float, top_k: int, top_p: float) ->
     return dict(zip(order[:kept], chances.tolist(), strict=True))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @example(np.array([0, 1e-40], np.float32), 1.0, 0, 0.0, 0)
 @given(
     LOGITS,

@@ -22,6 +22,8 @@ from workers.models.text import decoder
 from workers.models.text.model import TextModel
 from workers.models.text.vocabulary import Vocabulary
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [
     list(range(5 + number, 5 + number + length)) for number, length in enumerate([3, 40, 1, 17, 60])
 ]

@@ -15,6 +15,8 @@ from workers.models.base import OutOfMemory
 from workers.models.device import Device
 from workers.models.text.vllm_model import VllmTextModel
 
+pytestmark = pytest.mark.slow
+
 IS_INSTALLED = importlib.util.find_spec("vllm") is not None
 STAND_IN = Path(__file__).parent / "stand_in"
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}

@@ -19,6 +19,8 @@ from workers.models.text.stops import StopFinder
 from workers.models.text.vocabulary import Vocabulary
 from workers.models.text.writing import Writing
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = {
     "type": "object",
     "properties": {

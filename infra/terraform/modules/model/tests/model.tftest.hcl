@@ -11,8 +11,17 @@ variables {
   }
 }
 
+# Its names are known only after an apply, which is made up.
+mock_provider "google" {
+  alias = "made_up"
+}
+
 run "names" {
   command = apply
+
+  providers = {
+    google = google.made_up
+  }
 
   assert {
     condition = output.topic_id == "jobs.all-MiniLM-L6-v2" && (

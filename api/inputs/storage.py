@@ -1,0 +1,322 @@
+"""What tenants keep in the object store: one quota for each of them, and the end of what expired.
+
+    batches/files/<owner>/<file>/data, file.json   files of batches, and what batches wrote
+    files/kept/<owner>/<file>/data, file.json      files of predictions, and their data: images
+    files/of/<owner>/<place>_<id>                  the same in the order in which they are listed
+    files/reserved/<owner>/<until>_<bytes>_<id>    room that an upload has reserved
+
+What is stored is counted by listing it, so no count can be lost or be wrong for long. An upload
+first writes down how much room it needs, and then counts what is there: the reservations of others
+too. Of uploads at the same time each sees all that wrote theirs down before it counted, so together
+they never exceed the quota, on however many instances. Where little room is left, several may be
+refused of which one would have fitted. A reservation that its instance left behind ends by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import msgspec
+from prometheus_client import Counter
+
+from api.errors import StorageFull
+from shared.errors import BadInput, PenstockError, Unavailable
+from shared.stores.objects import ObjectStore, StoredObject
+
+KEEP_S = 24 * 3600
+"""As long as Replicate keeps files, and as the bucket keeps what is below `files/`."""
+BATCH_FILES, KEPT_FILES = "batches/files", "files/kept"
+LISTED = "files/of"
+RESERVED = "files/reserved"
+MOST_FILES = 10_000
+"""Of a tenant. Each upload lists them."""
+RESERVED_S, RENEW_S = 600.0, 300.0
+"""How long a reservation counts, and when one that is still needed is written again."""
+STEP_BYTES = 8 * 1024 * 1024
+"""The steps in which an upload of unknown size reserves room."""
+ABANDONED_S = 3600.0
+"""Bytes without a document, which an upload left that broke off, are removed after this time."""
+LATEST_S = 9_999_999_999
+SWEEP_EVERY_S, SWEEP_BY_AGE_EVERY_S = 3600.0, 24 * 3600.0
+FOLDERS_BY_AGE = ("answers", "batches/runs", "inputs", "results")
+"""What belongs to no tenant alone. On Google the lifecycle rules of the bucket remove it, after the
+days of Terraform's `objects_days`."""
+OLDEST_S = 31 * 24 * 3600.0
+"""Nothing is promised for longer than 30 days, whatever plans and requests say."""
+_DOCUMENT_MAX_BYTES = 128 * 1024
+_MARKER = "application/json"
+
+REMOVED = Counter(
+    "penstock_stored_objects_removed_total",
+    "Objects that were removed because they had expired, by folder.",
+    ["folder"],
+)
+log = logging.getLogger(__name__)
+
+
+class _Expiring(msgspec.Struct):
+    """What every document of a file says. Unix time."""
+
+    expires_at_s: float
+
+
+_decoder = msgspec.json.Decoder(_Expiring)
+
+
+def owner_of(tenant: str) -> str:
+    """The digest that stands for a tenant in keys: 128 bits of BLAKE2b (RFC 7693)."""
+    return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
+
+
+class Quota(NamedTuple):
+    """What one tenant may store."""
+
+    tenant: str
+    max_bytes: int
+    field: str
+    """The field of the request that is named where there is no room."""
+
+
+class StorageUse(NamedTuple):
+    """What a tenant stores, reservations included."""
+
+    files: int
+    size_bytes: int
+
+
+class Storage:
+    """The stored files of all tenants.
+
+    Args:
+        objects: keeps them.
+        clock: unix time. Tests replace it.
+    """
+
+    def __init__(self, objects: ObjectStore, clock: Callable[[], float] = time.time) -> None:
+        self.objects = objects
+        self.clock = clock
+
+    async def use(self, tenant: str, except_key: str = "") -> StorageUse:
+        """What a tenant stores now, without the reservation `except_key`.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        owner = owner_of(tenant)
+        batch_files, kept_files, reserved = await asyncio.gather(
+            self.objects.listing(f"{BATCH_FILES}/{owner}", 4 * MOST_FILES),
+            self.objects.listing(f"{KEPT_FILES}/{owner}", 4 * MOST_FILES),
+            self.objects.listing(f"{RESERVED}/{owner}", MOST_FILES),
+        )
+        stored, now_s = [*batch_files, *kept_files], self.clock()
+        names = [one.key.rpartition("/")[2] for one in reserved if one.key != except_key]
+        held = [int(name.split("_")[1]) for name in names if not _is_left_behind(name, now_s)]
+        files = len({one.key.rpartition("/")[0] for one in stored}) + len(held)
+        return StorageUse(files, sum(one.size_bytes for one in stored) + sum(held))
+
+    @asynccontextmanager
+    async def reserved(self, quota: Quota, size_bytes: int | None) -> AsyncIterator[Reservation]:
+        """Holds room for one file while it is written. What expired goes first if there is none.
+
+        Args:
+            quota: of its tenant.
+            size_bytes: its size, at most. None: not known, so it grows with `cover`.
+
+        Raises:
+            StorageFull: the tenant has no room for it.
+            Unavailable: the object store is out of reach.
+        """
+        reservation = Reservation(self, quota)
+        try:
+            try:
+                await reservation.take(size_bytes or 0)
+            except StorageFull:
+                await self.remove_expired(owner_of(quota.tenant))
+                await reservation.take(size_bytes or 0)
+            yield reservation
+        finally:
+            with contextlib.suppress(Unavailable):  # it ends by itself
+                await reservation.end()
+
+    async def sweep(self) -> int:
+        """Removes what has expired of all tenants. Returns how many objects that were.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        removed = 0
+        folders = (BATCH_FILES, KEPT_FILES, LISTED, RESERVED)
+        owners = {one for folder in folders for one in await self.objects.folders(folder)}
+        for owner in sorted(owners):
+            removed += await self.remove_expired(owner)
+        return removed
+
+    async def sweep_by_age(self) -> int:
+        """Removes what is older than OLDEST_S off Google. Returns how many objects that were.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        removed = 0
+        for folder in () if self.objects.is_on_google else FOLDERS_BY_AGE:
+            async for one in self.objects.modified_before(folder, self.clock() - OLDEST_S):
+                removed += await self._remove(folder, [one.key])
+        return removed
+
+    async def remove_expired(self, owner: str) -> int:
+        """Removes the files of one owner that have expired. Returns how many objects that were.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        now_s, removed = self.clock(), 0
+        for folder in (BATCH_FILES, KEPT_FILES):
+            files: dict[str, list[StoredObject]] = {}
+            for one in await self.objects.listing(f"{folder}/{owner}", 2 * MOST_FILES):
+                files.setdefault(one.key.rpartition("/")[0], []).append(one)
+            for parts in files.values():
+                if await self._is_expired(parts, now_s):
+                    # The document goes first, so that nobody finds half of a file.
+                    keys = sorted((one.key for one in parts), reverse=True)
+                    removed += await self._remove(folder, keys)
+        for folder, is_over in ((LISTED, _is_listed_no_more), (RESERVED, _is_left_behind)):
+            found = await self.objects.listing(f"{folder}/{owner}", 2 * MOST_FILES)
+            keys = [one.key for one in found if is_over(one.key.rpartition("/")[2], now_s)]
+            removed += await self._remove(folder, keys)
+        return removed
+
+    async def _is_expired(self, parts: Iterable[StoredObject], now_s: float) -> bool:
+        document = next((one.key for one in parts if one.key.endswith("/file.json")), None)
+        if document is None:
+            return all(one.modified_at_s < now_s - ABANDONED_S for one in parts)
+        try:
+            data = await self.objects.get(document, _DOCUMENT_MAX_BYTES)
+            return _decoder.decode(data).expires_at_s <= now_s
+        except (BadInput, msgspec.MsgspecError):  # removed meanwhile, or none of ours
+            return False
+
+    async def _remove(self, folder: str, keys: Iterable[str]) -> int:
+        removed = 0
+        for key in keys:
+            await self.objects.delete(key)
+            removed += 1
+        REMOVED.labels(folder).inc(removed)
+        return removed
+
+
+class Reservation:
+    """The room of one file that is being written. `Storage.reserved` makes them."""
+
+    def __init__(self, storage: Storage, quota: Quota) -> None:
+        self._storage = storage
+        self._quota = quota
+        self._key = ""
+        self._size_bytes = 0
+        self._renew_at_s = 0.0
+
+    async def cover(self, size_bytes: int) -> None:
+        """Makes sure that there is room for a file that has so many bytes by now.
+
+        Raises:
+            StorageFull: there is none.
+            Unavailable: the object store is out of reach.
+        """
+        if size_bytes > self._size_bytes:
+            try:
+                await self.take(max(size_bytes, self._size_bytes + STEP_BYTES))
+            except StorageFull:
+                await self.take(size_bytes)
+        elif self._storage.clock() >= self._renew_at_s:
+            await self.take(self._size_bytes)
+
+    async def take(self, size_bytes: int) -> None:
+        """Reserves so many bytes in place of those before.
+
+        Raises:
+            StorageFull: there is no room for them. Those before are still reserved.
+            Unavailable: the object store is out of reach.
+        """
+        storage, now_s = self._storage, self._storage.clock()
+        name = f"{int(now_s + RESERVED_S):010d}_{size_bytes}_{secrets.token_hex(8)}"
+        key = f"{RESERVED}/{owner_of(self._quota.tenant)}/{name}"
+        await storage.objects.put(key, b"", _MARKER)
+        before, self._key = self._key, key
+        try:
+            self._check(await storage.use(self._quota.tenant, before), size_bytes)
+        except PenstockError:
+            self._key = before
+            await storage.objects.delete(key)
+            raise
+        self._size_bytes, self._renew_at_s = size_bytes, now_s + RENEW_S
+        if before:
+            await storage.objects.delete(before)
+
+    async def end(self) -> None:
+        """Gives the room back. What was written counts by itself.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        if self._key:
+            await self._storage.objects.delete(self._key)
+
+    def _check(self, use: StorageUse, size_bytes: int) -> None:
+        """Refuses what is above the quota. `use` has this reservation."""
+        field, max_bytes = self._quota.field, self._quota.max_bytes
+        what_to_do = "delete files that you no longer need, or wait until they expire"
+        if use.size_bytes > max_bytes:
+            used_bytes = use.size_bytes - size_bytes
+            raise StorageFull(
+                f"{field}: {used_bytes} bytes are stored for you and {size_bytes} bytes more are "
+                f"above the {max_bytes} bytes that you may store; {what_to_do}",
+                field=field,
+            )
+        if use.files > MOST_FILES:
+            raise StorageFull(
+                f"{field}: {use.files - 1} files are stored for you, and {MOST_FILES} is the most "
+                f"that you may store; {what_to_do}",
+                field=field,
+            )
+
+
+@asynccontextmanager
+async def swept(storage: Storage) -> AsyncIterator[None]:
+    """Removes what has expired again and again during the block."""
+    sweeping = asyncio.create_task(_sweep_forever(storage))
+    try:
+        yield
+    finally:
+        sweeping.cancel()
+        await asyncio.wait([sweeping])
+
+
+async def _sweep_forever(storage: Storage) -> None:
+    by_age_at_s = 0.0
+    while True:
+        try:
+            removed = await storage.sweep()
+            if storage.clock() >= by_age_at_s:
+                by_age_at_s = storage.clock() + SWEEP_BY_AGE_EVERY_S
+                removed += await storage.sweep_by_age()
+            log.info("removed what has expired", extra={"objects": removed})
+        except PenstockError as error:
+            log.warning("what has expired was not removed", extra={"reason": error.message})
+        await asyncio.sleep(SWEEP_EVERY_S)
+
+
+def _is_listed_no_more(name: str, now_s: float) -> bool:
+    """Whether an entry of LISTED, named by its countdown, is older than any file is kept."""
+    return LATEST_S - int(name.split("_")[0]) + KEEP_S <= now_s
+
+
+def _is_left_behind(name: str, now_s: float) -> bool:
+    """Whether a reservation, named by its end, is over."""
+    return int(name.split("_")[0]) <= now_s

@@ -1,0 +1,31 @@
+"""A BigQuery for one machine and for tests: the REST API v2 over DuckDB.
+
+Google's Python client and the `bq` tool talk to it as to the service. `bigquery-emulator` runs it
+alone.
+
+    bq --api http://127.0.0.1:9050 --project_id=p --oauth_access_token=none query
+    --use_legacy_sql=false 'SELECT 1'
+
+Not the service's answer: NUMERIC / NUMERIC and AVG(NUMERIC) are FLOAT64, ROUND and CEIL of an INT64
+stay INT64, a dry run counts the bytes of whole tables. What else it can't answer it refuses.
+
+`Analyzer` checks a statement against tables that are named to it, as the server does, without one.
+"""
+
+from bigquery_emulator.errors import InvalidQueryError
+from bigquery_emulator.googlesql.analysis.analyzer import Analyzer, NamedTable, ParameterTypes
+from bigquery_emulator.googlesql.analysis.types import type_of_field, type_of_parameter
+from bigquery_emulator.server import BigQueryServer, serve
+from bigquery_emulator.tables.schema import parse_schema
+
+__all__ = [
+    "Analyzer",
+    "BigQueryServer",
+    "InvalidQueryError",
+    "NamedTable",
+    "ParameterTypes",
+    "parse_schema",
+    "serve",
+    "type_of_field",
+    "type_of_parameter",
+]

@@ -1,0 +1,95 @@
+"""The columns and the PARTITION BY of a data definition, as resources of the API."""
+
+from sqlglot import exp
+
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.tables.schema import Json, Schema, parse_schema
+
+_TRUNCATIONS = (exp.DateTrunc, exp.TimestampTrunc, exp.DatetimeTrunc)
+_UNITS = ("HOUR", "DAY", "MONTH", "YEAR")
+
+
+def columns(node: exp.Schema) -> Schema:
+    """Returns the fields of a list of columns.
+
+    Raises:
+        InvalidError: for a name or type that BigQuery refuses.
+        UnsupportedError: for a constraint or a type that this server has not.
+    """
+    # An unenforced key changes nothing about the rows, but who reads it back would miss it.
+    wrong = [part for part in node.expressions if not isinstance(part, exp.ColumnDef)]
+    if wrong:
+        raise unsupported(f"{wrong[0].sql('bigquery')} in CREATE TABLE")
+    return parse_schema([column(part) for part in node.expressions])
+
+
+def column(node: exp.ColumnDef) -> Json:
+    """Returns the TableFieldSchema of one column."""
+    found = typed(node.name, node.args["kind"])
+    for constraint in node.args.get("constraints") or ():
+        if isinstance(constraint.kind, exp.NotNullColumnConstraint):
+            found["mode"] = "REQUIRED"
+        elif isinstance(constraint.kind, exp.Properties):
+            found |= column_options(constraint.kind)
+        else:
+            raise unsupported(f"{constraint.sql('bigquery')} in a column")
+    return found
+
+
+def column_options(properties: exp.Properties) -> Json:
+    """Returns what OPTIONS of a column change in its TableFieldSchema."""
+    found: Json = {}
+    for item in properties.expressions:
+        value = item.args["value"]
+        if item.name.lower() != "description" or not isinstance(value, exp.Literal | exp.Null):
+            raise unsupported(f"OPTIONS({item.name}) of a column")
+        found["description"] = None if isinstance(value, exp.Null) else value.name
+    return found
+
+
+def typed(name: str, kind: exp.DataType) -> Json:
+    """Returns the TableFieldSchema of a name and a type."""
+    if kind.this == exp.DType.ARRAY:
+        return {**typed(name, kind.expressions[0]), "mode": "REPEATED"}
+    if kind.this == exp.DType.STRUCT:
+        fields = [column(part) for part in kind.expressions]
+        return {"name": name, "type": "RECORD", "fields": fields}
+    numbers = [part.this.name for part in kind.expressions if isinstance(part, exp.DataTypeParam)]
+    if not numbers:
+        return {"name": name, "type": kind.sql("bigquery")}
+    plain = kind.copy()
+    plain.set("expressions", [])
+    named = ("precision", "scale") if kind.this == exp.DType.DECIMAL else ("maxLength",)
+    return {"name": name, "type": plain.sql("bigquery"), **dict(zip(named, numbers, strict=False))}
+
+
+def partitioning(node: exp.Expr) -> Json:
+    """Returns the settings of a table for its PARTITION BY.
+
+    Raises:
+        UnsupportedError: for an expression that BigQuery does not partition by.
+    """
+    inner = node.expressions[0] if isinstance(node, exp.Schema | exp.Tuple) else node
+    if isinstance(inner, exp.RangeBucket):
+        return {"rangePartitioning": _ranges(inner)}
+    unit = "DAY"
+    if isinstance(inner, _TRUNCATIONS):
+        unit, inner = inner.args["unit"].name.upper(), inner.this
+    elif isinstance(inner, exp.Date | exp.TsOrDsToDate):
+        inner = inner.this
+    if unit not in _UNITS or not isinstance(inner, exp.Column | exp.Identifier):
+        raise unsupported(f"PARTITION BY {node.sql('bigquery')}")
+    if inner.name.upper() in ("_PARTITIONDATE", "_PARTITIONTIME"):
+        return {"timePartitioning": {"type": unit}}
+    return {"timePartitioning": {"type": unit, "field": inner.name}}
+
+
+def _ranges(node: exp.RangeBucket) -> Json:
+    borders = node.expression
+    parts = [borders.args.get(name) for name in ("start", "end", "step")]
+    numbers = [part.sql() for part in parts if isinstance(part, exp.Literal | exp.Neg)]
+    if not isinstance(node.this, exp.Column) or len(numbers) < 2:
+        raise unsupported(f"PARTITION BY {node.sql('bigquery')}")
+    # Without a step GENERATE_ARRAY counts by one.
+    found = dict(zip(("start", "end", "interval"), [*numbers, "1"], strict=False))
+    return {"field": node.this.name, "range": found}

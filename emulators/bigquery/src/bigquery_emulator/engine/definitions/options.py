@@ -1,0 +1,102 @@
+"""OPTIONS of data definitions: what each changes in a resource of the API.
+
+A value may be any constant expression, as in
+`expiration_timestamp=TIMESTAMP_ADD(CURRENT_TIMESTAMP(), INTERVAL 12 HOUR)`. Source:
+https://docs.cloud.google.com/bigquery/docs/reference/standard-sql/data-definition-language#table_option_list
+"""
+
+from collections.abc import Callable, Mapping
+
+import sqlglot
+from sqlglot import exp
+
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.tables.schema import Json
+
+# Runs `SELECT <expression>` and returns its one value, as the API's JSON has it.
+Evaluate = Callable[[str], object]
+
+_PAIRS = (exp.Tuple, exp.Struct)
+_DAY_MS = 86_400_000
+_SHARED = {
+    "description": ("description", "CAST({} AS STRING)"),
+    "friendly_name": ("friendlyName", "CAST({} AS STRING)"),
+}
+_TABLE = {
+    **_SHARED,
+    "require_partition_filter": ("requirePartitionFilter", "CAST({} AS BOOL)"),
+    "expiration_timestamp": ("expirationTime", "UNIX_MILLIS({})"),
+}
+_DATASET = {
+    **_SHARED,
+    "location": ("location", "CAST({} AS STRING)"),
+    "default_table_expiration_days": ("defaultTableExpirationMs", "_days"),
+    "default_partition_expiration_days": ("defaultPartitionExpirationMs", "_days"),
+}
+
+
+def table_options(texts: Mapping[str, str], evaluate: Evaluate) -> Json:
+    """Returns the change of a Table resource, as a merge patch, that OPTIONS ask for.
+
+    Args:
+        texts: the expression of each option by its name.
+        evaluate: finds the value of an expression.
+
+    Raises:
+        InvalidQueryError: for an expression that has no value.
+        UnsupportedError: for an option that this server does not keep.
+    """
+    others = dict(texts)
+    days = others.pop("partition_expiration_days", None)
+    found = _changes(others, _TABLE, evaluate)
+    if days is not None:
+        found["timePartitioning"] = {"expirationMs": _milliseconds(days, evaluate)}
+    return found
+
+
+def dataset_options(texts: Mapping[str, str], evaluate: Evaluate) -> Json:
+    """Returns the change of a Dataset resource that OPTIONS ask for; see `table_options`."""
+    return _changes(texts, _DATASET, evaluate)
+
+
+def _changes(
+    texts: Mapping[str, str], known: Mapping[str, tuple[str, str]], evaluate: Evaluate
+) -> Json:
+    found: Json = {}
+    for name, text in texts.items():
+        if name == "labels":
+            found["labels"] = _labels(text)
+            continue
+        if name not in known:
+            raise unsupported(f"OPTIONS({name})")
+        field, form = known[name]
+        if text.upper() == "NULL":
+            found[field] = None
+        elif form == "_days":
+            found[field] = _milliseconds(text, evaluate)
+        else:
+            value = evaluate(form.format(text))
+            found[field] = value == "true" if form.endswith("BOOL)") else value
+    return found
+
+
+def _milliseconds(text: str, evaluate: Evaluate) -> str | None:
+    if text.upper() == "NULL":
+        return None
+    return str(int(float(str(evaluate(f"CAST({text} AS FLOAT64)"))) * _DAY_MS))
+
+
+def _labels(text: str) -> Json | None:
+    tree = sqlglot.parse_one(text, dialect="bigquery")
+    if isinstance(tree, exp.Null):
+        return None
+    pairs = [part.expressions for part in tree.expressions if isinstance(part, _PAIRS)]
+    flat = [part for pair in pairs for part in pair]
+    if (
+        not isinstance(tree, exp.Array)
+        or len(pairs) != len(tree.expressions)
+        or any(len(pair) != 2 for pair in pairs)
+        or not all(isinstance(part, exp.Literal) and part.is_string for part in flat)
+    ):
+        raise unsupported("OPTIONS(labels) other than pairs of literals, as in [('a', 'b')]")
+    return {key.name: value.name for key, value in pairs}

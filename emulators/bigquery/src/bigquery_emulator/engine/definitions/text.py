@@ -1,0 +1,147 @@
+"""The text of a data definition, cut at its tokens.
+
+A query or an expression inside a definition goes on as it was written: written anew from a parsed
+tree it might mean something else.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from sqlglot.dialects.bigquery import BigQuery
+from sqlglot.tokenizer_core import Token, TokenType
+
+from bigquery_emulator.errors import InvalidQueryError
+from bigquery_emulator.googlesql.calls import unsupported
+
+_OPENING = (TokenType.L_PAREN, TokenType.L_BRACKET, TokenType.L_BRACE)
+_CLOSING = (TokenType.R_PAREN, TokenType.R_BRACKET, TokenType.R_BRACE)
+
+
+def query_text(sql: str) -> str:
+    """Returns the query of CREATE TABLE or CREATE VIEW: what follows the outermost AS.
+
+    Raises:
+        InvalidQueryError: there is none.
+    """
+    for token, depth in _nested(_tokens(sql)):
+        if depth == 0 and token.text.upper() == "AS":
+            return sql[token.end + 1 :].strip().rstrip(";").rstrip()
+    raise InvalidQueryError("Syntax error: Expected keyword AS")
+
+
+def option_texts(sql: str) -> dict[str, str]:
+    """Returns the outermost OPTIONS of a statement: the expression of each by its lower-case name.
+
+    Raises:
+        InvalidQueryError: an option has no value, or is there twice.
+    """
+    tokens = _tokens(sql)
+    for position, (token, depth) in enumerate(_nested(tokens)):
+        if depth == 0 and token.text.upper() == "AS":
+            break
+        if depth == 0 and token.text.upper() == "OPTIONS" and _opens(tokens, position + 1):
+            inner = tokens[position + 2 : _closing(tokens, position + 1)]
+            return _named(sql, inner)
+    return {}
+
+
+@dataclass(frozen=True)
+class AlterText:
+    """An ALTER statement: the name that it is about, and the text of each action."""
+
+    name: str
+    is_optional: bool
+    actions: list[str]
+
+
+def alter_text(sql: str) -> AlterText:
+    """Cuts an ALTER statement.
+
+    Raises:
+        InvalidQueryError: it has no name or no action, or an empty one.
+    """
+    tokens = [token for token in _tokens(sql) if token.token_type != TokenType.SEMICOLON]
+    is_optional = [token.text.upper() for token in tokens[2:4]] == ["IF", "EXISTS"]
+    start = 4 if is_optional else 2
+    # A name is words between dots; a dash in it stands without spaces.
+    end = start + 1
+    while end < len(tokens) and (
+        tokens[end].token_type in (TokenType.DOT, TokenType.DASH)
+        or tokens[end - 1].token_type in (TokenType.DOT, TokenType.DASH)
+    ):
+        end += 1
+    if end >= len(tokens):
+        raise InvalidQueryError("Syntax error: Unexpected end of statement")
+    parts = [_text(sql, part) for part in _split(tokens[end:])]
+    return AlterText(_text(sql, tokens[start:end]), is_optional, parts)
+
+
+def words(sql: str) -> list[str]:
+    """Returns the tokens of a text, in upper case but for quoted names and texts."""
+    quoted = (TokenType.IDENTIFIER, TokenType.STRING)
+    # At the start of a statement the tokenizer takes RENAME and all behind it for one token.
+    tokens = _tokens(f"ALTER {sql}")[1:]
+    return [token.text if token.token_type in quoted else token.text.upper() for token in tokens]
+
+
+def _tokens(sql: str) -> list[Token]:
+    return list(BigQuery().tokenize(sql))
+
+
+def _nested(tokens: Sequence[Token]) -> Iterator[tuple[Token, int]]:
+    depth = angles = 0
+    before = ""
+    for token in tokens:
+        if token.token_type in _CLOSING:
+            depth -= 1
+        elif angles and set(token.text) == {">"}:
+            # The end of a STRUCT<...> or ARRAY<...>; two may be one token.
+            angles -= len(token.text)
+        yield token, depth + angles
+        if token.token_type in _OPENING:
+            depth += 1
+        elif token.text == "<" and before in ("STRUCT", "ARRAY"):
+            angles += 1
+        before = token.text.upper()
+
+
+def _opens(tokens: Sequence[Token], position: int) -> bool:
+    return position < len(tokens) and tokens[position].token_type == TokenType.L_PAREN
+
+
+def _closing(tokens: Sequence[Token], opening: int) -> int:
+    for position, (token, depth) in enumerate(_nested(tokens[opening:])):
+        if position and depth == 0 and token.token_type in _CLOSING:
+            return opening + position
+    raise InvalidQueryError("Syntax error: Expected )")
+
+
+def _split(tokens: Sequence[Token]) -> list[list[Token]]:
+    parts: list[list[Token]] = [[]]
+    for token, depth in _nested(tokens):
+        if depth == 0 and token.token_type == TokenType.COMMA:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    if not all(parts):
+        raise InvalidQueryError("Syntax error: Unexpected comma")
+    return parts
+
+
+def _named(sql: str, tokens: Sequence[Token]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for part in _split(tokens) if tokens else ():
+        if len(part) < 3 or part[1].token_type != TokenType.EQ:
+            if len(part) > 1 and part[1].text == "+":
+                raise unsupported("OPTIONS with +=")
+            raise InvalidQueryError(f"Syntax error in OPTIONS: {_text(sql, part)}")
+        name = part[0].text.lower()
+        if name in found:
+            raise InvalidQueryError(f"Duplicate option specified: {name}")
+        found[name] = _text(sql, part[2:])
+    return found
+
+
+def _text(sql: str, tokens: Sequence[Token]) -> str:
+    # A quoted token's text lacks its quotes; its place in the statement has them.
+    return sql[tokens[0].start : tokens[-1].end + 1]

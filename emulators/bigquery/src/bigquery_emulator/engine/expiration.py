@@ -1,0 +1,61 @@
+"""Removes tables and partitions whose time is over, once a minute."""
+
+import logging
+import time
+
+import anyio
+import duckdb
+
+from bigquery_emulator.engine.service import BigQueryService
+from bigquery_emulator.errors import ServiceError
+from bigquery_emulator.store import Store
+from bigquery_emulator.tables.catalog import TableCatalog
+from bigquery_emulator.tables.resources import TableResource
+from bigquery_emulator.tables.schema import quoted
+
+_EVERY_S = 60.0
+log = logging.getLogger(__name__)
+
+
+async def expire_forever(service: BigQueryService) -> None:
+    """Runs until canceled, as a task of the server."""
+    while True:
+        await service.threads.write_in_job(
+            expire, service.store, service.catalog, time.time_ns() // 1_000_000
+        )
+        await anyio.sleep(_EVERY_S)
+
+
+def expire(store: Store, catalog: TableCatalog, now_ms: int) -> None:
+    """Removes everything that expired by `now_ms` (unix milliseconds).
+
+    Runs in the server's writer.
+    """
+    for table in list(catalog.tables.values()):
+        try:
+            _expire_table(store, catalog, table, now_ms)
+        except (ServiceError, ValueError, TypeError, KeyError, ArithmeticError, duckdb.Error):
+            # Of a table that cannot be read the others are not to suffer, nor the server.
+            log.exception("the expiration of %s can't be applied", table.key)
+
+
+def _expire_table(store: Store, catalog: TableCatalog, table: TableResource, now_ms: int) -> None:
+    expiration_ms = table.settings.get("expirationTime")
+    if expiration_ms is not None and int(expiration_ms) <= now_ms:
+        catalog.delete_table(table.key)
+    elif table.partitioning is not None and table.partitioning.expiration_ms is not None:
+        _expire_partitions(store, table, now_ms)
+
+
+def _expire_partitions(store: Store, table: TableResource, now_ms: int) -> None:
+    partitioning = table.partitioning
+    assert partitioning is not None
+    # A partition lives for the expiration after its own start, whatever its rows' times.
+    column = quoted(partitioning.column)
+    start = f"date_trunc('{partitioning.unit.lower()}', CAST({column} AS TIMESTAMP))"
+    with store.transaction() as cursor:
+        cursor.execute(
+            f"DELETE FROM {table.physical} WHERE {start} <="
+            " make_timestamp(CAST(? AS BIGINT) * 1000)",
+            [now_ms - (partitioning.expiration_ms or 0)],
+        )

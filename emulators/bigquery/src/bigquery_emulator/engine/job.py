@@ -1,0 +1,171 @@
+"""One job: a query, a load or a copy. Its state, its work and its end, in a task of the server.
+
+Work that blocks goes to the threads.
+"""
+
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import anyio
+import duckdb
+
+from bigquery_emulator.engine.query import Result
+from bigquery_emulator.errors import (
+    BugError,
+    ServiceError,
+    StoppedError,
+    as_service_error,
+)
+from bigquery_emulator.store import Cursor
+from bigquery_emulator.tables.resources import TableKey
+from bigquery_emulator.tables.schema import Json
+
+log = logging.getLogger(__name__)
+
+# BigQuery's own limit for a query.
+_LONGEST_JOB_S = 6 * 3600.0
+_CANCELED = "Job execution was cancelled: User requested cancellation"
+
+
+@dataclass
+class BigQueryJob:
+    """One job: its request (`configuration`) and its state.
+
+    It is PENDING until it has a thread for its rows or its change, then RUNNING, then DONE.
+    """
+
+    project: str
+    job_id: str
+    kind: str
+    configuration: Json
+    location: str = "US"
+    created_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
+    started_ms: int = 0
+    ended_ms: int = 0
+    state: str = "PENDING"
+    error: ServiceError | None = None
+    problems: list[Json] = field(default_factory=list)
+    statistics: Json = field(default_factory=dict)
+    result: Result | None = None
+    done: anyio.Event = field(default_factory=anyio.Event)
+    stopping: anyio.Event = field(default_factory=anyio.Event)
+    cursor: Cursor | None = None
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    """Of its work."""
+
+    @property
+    def anonymous_table(self) -> TableKey:
+        """The name of the hidden table that a query's result is read by."""
+        return TableKey(self.project, "_anonymous", f"anon{self.job_id}")
+
+    def begin(self) -> None:
+        """Says that the job has its thread. It is PENDING before. Again, it changes nothing.
+
+        Raises:
+            StoppedError: it was canceled while it waited.
+        """
+        if self.stopping.is_set():
+            raise StoppedError(_CANCELED)
+        if self.state == "PENDING":
+            self.started_ms = time.time_ns() // 1_000_000
+            self.state = "RUNNING"
+
+    def watch(self, cursor: Cursor) -> None:
+        """Remembers the session at work. Raises if the job was canceled meanwhile.
+
+        Raises:
+            StoppedError: if so.
+        """
+        if self.stopping.is_set():
+            raise StoppedError(_CANCELED)
+        self.cursor = cursor
+
+    def cancel(self) -> None:
+        """Asks the job to stop. A job that is done does not change."""
+        self.stopping.set()
+        self.scope.cancel()
+
+    def interrupt(self) -> None:
+        """Interrupts the statement that the job's session is at, if any."""
+        with contextlib.suppress(duckdb.ConnectionException):
+            # The session may have been closed meanwhile.
+            if self.cursor is not None:
+                self.cursor.interrupt()
+
+    def reference(self) -> Json:
+        """Returns the JobReference."""
+        return {"projectId": self.project, "jobId": self.job_id, "location": self.location}
+
+    def status(self) -> Json:
+        """Returns the JobStatus."""
+        found: Json = {"state": self.state}
+        if self.error is not None:
+            found["errorResult"] = self.error.proto()
+            found["errors"] = [*self.problems, self.error.proto()]
+        elif self.problems:
+            found["errors"] = self.problems
+        return found
+
+    def resource(self) -> Json:
+        """Returns the Job of the API."""
+        times = {
+            "creationTime": self.created_ms,
+            "startTime": self.started_ms,
+            "endTime": self.ended_ms,
+        }
+        statistics = {name: str(value) for name, value in times.items() if value}
+        return {
+            "kind": "bigquery#job",
+            "id": f"{self.project}:{self.location}.{self.job_id}",
+            "etag": f"{self.job_id}-{self.state}",
+            "jobReference": self.reference(),
+            "configuration": {"jobType": self.kind, **self.configuration},
+            "status": self.status(),
+            "statistics": {**statistics, **self.statistics},
+            "user_email": "nobody@localhost",
+        }
+
+
+Work = Callable[[BigQueryJob], Awaitable[None]]
+
+
+async def run(job: BigQueryJob, work: Work) -> None:
+    """Does a job's work and ends the job, whatever comes of it.
+
+    Args:
+        job: a new job.
+        work: does it, and raises ServiceError where it fails.
+    """
+    job.scope.deadline = anyio.current_time() + _limit_s(job.configuration)
+    try:
+        with job.scope:
+            await work(job)
+        if job.scope.cancelled_caught:
+            job.error = StoppedError(_CANCELED)
+    except Exception as error:
+        # The boundary of a job: whatever it runs into, the server and the other jobs go on.
+        job.error = as_service_error(error)
+        if isinstance(job.error, BugError):
+            log.exception("job failed", extra={"job_id": job.job_id})
+    finally:
+        is_late = job.scope.cancel_called and not job.stopping.is_set()
+        if is_late and job.error is not None:
+            job.error = StoppedError("Job execution was cancelled: Job timed out")
+        job.state, job.ended_ms = "DONE", time.time_ns() // 1_000_000
+        job.done.set()
+
+
+def new_job_id() -> str:
+    """Returns an id for a job whose caller gave none."""
+    return f"job_{secrets.token_urlsafe(18)}"
+
+
+def _limit_s(configuration: Json) -> float:
+    limit_ms = configuration.get("jobTimeoutMs")
+    if not limit_ms:
+        return _LONGEST_JOB_S
+    return min(int(limit_ms) / 1_000, _LONGEST_JOB_S)

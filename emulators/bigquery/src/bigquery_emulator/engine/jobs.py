@@ -1,0 +1,115 @@
+"""All jobs of a server, from their start until they are forgotten, in memory.
+
+`Jobs.start` gives each job a task of the server's task group. Callers who need the outcome wait on
+the job.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+
+from anyio.abc import TaskGroup
+
+from bigquery_emulator.engine.job import BigQueryJob, Work, run
+from bigquery_emulator.engine.query import Result
+from bigquery_emulator.errors import BusyError, DuplicateError, NotFoundError
+from bigquery_emulator.tables.resources import TableKey
+
+# A job stays known, with its result, until this many have followed it or the results have this many
+# rows.
+_KEPT_JOBS = 1_000
+_KEPT_ROWS = 2_000_000
+_MOST_RUNNING = 100
+
+
+class Jobs:
+    """All jobs of a server.
+
+    Args:
+        tasks: the server's task group, which owns the jobs' tasks.
+        let_go: frees the rows of a result that can no longer be requested.
+    """
+
+    def __init__(
+        self, tasks: TaskGroup, let_go: Callable[[Result], Coroutine[None, None, None]]
+    ) -> None:
+        self._tasks = tasks
+        self._let_go = let_go
+        self._jobs: OrderedDict[tuple[str, str], BigQueryJob] = OrderedDict()
+        self._running = 0
+        self._kept_rows = 0
+        """Of the results of the jobs that are done."""
+
+    def get(self, project: str, job_id: str) -> BigQueryJob:
+        """Returns a job.
+
+        Raises:
+            NotFoundError: where there is none, or it was so long ago that it is forgotten.
+        """
+        found = self._jobs.get((project, job_id))
+        if found is None:
+            raise NotFoundError(f"Not found: Job {project}:{job_id}")
+        return found
+
+    def of_project(self, project: str) -> list[BigQueryJob]:
+        """Returns the jobs of a project, the latest first."""
+        # A query on INFORMATION_SCHEMA.JOBS asks from a thread.
+        found = list(self._jobs.items())
+        return [job for (name, _), job in reversed(found) if name == project]
+
+    def result_of(self, key: TableKey) -> BigQueryJob | None:
+        """Returns the job whose hidden result table has this name."""
+        if not key.table_id.startswith("anon"):
+            return None
+        job = self._jobs.get((key.project, key.table_id.removeprefix("anon")))
+        return (
+            job
+            if job is not None and job.anonymous_table == key and job.result is not None
+            else None
+        )
+
+    def start(self, job: BigQueryJob, work: Work) -> BigQueryJob:
+        """Starts a job's work in a new task.
+
+        Args:
+            job: a new job.
+            work: does it, and raises ServiceError where it fails.
+
+        Raises:
+            BusyError: where too many jobs run.
+            DuplicateError: where the id is taken.
+        """
+        key = (job.project, job.job_id)
+        if key in self._jobs:
+            raise DuplicateError(f"Already Exists: Job {job.project}:{job.location}.{job.job_id}")
+        if self._running >= _MOST_RUNNING:
+            raise BusyError(f"Exceeded rate limits: more than {_MOST_RUNNING} jobs are running")
+        self._jobs[key] = job
+        self._running += 1
+        self._forget_old()
+        self._tasks.start_soon(self._run, job, work)
+        return job
+
+    def forget(self, job: BigQueryJob) -> None:
+        """Removes a job from what can be asked for, with the rows of its result."""
+        if self._jobs.pop((job.project, job.job_id), None) is not None and job.state == "DONE":
+            self._free(job)
+
+    def _forget_old(self) -> None:
+        while len(self._jobs) > _KEPT_JOBS or self._kept_rows > _KEPT_ROWS:
+            oldest = next(iter(self._jobs.values()))
+            if oldest.state != "DONE":
+                return
+            self.forget(oldest)
+
+    async def _run(self, job: BigQueryJob, work: Work) -> None:
+        await run(job, work)
+        self._running -= 1
+        if job.result is not None:
+            self._kept_rows += job.result.rows
+        if self._jobs.get((job.project, job.job_id)) is not job:
+            self._free(job)  # forgotten meanwhile
+
+    def _free(self, job: BigQueryJob) -> None:
+        if job.result is not None:
+            self._kept_rows -= job.result.rows
+            self._tasks.start_soon(self._let_go, job.result)

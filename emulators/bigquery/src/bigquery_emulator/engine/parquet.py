@@ -1,0 +1,164 @@
+"""Load jobs of Parquet files. DuckDB reads the file; its types are those of the table, or refused.
+
+Source: https://docs.cloud.google.com/bigquery/docs/loading-data-cloud-storage-parquet
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import duckdb
+
+from bigquery_emulator.errors import InvalidError, UnsupportedError
+from bigquery_emulator.store import Cursor, Store
+from bigquery_emulator.tables.schema import (
+    Field,
+    Json,
+    Schema,
+    parse_schema,
+    quoted,
+    result_schema,
+)
+
+# What else than its own type a column may come from.
+_SOURCES = {
+    "TIMESTAMP": ("DATETIME",),
+    "DATETIME": ("TIMESTAMP",),
+    "FLOAT": ("INTEGER",),
+    "NUMERIC": ("INTEGER",),
+    "JSON": ("STRING",),
+}
+
+
+class ParquetFile:
+    """One uploaded file, where DuckDB may read it.
+
+    Args:
+        store: the open database.
+        path: a file in the store's folder for uploads.
+    """
+
+    def __init__(self, store: Store, path: Path) -> None:
+        self._store = store
+        self._path = path
+
+    def schema(self, config: Json, known: Schema | None) -> Schema:
+        """Returns the fields to load: those of the job, of the table, or else of the file.
+
+        Args:
+            config: the configuration of the load.
+            known: the fields of the table, None where it is new or is replaced.
+
+        Raises:
+            InvalidError: for a file that is no Parquet, or a column that does not fit.
+            UnsupportedError: for a type that this server does not keep.
+        """
+        found = self._fields(config)
+        given = config.get("schema", {}).get("fields")
+        wanted = parse_schema(given) if given else known
+        if wanted is None:
+            return found
+        _check(found, wanted, bool(config.get("ignoreUnknownValues")))
+        return wanted
+
+    def stage(self, cursor: Cursor, config: Json, schema: Schema, physical: str) -> int:
+        """Reads the rows into a DuckDB table. Returns how many.
+
+        Raises:
+            InvalidError: for a value that does not fit, or a damaged file.
+        """
+        there = {field.name.lower(): field.name for field in self._fields(config)}
+        columns = ", ".join(_column(field, there.get(field.name.lower())) for field in schema)
+        with self._readable():
+            (rows,) = cursor.execute(
+                f"INSERT INTO {physical} SELECT {columns} FROM {self._rows}"
+            ).fetchone()
+        for field in schema:
+            if field.mode == "REPEATED":
+                self._check_elements(cursor, physical, field)
+        return int(rows)
+
+    @property
+    def _rows(self) -> str:
+        return f"read_parquet('{str(self._path).replace(chr(39), chr(39) * 2)}')"
+
+    def _fields(self, config: Json) -> Schema:
+        with self._store.reading() as cursor, self._readable():
+            columns = cursor.execute(f"DESCRIBE SELECT * FROM {self._rows}").fetchall()
+        found = result_schema([(name, duckdb.sqltype(kind)) for name, kind, *_ in columns])
+        if _has_array(found) and not (config.get("parquetOptions") or {}).get(
+            "enableListInference"
+        ):
+            raise UnsupportedError(
+                "Parquet lists without enableListInference: not supported by the embedded BigQuery"
+            )
+        return parse_schema([field.resource() for field in found])
+
+    def _check_elements(self, cursor: Cursor, physical: str, field: Field) -> None:
+        name = quoted(field.name)
+        query = f"SELECT count(*) FROM {physical} WHERE len({name}) <> list_count({name})"
+        if cursor.execute(query).fetchone()[0]:
+            raise InvalidError(
+                f"Error while reading data, error message: Field {field.name}: an array has NULL"
+            )
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except duckdb.InterruptException:
+            raise
+        except duckdb.Error as error:
+            text = str(error).split("\n")[0].replace(str(self._path), "the file")
+            raise InvalidError(f"Error while reading data, error message: {text}") from error
+
+
+@contextmanager
+def parquet_file(store: Store, file: IO[bytes]) -> Iterator[ParquetFile]:
+    """Puts an upload where DuckDB may read it, and removes it after.
+
+    Args:
+        store: the open database.
+        file: the uploaded bytes.
+    """
+    file.seek(0)
+    with tempfile.NamedTemporaryFile(dir=store.uploads_dir, suffix=".parquet") as kept:
+        shutil.copyfileobj(file, kept)
+        kept.flush()
+        yield ParquetFile(store, Path(kept.name))
+
+
+def _check(found: Schema, wanted: Schema, ignores_unknown: bool, path: str = "") -> None:
+    there = {field.name.lower(): field for field in found}
+    for field in wanted:
+        match = there.pop(field.name.lower(), None)
+        if match is None:
+            if field.mode == "REQUIRED":
+                raise InvalidError(f"Field {path}{field.name} is missing in the Parquet file")
+            continue
+        is_same = match.type == field.type or match.type in _SOURCES.get(field.type, ())
+        if not is_same or (match.mode == "REPEATED") != (field.mode == "REPEATED"):
+            raise InvalidError(
+                f"Field {path}{field.name} has type {_shown(match)} in the Parquet file, which"
+                f" does not match {_shown(field)}"
+            )
+        _check(match.fields, field.fields, ignores_unknown, f"{path}{field.name}.")
+    if there and not ignores_unknown:
+        raise InvalidError(f"No such field: {path}{next(iter(there.values())).name}")
+
+
+def _shown(field: Field) -> str:
+    return f"ARRAY<{field.type}>" if field.mode == "REPEATED" else field.type
+
+
+def _column(field: Field, name: str | None) -> str:
+    value = "NULL" if name is None else quoted(name)
+    value = f"CAST({value} AS {field.duckdb_type})"
+    return f"coalesce({value}, [])" if field.mode == "REPEATED" else value
+
+
+def _has_array(schema: Schema) -> bool:
+    return any(field.mode == "REPEATED" or _has_array(field.fields) for field in schema)

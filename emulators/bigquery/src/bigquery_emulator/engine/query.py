@@ -1,0 +1,266 @@
+"""Runs translated statements on DuckDB: results into memory, changes into the data.
+
+Between a job and the store. Everything here blocks and runs in a thread of the server.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import duckdb
+
+from bigquery_emulator.errors import (
+    BytesBilledError,
+    InvalidQueryError,
+    StoppedError,
+    UnavailableError,
+    UnsupportedError,
+    as_service_error,
+)
+from bigquery_emulator.googlesql.parameters import values_in
+from bigquery_emulator.googlesql.translate import Statement
+from bigquery_emulator.store import Cursor, Store
+from bigquery_emulator.tables.physical import refusal
+from bigquery_emulator.tables.resources import TableResource
+from bigquery_emulator.tables.rows import readable_columns, size_sql
+from bigquery_emulator.tables.schema import Schema, quoted
+
+_MIB = 1024 * 1024
+_LEAST_BILLED_BYTES = 10 * _MIB
+_KEPT_SIZES = 256
+_MOST_FEW_ROWS = 1_000
+_MOST_FEW_BYTES = 256 * 1024
+"""Of a result in Python. Results of 1,000 jobs are kept."""
+_FIRST_ROWS = 10
+_MOST_ROWS_READ_TWICE = 100_000
+_RAISED = re.compile(r"[\"']bq: (.*)[\"'](?: to INT32|, expected format)", re.DOTALL)
+"""An error of a macro, which is a cast that fails."""
+_UNKNOWN_ZONE = re.compile(r"Unknown TimeZone '(?:bq: (.*embedded BigQuery)|(.*?))'!", re.DOTALL)
+"""A refusal of a macro, which is a zone that DuckDB does not know, or really a zone."""
+_UNKNOWN_COLUMN = re.compile(r'Referenced (?:column|table) "([^"]+)" not found')
+# Called with the session that is about to work, so that a cancel can interrupt it.
+OnCursor = Callable[[Cursor], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The rows of a query: many in a DuckDB table of their own until `drop`, few in `values`.
+
+    `values` are as DuckDB's Python client gives them, for `rows.wire_rows`.
+    """
+
+    schema: Schema
+    rows: int
+    physical: str = ""
+    values: Sequence[tuple[Any, ...]] = ()
+
+
+@dataclass(frozen=True)
+class ReadSize:
+    """What a statement reads: logical bytes of the columns, and rows, over whole tables."""
+
+    size_bytes: int = 0
+    rows: int = 0
+
+
+class Queries:
+    """Runs statements.
+
+    Args:
+        store: the open database.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._numbers = itertools.count(1)
+        self._size = lru_cache(_KEPT_SIZES)(self._counted)
+
+    def select(self, statement: Statement, on_cursor: OnCursor) -> Result:
+        """Runs a query and keeps its rows.
+
+        Args:
+            statement: a SELECT.
+            on_cursor: called with the session before it runs.
+
+        Raises:
+            InvalidQueryError: for a query that fails, at the start or on the way.
+            StoppedError: where the session was interrupted.
+        """
+        # A query whose rows turn out too many for Python runs twice. So not where that is known
+        # before, and not one that reads much.
+        most = _MOST_FEW_ROWS if statement.gives_all else _MOST_ROWS_READ_TWICE
+        if self.read_size(statement).rows <= most:
+            values = self.few_rows(statement, on_cursor)
+            if values is not None:
+                return Result(statement.schema, len(values), values=values)
+        return self.select_into_table(statement, on_cursor)
+
+    def few_rows(self, statement: Statement, on_cursor: OnCursor) -> list[tuple[Any, ...]] | None:
+        """Returns the rows of a query, or None where they are too many for Python. See `select`."""
+        columns = [f"c{number}" for number in range(len(statement.schema))]
+        named = f"({statement.sql}) AS r({', '.join(columns)})"
+        query = f"SELECT {readable_columns(statement.schema, columns)} FROM {named}"
+        values: list[tuple[Any, ...]] = []
+        size_bytes = 0
+        with _translated(statement), self._store.reading() as cursor:
+            on_cursor(cursor)
+            # Read as it is computed, so it ends with the session where the rows are too many.
+            found = cursor.execute(query, values_in(statement.sql, statement.values))
+            count = _FIRST_ROWS  # any may be long
+            while some := found.fetchmany(count):
+                values += some
+                size_bytes += sum(map(_size_bytes, some))
+                if len(values) > _MOST_FEW_ROWS or size_bytes > _MOST_FEW_BYTES:
+                    return None
+                count = 2 * len(values)
+        return values
+
+    def select_into_table(self, statement: Statement, on_cursor: OnCursor) -> Result:
+        """Runs a query and keeps its rows in a table, for another table. See `select`."""
+        schema = statement.schema
+        physical = f"memory.main.r{next(self._numbers)}"
+        with _translated(statement), self._store.reading() as cursor:
+            on_cursor(cursor)
+            columns = ", ".join(f"{quoted(field.name)} {field.duckdb_type}" for field in schema)
+            cursor.execute(f"CREATE TABLE {physical} ({columns})")
+            try:
+                values = values_in(statement.sql, statement.values)
+                (rows,) = cursor.execute(
+                    f"INSERT INTO {physical} {statement.sql}", values
+                ).fetchone()
+            except BaseException:
+                cursor.execute(f"DROP TABLE {physical}")
+                raise
+        return Result(schema, rows, physical)
+
+    def stage(self, schema: Schema) -> str:
+        """Creates an empty table in memory for incoming rows. Returns its DuckDB name."""
+        physical = f"memory.main.r{next(self._numbers)}"
+        with self._store.reading() as cursor:
+            columns = ", ".join(f"{quoted(field.name)} {field.duckdb_type}" for field in schema)
+            cursor.execute(f"CREATE TABLE {physical} ({columns})")
+        return physical
+
+    def drop(self, physical: str) -> None:
+        """Lets go of the rows of a table that `select_into_table` or `stage` made."""
+        with self._store.reading() as cursor:
+            cursor.execute(f"DROP TABLE IF EXISTS {physical}")
+
+    def manipulate(self, statement: Statement, on_cursor: OnCursor) -> int:
+        """Runs INSERT, UPDATE, DELETE or MERGE. It must run in the server's writer.
+
+        Returns:
+            The number of rows inserted, changed or removed.
+
+        Raises:
+            InvalidQueryError: it failed and changed nothing.
+            StoppedError: where the session was interrupted.
+        """
+        # One state of the data for the checks and the change: rows are streamed meanwhile.
+        with _translated(statement), self._store.transaction() as cursor:
+            on_cursor(cursor)
+            for check in statement.checks:
+                cursor.execute(check, values_in(check, statement.values)).fetchall()
+            values = values_in(statement.sql, statement.values)
+            (rows,) = cursor.execute(statement.sql, values).fetchone()
+        return int(rows)
+
+    def read_size(self, statement: Statement) -> ReadSize:
+        """Returns how much a statement reads, of the columns that it names.
+
+        BigQuery counts only the partitions that pass the filter. This is the most it would be.
+        """
+        changes = self._store.changes
+        sizes = [
+            self._size(table.physical, size_sql(_read_fields(statement, table)), changes)
+            for table in statement.tables
+        ]
+        return ReadSize(sum(one.size_bytes for one in sizes), sum(one.rows for one in sizes))
+
+    def _counted(self, physical: str, row_bytes: str, changes: int) -> ReadSize:
+        """Counts what a table's columns have. `changes` says for which state of the data."""
+        with self._store.reading() as cursor:
+            query = f"SELECT coalesce(sum({row_bytes}), 0), count(*) FROM {physical}"
+            size_bytes, rows = cursor.execute(query).fetchone()
+            return ReadSize(int(size_bytes), int(rows))
+
+
+def check_billed(read_bytes: int, limit_bytes: int | None) -> int:
+    """Returns the bytes that BigQuery would bill: whole MiB, at least ten where a table is read.
+
+    Args:
+        read_bytes: logical bytes read.
+        limit_bytes: the job's `maximumBytesBilled`.
+
+    Raises:
+        BytesBilledError: where the limit is under that.
+    """
+    billed = max(-(-read_bytes // _MIB) * _MIB, _LEAST_BILLED_BYTES) if read_bytes else 0
+    if limit_bytes is not None and billed > limit_bytes:
+        raise BytesBilledError(
+            f"Query exceeded limit for bytes billed: {limit_bytes}. {billed} or higher required."
+        )
+    return billed
+
+
+def table_size(cursor: Cursor, table: TableResource) -> tuple[int, int]:
+    """Returns the number of rows of a table and their logical bytes."""
+    if table.view_query is not None:
+        return 0, 0
+    query = f"SELECT count(*), coalesce(sum({size_sql(table.schema)}), 0) FROM {table.physical}"
+    rows, size_bytes = cursor.execute(query).fetchone()
+    return int(rows), int(size_bytes)
+
+
+def _size_bytes(value: Any) -> int:
+    """About how much memory a value takes, or a row of them."""
+    if isinstance(value, str | bytes):
+        return 50 + len(value)
+    if isinstance(value, dict):
+        return 200 + sum(map(_size_bytes, value.values()))
+    return 50 + sum(map(_size_bytes, value)) if isinstance(value, list | tuple) else 30
+
+
+def _read_fields(statement: Statement, table: TableResource) -> Schema:
+    columns = statement.columns[table.number]
+    return tuple(field for field in table.schema if field.name.lower() in columns)
+
+
+@contextmanager
+def _translated(statement: Statement) -> Iterator[None]:
+    """Turns DuckDB's errors into the service's, with BigQuery's names in them."""
+    try:
+        yield
+    except duckdb.InterruptException as error:
+        raise StoppedError("Job execution was cancelled: User requested cancellation") from error
+    except duckdb.NotImplementedException as error:
+        if match := _UNKNOWN_ZONE.search(str(error)):
+            if match.group(1) is not None:
+                raise UnsupportedError(match.group(1), "query") from error
+            raise InvalidQueryError(f"Invalid time zone: {match.group(2)}") from error
+        raise UnsupportedError(
+            f"Not supported by the embedded BigQuery: {_cleaned(error, statement)}"
+        ) from error
+    except duckdb.Error as error:
+        if isinstance(found := as_service_error(error), UnavailableError):
+            raise found from error
+        raise InvalidQueryError(_cleaned(error, statement)) from error
+
+
+def _cleaned(error: Exception, statement: Statement) -> str:
+    text = str(error)
+    if match := _RAISED.search(text):
+        return match.group(1)
+    if match := _UNKNOWN_COLUMN.search(text):
+        return f"Unrecognized name: {match.group(1)}"
+    if isinstance(error, duckdb.ConstraintException):
+        return refusal(error)
+    text = re.sub(r"^[A-Z]\w*(?: \w+)* Error: ", "", text.split("\n")[0])
+    for table in statement.tables:
+        name = str(table.key).replace(":", ".")
+        text = re.sub(rf"\b(?:data\.main\.)?t{table.number}\b", name, text)
+    return text.replace("bq.", "")

@@ -1,0 +1,113 @@
+"""Query parameters: their types for the analyzer, and typed placeholders for DuckDB."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from bigquery_emulator.errors import InvalidQueryError
+from bigquery_emulator.googlesql.analysis.analyzer import ParameterTypes
+from bigquery_emulator.googlesql.analysis.types import (
+    duckdb_type,
+    struct_field_names,
+    type_of_parameter,
+)
+from bigquery_emulator.tables.schema import Json, parse_schema, quoted
+from bigquery_emulator.tables.values import BadValueError, canonical_scalar
+
+_PLACEHOLDER = re.compile(r"\$(bq_(?:zone_)?\d+)\b")
+_PLAIN_ZONE = re.compile(r"UTC|(?!SystemV|Canada)[A-Z][a-z]+/[A-Z][A-Za-z_]+")
+
+
+@dataclass
+class Parameters:
+    """The parameters of a statement.
+
+    `types` are for the analyzer. `sql` has DuckDB's SQL of each, by its name in lower case or its
+    position from 1. `values` are the values of the placeholders in it.
+    """
+
+    types: ParameterTypes
+    sql: dict[str | int, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def form(self) -> tuple[object, ...]:
+        """What a translation depends on: names, types and the SQL of all, without the values."""
+        kinds = [*(kind for _, kind in self.types.named), *self.types.positional]
+        return (*self.sql.items(), *(kind.SerializeToString() for kind in kinds))
+
+
+def values_in(sql: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the placeholders that a DuckDB statement has, as it takes no others."""
+    return {name: values[name] for name in _PLACEHOLDER.findall(sql) if name in values}
+
+
+def is_plain_zone(name: str) -> bool:
+    """Whether a text is a time zone as BigQuery and DuckDB both name it."""
+    return _PLAIN_ZONE.fullmatch(name) is not None
+
+
+def is_zone_parameter(sql: str) -> bool:
+    """Whether DuckDB's SQL of a value is that of a parameter whose value is such a zone."""
+    return sql.startswith("CAST($bq_zone_") and sql.endswith(" AS VARCHAR)")
+
+
+def read_parameters(parameters: Sequence[Json]) -> Parameters:
+    """Reads QueryParameter resources, all named or all positional.
+
+    Raises:
+        InvalidQueryError: for a value that does not fit its type, or a parameter without one.
+        UnsupportedError: for a type that this server does not keep.
+    """
+    kinds = [type_of_parameter(item.get("parameterType") or {}) for item in parameters]
+    names = [str(item.get("name") or "").lower() for item in parameters]
+    if any(names) and not all(names):
+        raise InvalidQueryError("Query parameters must be all named or all positional")
+    named = list(zip(names, kinds, strict=True)) if any(names) else []
+    found = Parameters(ParameterTypes(named, [] if named else kinds))
+    for position, (name, item) in enumerate(zip(names, parameters, strict=True), 1):
+        try:
+            sql = _typed(item["parameterType"], item.get("parameterValue") or {}, found.values)
+        except BadValueError as error:
+            raise InvalidQueryError(
+                f"Invalid value for query parameter: {error.message}"
+            ) from error
+        except KeyError as error:
+            raise InvalidQueryError(f"Query parameter without {error}") from error
+        found.sql[name or position] = sql
+    return found
+
+
+def _typed(kind: Json, value: Json, values: dict[str, Any]) -> str:
+    name = str(kind["type"]).upper()
+    if name == "ARRAY":
+        items = [_typed(kind["arrayType"], one, values) for one in value.get("arrayValues") or []]
+        return f"CAST([{', '.join(items)}] AS {duckdb_type(type_of_parameter(kind))})"
+    if name in ("STRUCT", "RECORD"):
+        parts = value.get("structValues") or {}
+        names = struct_field_names(type_of_parameter(kind))
+        fields = [
+            f"{quoted(own)} := {_typed(part['type'], parts.get(part.get('name')) or {}, values)}"
+            for own, part in zip(names, kind["structTypes"], strict=True)
+        ]
+        return f"struct_pack({', '.join(fields)})"
+    return _scalar(name, value.get("value"), values)
+
+
+def _scalar(name: str, value: Any, values: dict[str, Any]) -> str:
+    (kind,) = parse_schema([{"name": "value", "type": name}])
+    is_zone = kind.type == "STRING" and isinstance(value, str) and is_plain_zone(value)
+    # The translation may rely on its being one: it is kept for others with the same placeholders.
+    placeholder = f"bq_zone_{len(values)}" if is_zone else f"bq_{len(values)}"
+    if value is not None and kind.type == "BYTES":
+        canonical_scalar("BYTES", value)
+        values[placeholder] = base64.b64decode(value)
+    else:
+        found = canonical_scalar(kind.type, value)
+        values[placeholder] = bytes(found).decode() if isinstance(found, msgspec.Raw) else found
+    return f"CAST(${placeholder} AS {kind.duckdb_type})"

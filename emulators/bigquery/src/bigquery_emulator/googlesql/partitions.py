@@ -1,0 +1,228 @@
+"""Checks that queries filter on partitions where a table requires it (`requirePartitionFilter`).
+
+A filter counts where BigQuery could skip partitions by it: a comparison of the partitioning column
+with something constant, in the WHERE or ON beside the table, or further out if nothing between
+needs the other rows: no LIMIT, no window and no grouping that the column isn't a key of. Source:
+https://docs.cloud.google.com/bigquery/docs/querying-partitioned-tables
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bigquery_emulator.errors import InvalidQueryError
+from bigquery_emulator.googlesql.analysis.tree import Node
+from bigquery_emulator.tables.resources import TableResource
+
+_COMPARISONS = frozenset(
+    {"$equal", "$less", "$less_or_equal", "$greater", "$greater_or_equal", "$between", "$in"}
+)
+_MONOTONE = frozenset(
+    {"date", "timestamp", "datetime", "date_trunc", "timestamp_trunc", "datetime_trunc"}
+)
+"""A filter on one of these of a column is one on the column, as with a view's DATE(at) AS day."""
+_NOTHING: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class ReadTable:
+    """What a name in a statement is: a table, or a view with its tree."""
+
+    table: TableResource | None
+    view: View | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """A view's resolved tree, and what its own names are."""
+
+    tree: Node
+    reads: Mapping[str, ReadTable]
+
+
+def check_partition_filters(tree: Node, reads: Mapping[str, ReadTable]) -> None:
+    """Refuses a statement that reads a whole table which demands a filter on its partitions.
+
+    Args:
+        tree: the resolved statement.
+        reads: what the analyzer's keys of tables stand for.
+
+    Raises:
+        InvalidQueryError: naming the table and its column.
+    """
+    checks = _Checks(reads)
+    if tree.kind in ("UpdateStmt", "DeleteStmt"):
+        filtered = _pruned([tree.where_expr])
+        checks.check(tree.table_scan, filtered)
+        if tree.kind == "UpdateStmt" and tree.from_scan is not None:
+            checks.check(tree.from_scan, filtered)
+    elif tree.kind == "MergeStmt":
+        filtered = _pruned([tree.merge_expr])
+        checks.check(tree.table_scan, filtered)
+        checks.check(tree.from_scan, filtered)
+    elif tree.has("query") and tree.query is not None:
+        checks.check(tree.query, _NOTHING)
+    scans = {"table_scan", "from_scan", "query"}
+    for name in ("where_expr", "update_item_list", "merge_expr", "when_clause_list", "row_list"):
+        if name not in scans and tree.has(name):
+            found = getattr(tree, name)
+            checks.check_expressions(found if isinstance(found, list) else [found])
+
+
+class _Checks:
+    def __init__(self, reads: Mapping[str, ReadTable]) -> None:
+        self._reads = reads
+        self._named: dict[str, Node] = {}
+
+    def check(self, scan: Node, filtered: frozenset[int]) -> None:
+        """Checks a scan of whose columns `filtered` are filtered by what stands around it."""
+        if scan.kind == "TableScan":
+            self._check_table(scan, filtered)
+        elif scan.kind == "FilterScan":
+            self.check(scan.input_scan, filtered | _pruned([scan.filter_expr]))
+            self.check_expressions([scan.filter_expr])
+        elif scan.kind == "JoinScan":
+            inner = filtered | _pruned([scan.join_expr])
+            self.check(scan.left_scan, inner)
+            self.check(scan.right_scan, inner)
+            self.check_expressions([scan.join_expr])
+        elif scan.kind == "SetOperationScan":
+            self._check_set_operation(scan, filtered)
+        elif scan.kind == "WithScan":
+            self._named |= {one.with_query_name: one.with_subquery for one in scan.with_entry_list}
+            self.check(scan.query, filtered)
+        elif scan.kind == "WithRefScan":
+            body = self._named[scan.with_query_name]
+            self.check(body, _moved(filtered, scan.column_list, body.column_list))
+        else:
+            self._check_other(scan, filtered)
+
+    def _check_other(self, scan: Node, filtered: frozenset[int]) -> None:
+        for child in scan.children():
+            if not child.kind.endswith("Scan"):
+                self.check_expressions([child])
+            elif scan.kind == "ProjectScan":
+                self.check(child, _behind(filtered, scan.expr_list))
+            elif scan.kind == "AggregateScan":
+                keys = {one.column.column_id for one in scan.group_by_list}
+                self.check(child, _behind(filtered & keys, scan.group_by_list))
+            elif scan.kind == "AnalyticScan":
+                self.check(child, filtered & _keys_of_windows(scan))
+            elif scan.kind in ("OrderByScan", "ArrayScan"):
+                self.check(child, filtered)
+            else:
+                self.check(child, _NOTHING)
+
+    def check_expressions(self, nodes: Iterable[Node | None]) -> None:
+        """Checks the queries inside expressions. Nothing around them filters their tables."""
+        for node in nodes:
+            if node is None:
+                continue
+            if node.kind.endswith("Scan"):
+                self.check(node, _NOTHING)
+            else:
+                self.check_expressions(node.children())
+
+    def _check_set_operation(self, scan: Node, filtered: frozenset[int]) -> None:
+        for item in scan.input_item_list:
+            inner = _moved(filtered, scan.column_list, item.output_column_list)
+            self.check(item.scan, inner)
+
+    def _check_table(self, scan: Node, filtered: frozenset[int]) -> None:
+        read = self._reads[scan.table.name]
+        names = {column.name.lower() for column in scan.column_list if column.column_id in filtered}
+        if read.view is not None:
+            outputs = read.view.tree.output_column_list
+            inner = {one.column.column_id for one in outputs if one.name.lower() in names}
+            _Checks(read.view.reads).check(read.view.tree.query, frozenset(inner))
+        if read.table is None or read.table.partitioning is None:
+            return
+        column = read.table.partitioning.column
+        if not read.table.partitioning.is_filter_required:
+            return
+        wanted = {column.lower()}
+        if read.table.has_partition_time:
+            wanted |= {"_partitiontime", "_partitiondate"}
+        if not names & wanted:
+            raise InvalidQueryError(
+                f"Cannot query over table '{str(read.table.key).replace(':', '.')}' without a"
+                f" filter over column(s) '{column}' that can be used for partition elimination"
+            )
+
+
+def _moved(filtered: frozenset[int], outer: Iterable[Any], inner: Iterable[Any]) -> frozenset[int]:
+    """The same columns of an inner list that stands at the same places."""
+    pairs = zip(outer, inner, strict=True)
+    return frozenset(one.column_id for own, one in pairs if own.column_id in filtered)
+
+
+def _behind(filtered: frozenset[int], computed: Iterable[Node]) -> frozenset[int]:
+    """The columns that filtered outputs are made of, where one is passed on or cut by a unit."""
+    found = set(filtered)
+    for one in computed:
+        if one.column.column_id in filtered:
+            found.discard(one.column.column_id)
+            column = _column_behind(one.expr)
+            if column is not None:
+                found.add(column)
+    return frozenset(found)
+
+
+def _column_behind(expr: Node) -> int | None:
+    if expr.kind == "ColumnRef":
+        return int(expr.column.column_id)
+    if expr.kind == "Cast":
+        return _column_behind(expr.expr)
+    if expr.kind == "FunctionCall" and _name(expr) in _MONOTONE:
+        return _column_behind(expr.argument_list[0])
+    return None
+
+
+def _keys_of_windows(scan: Node) -> frozenset[int]:
+    """The columns that all windows of a scan are partitioned by."""
+    keys: set[int] | None = None
+    for group in scan.function_group_list:
+        refs = [] if group.partition_by is None else group.partition_by.partition_by_list
+        own = {ref.column.column_id for ref in refs}
+        keys = own if keys is None else keys & own
+    return frozenset(keys or ())
+
+
+def _pruned(conditions: Iterable[Node | None]) -> frozenset[int]:
+    """The columns by which conditions that all hold let partitions be skipped."""
+    return frozenset().union(*(_pruned_by(one) for one in conditions if one is not None))
+
+
+def _pruned_by(condition: Node) -> frozenset[int]:
+    if condition.kind != "FunctionCall":
+        return _NOTHING
+    name, arguments = _name(condition), condition.argument_list
+    if name == "$and":
+        return _pruned(arguments)
+    if name == "$or":
+        found = [_pruned_by(one) for one in arguments]
+        return found[0].intersection(*found[1:])
+    if name not in _COMPARISONS:
+        return _NOTHING
+    first, others = arguments[0], arguments[1:]
+    found_first = _compared(first, others)
+    if found_first or len(others) != 1:
+        return found_first
+    return _compared(others[0], [first])
+
+
+def _compared(side: Node, others: Iterable[Node]) -> frozenset[int]:
+    moving = {"ColumnRef", "SubqueryExpr"}
+    if any(node.kind in moving for other in others for node in other.walk()):
+        return _NOTHING
+    below = side.walk()
+    if any(node.kind == "SubqueryExpr" for node in below):
+        return _NOTHING
+    columns = {node.column.column_id for node in below if node.kind == "ColumnRef"}
+    return frozenset(columns) if len(columns) == 1 else _NOTHING
+
+
+def _name(call: Node) -> str:
+    return str(call.function.name).removeprefix("ZetaSQL:")

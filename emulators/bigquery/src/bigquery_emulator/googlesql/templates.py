@@ -1,0 +1,256 @@
+"""Statements that differ in compared values only: one analysis does for all of them.
+
+Dashboards and reports send the same statement with other days and ids. What was translated once is
+kept as a template, with marks in place of the literals whose value nothing has looked at. These are
+whole numbers, texts, and dates and timestamps in their plain form, compared with something or
+inserted. All others must come again as they were, and literals that were equal must be equal again,
+since the analyzer takes equal expressions for one.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+import secrets
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
+from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
+from zetasql.wasi._pb2.zetasql.public.value_pb2 import ValueProto
+
+from bigquery_emulator.googlesql.analysis.tree import Node
+from bigquery_emulator.googlesql.text import tokens
+from bigquery_emulator.googlesql.translation.literals import literal
+
+_LONGEST = 20_000
+_MOST_LITERALS = 500
+_MOST_DIGITS = len(str(2**63))
+_FUNCTIONS = frozenset(
+    f"ZetaSQL:${name}"
+    for name in ("equal", "not_equal", "less", "less_or_equal", "greater", "greater_or_equal")
+) | {"ZetaSQL:$between", "ZetaSQL:$in"}
+"""The functions whose translation never looks at a literal's value, unless it may be NaN."""
+_NAMES_FROM_VALUES = "PIVOT"  # and UNPIVOT
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
+_TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,6})?( ?UTC|Z|[+-]\d\d:\d\d)?")
+_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+_MOST_INT64 = 2**63 - 1
+_MOST_EXACT = 2**53
+_NONCE = secrets.token_hex(8)
+"""So that no text of a statement looks like a mark."""
+_MARK = re.compile(rf"\x01{_NONCE}:\d+\x02")
+
+
+@dataclass(frozen=True)
+class _Literal:
+    """A number or a text as it is written: its content, and where it is, in bytes."""
+
+    content: int | str
+    start: int
+    end: int
+
+
+class StatementText:
+    """A statement's text, without its literals.
+
+    Args:
+        sql: the statement.
+    """
+
+    def __init__(self, sql: str) -> None:
+        self._sql = sql
+        self._parts: list[str] = []
+        self.literals: list[_Literal] = []
+        """None in a statement that is not worth a template."""
+        if len(sql) > _LONGEST or _NAMES_FROM_VALUES in sql.upper():
+            return
+        found = [_Literal(content, *span) for content, span in _literals(sql)]
+        if len(found) > _MOST_LITERALS:
+            return
+        self.literals = found
+        ends = [0, *(one.end for one in found)]
+        starts = [*(one.start for one in found), len(sql)]
+        self._parts = [sql[end:start] for end, start in zip(ends, starts, strict=True)]
+
+    @cached_property
+    def equals(self) -> tuple[int, ...]:
+        """The first literal that is equal to each, itself where there is none."""
+        first: dict[tuple[type, int | str], int] = {}
+        keys = [(type(one.content), one.content) for one in self.literals]
+        return tuple(first.setdefault(key, place) for place, key in enumerate(keys))
+
+    @property
+    def key(self) -> Hashable:
+        """The same for all statements that may share a template."""
+        kinds = tuple(isinstance(one.content, str) for one in self.literals)
+        return tuple(self._parts), kinds, self.equals
+
+    def byte_ranges(self) -> list[tuple[int, int]]:
+        """Where the literals are in UTF-8."""
+        if self._sql.isascii():
+            return [(one.start, one.end) for one in self.literals]
+        length = [0]
+        for letter in self._sql:
+            length.append(length[-1] + len(letter.encode(errors="replace")))
+        return [(length[one.start], length[one.end]) for one in self.literals]
+
+
+def _literals(sql: str) -> Iterator[tuple[int | str, tuple[int, int]]]:
+    """Content and span of each whole number, and of each text without escapes or prefix."""
+    before, before_end = "", 0
+    found = list(tokens(sql))
+    for place, (start, end) in enumerate(found):
+        token = sql[start:end]
+        joined = before if before_end == start else ""
+        following = found[place + 1] if place + 1 < len(found) else None
+        after = sql[slice(*following)] if following else ""
+        if token.isdecimal() and token.isascii() and len(token) <= _MOST_DIGITS:
+            # Not the half of 1.5, and not a part of a name such as my-project-1.
+            if not joined.endswith((".", "-")) and after[:1] not in (".", "-"):
+                yield int(token), (start, end)
+        elif token[0] in "'\"" and token[:3] not in ("'''", '"""'):
+            is_prefixed = joined[-1:].isalnum()
+            if not is_prefixed and "\\" not in token and "\n" not in token:
+                yield token[1:-1], (start, end)
+        before, before_end = token, end
+
+
+@dataclass(frozen=True)
+class FreeLiterals:
+    """The free literals of a statement.
+
+    `kinds` are their types, by their places among the literals. `marks` are what is written for
+    them, by their ranges in the statement.
+    """
+
+    kinds: dict[int, TypeProto]
+    marks: dict[tuple[int, int], str]
+
+
+def free_literals(tree: Node, text: StatementText) -> FreeLiterals:
+    """Returns the literals of a statement that are free.
+
+    Args:
+        tree: what the analyzer made of it.
+        text: the text that the analyzer read.
+    """
+    if not text.literals:
+        return FreeLiterals({}, {})
+    places = {end: place for place, (_, end) in enumerate(text.byte_ranges())}
+    found: dict[int, Node] = {}
+    copies = set()  # what a rewriting made of a literal, or what may be that
+    for node, is_free in _literal_nodes(tree):
+        # By the end: that of DATE '2024-01-01' begins before it.
+        place = places.get(_range(node)[1])
+        if place is None or place in found or not is_free or not _is_plain(node, text, place):
+            copies.add(_bytes(node))
+        if place is not None:
+            found[place] = node
+    free = {place: node for place, node in found.items() if _bytes(node) not in copies}
+    first: dict[tuple[int, int], int] = {}
+    marks = {
+        _range(node): _mark(first.setdefault((text.equals[place], node.type.type_kind), place))
+        for place, node in free.items()
+    }
+    return FreeLiterals({place: node.type for place, node in free.items()}, marks)
+
+
+def _literal_nodes(tree: Node) -> Iterator[tuple[Node, bool]]:
+    """Each Literal node, and whether nothing looks at its value."""
+    nodes = [tree]
+    for parent in nodes:
+        children = parent.children()
+        nodes += children
+        is_free = parent.kind == "DMLValue" or (
+            parent.kind == "FunctionCall" and parent.function.name in _FUNCTIONS
+        )
+        yield from ((node, is_free) for node in children if node.kind == "Literal")
+
+
+def _is_plain(node: Node, text: StatementText, place: int) -> bool:
+    return bool(_value(text.literals[place].content, node.type) == node.value.value)
+
+
+def _bytes(node: Node) -> bytes:
+    return bytes(node.value.value.SerializeToString(deterministic=True))
+
+
+def _mark(place: int) -> str:
+    return f"\x01{_NONCE}:{place}\x02"
+
+
+def _range(node: Node) -> tuple[int, int]:
+    found = node.parse_location_range
+    return found.start, found.end
+
+
+def _value(content: int | str, kind: TypeProto) -> ValueProto | None:
+    """What a literal is as a type, if that is plain."""
+    if isinstance(content, int):
+        if kind.type_kind == types.TYPE_INT64 and content <= _MOST_INT64:
+            return ValueProto(int64_value=content)
+        if kind.type_kind == types.TYPE_DOUBLE and content <= _MOST_EXACT:
+            return ValueProto(double_value=content)
+        return None
+    if kind.type_kind == types.TYPE_STRING:
+        return ValueProto(string_value=content)
+    try:
+        if kind.type_kind == types.TYPE_DATE and _DATE.fullmatch(content):
+            days = dt.date.fromisoformat(content) - _EPOCH.date()
+            return ValueProto(date_value=days.days)
+        if kind.type_kind == types.TYPE_TIMESTAMP and _TIMESTAMP.fullmatch(content):
+            return _moment(content)
+    except ValueError:  # no such day
+        return None
+    return None
+
+
+def _moment(content: str) -> ValueProto:
+    found = dt.datetime.fromisoformat(content.replace(" UTC", "Z").replace("UTC", "Z"))
+    since = (found if found.tzinfo else found.replace(tzinfo=dt.UTC)) - _EPOCH
+    value = ValueProto()
+    value.timestamp_value.seconds = since.days * 86_400 + since.seconds
+    value.timestamp_value.nanos = since.microseconds * 1_000
+    return value
+
+
+@dataclass(frozen=True)
+class StatementTemplate:
+    """A translated statement, without its free literals.
+
+    Args:
+        text: the statement.
+        free: its free literals.
+        sql: what it was translated to, in DuckDB's SQL with marks.
+    """
+
+    text: StatementText
+    free: FreeLiterals
+    sql: tuple[str, ...]
+
+    def filled(self, text: StatementText) -> tuple[str, ...] | None:
+        """Returns the SQL of a statement with the same key. None: it must be translated anew."""
+        written: dict[str, str] = {}
+        for place, one in enumerate(text.literals):
+            kind = self.free.kinds.get(place)
+            if kind is not None:
+                value = _value(one.content, kind)
+                if value is None:
+                    return None
+                written[self._marks[place]] = literal(value, kind)
+            elif one.content != self.text.literals[place].content:
+                return None
+        return tuple(_MARK.sub(lambda mark: written[mark[0]], one) for one in self.sql)
+
+    def with_own(self) -> tuple[str, ...]:
+        """Returns the SQL of the statement itself."""
+        own = self.filled(self.text)
+        assert own is not None, "a literal is not what it was: this is a bug"
+        return own
+
+    @cached_property
+    def _marks(self) -> dict[int, str]:
+        by_end = {end: place for place, (_, end) in enumerate(self.text.byte_ranges())}
+        return {by_end[end]: mark for (_, end), mark in self.free.marks.items()}

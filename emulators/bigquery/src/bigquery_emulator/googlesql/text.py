@@ -1,0 +1,121 @@
+"""What is read from a statement's text before it is analyzed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from bigquery_emulator.googlesql.calls import unsupported
+
+_TOKENS = re.compile(
+    r'"""(?:\\.|.)*?"""'
+    r"|'''(?:\\.|.)*?'''"
+    r'|"(?:\\.|[^"\\])*"'
+    r"|'(?:\\.|[^'\\])*'"
+    r"|--[^\n]*|\#[^\n]*|/\*.*?\*/"
+    r"|`(?P<name>(?:\\.|[^`\\])*)`"
+    r"|(?P<end>;)"
+    r"|(?P<word>\w+)"
+    r"|(?P<space>\s+)"
+    r"|(?P<other>.)",
+    re.DOTALL,
+)
+_POSITION = re.compile(r" at \[(\d+):(\d+)\]$")
+_DEFINITIONS = frozenset({"CREATE", "DROP", "TRUNCATE", "ALTER"})
+_SCRIPTS = frozenset(
+    {"BEGIN", "BREAK", "CALL", "CASE", "COMMIT", "CONTINUE", "DECLARE", "EXECUTE", "FOR", "IF"}
+    | {"ITERATE", "LEAVE", "LOOP", "RAISE", "REPEAT", "RETURN", "ROLLBACK", "SET", "WHILE"}
+)
+
+
+def is_definition(sql: str) -> bool:
+    """Whether a statement is a data definition, such as CREATE TABLE.
+
+    Raises:
+        UnsupportedError: for a script.
+    """
+    first, ended = "", False
+    for token in _TOKENS.finditer(sql):
+        if token["word"] and not first:
+            first = token["word"].upper()
+        if token["end"]:
+            ended = True
+        elif ended and (token["word"] or token["other"] or token["name"]):
+            raise unsupported("Scripts of several statements")
+    if first in _SCRIPTS:
+        raise unsupported("Scripts")
+    return first in _DEFINITIONS
+
+
+def tokens(sql: str) -> Iterator[tuple[int, int]]:
+    """Yields where each token begins and ends: texts, comments, names, words, spaces, signs."""
+    for token in _TOKENS.finditer(sql):
+        yield token.span()
+
+
+def possible_names(sql: str) -> set[tuple[str, ...]]:
+    """All names in a statement that may be one of a table, in parts, as they are written.
+
+    Names of columns are among them. No table is missing, but where a comment is inside its name.
+    """
+    found: set[tuple[str, ...]] = set()
+    parts: list[str] = []
+    joint = ""
+    for token in _TOKENS.finditer(sql):
+        part = token["word"] or token["name"]
+        if part is None:
+            if not token["space"]:
+                joint = token["other"] or ""
+        elif joint == "." and parts:
+            parts.append(part)
+            joint = ""
+        elif joint == "-" and parts and token["word"]:
+            parts[-1] += f"-{part}"  # as in my-project.dataset.table
+            joint = ""
+        else:
+            found.add(tuple(parts))
+            parts, joint = [part], ""
+    return {*found, tuple(parts)} - {()}
+
+
+class SplitNames:
+    """A statement in which each table name of several parts has each part in its own backquotes.
+
+    BigQuery takes `project.dataset.table` in one pair of backquotes for three names, and `table` as
+    its alias. The analyzer takes it for one.
+
+    Args:
+        sql: the statement.
+        names: the names to split.
+    """
+
+    def __init__(self, sql: str, names: Iterable[str]) -> None:
+        self._added: list[tuple[int, int, int]] = []  # line, column, and by how much it grew
+        wanted, parts, at = set(names), [], 0
+        for token in _TOKENS.finditer(sql):
+            if token["name"] in wanted and token["name"] is not None:
+                split = "`.`".join(name_parts(token["name"]))
+                parts += [sql[at : token.start() + 1], split]
+                at = token.end() - 1
+                line_start = sql.rfind("\n", 0, at) + 1
+                grown = len(split) - len(token["name"])
+                self._added.append((sql.count("\n", 0, at) + 1, at - line_start + 1, grown))
+        self.sql = "".join([*parts, sql[at:]])
+
+    def as_given(self, message: str) -> str:
+        """An error message with the position in the statement as it was given."""
+        found = _POSITION.search(message)
+        if found is None:
+            return message
+        line, column = int(found[1]), int(found[2])
+        for at_line, at_column, grown in self._added:
+            if at_line == line and at_column + grown <= column:
+                column -= grown
+        return f"{message[: found.start()]} at [{line}:{column}]"
+
+
+def name_parts(name: str) -> list[str]:
+    """The parts of `project.dataset.table`. A project may have a domain: `example.com:project`."""
+    domain, colon, rest = name.rpartition(":")
+    first, *others = rest.split(".")
+    return [f"{domain}{colon}{first}", *others]

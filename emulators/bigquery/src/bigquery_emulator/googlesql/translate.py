@@ -1,0 +1,277 @@
+"""From GoogleSQL text to a DuckDB statement: names, analysis, checks, translation.
+
+The entry of this package, called by query jobs and views. Data definition goes on to `definitions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sqlglot import exp
+
+from bigquery_emulator.errors import InvalidQueryError
+from bigquery_emulator.googlesql.analysis.analyzer import Analyzer, ParameterTypes
+from bigquery_emulator.googlesql.analysis.tree import Node
+from bigquery_emulator.googlesql.definition import definition_kind, parse_definition
+from bigquery_emulator.googlesql.kept import KeptStatements, LookedUp
+from bigquery_emulator.googlesql.names import (
+    NamedSource,
+    Names,
+    TranslatedView,
+    likely_sources,
+    look_up,
+)
+from bigquery_emulator.googlesql.parameters import Parameters, read_parameters
+from bigquery_emulator.googlesql.partitions import ReadTable, View, check_partition_filters
+from bigquery_emulator.googlesql.templates import (
+    StatementTemplate,
+    StatementText,
+    free_literals,
+)
+from bigquery_emulator.googlesql.text import SplitNames, is_definition
+from bigquery_emulator.googlesql.translation.scans import subquery
+from bigquery_emulator.googlesql.translation.scope import Scope
+from bigquery_emulator.googlesql.translation.statements import (
+    Written,
+    write_manipulation,
+    write_query,
+)
+from bigquery_emulator.tables.listing import Listing
+from bigquery_emulator.tables.resources import DatasetKey, TableKey, TableResource
+from bigquery_emulator.tables.schema import Json, Schema
+
+_DEEPEST_VIEW = 16
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A statement ready for DuckDB.
+
+    `kind` is the API's statementType. `checks` are queries that must run first: they fail where the
+    statement must. `columns` are the names of the columns that are read, in lower case, by the
+    number of their table. `schema` has the fields of a query's result. `definition` is the parsed
+    tree of a data definition, which has no `sql`. `target` is the table that INSERT, UPDATE, DELETE
+    or MERGE changes. `gives_all` says that a query gives all rows of a table.
+    """
+
+    kind: str
+    sql: str
+    values: dict[str, Any]
+    tables: tuple[TableResource, ...]
+    columns: Mapping[int, frozenset[str]]
+    schema: Schema = ()
+    checks: tuple[str, ...] = ()
+    definition: exp.Expr | None = None
+    target: TableKey | None = None
+    gives_all: bool = False
+
+
+@dataclass
+class _Reads:
+    """The tables and columns that a statement reads, those of its views too."""
+
+    tables: dict[int, TableResource] = field(default_factory=dict)
+    columns: dict[int, frozenset[str]] = field(default_factory=dict)
+
+    def add(self, table: TableResource, columns: frozenset[str]) -> None:
+        self.tables[table.number] = table
+        self.columns[table.number] = self.columns.get(table.number, frozenset()) | columns
+
+
+@dataclass(frozen=True)
+class Translator:
+    """Translates with one catalog.
+
+    Args:
+        find: returns a table by its full name or raises NotFoundError.
+        listing: gives the rows of an INFORMATION_SCHEMA view: its name, the parts of the name
+            before it, the job's project.
+        analyzer: reads statements.
+    """
+
+    find: Callable[[TableKey], TableResource]
+    listing: Callable[[str, Sequence[str], str], Listing]
+    analyzer: Analyzer = field(default_factory=Analyzer)
+    _kept: KeptStatements[Statement] = field(default_factory=lambda: KeptStatements())
+    _templates: KeptStatements[tuple[StatementTemplate, Statement]] = field(
+        default_factory=lambda: KeptStatements()
+    )
+
+    def translate(
+        self,
+        sql: str,
+        project: str,
+        default_dataset: DatasetKey | None,
+        parameters: Sequence[Json] = (),
+        is_view: bool = False,
+    ) -> Statement:
+        """Returns the DuckDB statement for one GoogleSQL statement.
+
+        Args:
+            sql: GoogleSQL.
+            project: the project of names that have none.
+            default_dataset: the data set of names that have none.
+            parameters: QueryParameter resources.
+            is_view: whether it is a view's query, on whose result a filter may still come.
+
+        Raises:
+            InvalidQueryError: for what BigQuery refuses as well.
+            NotFoundError: for a table that does not exist.
+            UnsupportedError: for what this server can't answer.
+        """
+        if is_definition(sql):
+            tree = parse_definition(sql)
+            return Statement(definition_kind(tree), "", {}, (), {}, definition=tree)
+        bound = read_parameters(parameters)
+        around = (project, default_dataset, is_view, bound.form())
+        found = self._kept.get((sql, *around))
+        if found is None:
+            text = StatementText(sql)
+            found = self._filled(text, around)
+        if found is None:
+            looked_up = LookedUp(self.find)
+            names = Names(project, default_dataset, looked_up, self.listing)
+            found, template = self._translate(sql, names, bound, is_view)
+            looked_up.is_lasting = not names.listed
+            self._kept.put((sql, *around), looked_up, found)
+            if text.literals:
+                self._templates.put((text.key, *around), looked_up, (template, found))
+        return replace(found, values=bound.values)
+
+    def _filled(self, text: StatementText, around: tuple[Hashable, ...]) -> Statement | None:
+        """A statement that differs from one before in its literals only."""
+        kept = self._templates.get((text.key, *around)) if text.literals else None
+        if kept is None:
+            return None
+        template, statement = kept
+        sql = template.filled(text)
+        return None if sql is None else replace(statement, sql=sql[0], checks=sql[1:])
+
+    def _translate(
+        self, sql: str, names: Names, bound: Parameters, is_view: bool
+    ) -> tuple[Statement, StatementTemplate]:
+        reads = _Reads()
+        tree, sources, scope, read = self._analyze(sql, names, bound, reads, 0)
+        if not is_view:
+            check_partition_filters(tree, {key: one.read for key, one in sources.items()})
+        text = StatementText(read)
+        free = free_literals(tree, text)
+        scope.literal_marks = free.marks
+        written = _written(tree, scope, sources)
+        template = StatementTemplate(text, free, (written.sql, *written.checks))
+        filled, *checks = template.with_own()
+        changed = None if written.kind == "SELECT" else _changed_table(tree, sources).key
+        statement = Statement(
+            written.kind,
+            filled,
+            {},
+            tuple(reads.tables.values()),
+            reads.columns,
+            written.schema,
+            tuple(checks),
+            target=changed,
+            gives_all=written.kind == "SELECT" and _gives_all(tree),
+        )
+        return statement, template
+
+    def names(self, project: str, default_dataset: DatasetKey | None) -> Names:
+        """Returns where names of a statement are looked up."""
+        return Names(project, default_dataset, self.find, self.listing)
+
+    def _analyze(
+        self, sql: str, names: Names, parameters: Parameters, reads: _Reads, depth: int
+    ) -> tuple[Node, dict[str, NamedSource], Scope, str]:
+        if depth > _DEEPEST_VIEW:
+            raise InvalidQueryError(
+                f"Resources exceeded: views are nested more than {_DEEPEST_VIEW} deep"
+            )
+
+        def translate_view(table: TableResource) -> TranslatedView:
+            return self._view(table, names, reads, depth + 1)
+
+        tree, sources, read_sql = self._read(sql, names, parameters, translate_view)
+        for scan in (node for node in tree.walk() if node.kind == "TableScan"):
+            table = sources[scan.table.name].read.table
+            if table is not None:
+                read = frozenset(column.name.lower() for column in scan.column_list)
+                reads.add(table, read)
+        scope = Scope(
+            "c" if depth == 0 else f"v{depth}c",
+            {key: one.source for key, one in sources.items()},
+            parameters.sql,
+            subquery,
+        )
+        return tree, sources, scope, read_sql
+
+    def _read(
+        self,
+        sql: str,
+        names: Names,
+        parameters: Parameters,
+        translate_view: Callable[[TableResource], TranslatedView],
+    ) -> tuple[Node, dict[str, NamedSource], str]:
+        """A statement's tree, the tables that it may read by their names in it, and its text."""
+        likely = likely_sources(sql, names)
+        if likely is not None:
+            # Asking the analyzer for the names costs half as much as reading the statement.
+            with suppress(InvalidQueryError):
+                tree, read_sql = self._tree(sql, *likely, parameters)
+                return tree, likely[0], read_sql
+        paths = self.analyzer.table_paths(sql)
+        sources = {}
+        for path in dict.fromkeys(tuple(names.parts(path)) for path in paths):
+            key = ".".join(path)
+            sources[key] = look_up(path, key, names, translate_view)
+        whole = [path[0] for path in paths if len(path) == 1]
+        tree, read_sql = self._tree(sql, sources, whole, parameters)
+        return tree, sources, read_sql
+
+    def _tree(
+        self,
+        sql: str,
+        sources: Mapping[str, NamedSource],
+        whole: Sequence[str],
+        parameters: Parameters,
+    ) -> tuple[Node, str]:
+        split = SplitNames(sql, whole)
+        try:
+            tables = [one.named for one in sources.values()]
+            return self.analyzer.analyze(split.sql, tables, parameters.types), split.sql
+        except InvalidQueryError as error:
+            raise InvalidQueryError(split.as_given(error.message)) from error
+
+    def _view(
+        self, table: TableResource, around: Names, reads: _Reads, depth: int
+    ) -> TranslatedView:
+        names = replace(around, project=table.key.project, default_dataset=None)
+        nothing = Parameters(ParameterTypes())
+        tree, sources, scope, _ = self._analyze(str(table.view_query), names, nothing, reads, depth)
+        written = _written(tree, scope, sources)
+        if written.kind != "SELECT":
+            raise InvalidQueryError("A view's query must be a SELECT")
+        inner: dict[str, ReadTable] = {key: one.read for key, one in sources.items()}
+        return TranslatedView(written.sql, written.schema, View(tree, inner))
+
+
+def _written(tree: Node, scope: Scope, sources: Mapping[str, NamedSource]) -> Written:
+    if tree.kind == "QueryStmt":
+        return write_query(tree, scope)
+    return write_manipulation(tree, scope, _changed_table(tree, sources).physical)
+
+
+def _gives_all(tree: Node) -> bool:
+    scan = tree.query
+    while scan.kind in ("ProjectScan", "OrderByScan"):
+        scan = scan.input_scan
+    return bool(scan.kind == "TableScan")
+
+
+def _changed_table(tree: Node, sources: Mapping[str, NamedSource]) -> TableResource:
+    name = tree.table_scan.table.name
+    table = sources[name].read.table
+    if table is None:
+        raise InvalidQueryError(f"{name} is not allowed for this operation because it is a view")
+    return table

@@ -1,0 +1,188 @@
+"""FORMAT_* and PARSE_* of dates and times.
+
+Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/format-elements
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
+
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.translation.functions.registry import Call, Translate
+from bigquery_emulator.googlesql.translation.literals import text
+
+_DATE, _TIME = types.TYPE_DATE, types.TYPE_TIME
+_DATETIME, _TIMESTAMP = types.TYPE_DATETIME, types.TYPE_TIMESTAMP
+_ELEMENT = re.compile(r"%(E[0-9*]S|E4Y|Ez|.)", re.DOTALL)
+_OF_DATES = frozenset("aAbBdejmUuVWwgGyYQ") | {"E4Y"}
+_OF_CLOCKS = frozenset("HIklMpPS")
+_ANYWHERE = frozenset("%nt")
+_NATIVE = frozenset("aAbBdjmUuVWwGyHIMpS%")
+"""Those that DuckDB's strftime writes alike."""
+_SEVERAL = {
+    "F": "%E4Y-%m-%d",
+    "D": "%m/%d/%y",
+    "x": "%m/%d/%y",
+    "h": "%b",
+    "T": "%H:%M:%S",
+    "X": "%H:%M:%S",
+    "R": "%H:%M",
+    "r": "%I:%M:%S %p",
+    "c": "%a %b %e %H:%M:%S %Y",
+}
+_COMPUTED = {
+    "e": "printf('%2d', day({v}))",
+    "k": "printf('%2d', hour({v}))",
+    "l": "printf('%2d', (hour({v}) + 11) % 12 + 1)",
+    "P": "lower(strftime({v}, '%p'))",
+    "g": "printf('%02d', isoyear({v}) % 100)",
+    "Q": "CAST(quarter({v}) AS VARCHAR)",
+    "E4Y": "printf('%04d', year({v}))",
+    "Y": "CAST(year({v}) AS VARCHAR)",
+    "E*S": "bq.seconds_text({v})",
+    "n": "chr(10)",
+    "t": "chr(9)",
+}
+_ZONED = {
+    "z": "bq.offset_digits({v}, {moment}, '')",
+    "Ez": "bq.offset_digits({v}, {moment}, ':')",
+    "s": "CAST(bq.unix({moment}, 1000000) AS VARCHAR)",
+}
+_FRACTION = re.compile("E([1-6])S")
+_PARSED = frozenset("aAbBdFhHImMpRSTyY%")
+"""Those that DuckDB's strptime reads as GoogleSQL does, once some are written out."""
+_CLOCKS_PARSED = frozenset("HIMpRST")
+_READ_AS = {"F": "%Y-%m-%d", "h": "%b", "R": "%H:%M", "T": "%H:%M:%S"}
+
+
+class _Moment(NamedTuple):
+    """What is formatted: its local time, its moment where it has a zone, and what it has."""
+
+    local: str
+    moment: str
+    has: frozenset[str]
+
+
+def formatted(call: Call) -> str:
+    """FORMAT_DATE, FORMAT_TIME, FORMAT_DATETIME and FORMAT_TIMESTAMP."""
+    pattern = call.text(0)
+    if pattern is None:
+        raise unsupported("A date format that is not a literal")
+    parts = _parts(_written_out(pattern), _moment(call), pattern)
+    return f"({' || '.join(parts)})" if parts else "''"
+
+
+def _moment(call: Call) -> _Moment:
+    value, kind = call.sql[1], call.kind(1)
+    if kind == _TIMESTAMP:
+        zone = call.zone(2) if len(call.sql) > 2 else "'UTC'"
+        has = _OF_DATES | _OF_CLOCKS | _ZONED.keys()
+        return _Moment(f"bq.local_minutes({zone}, {value})", value, frozenset(has))
+    if kind == _DATE:
+        return _Moment(f"CAST({value} AS TIMESTAMP)", "", _OF_DATES)
+    if kind == _DATETIME:
+        return _Moment(value, "", _OF_DATES | _OF_CLOCKS)
+    if kind == _TIME:
+        return _Moment(f"(DATE '1970-01-01' + {value})", "", _OF_CLOCKS)
+    raise call.refused()
+
+
+def _written_out(pattern: str) -> str:
+    """The format without the elements that stand for several."""
+    return _ELEMENT.sub(
+        lambda found: _written_out(_SEVERAL[found[1]]) if found[1] in _SEVERAL else found[0],
+        pattern,
+    )
+
+
+def _parts(pattern: str, moment: _Moment, told: str) -> list[str]:
+    """DuckDB's SQL for each part, in order. What its strftime can write is one part."""
+    parts: list[str] = []
+    native, at = "", 0
+
+    def flush() -> None:
+        nonlocal native
+        if native:
+            parts.append(f"strftime({moment.local}, {text(native)})")
+        native = ""
+
+    for found in _ELEMENT.finditer(pattern):
+        native += pattern[at : found.start()].replace("%", "%%")
+        at = found.end()
+        element = found[1]
+        fraction = _FRACTION.fullmatch(element)
+        needed = "S" if element[-1] == "S" and element[0] == "E" else element
+        if needed not in moment.has | _ANYWHERE:
+            raise unsupported(f"Date format element %{element} in {told!r}")
+        if element in _NATIVE:
+            native += found[0]
+            continue
+        flush()
+        if fraction is not None:
+            scale = 10 ** (6 - int(fraction[1]))
+            digits = f"printf('%0{fraction[1]}d', microsecond({{v}}) % 1000000 // {scale})"
+            form = f"strftime({{v}}, '%S') || '.' || {digits}"
+        else:
+            form = _COMPUTED.get(element) or _ZONED.get(element, "")
+        if not form:
+            raise unsupported(f"Date format element %{element} in {told!r}")
+        parts.append(form.format(v=moment.local, moment=moment.moment))
+    native += pattern[at:].replace("%", "%%")
+    flush()
+    return parts
+
+
+def parsed(kind: str) -> Translate:
+    """PARSE_DATE, PARSE_TIME, PARSE_DATETIME or PARSE_TIMESTAMP, by DuckDB's type."""
+
+    def write(call: Call) -> str:
+        pattern, value = _parsed_pattern(call, kind), call.sql[1]
+        if kind == "TIME":
+            dated = _read(f"'1970-01-01 ' || {value}", f"%Y-%m-%d {pattern}")
+            return f"CAST({dated} AS TIME)"
+        if not re.search("%[yY]", pattern):
+            raise unsupported("PARSE_* with a format that has no year")
+        moment = _read(value, pattern)
+        if len(call.sql) > 2:
+            return f"bq.at_zone({call.zone(2)}, {moment})"
+        if kind == "DATE":
+            return f"bq.checked_date(CAST({moment} AS DATE))"
+        checked = f"bq.checked_datetime({moment})"
+        return checked if kind == "TIMESTAMP" else f"CAST({checked} AS {kind})"
+
+    return write
+
+
+def _read(value: str, pattern: str) -> str:
+    """The moment in a text. Short and full names of days and months stand for each other."""
+    patterns = dict.fromkeys(
+        _replaced(pattern, {"a": day, "A": day, "b": month, "B": month})
+        for day in ("%a", "%A")
+        for month in ("%b", "%B")
+    )
+    return f"strptime({value}, [{', '.join(text(one) for one in patterns)}])"
+
+
+def _parsed_pattern(call: Call, kind: str) -> str:
+    pattern = call.text(0)
+    if pattern is None:
+        raise unsupported("A date format that is not a literal")
+    elements = set(re.findall(r"%(.?)", pattern))
+    refused = elements - _PARSED
+    if kind == "DATE":
+        refused |= elements & _CLOCKS_PARSED
+    if kind == "TIME":
+        refused |= elements - _CLOCKS_PARSED - {"%"}
+    # An hour of twelve needs its half of the day, which an hour of 24 does not.
+    if refused or ("p" in elements) != ("I" in elements):
+        raise unsupported(f"Date format elements in {pattern!r}")
+    return _replaced(pattern, _READ_AS)
+
+
+def _replaced(pattern: str, others: Mapping[str, str]) -> str:
+    """The format with other elements for some of its own."""
+    return re.sub("%(.)", lambda found: others.get(found[1], found[0]), pattern)

@@ -1,0 +1,120 @@
+"""A call of a function, and what a translation of one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
+
+from bigquery_emulator.googlesql.analysis.tree import Node
+from bigquery_emulator.googlesql.analysis.types import type_name
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.parameters import is_plain_zone, is_zone_parameter
+from bigquery_emulator.googlesql.translation.literals import date_part
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function.
+
+    Attributes:
+        name: ZetaSQL's name, in lower case, such as `date_trunc` or `$add`.
+        nodes: the arguments.
+        sql: the arguments in DuckDB's SQL. A name, such as a date part, is empty.
+        type: of the result.
+    """
+
+    name: str
+    nodes: list[Node]
+    sql: list[str]
+    type: TypeProto
+
+    def kind(self, place: int = 0) -> int:
+        """The kind of type of an argument."""
+        return int(self.nodes[place].type.type_kind)
+
+    def part(self, place: int) -> str:
+        """The date part that an argument names."""
+        return date_part(self.nodes[place].value.value)
+
+    def text(self, place: int) -> str | None:
+        """The text of an argument that is a literal, else None."""
+        node = self.nodes[place]
+        if node.kind != "Literal" or not node.value.value.HasField("string_value"):
+            return None
+        return str(node.value.value.string_value)
+
+    def integer(self, place: int) -> int | None:
+        """The number of an argument that is an INT64 literal, else None."""
+        node = self.nodes[place]
+        if node.kind != "Literal" or not node.value.value.HasField("int64_value"):
+            return None
+        return int(node.value.value.int64_value)
+
+    def zone(self, place: int) -> str:
+        """DuckDB's SQL of an argument that names a time zone."""
+        name, sql = self.text(place), self.sql[place]
+        # Most are like `Europe/Berlin`. What a macro would test of them is known.
+        is_plain = is_zone_parameter(sql) if name is None else is_plain_zone(name)
+        return sql if is_plain else f"bq.zone({sql})"
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether no argument has a column in it."""
+        inner = (one for node in self.nodes for one in node.walk())
+        return not any(one.kind == "ColumnRef" or one.kind.endswith("Scan") for one in inner)
+
+    def put(self, form: str) -> str:
+        """Puts the arguments where a form has {0}, {1} and so on."""
+        return form.format(*self.sql)
+
+    def refused(self) -> Exception:
+        """The error for these arguments."""
+        kinds = ", ".join(type_name(node.type) for node in self.nodes)
+        return unsupported(f"{self.name.strip('$').upper()}({kinds})")
+
+
+def is_name(node: Node) -> bool:
+    """Whether an argument is a name, such as a date part, and not a value."""
+    return node.kind == "Literal" and node.type.HasField("enum_type")
+
+
+def tried(nodes: Sequence[Node], sql: Sequence[str], write: Callable[[list[str]], str]) -> str:
+    """Returns what gives NULL where a function of some arguments fails.
+
+    An error in an argument stays one, so only columns stand inside TRY. Others are handed in as
+    an element of a list. Constants need that too: DuckDB computes their conditions ahead, where TRY
+    does not catch an error.
+
+    Args:
+        nodes: the arguments.
+        sql: the arguments in DuckDB's SQL.
+        write: writes the function of arguments in SQL.
+    """
+    handed = {
+        place: f"a{place} := {sql[place]}"
+        for place, node in enumerate(nodes)
+        if node.kind != "ColumnRef" and not is_name(node)
+    }
+    found = write([f"safe.a{at}" if at in handed else one for at, one in enumerate(sql)])
+    if not handed:
+        return f"TRY({found})"
+    packed = f"struct_pack({', '.join(handed.values())})"
+    return f"list_extract(list_transform([{packed}], lambda safe: TRY({found})), 1)"
+
+
+Translate = Callable[[Call], str]
+Functions = Mapping[str, Translate | str]
+"""By name: DuckDB's SQL with {0}, {1} ... for the arguments, all of which must be there, or a
+function that writes it.
+"""
+
+
+def fill(found: Translate | str, call: Call) -> str:
+    """Puts the arguments of a call into its translation."""
+    if not isinstance(found, str):
+        return found(call)
+    if found.count("{") and f"{{{len(call.sql) - 1}}}" not in found:
+        raise call.refused()
+    return call.put(found)

@@ -1,0 +1,24 @@
+"""The table of scalar functions."""
+
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.translation.functions.arrays import ARRAYS
+from bigquery_emulator.googlesql.translation.functions.dates import DATES
+from bigquery_emulator.googlesql.translation.functions.json import JSON
+from bigquery_emulator.googlesql.translation.functions.numbers import NUMBERS
+from bigquery_emulator.googlesql.translation.functions.operators import OPERATORS
+from bigquery_emulator.googlesql.translation.functions.registry import Call, Functions, fill
+from bigquery_emulator.googlesql.translation.functions.strings import STRINGS
+
+FUNCTIONS: Functions = {**OPERATORS, **NUMBERS, **STRINGS, **DATES, **ARRAYS, **JSON}
+
+
+def function(call: Call) -> str:
+    """Returns DuckDB's SQL for a call.
+
+    Raises:
+        UnsupportedError: for a function, or types of arguments, without a translation.
+    """
+    found = FUNCTIONS.get(call.name)
+    if found is None:
+        raise unsupported(f"Function {call.name.strip('$').upper()}")
+    return fill(found, call)

@@ -1,0 +1,297 @@
+"""Queries: each scan of a resolved tree becomes a SELECT whose columns are named by their ids.
+
+Source of the tree: https://github.com/google/googlesql/blob/master/docs/resolved_ast.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
+
+from bigquery_emulator.googlesql.analysis.tree import Node
+from bigquery_emulator.googlesql.calls import unsupported
+from bigquery_emulator.googlesql.translation.aggregates import aggregate
+from bigquery_emulator.googlesql.translation.expressions import expression
+from bigquery_emulator.googlesql.translation.ordering import order_by
+from bigquery_emulator.googlesql.translation.scope import Scope
+from bigquery_emulator.googlesql.translation.windows import window_functions
+from bigquery_emulator.tables.schema import quoted
+
+_JOINS = {"INNER": "JOIN", "LEFT": "LEFT JOIN", "RIGHT": "RIGHT JOIN", "FULL": "FULL JOIN"}
+_SET_OPERATIONS = {
+    "UNION_ALL": "UNION ALL",
+    "UNION_DISTINCT": "UNION",
+    "INTERSECT_DISTINCT": "INTERSECT",
+    "EXCEPT_DISTINCT": "EXCEPT",
+}
+
+
+def query(scan: Node, scope: Scope) -> str:
+    """Returns the SELECT of a scan. Its columns are named by `scope.column`.
+
+    Raises:
+        UnsupportedError: for a scan or an expression that has no translation.
+    """
+    translate = _SCANS.get(scan.kind)
+    if translate is None:
+        raise unsupported(_in_words(scan.kind))
+    return translate(scan, scope)
+
+
+def subquery(node: Node, scope: Scope) -> str:
+    """Returns the SQL of a SubqueryExpr."""
+    kind = node.enum("subquery_type")
+    inner = query(node.subquery, scope)
+    if kind == "EXISTS":
+        return f"EXISTS ({inner})"
+    name = scope.column(node.subquery.column_list[0].column_id)
+    if kind == "SCALAR":
+        return f"(SELECT {name} FROM ({inner}))"
+    if kind == "ARRAY":
+        return f"coalesce(ARRAY(SELECT {name} FROM ({inner})), [])"
+    if kind == "IN":
+        value = expression(node.in_expr, scope)
+        found = f"({value} IN (SELECT {name} FROM ({inner})))"
+        if node.in_expr.type.type_kind == types.TYPE_DOUBLE:
+            # NaN equals nothing in GoogleSQL.
+            unknown = f"CASE WHEN bool_or({name} IS NULL) THEN NULL ELSE false END"
+            none = f"(SELECT {unknown} FROM ({inner}))"
+            return f"(CASE WHEN isnan({value}) THEN {none} ELSE {found} END)"
+        return found
+    raise unsupported(f"Subqueries with {kind.replace('_', ' ')}")
+
+
+def _single_row(scan: Node, scope: Scope) -> str:
+    return "SELECT 1 AS one"
+
+
+def _table(scan: Node, scope: Scope) -> str:
+    if scan.for_system_time_expr is not None:
+        raise unsupported("FOR SYSTEM_TIME AS OF")
+    source = scope.source(scan.table)
+    columns = [
+        f"{source.columns[column.name]} AS {scope.column(column.column_id)}"
+        for column in scan.column_list
+    ]
+    return f"SELECT {', '.join(columns) or '1 AS one'} FROM {source.sql}"
+
+
+def _filter(scan: Node, scope: Scope) -> str:
+    return (
+        f"SELECT {_columns(scan, scope)} FROM ({query(scan.input_scan, scope)})"
+        f" WHERE {expression(scan.filter_expr, scope)}"
+    )
+
+
+def _project(scan: Node, scope: Scope) -> str:
+    computed = _computed(scan.expr_list, scope)
+    inner = query(scan.input_scan, scope)
+    return f"SELECT {_columns(scan, scope, computed)} FROM ({inner})"
+
+
+def _computed(columns: Iterable[Node], scope: Scope) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for one in columns:
+        if one.kind != "ComputedColumn":
+            raise unsupported(_in_words(one.kind))
+        found[one.column.column_id] = expression(one.expr, scope)
+    return found
+
+
+def _columns(scan: Node, scope: Scope, computed: dict[int, str] | None = None) -> str:
+    """The SELECT list of a scan: what it computes, and what it passes on."""
+    computed, parts, seen = computed or {}, [], set()
+    for column in scan.column_list:
+        if column.column_id not in seen:
+            seen.add(column.column_id)
+            name = scope.column(column.column_id)
+            sql = computed.get(column.column_id)
+            parts.append(name if sql is None else f"{sql} AS {name}")
+    return ", ".join(parts) or "1 AS one"
+
+
+def _join(scan: Node, scope: Scope) -> str:
+    if scan.is_lateral:
+        raise unsupported("LATERAL joins")
+    left, right = query(scan.left_scan, scope), query(scan.right_scan, scope)
+    kind = _JOINS[scan.enum("join_type")]
+    if scan.join_expr is None:
+        joined = f"({left}) CROSS JOIN ({right})"
+    else:
+        joined = f"({left}) {kind} ({right}) ON {expression(scan.join_expr, scope)}"
+    return f"SELECT {_columns(scan, scope)} FROM {joined}"
+
+
+def _array(scan: Node, scope: Scope) -> str:
+    """UNNEST, alone or beside what its array comes from. A NULL array has no elements."""
+    if len(scan.array_expr_list) != 1 or scan.array_zip_mode is not None:
+        raise unsupported("UNNEST of several arrays")
+    array = expression(scan.array_expr_list[0], scope)
+    element = scope.column(scan.element_column_list[0].column_id)
+    taken = [f"unnest({array}) AS {element}"]
+    offset = scan.array_offset_column
+    if offset is not None or scan.is_outer:
+        offset_id = None if offset is None else offset.column.column_id
+        name = "place" if offset_id is None else scope.column(offset_id)
+        taken.append(f"unnest(range(len({array}))) AS {name}")
+    if scan.is_outer or scan.join_expr is not None:
+        return _joined_array(scan, scope, array, offset)
+    own = {element, *(part.rsplit(" AS ", 1)[1] for part in taken)}
+    passed = [
+        name
+        for name in dict.fromkeys(scope.column(column.column_id) for column in scan.column_list)
+        if name not in own
+    ]
+    inner = "SELECT 1 AS one" if scan.input_scan is None else query(scan.input_scan, scope)
+    made = f"SELECT {', '.join([*passed, *taken])} FROM ({inner})"
+    return f"SELECT {_columns(scan, scope)} FROM ({made})"
+
+
+def _joined_array(scan: Node, scope: Scope, array: str, offset: Node | None) -> str:
+    """`LEFT JOIN UNNEST`, or one with a condition."""
+    element = scope.column(scan.element_column_list[0].column_id)
+    taken = [f"unnest({array}) AS {element}"]
+    if offset is not None:
+        taken.append(f"unnest(range(len({array}))) AS {scope.column(offset.column.column_id)}")
+    kind = "LEFT JOIN" if scan.is_outer else "JOIN"
+    condition = "true" if scan.join_expr is None else expression(scan.join_expr, scope)
+    inner = query(scan.input_scan, scope)
+    return (
+        f"SELECT {_columns(scan, scope)} FROM ({inner})"
+        f" {kind} LATERAL (SELECT {', '.join(taken)}) ON {condition}"
+    )
+
+
+def _aggregate(scan: Node, scope: Scope) -> str:
+    if scan.grouping_set_list or scan.rollup_column_list or scan.grouping_call_list:
+        return _grouping_sets(scan, scope)
+    keys = _computed(scan.group_by_list, scope)
+    values = {one.column.column_id: aggregate(one.expr, scope) for one in scan.aggregate_list}
+    inner = query(scan.input_scan, scope)
+    # The keys come first, so that GROUP BY can name them by their places.
+    listed = [f"{sql} AS {scope.column(key)}" for key, sql in {**keys, **values}.items()]
+    grouped = f"SELECT {', '.join(listed) or '1 AS one'} FROM ({inner})"
+    if keys:
+        grouped += f" GROUP BY {', '.join(str(place) for place in range(1, len(keys) + 1))}"
+    elif not values:
+        grouped += " LIMIT 1"  # an aggregation without keys or results still has one row
+    return grouped
+
+
+def _grouping_sets(scan: Node, scope: Scope) -> str:
+    """ROLLUP, CUBE and GROUPING SETS. The analyzer has written out the sets."""
+    keys = _computed(scan.group_by_list, scope)
+    places = {key: f"k{place}" for place, key in enumerate(keys, 1)}
+    sets = []
+    for one in scan.grouping_set_list:
+        if one.kind != "GroupingSet":
+            raise unsupported("ROLLUP and CUBE inside GROUPING SETS")
+        ids = [ref.column.column_id for ref in one.group_by_column_list]
+        sets.append(f"({', '.join(places[key] for key in ids)})")
+    if not sets:
+        raise unsupported("ROLLUP")
+    made = ", ".join(f"{sql} AS {places[key]}" for key, sql in keys.items())
+    values = {one.column.column_id: aggregate(one.expr, scope) for one in scan.aggregate_list}
+    for call in scan.grouping_call_list:
+        key = call.group_by_column.column.column_id
+        values[call.output_column.column_id] = f"grouping({places[key]})"
+    listed = [f"{places[key]} AS {scope.column(key)}" for key in keys]
+    listed += [f"{sql} AS {scope.column(key)}" for key, sql in values.items()]
+    inner = f"SELECT *, {made} FROM ({query(scan.input_scan, scope)})"
+    return f"SELECT {', '.join(listed)} FROM ({inner}) GROUP BY GROUPING SETS ({', '.join(sets)})"
+
+
+def _analytic(scan: Node, scope: Scope) -> str:
+    computed = window_functions(scan, scope)
+    inner = query(scan.input_scan, scope)
+    return f"SELECT {_columns(scan, scope, computed)} FROM ({inner})"
+
+
+def _order_by(scan: Node, scope: Scope) -> str:
+    inner = query(scan.input_scan, scope)
+    keys = order_by(scan.order_by_item_list, scope)
+    return f"SELECT {_columns(scan, scope)} FROM ({inner}) ORDER BY {keys}"
+
+
+def _limit(scan: Node, scope: Scope) -> str:
+    inner = query(scan.input_scan, scope)
+    if scan.input_scan.kind != "OrderByScan":
+        inner = f"SELECT * FROM ({inner})"
+    if scan.limit is not None:
+        inner += f" LIMIT {_count(scan.limit, scope)}"
+    if scan.offset is not None:
+        inner += f" OFFSET {_count(scan.offset, scope)}"
+    return f"SELECT {_columns(scan, scope)} FROM ({inner})"
+
+
+def _count(node: Node, scope: Scope) -> str:
+    count = expression(node, scope)
+    if node.kind == "Parameter":
+        # DuckDB takes a NULL for no limit.
+        message = "LIMIT and OFFSET must not be null or negative"
+        return f"(CASE WHEN {count} >= 0 THEN {count} ELSE error('{message}') END)"
+    return count
+
+
+def _set_operation(scan: Node, scope: Scope) -> str:
+    kind = scan.enum("op_type")
+    if kind not in _SET_OPERATIONS:
+        raise unsupported(kind.replace("_", " "))
+    sides = []
+    for item in scan.input_item_list:
+        names = [
+            f"{scope.column(inner.column_id)} AS {scope.column(outer.column_id)}"
+            for inner, outer in zip(item.output_column_list, scan.column_list, strict=True)
+        ]
+        sides.append(f"(SELECT {', '.join(names) or '1 AS one'} FROM ({query(item.scan, scope)}))")
+    return f" {_SET_OPERATIONS[kind]} ".join(sides)
+
+
+def _with(scan: Node, scope: Scope) -> str:
+    if scan.recursive:
+        raise unsupported("WITH RECURSIVE")
+    entries = []
+    for entry in scan.with_entry_list:
+        inner = query(entry.with_subquery, scope)
+        ids = [column.column_id for column in entry.with_subquery.column_list]
+        scope.named_queries[entry.with_query_name] = ids
+        entries.append(f"{_query_name(entry.with_query_name, scope)} AS ({inner})")
+    return f"WITH {', '.join(entries)} {query(scan.query, scope)}"
+
+
+def _with_ref(scan: Node, scope: Scope) -> str:
+    ids = scope.named_queries[scan.with_query_name]
+    names = [
+        f"{scope.column(inner)} AS {scope.column(outer.column_id)}"
+        for inner, outer in zip(ids, scan.column_list, strict=True)
+    ]
+    name = _query_name(scan.with_query_name, scope)
+    return f"SELECT {', '.join(names) or '1 AS one'} FROM {name}"
+
+
+def _query_name(name: str, scope: Scope) -> str:
+    return quoted(f"{scope.prefix}{name}")
+
+
+def _in_words(kind: str) -> str:
+    """The name of a node as a person knows it: `PivotScan` is PIVOT."""
+    return kind.removesuffix("Scan").removesuffix("Stmt").upper()
+
+
+_SCANS: dict[str, Callable[[Any, Scope], str]] = {
+    "SingleRowScan": _single_row,
+    "TableScan": _table,
+    "FilterScan": _filter,
+    "ProjectScan": _project,
+    "JoinScan": _join,
+    "ArrayScan": _array,
+    "AggregateScan": _aggregate,
+    "AnalyticScan": _analytic,
+    "OrderByScan": _order_by,
+    "LimitOffsetScan": _limit,
+    "SetOperationScan": _set_operation,
+    "WithScan": _with,
+    "WithRefScan": _with_ref,
+}

@@ -1,0 +1,237 @@
+"""Routes of jobs and queries.
+
+Source: https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/jobs
+"""
+
+from collections import OrderedDict
+
+import anyio
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from bigquery_emulator.engine.job import BigQueryJob, new_job_id
+from bigquery_emulator.engine.service import BigQueryService
+from bigquery_emulator.errors import InvalidError, UnsupportedError
+from bigquery_emulator.routes.messages import RowsResponse, json_body, page, service_of
+from bigquery_emulator.routes.options import RowOptions, query_options
+from bigquery_emulator.routes.tabledata import read_result
+from bigquery_emulator.tables.fields import read_fields
+from bigquery_emulator.tables.job_fields import JobFields, QueryRequest
+from bigquery_emulator.tables.schema import Json
+
+_DEFAULT_WAIT_MS = 10_000
+_LONGEST_WAIT_MS = 200_000
+_DEFAULT_PAGE_ROWS = 10_000
+_KEPT_REQUEST_IDS = 1_000
+_QUERY_FIELDS = (
+    *(
+        "query",
+        "defaultDataset",
+        "useLegacySql",
+        "queryParameters",
+        "parameterMode",
+        "maximumBytesBilled",
+    ),
+    *(
+        "useQueryCache",
+        "destinationEncryptionConfiguration",
+        "connectionProperties",
+        "createSession",
+    ),
+)
+
+_STATEMENT_RESULTS = (
+    *("numDmlAffectedRows", "dmlStats", "ddlOperationPerformed"),
+    *("ddlTargetTable", "ddlTargetDataset"),
+)
+
+
+class RequestIds:
+    """The jobs of jobs.query by `requestId`, so that a request sent again is not run again."""
+
+    def __init__(self) -> None:
+        self._jobs: OrderedDict[str, BigQueryJob] = OrderedDict()
+
+    def job_of(self, request_id: str | None) -> BigQueryJob | None:
+        """Returns the job that this request started before."""
+        return None if request_id is None else self._jobs.get(request_id)
+
+    def remember(self, request_id: str | None, job: BigQueryJob) -> None:
+        """Keeps a request's job."""
+        if request_id is not None:
+            self._jobs[request_id] = job
+            while len(self._jobs) > _KEPT_REQUEST_IDS:
+                self._jobs.popitem(last=False)
+
+
+async def insert(request: Request) -> Response:
+    """Starts a query or copy job.
+
+    Loads come with a file and go to bigquery_emulator/routes/uploads.py.
+    """
+    service, body = service_of(request), await json_body(request)
+    job = new_job(request.path_params["project"], body)
+    if job.kind == "LOAD":
+        raise UnsupportedError("Loading from Cloud Storage: not supported by the embedded BigQuery")
+    if job.configuration.get("dryRun"):
+        await service.dry_run(job)
+        return JSONResponse(job.resource())
+    service.jobs.start(job, service.run_query if job.kind == "QUERY" else service.run_copy)
+    return JSONResponse(job.resource())
+
+
+def new_job(project: str, body: Json) -> BigQueryJob:
+    """Returns the job that a request describes, not started yet.
+
+    Raises:
+        InvalidError: where it names no kind of job, or several, or a field is not of its type.
+        UnsupportedError: for an extract job.
+    """
+    body = read_fields(body, JobFields)
+    configuration = body.get("configuration") or {}
+    kinds = [kind for kind in ("query", "load", "copy", "extract") if kind in configuration]
+    if len(kinds) != 1:
+        raise InvalidError(
+            "Job configuration must contain exactly one job-specific configuration object"
+        )
+    if kinds == ["extract"]:
+        raise UnsupportedError("Extract jobs: not supported by the embedded BigQuery")
+    if configuration.get("dryRun") and kinds != ["query"]:
+        raise InvalidError("Invalid value for configuration.dryRun: only a query has a dry run")
+    copy = configuration.get("copy")
+    if copy is not None and not copy.get("sourceTables") and "sourceTable" not in copy:
+        raise InvalidError("Required parameter is missing: configuration.copy.sourceTable")
+    reference = body.get("jobReference") or {}
+    job_id = reference.get("jobId") or new_job_id()
+    location = reference.get("location") or "US"
+    return BigQueryJob(project, job_id, kinds[0].upper(), configuration, location)
+
+
+async def get(request: Request) -> Response:
+    """Shows a job."""
+    return JSONResponse(_job(request).resource())
+
+
+async def list_all(request: Request) -> Response:
+    """Lists the jobs of a project, the latest first."""
+    found = service_of(request).jobs.of_project(request.path_params["project"])
+    states = {state.upper() for state in request.query_params.getlist("stateFilter")}
+    items = [
+        {
+            **job.resource(),
+            "state": job.state,
+            **({"errorResult": job.error.proto()} if job.error else {}),
+        }
+        for job in found
+        if not states or job.state in states
+    ]
+    shown, rest = page(request, items)
+    return JSONResponse({"kind": "bigquery#jobList", "etag": "list", "jobs": shown, **rest})
+
+
+async def cancel(request: Request) -> Response:
+    """Asks a job to stop. The answer may come before it has."""
+    job = _job(request)
+    job.cancel()
+    return JSONResponse({"kind": "bigquery#jobCancelResponse", "job": job.resource()})
+
+
+async def delete(request: Request) -> Response:
+    """Forgets a job."""
+    service_of(request).jobs.forget(_job(request))
+    return Response(status_code=204)
+
+
+async def query(request: Request) -> Response:
+    """Runs a query. Answers with the first page, or with the job after `timeoutMs`."""
+    service, body = service_of(request), read_fields(await json_body(request), QueryRequest)
+    is_micros = body.get("formatOptions", {}).get("useInt64Timestamp", False)
+    request_ids: RequestIds = request.app.state.request_ids
+    job = request_ids.job_of(body.get("requestId"))
+    if job is None:
+        config = {name: body[name] for name in _QUERY_FIELDS if name in body}
+        shared = {name: body[name] for name in ("labels", "jobTimeoutMs", "dryRun") if name in body}
+        location = {"location": body["location"]} if body.get("location") else {}
+        described: Json = {"configuration": {"query": config, **shared}, "jobReference": location}
+        job = new_job(request.path_params["project"], described)
+        if body.get("dryRun"):
+            await service.dry_run(job)
+            return JSONResponse(_dry_response(job))
+        service.jobs.start(job, service.run_query)
+        request_ids.remember(body.get("requestId"), job)
+    wait_ms = int(body.get("timeoutMs", _DEFAULT_WAIT_MS))
+    count = int(body.get("maxResults", _DEFAULT_PAGE_ROWS))
+    found = await _results(service, job, wait_ms, 0, count, is_micros)
+    return RowsResponse({**found, "kind": "bigquery#queryResponse"})
+
+
+async def query_results(request: Request) -> Response:
+    """Answers with a page of a query's result, after waiting for it up to `timeoutMs`."""
+    service, job = service_of(request), _job(request)
+    if job.kind != "QUERY":
+        raise InvalidError(f"Job {job.job_id} is not a query job")
+    options = query_options(request, RowOptions)
+    found = await _results(
+        service,
+        job,
+        int(options.get("timeoutMs", _DEFAULT_WAIT_MS)),
+        int(options.get("pageToken") or options.get("startIndex") or 0),
+        int(options.get("maxResults", _DEFAULT_PAGE_ROWS)),
+        options.get("formatOptions.useInt64Timestamp", False),
+    )
+    return RowsResponse({**found, "kind": "bigquery#getQueryResultsResponse"})
+
+
+async def _results(
+    service: BigQueryService,
+    job: BigQueryJob,
+    wait_ms: int,
+    start: int,
+    count: int,
+    is_micros: bool,
+) -> Json:
+    with anyio.move_on_after(min(wait_ms, _LONGEST_WAIT_MS) / 1_000):
+        await job.done.wait()
+    found: Json = {"jobReference": job.reference(), "jobComplete": job.state == "DONE"}
+    if job.state != "DONE":
+        return found
+    if job.error is not None:
+        raise job.error
+    details = job.statistics.get("query", {})
+    found |= {
+        "etag": job.job_id,
+        "cacheHit": False,
+        "totalBytesProcessed": job.statistics.get("totalBytesProcessed", "0"),
+        "statementType": details.get("statementType"),
+        **{name: details[name] for name in _STATEMENT_RESULTS if name in details},
+    }
+    if job.result is None:
+        # Without `totalRows`: by that clients tell a statement from a query without rows.
+        return found
+    result = job.result
+    count = min(count, _DEFAULT_PAGE_ROWS)
+    rows = await read_result(service, result, result.schema, start, count, is_micros)
+    found |= {
+        "totalRows": str(result.rows),
+        "schema": {"fields": [field.resource() for field in result.schema]},
+        "rows": rows,
+    }
+    if start + len(rows) < result.rows:
+        found["pageToken"] = str(start + len(rows))
+    return found
+
+
+def _dry_response(job: BigQueryJob) -> Json:
+    details = job.statistics["query"]
+    return {
+        "kind": "bigquery#queryResponse",
+        "jobComplete": True,
+        "cacheHit": False,
+        "totalBytesProcessed": job.statistics["totalBytesProcessed"],
+        "jobReference": {"projectId": job.project, "location": job.location},
+        **({"schema": details["schema"]} if "schema" in details else {}),
+    }
+
+
+def _job(request: Request) -> BigQueryJob:
+    return service_of(request).jobs.get(request.path_params["project"], request.path_params["job"])

@@ -1,0 +1,90 @@
+"""Opens and closes the embedded BigQuery: database, services and web server."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import duckdb
+from anyio import to_thread
+from anyio.abc import TaskGroup
+
+from bigquery_emulator.app import create_app
+from bigquery_emulator.engine.expiration import expire_forever
+from bigquery_emulator.engine.information.views import InformationViews
+from bigquery_emulator.engine.jobs import Jobs
+from bigquery_emulator.engine.query import Queries, Result
+from bigquery_emulator.engine.service import BigQueryService
+from bigquery_emulator.googlesql.translate import Translator
+from bigquery_emulator.store import Store
+from bigquery_emulator.tables.catalog import TableCatalog
+from bigquery_emulator.threads import Threads
+from bigquery_emulator.web_server import answering, bound
+
+_BACKLOG = 1_024
+
+
+@dataclass(frozen=True)
+class BigQueryServer:
+    """A running server."""
+
+    host: str
+    port: int
+
+    @property
+    def endpoint(self) -> str:
+        """The address to give to a client as its `api_endpoint`."""
+        return f"http://{self.host}:{self.port}"
+
+
+@asynccontextmanager
+async def serve(host: str, port: int, data_dir: Path | None) -> AsyncIterator[BigQueryServer]:
+    """Runs the server for the length of a `with` block.
+
+    Args:
+        host: the address to listen on.
+        port: 0 takes a free one.
+        data_dir: where the data is kept. None keeps it in memory.
+
+    Raises:
+        OSError: where the port is taken, or the data directory is in use by another process.
+    """
+    with bound(host, port) as listener:
+        store = Store(data_dir)
+        store.open()
+        try:
+            catalog = TableCatalog(store)
+            try:
+                catalog.load()
+            except (duckdb.Error, ValueError, TypeError) as error:
+                reason = str(error).split("\n")[0]
+                raise OSError(f"cannot read the catalog in {data_dir}: {reason}") from error
+            # Only now: a port that listens says that the data is there.
+            listener.listen(_BACKLOG)
+            async with anyio.create_task_group() as tasks:
+                service = _service(store, catalog, tasks)
+                tasks.start_soon(expire_forever, service)
+                tasks.start_soon(_load_analyzer, service)
+                async with answering(create_app(service), listener):
+                    yield BigQueryServer(host, listener.getsockname()[1])
+                tasks.cancel_scope.cancel()
+        finally:
+            store.close()
+
+
+async def _load_analyzer(service: BigQueryService) -> None:
+    """Loads GoogleSQL's analyzer beside everything else. The first queries wait for it."""
+    await to_thread.run_sync(service.translator.analyzer.load, abandon_on_cancel=True)
+
+
+def _service(store: Store, catalog: TableCatalog, tasks: TaskGroup) -> BigQueryService:
+    threads, queries = Threads(), Queries(store)
+
+    async def let_go(result: Result) -> None:
+        if result.physical:
+            await threads.tidy(queries.drop, result.physical)
+
+    jobs = Jobs(tasks, let_go)
+    translator = Translator(catalog.table, InformationViews(store, catalog, jobs).listing)
+    return BigQueryService(store, catalog, threads, queries, translator, jobs)

@@ -1,0 +1,303 @@
+"""The catalog of data sets, tables and views, stored in the database and cached in memory.
+
+Between the API or a query's DDL and the store. Methods that change something run in the server's
+writer. Rows are streamed beside it, so what changes a table that has rows keeps new ones from it.
+"""
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+
+from bigquery_emulator.errors import (
+    ConditionError,
+    DuplicateError,
+    InUseError,
+    InvalidError,
+    NotFoundError,
+)
+from bigquery_emulator.store import Store
+from bigquery_emulator.tables import physical, stored
+from bigquery_emulator.tables.resources import (
+    DatasetKey,
+    DatasetResource,
+    TableKey,
+    TableResource,
+)
+from bigquery_emulator.tables.schema import (
+    Json,
+    Schema,
+    widened,
+)
+from bigquery_emulator.tables.settings import (
+    check_same_kind,
+    dataset_settings,
+    given_schema,
+    merged,
+    table_settings,
+)
+from bigquery_emulator.tables.shapes import Shapes
+
+
+class TableCatalog:
+    """All data sets and tables.
+
+    Args:
+        store: the open database.
+        now_ms: the clock, in unix milliseconds.
+    """
+
+    def __init__(
+        self, store: Store, now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
+    ) -> None:
+        self._store = store
+        self._now_ms = now_ms
+        self.shapes = Shapes()
+        self.datasets: dict[DatasetKey, DatasetResource] = {}
+        self.tables: dict[TableKey, TableResource] = {}
+
+    def load(self) -> None:
+        """Reads what an earlier run left in the database."""
+        with self._store.transaction() as cursor:
+            self.datasets, self.tables = stored.load(cursor)
+
+    def dataset(self, key: DatasetKey) -> DatasetResource:
+        """Returns a data set.
+
+        Raises:
+            NotFoundError: where there is none of that name.
+        """
+        found = self.datasets.get(key)
+        if found is None:
+            raise NotFoundError(f"Not found: Dataset {key}")
+        return found
+
+    def table(self, key: TableKey) -> TableResource:
+        """Returns a table or view.
+
+        Raises:
+            NotFoundError: where there is none of that name, or no such data set.
+        """
+        found = self.tables.get(key)
+        if found is None:
+            self.dataset(key.dataset)
+            raise NotFoundError(f"Not found: Table {key}")
+        return found
+
+    def tables_of(self, key: DatasetKey) -> list[TableResource]:
+        """Returns the tables and views of a data set, by name."""
+        self.dataset(key)
+        found = [table for name, table in list(self.tables.items()) if name.dataset == key]
+        return sorted(found, key=lambda table: table.key.table_id)
+
+    def create_dataset(self, key: DatasetKey, body: Json) -> DatasetResource:
+        """Makes a data set.
+
+        Args:
+            key: its name.
+            body: the Dataset resource of the request.
+
+        Raises:
+            DuplicateError: where it exists.
+            InvalidError: for a name that BigQuery refuses.
+        """
+        if not re.fullmatch(r"[a-z][a-z0-9.:-]{0,99}", key.project):
+            raise InvalidError(f'Invalid project ID "{key.project}".')
+        if not re.fullmatch(r"\w{1,1024}", key.dataset_id, re.ASCII):
+            raise InvalidError(f'Invalid dataset ID "{key.dataset_id}".')
+        if key in self.datasets:
+            raise DuplicateError(f"Already Exists: Dataset {key}")
+        now_ms = self._now_ms()
+        return self._keep_dataset(DatasetResource(key, dataset_settings(body), now_ms, now_ms))
+
+    def update_dataset(
+        self, key: DatasetKey, body: Json, etag: str | None, is_patch: bool
+    ) -> DatasetResource:
+        """Changes a data set's settings.
+
+        Args:
+            key: its name.
+            body: the new settings.
+            etag: what the caller read. None changes any version.
+            is_patch: whether settings that `body` leaves out stay.
+
+        Raises:
+            ConditionError: where the data set has changed since.
+        """
+        old = self.dataset(key)
+        _expect(old.etag, etag)
+        settings = dataset_settings(merged(old.settings, body) if is_patch else body)
+        return self._keep_dataset(
+            replace(old, settings=settings, modified_ms=self._later(old.modified_ms))
+        )
+
+    def delete_dataset(self, key: DatasetKey, with_contents: bool) -> None:
+        """Removes a data set.
+
+        Raises:
+            InUseError: where it holds tables and `with_contents` is false.
+        """
+        tables = self.tables_of(key)
+        if tables and not with_contents:
+            raise InUseError(f"Dataset {key} is still in use")
+        for table in tables:
+            self.delete_table(table.key)
+        with self._store.transaction() as cursor:
+            stored.drop_dataset(cursor, key)
+        del self.datasets[key]
+
+    def create_table(
+        self,
+        key: TableKey,
+        schema: Schema,
+        body: Json,
+        filled_by: str | None = None,
+        replaces: bool = False,
+    ) -> TableResource:
+        """Makes a table or a view.
+
+        Args:
+            key: its name.
+            schema: its fields, for a view those of its query.
+            body: the Table resource of the request.
+            filled_by: the DuckDB table whose rows the table starts with.
+            replaces: whether a table of this name goes, in the same transaction.
+
+        Raises:
+            DuplicateError: where it exists.
+            InvalidError: for a name or partitioning that BigQuery refuses.
+        """
+        dataset = self.dataset(key.dataset)
+        _check_table_id(key)
+        old = self.tables.get(key)
+        if old is not None and not replaces:
+            raise DuplicateError(f"Already Exists: Table {key}")
+        now_ms = self._now_ms()
+        settings = table_settings(schema, body, dataset, now_ms)
+        with ExitStack() as held:
+            with self._store.transaction() as cursor:
+                (number,) = cursor.execute("SELECT nextval('data.main.table_numbers')").fetchone()
+                table = TableResource(key, number, schema, settings, now_ms, now_ms)
+                if table.view_query is None:
+                    physical.create(cursor, table)
+                if filled_by is not None:
+                    physical.fill(cursor, table, schema, filled_by)
+                if old is not None:
+                    # Only now: the old table takes rows for as long as the new one is filled.
+                    held.enter_context(self.shapes.changing(key))
+                    stored.drop_table(cursor, old)
+                stored.keep_table(cursor, table)
+            self.tables[key] = table
+        return table
+
+    def update_table(
+        self,
+        key: TableKey,
+        body: Json,
+        etag: str | None,
+        is_patch: bool,
+        view_schema: Schema | None = None,
+    ) -> TableResource:
+        """Changes a table's settings or widens its schema.
+
+        Args:
+            key: its name.
+            body: the new settings, and maybe a schema.
+            etag: what the caller read. None changes any version.
+            is_patch: whether settings that `body` leaves out stay.
+            view_schema: the fields of a view's new query.
+
+        Raises:
+            ConditionError: where the table has changed since.
+            InvalidError: where the schema would lose or change a field.
+        """
+        old = self.table(key)
+        _expect(old.etag, etag)
+        wanted = view_schema or given_schema(body) or old.schema
+        is_widened = old.view_query is None and bool(old.schema)
+        changed = widened(old.schema, wanted) if is_widened else []
+        settings = merged(old.settings, body) if is_patch else body
+        settings = table_settings(wanted, settings, self.dataset(key.dataset), old.created_ms)
+        check_same_kind(old, settings)
+        table = replace(
+            old, schema=wanted, settings=settings, modified_ms=self._later(old.modified_ms)
+        )
+        with self.shapes.changing(key):
+            with self._store.transaction() as cursor:
+                physical.alter(cursor, old, table, tuple(changed))
+                stored.keep_table(cursor, table)
+            self.tables[key] = table
+        return table
+
+    def reshape_table(
+        self, key: TableKey, schema: Schema, settings: Json, sources: Mapping[str, str]
+    ) -> TableResource:
+        """Gives a table another schema, whatever it was. Its rows are written anew.
+
+        Args:
+            key: its name.
+            schema: the new fields.
+            settings: the new settings, whole.
+            sources: by each field's name DuckDB's SQL over the old columns.
+
+        Raises:
+            InvalidError: where a row or a setting does not fit the new schema.
+        """
+        old = self.table(key)
+        settings = table_settings(schema, settings, self.dataset(key.dataset), old.created_ms)
+        later_ms = self._later(old.modified_ms)
+        table = replace(old, schema=schema, settings=settings, modified_ms=later_ms)
+        with self.shapes.changing(key):
+            with self._store.transaction() as cursor:
+                physical.rebuild(cursor, old, table, sources)
+                stored.keep_table(cursor, table)
+            self.tables[key] = table
+        return table
+
+    def rename_table(self, key: TableKey, new: TableKey) -> TableResource:
+        """Gives a table another name in its data set.
+
+        Raises:
+            DuplicateError: where the name is taken.
+            InvalidError: for a name that BigQuery refuses.
+        """
+        old = self.table(key)
+        _check_table_id(new)
+        if new in self.tables:
+            raise DuplicateError(f"Already Exists: Table {new}")
+        table = replace(old, key=new, modified_ms=self._later(old.modified_ms))
+        with self.shapes.changing(key):
+            with self._store.transaction() as cursor:
+                stored.keep_table(cursor, table)
+            del self.tables[key]
+            self.tables[new] = table
+        return table
+
+    def delete_table(self, key: TableKey) -> None:
+        """Removes a table or view and its rows."""
+        table = self.table(key)
+        with self.shapes.changing(key):
+            with self._store.transaction() as cursor:
+                stored.drop_table(cursor, table)
+            del self.tables[key]
+
+    def _keep_dataset(self, dataset: DatasetResource) -> DatasetResource:
+        with self._store.transaction() as cursor:
+            stored.keep_dataset(cursor, dataset)
+        self.datasets[dataset.key] = dataset
+        return dataset
+
+    def _later(self, than_ms: int) -> int:
+        # Two changes within one millisecond still have two etags.
+        return max(self._now_ms(), than_ms + 1)
+
+
+def _check_table_id(key: TableKey) -> None:
+    if not re.fullmatch(r"[\w -]{1,1024}", key.table_id):
+        raise InvalidError(f'Invalid table ID "{key.table_id}".')
+
+
+def _expect(found: str, wanted: str | None) -> None:
+    if wanted is not None and wanted != found:
+        raise ConditionError("Precondition check failed.")

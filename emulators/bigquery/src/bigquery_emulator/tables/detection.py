@@ -1,0 +1,83 @@
+"""Guesses a schema from the rows of a file, for loads with `autodetect`."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from bigquery_emulator.errors import InvalidError
+from bigquery_emulator.tables.schema import Field, Json, Schema, parse_schema
+from bigquery_emulator.tables.values import BadValueError, canonical_scalar
+
+_INTEGER = re.compile(r"[-+]?\d{1,19}")
+_FLOAT = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)?")
+# From the narrowest: text is the first of these that all values are.
+_TEXT_TYPES = ("DATE", "TIMESTAMP")
+
+
+def detect_schema(rows: Iterable[Json]) -> Schema:
+    """Returns the fields that fit all rows.
+
+    Args:
+        rows: JSON objects, or the cells of a CSV by column.
+
+    Raises:
+        InvalidError: where there is nothing to guess from, or a name that no field can have.
+    """
+    fields = _fields(rows)
+    if not fields:
+        raise InvalidError("Schema has no fields: the file to detect them from is empty.")
+    return parse_schema([field.resource() for field in fields])
+
+
+def _fields(rows: Iterable[Json]) -> Schema:
+    columns: dict[str, list[Any]] = {}
+    for row in rows:
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    return tuple(_field(name, values) for name, values in columns.items())
+
+
+def _field(name: str, values: list[Any]) -> Field:
+    given = [value for value in values if value is not None]
+    if any(isinstance(value, list) for value in given):
+        items = [
+            item for value in given for item in (value if isinstance(value, list) else [value])
+        ]
+        inner = _field(name, items)
+        return Field(name, inner.type, "REPEATED", inner.fields)
+    if any(isinstance(value, dict) for value in given):
+        return Field(
+            name, "RECORD", fields=_fields(value for value in given if isinstance(value, dict))
+        )
+    return Field(name, _scalar_type(given))
+
+
+def _scalar_type(values: list[Any]) -> str:
+    kinds = {_kind(value) for value in values}
+    if kinds <= {"INTEGER", "FLOAT"} and kinds:
+        return "FLOAT" if "FLOAT" in kinds else "INTEGER"
+    if len(kinds) == 1:
+        return kinds.pop()
+    return "TIMESTAMP" if kinds == {"DATE", "TIMESTAMP"} else "STRING"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "BOOLEAN"
+    if isinstance(value, int):
+        return "INTEGER"
+    if isinstance(value, float):
+        return "FLOAT"
+    if value.lower() in ("true", "false"):
+        return "BOOLEAN"
+    if _INTEGER.fullmatch(value):
+        return "INTEGER"
+    if _FLOAT.fullmatch(value):
+        return "FLOAT"
+    for kind in _TEXT_TYPES:
+        try:
+            canonical_scalar(kind, value)
+        except BadValueError:
+            continue
+        return kind
+    return "STRING"

@@ -1,0 +1,83 @@
+"""The reader of requests: every field of a JSON body or a query string, checked by its type.
+
+Fields that a struct does not name are ignored, as most resources of the service do. Null stands
+for a field that is not set. Source: https://cloud.google.com/bigquery/docs/reference/rest/v2.
+Numbers may come as text, as JSON has no 64-bit integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from bigquery_emulator.errors import InvalidError
+from bigquery_emulator.tables.schema import Json
+
+NOT_SET = msgspec.UNSET
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Milliseconds = Natural
+
+
+class Fields(msgspec.Struct, rename="camel", omit_defaults=True):
+    """The fields of a resource. What is not set is left out of what was read."""
+
+
+def read_fields(body: Mapping[str, Any], fields: type[msgspec.Struct]) -> Json:
+    """The fields of a resource that are known, each of its type. Integers become text.
+
+    Raises:
+        InvalidError: a value is not of its field's type. The message names the field.
+    """
+    given = _checked(body, "")
+    try:
+        read = msgspec.convert(given, fields, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidError(_refusal(str(error))) from None
+    found: Json = _with_text(msgspec.to_builtins(read))
+    return found
+
+
+def _refusal(text: str) -> str:
+    reason, _, where = text.partition(" - at `$")
+    where = where.rstrip("`").removeprefix(".")
+    if reason.startswith("Object missing required field"):
+        name = reason.rpartition("field ")[2].strip("`")
+        return f"Required parameter is missing: {where}.{name}".replace(": .", ": ")
+    return f"Invalid value for {where or 'the request'}: {reason}"
+
+
+def _checked(value: Any, where: str) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            _encodable(name, where): _checked(each, f"{where}.{name}")
+            for name, each in value.items()
+            if each is not None
+        }
+    if isinstance(value, list):
+        return [_checked(each, f"{where}[{at}]") for at, each in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        # Python's reader takes them, and JSON has none of them.
+        raise InvalidError(f"Invalid value for {where.removeprefix('.')}: {value} is not JSON")
+    return _encodable(value, where) if isinstance(value, str) else value
+
+
+def _encodable(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        name = where.removeprefix(".") or "a name"
+        raise InvalidError(f"Invalid value for {name}: half of a surrogate pair") from None
+    return text
+
+
+def _with_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_text(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_with_text(each) for each in value]
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return str(value) if is_number else value

@@ -1,0 +1,61 @@
+"""Rows that the server itself knows, as a table of a query: INFORMATION_SCHEMA and the like."""
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from bigquery_emulator.tables.schema import Field, Schema, quoted
+
+Row = tuple[Any, ...]
+
+
+def fields(text: str) -> Schema:
+    """Returns a schema from words: `name` is a STRING, `name:INTEGER` is what it says."""
+    named = [word.partition(":") for word in text.split()]
+    return tuple(Field(name, kind or "STRING") for name, _, kind in named)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Rows of a schema. A TIMESTAMP is given in milliseconds since 1970, a record as a tuple."""
+
+    schema: Schema
+    rows: list[Row]
+
+    @property
+    def json(self) -> str:
+        """The rows as DuckDB's from_json reads them."""
+        found = [_record(self.schema, row) for row in self.rows]
+        return json.dumps(found, ensure_ascii=False)
+
+    @property
+    def structure(self) -> str:
+        """The type of the rows as from_json wants it."""
+        return json.dumps([{field.name: field.duckdb_type for field in self.schema}])
+
+    def sql(self) -> str:
+        """Returns DuckDB's SQL after FROM, without an alias."""
+        columns = ", ".join(f"r.{quoted(field.name)}" for field in self.schema)
+        rows, structure = (text.replace("'", "''") for text in (self.json, self.structure))
+        return f"(SELECT {columns} FROM (SELECT unnest(from_json('{rows}', '{structure}')) AS r))"
+
+
+def _record(schema: Schema, row: Row) -> dict[str, Any]:
+    return {field.name: _value(field, value) for field, value in zip(schema, row, strict=True)}
+
+
+def _value(field: Field, value: Any) -> Any:
+    if value is None:
+        return [] if field.mode == "REPEATED" else None
+    if field.mode == "REPEATED":
+        return [_single(field, item) for item in value]
+    return _single(field, value)
+
+
+def _single(field: Field, value: Any) -> Any:
+    if field.type == "RECORD":
+        return _record(field.fields, value)
+    if field.type == "TIMESTAMP":
+        return datetime.fromtimestamp(value / 1_000, UTC).isoformat(" ")
+    return value

@@ -1,0 +1,142 @@
+"""The DuckDB tables behind tables: made, filled, widened, or built anew under their name.
+
+The catalog calls it inside its transactions. DuckDB's refusals of rows become the service's here.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import duckdb
+
+from bigquery_emulator.errors import InvalidError
+from bigquery_emulator.store import Cursor
+from bigquery_emulator.tables.resources import PARTITION_TIME, TableResource
+from bigquery_emulator.tables.schema import Schema, alterations, quoted
+
+_NOT_NULL = re.compile(r"NOT NULL constraint failed: \w+\.(\w+)")
+_CHECK = re.compile(r"CHECK constraint failed on table .* with expression CHECK\((.*)\)")
+
+
+def create(cursor: Cursor, table: TableResource) -> None:
+    """Makes the empty DuckDB table."""
+    cursor.execute(f"CREATE TABLE {table.physical} ({table.columns_sql()})")
+
+
+def fill(
+    cursor: Cursor,
+    table: TableResource,
+    given: Schema,
+    source: str,
+    partition_time: str | None = None,
+) -> None:
+    """Adds rows to a table.
+
+    Args:
+        cursor: a session.
+        table: the table.
+        given: which of its fields the rows have.
+        source: the DuckDB table or parenthesized query that has them.
+        partition_time: DuckDB's SQL for the rows' time of ingestion. None is now.
+
+    Raises:
+        InvalidError: a value is NULL or outside its type's limits, where it must not be.
+    """
+    limits = {field.name.lower(): field.limits for field in table.schema}
+    names = [quoted(field.name) for field in given]
+    values = [
+        limits[field.name.lower()].stored_sql(quoted(field.name))
+        if field.name.lower() in limits
+        else quoted(field.name)
+        for field in given
+    ]
+    if partition_time is not None:
+        names.append(quoted(PARTITION_TIME))
+        values.append(partition_time)
+    with accepted():
+        cursor.execute(
+            f"INSERT INTO {table.physical} ({', '.join(names)})"
+            f" SELECT {', '.join(values)} FROM {source}"
+        )
+
+
+def alter(cursor: Cursor, old: TableResource, new: TableResource, changed: Schema) -> None:
+    """Adds columns to a DuckDB table or widens those that it has.
+
+    Args:
+        cursor: a session.
+        old: the table as it is.
+        new: the table with its new schema.
+        changed: the fields of `new` that differ.
+
+    Raises:
+        InvalidError: a row does not fit.
+    """
+    if old.view_query is None and not old.schema and new.schema:
+        # Its first fields, which may be REQUIRED, as there are no rows.
+        rebuild(cursor, old, new, {})
+        return
+    if any(field.checks() for field in (*old.schema, *changed)):
+        # DuckDB neither adds a column with a CHECK nor changes one that has it.
+        kept = {field.name.lower() for field in old.schema}
+        same = {f.name: quoted(f.name) for f in new.schema if f.name.lower() in kept}
+        rebuild(cursor, old, new, same)
+        return
+    known = {field.name.lower() for field in old.schema}
+    for field in changed:
+        for statement in alterations(new.physical, field, field.name.lower() in known):
+            cursor.execute(statement)
+
+
+def rebuild(
+    cursor: Cursor, old: TableResource, new: TableResource, sources: Mapping[str, str]
+) -> None:
+    """Builds a DuckDB table anew, with its rows in their order.
+
+    Args:
+        cursor: a session in a transaction.
+        old: the table as it is.
+        new: the same table with another schema.
+        sources: by each new column's name DuckDB's SQL over the old columns. A column without one
+            is NULL, or an empty array.
+
+    Raises:
+        InvalidError: a row does not fit.
+    """
+    values = dict(sources)
+    if new.has_partition_time:
+        values[PARTITION_TIME] = quoted(PARTITION_TIME)
+    fresh = f"{new.physical}_new"
+    cursor.execute(f"CREATE TABLE {fresh} ({new.columns_sql()})")
+    names = ", ".join(quoted(name) for name in values)
+    if values:
+        with accepted():
+            cursor.execute(
+                f"INSERT INTO {fresh} ({names}) SELECT {', '.join(values.values())}"
+                f" FROM {old.physical} ORDER BY rowid"
+            )
+    cursor.execute(f"DROP TABLE {old.physical}")
+    cursor.execute(f"ALTER TABLE {fresh} RENAME TO {new.physical.rpartition('.')[2]}")
+
+
+@contextmanager
+def accepted() -> Iterator[None]:
+    """Turns DuckDB's refusals of rows into the service's.
+
+    Raises:
+        InvalidError: a value is NULL, outside its type's limits or of another type.
+    """
+    try:
+        yield
+    except (duckdb.ConstraintException, duckdb.ConversionException) as error:
+        raise InvalidError(refusal(error)) from error
+
+
+def refusal(error: duckdb.Error) -> str:
+    """Returns why a row was refused, with the name of its column."""
+    text = str(error).split("\n")[0]
+    if match := _NOT_NULL.search(text):
+        return f"Required field {match.group(1)} cannot be null"
+    if match := _CHECK.search(text):
+        return f"A value is outside the limits of its column's type: {match.group(1)}"
+    return re.sub(r"^[A-Z]\w*(?: \w+)* Error: ", "", text)

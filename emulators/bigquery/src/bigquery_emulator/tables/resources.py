@@ -1,0 +1,220 @@
+"""What the server knows of a data set and of a table or view, and how the API shows it.
+
+The catalog keeps these. A record is immutable. A change creates a new one.
+"""
+
+import base64
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from bigquery_emulator.tables.schema import Json, Schema, quoted
+
+PARTITION_TIME = "_PARTITIONTIME"
+# No field can have this name. DuckDB has no table without columns, BigQuery has.
+_NO_COLUMNS = "no columns"
+
+
+@dataclass(frozen=True)
+class DatasetKey:
+    """A data set's full name."""
+
+    project: str
+    dataset_id: str
+
+    def __str__(self) -> str:
+        return f"{self.project}:{self.dataset_id}"
+
+    def resource(self) -> Json:
+        """Returns the DatasetReference."""
+        return {"projectId": self.project, "datasetId": self.dataset_id}
+
+
+@dataclass(frozen=True)
+class TableKey:
+    """A table's or view's full name."""
+
+    project: str
+    dataset_id: str
+    table_id: str
+
+    def __str__(self) -> str:
+        return f"{self.project}:{self.dataset_id}.{self.table_id}"
+
+    @property
+    def dataset(self) -> DatasetKey:
+        """Its data set."""
+        return DatasetKey(self.project, self.dataset_id)
+
+    def resource(self) -> Json:
+        """Returns the TableReference."""
+        return {"projectId": self.project, "datasetId": self.dataset_id, "tableId": self.table_id}
+
+
+@dataclass(frozen=True)
+class DatasetResource:
+    """A data set. `settings` are the fields of its resource that a user sets."""
+
+    key: DatasetKey
+    settings: Json
+    created_ms: int
+    modified_ms: int
+
+    @property
+    def etag(self) -> str:
+        """Changes with every change of the data set."""
+        return _etag(str(self.key), self.settings, self.modified_ms)
+
+    def resource(self) -> Json:
+        """Returns the Dataset of the API."""
+        return {
+            "kind": "bigquery#dataset",
+            "id": str(self.key),
+            "etag": self.etag,
+            "datasetReference": self.key.resource(),
+            "creationTime": str(self.created_ms),
+            "lastModifiedTime": str(self.modified_ms),
+            "type": "DEFAULT",
+            **{"location": "US", "access": [], **self.settings},
+        }
+
+
+@dataclass(frozen=True)
+class Partitioning:
+    """How a table is cut into partitions. `field` is None for the time of ingestion.
+
+    `start`, `end` and `interval` are those of partitions by range, whose unit is RANGE.
+    """
+
+    field: str | None
+    unit: str
+    expiration_ms: int | None
+    is_filter_required: bool
+    start: int = 0
+    end: int = 0
+    interval: int | None = None
+
+    @property
+    def column(self) -> str:
+        """The column that a query filters on."""
+        return self.field or PARTITION_TIME
+
+
+@dataclass(frozen=True)
+class TableResource:
+    """A table or a view.
+
+    `settings` are the fields of its resource that a user sets, without the schema.
+    """
+
+    key: TableKey
+    number: int
+    schema: Schema
+    settings: Json = field(default_factory=dict)
+    created_ms: int = 0
+    modified_ms: int = 0
+
+    @property
+    def physical(self) -> str:
+        """The table's name in DuckDB, without characters that only BigQuery allows."""
+        return f"data.main.t{self.number}"
+
+    @property
+    def view_query(self) -> str | None:
+        """The view's GoogleSQL. None for a table."""
+        view = self.settings.get("view")
+        return None if view is None else str(view["query"])
+
+    @property
+    def partitioning(self) -> Partitioning | None:
+        """How the table is cut into partitions. None where it isn't."""
+        time = self.settings.get("timePartitioning")
+        required = bool(self.settings.get("requirePartitionFilter"))
+        if time is not None:
+            expiration = time.get("expirationMs")
+            return Partitioning(
+                time.get("field"),
+                time["type"],
+                None if expiration is None else int(expiration),
+                required,
+            )
+        ranges = self.settings.get("rangePartitioning")
+        if ranges is None:
+            return None
+        found = ranges.get("range") or {}
+        start, end = (int(found.get(name) or 0) for name in ("start", "end"))
+        interval = int(found.get("interval") or 0) or None
+        return Partitioning(ranges["field"], "RANGE", None, required, start, end, interval)
+
+    @property
+    def has_partition_time(self) -> bool:
+        """Whether rows carry the time of ingestion in a column of their own."""
+        return self.partitioning is not None and self.partitioning.field is None
+
+    @property
+    def etag(self) -> str:
+        """Changes with every change of the table's settings or schema."""
+        return _etag(
+            str(self.key), [self.settings, [f.resource() for f in self.schema]], self.modified_ms
+        )
+
+    def columns_sql(self) -> str:
+        """Returns the column definitions of the DuckDB table."""
+        columns = []
+        for column in self.schema:
+            suffix = {"REQUIRED": " NOT NULL", "REPEATED": " DEFAULT []"}.get(column.mode, "")
+            checks = "".join(f" CHECK ({check})" for check in column.checks())
+            columns.append(f"{quoted(column.name)} {column.duckdb_type}{suffix}{checks}")
+        if self.partitioning is not None and self.has_partition_time:
+            unit = self.partitioning.unit.lower()
+            now = f"DEFAULT date_trunc('{unit}', current_timestamp)"
+            columns.append(f"{quoted(PARTITION_TIME)} TIMESTAMP WITH TIME ZONE {now}")
+        return ", ".join(columns or [f"{quoted(_NO_COLUMNS)} BOOLEAN"])
+
+    def short_resource(self) -> Json:
+        """Returns the entry of tables.list."""
+        kept = (
+            "friendlyName",
+            "labels",
+            "timePartitioning",
+            "rangePartitioning",
+            "clustering",
+            "expirationTime",
+        )
+        found: Json = {
+            "kind": "bigquery#table",
+            "id": str(self.key),
+            "tableReference": self.key.resource(),
+            "type": "TABLE" if self.view_query is None else "VIEW",
+            "creationTime": str(self.created_ms),
+            **{name: self.settings[name] for name in kept if name in self.settings},
+        }
+        if self.view_query is not None:
+            found["view"] = {"useLegacySql": False}
+        return found
+
+    def resource(self, rows: int, size_bytes: int, location: str) -> Json:
+        """Returns the Table of the API.
+
+        Args:
+            rows: the number of rows now.
+            size_bytes: their logical size.
+            location: that of the data set.
+        """
+        return {
+            **self.short_resource(),
+            "etag": self.etag,
+            "lastModifiedTime": str(self.modified_ms),
+            "location": location,
+            "numRows": str(rows),
+            "numBytes": str(size_bytes),
+            "numLongTermBytes": "0",
+            "schema": {"fields": [field.resource() for field in self.schema]},
+            **self.settings,
+        }
+
+
+def _etag(name: str, settings: Any, modified_ms: int) -> str:
+    text = json.dumps([name, settings, modified_ms], sort_keys=True)
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()[:16]).decode()

@@ -1,0 +1,285 @@
+"""Table schemas: the fields that the API speaks of, and the DuckDB types they are kept in.
+
+Used by everything that reads or writes a table. NUMERIC is DECIMAL(38, 9). A TIMESTAMP is a
+TIMESTAMPTZ in the session's zone, UTC. A DATETIME is a plain TIMESTAMP.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bigquery_emulator.errors import InvalidError, UnsupportedError
+from bigquery_emulator.tables.limits import NO_LIMITS, TypeLimits, parse_limits
+
+Json = dict[str, Any]
+
+_DUCKDB_TYPES = {
+    "STRING": "VARCHAR",
+    "BYTES": "BLOB",
+    "INTEGER": "BIGINT",
+    "FLOAT": "DOUBLE",
+    "BOOLEAN": "BOOLEAN",
+    "TIMESTAMP": "TIMESTAMP WITH TIME ZONE",
+    "DATETIME": "TIMESTAMP",
+    "DATE": "DATE",
+    "TIME": "TIME",
+    "NUMERIC": "DECIMAL(38,9)",
+    "JSON": "JSON",
+}
+# The API takes the names of both SQL dialects and answers with the older ones.
+_TYPE_NAMES = {
+    **{name: name for name in (*_DUCKDB_TYPES, "RECORD")},
+    "INT64": "INTEGER",
+    "FLOAT64": "FLOAT",
+    "BOOL": "BOOLEAN",
+    "STRUCT": "RECORD",
+    "DECIMAL": "NUMERIC",
+}
+_RESULT_TYPES = {
+    "VARCHAR": "STRING",
+    "BLOB": "BYTES",
+    "TINYINT": "INTEGER",
+    "SMALLINT": "INTEGER",
+    "INTEGER": "INTEGER",
+    "BIGINT": "INTEGER",
+    "HUGEINT": "INTEGER",
+    "UTINYINT": "INTEGER",
+    "USMALLINT": "INTEGER",
+    "UINTEGER": "INTEGER",
+    "UBIGINT": "INTEGER",
+    "UHUGEINT": "INTEGER",
+    # GoogleSQL gives a bare NULL the type INT64.
+    '"NULL"': "INTEGER",
+    "FLOAT": "FLOAT",
+    "DOUBLE": "FLOAT",
+    "BOOLEAN": "BOOLEAN",
+    "TIMESTAMP WITH TIME ZONE": "TIMESTAMP",
+    "TIMESTAMP": "DATETIME",
+    "DATE": "DATE",
+    "TIME": "TIME",
+    "JSON": "JSON",
+    "UUID": "STRING",
+}
+_MODES = ("NULLABLE", "REQUIRED", "REPEATED")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,299}")
+_RESERVED = ("_PARTITIONTIME", "_PARTITIONDATE", "_TABLE_SUFFIX", "_FILE_NAME")
+_UNSUPPORTED_KEYS = (
+    "collation",
+    "defaultValueExpression",
+    "rangeElementType",
+)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One column, or one field of a RECORD."""
+
+    name: str
+    type: str
+    mode: str = "NULLABLE"
+    fields: tuple["Field", ...] = ()
+    description: str | None = None
+    limits: TypeLimits = NO_LIMITS
+
+    def resource(self) -> Json:
+        """Returns the TableFieldSchema of the API."""
+        found: Json = {"name": self.name, "type": self.type, "mode": self.mode}
+        found |= self.limits.resource()
+        if self.description is not None:
+            found["description"] = self.description
+        if self.fields:
+            found["fields"] = [field.resource() for field in self.fields]
+        return found
+
+    @property
+    def element_type(self) -> str:
+        """DuckDB's type of one value, without the array of a REPEATED field."""
+        if self.type == "RECORD":
+            return f"STRUCT({', '.join(f'{quoted(f.name)} {f.duckdb_type}' for f in self.fields)})"
+        return _DUCKDB_TYPES[self.type]
+
+    @property
+    def duckdb_type(self) -> str:
+        """DuckDB's type of the column."""
+        return self.element_type + ("[]" if self.mode == "REPEATED" else "")
+
+    def checks(self, within: str = "") -> list[str]:
+        """DuckDB's conditions on the column's values, of its nested fields too."""
+        value = within + quoted(self.name)
+        own = self.limits.check_sql(self.type, value)
+        nested = [check for field in self.fields for check in field.checks(f"{value}.")]
+        return ([] if own is None else [own]) + nested
+
+
+Schema = tuple[Field, ...]
+
+
+def quoted(name: str) -> str:
+    """Returns a DuckDB identifier."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def parse_schema(fields: Sequence[Json]) -> Schema:
+    """Reads the `schema.fields` of a request.
+
+    Args:
+        fields: TableFieldSchema resources.
+
+    Raises:
+        InvalidError: for a name, type or mode that BigQuery refuses, or a name used twice.
+        UnsupportedError: for a type or an option that this server does not keep.
+    """
+    found = tuple(_parse_field(field) for field in fields)
+    names = [field.name.lower() for field in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidError(f"Field {name} already exists in schema")
+    return found
+
+
+def _parse_field(field: Json) -> Field:
+    name = str(field.get("name", ""))
+    if not _NAME.fullmatch(name) or name.upper().startswith(_RESERVED):
+        raise InvalidError(f'Invalid field name "{name}".')
+    kind = str(field.get("type", "")).upper()
+    for key in _UNSUPPORTED_KEYS:
+        if field.get(key):
+            raise UnsupportedError(f"Field {name}: {key} is not supported by the embedded BigQuery")
+    if kind in ("BIGNUMERIC", "BIGDECIMAL", "GEOGRAPHY", "INTERVAL", "RANGE", "FOREIGN"):
+        raise UnsupportedError(
+            f"Field {name}: type {kind} is not supported by the embedded BigQuery"
+        )
+    if kind not in _TYPE_NAMES:
+        raise InvalidError(f"Invalid value for type: {kind} is not a valid value")
+    mode = str(field.get("mode") or "NULLABLE").upper()
+    if mode not in _MODES:
+        raise InvalidError(f"Invalid value for mode: {mode} is not a valid value")
+    limits = parse_limits(field, name, _TYPE_NAMES[kind], mode == "REPEATED")
+    nested = parse_schema(field.get("fields") or ())
+    if (_TYPE_NAMES[kind] == "RECORD") != bool(nested):
+        raise InvalidError(
+            f"Field {name} is type RECORD but has no schema"
+            if not nested
+            else f"Field {name}: only a RECORD has fields"
+        )
+    found = Field(name, _TYPE_NAMES[kind], mode, nested, field.get("description"), limits)
+    if mode == "REPEATED" and found.checks():
+        raise UnsupportedError(
+            f"Field {name}: type parameters in an array are not supported by the embedded BigQuery"
+        )
+    return found
+
+
+def result_schema(columns: Sequence[tuple[str, Any]]) -> Schema:
+    """Returns the schema of a query's result.
+
+    Args:
+        columns: name and DuckDB type object of each column.
+
+    Raises:
+        InvalidError: a name occurs twice.
+        UnsupportedError: for a type that BigQuery's results can't carry or this server does not
+            know.
+    """
+    seen: set[str] = set()
+    for name, _ in columns:
+        if name.lower() in seen:
+            raise InvalidError(
+                "Duplicate column names in the result are not supported. Found duplicate(s):"
+                f" {name}",
+                "query",
+            )
+        seen.add(name.lower())
+    return tuple(_result_field(name, kind) for name, kind in columns)
+
+
+def _result_field(name: str, kind: Any) -> Field:
+    if kind.id == "list":
+        inner = _result_field(name, kind.child)
+        if inner.mode == "REPEATED":
+            raise InvalidError(
+                "Cannot construct array with element type ARRAY because nested arrays are not"
+                " supported"
+            )
+        return replace(inner, mode="REPEATED")
+    if kind.id == "struct":
+        nested = tuple(_result_field(child, child_kind) for child, child_kind in kind.children)
+        return Field(name, "RECORD", fields=nested)
+    if kind.id == "decimal":
+        return Field(name, "NUMERIC")
+    found = _RESULT_TYPES.get(str(kind))
+    if found is None:
+        raise UnsupportedError(
+            f"Column {name}: a result of type {kind} is not supported by the embedded BigQuery"
+        )
+    return Field(name, found)
+
+
+def widened(old: Schema, new: Schema, path: str = "") -> list[Field]:
+    """Checks that a table may go from one schema to another, as tables.update and loads allow it.
+
+    Args:
+        old: the table's fields.
+        new: the wanted fields: all of the old ones, and maybe more.
+        path: the record that the fields belong to, for the message.
+
+    Returns:
+        The columns of `new` whose DuckDB form differs from the old one or that are not there yet.
+
+    Raises:
+        InvalidError: where a field is missing, changes its type or becomes stricter.
+    """
+    wanted = {field.name.lower(): field for field in new}
+    changed: list[Field] = []
+    for field in old:
+        match = wanted.pop(field.name.lower(), None)
+        if match is None:
+            raise InvalidError(
+                f"Provided Schema does not match. Field {path}{field.name} is missing in new schema"
+            )
+        if match.type != field.type:
+            raise InvalidError(
+                f"Provided Schema does not match. Field {path}{field.name} has changed type from"
+                f" {field.type} to {match.type}"
+            )
+        if match.mode != field.mode and (field.mode, match.mode) != ("REQUIRED", "NULLABLE"):
+            raise InvalidError(
+                f"Provided Schema does not match. Field {path}{field.name} has changed mode from"
+                f" {field.mode} to {match.mode}"
+            )
+        widened(field.fields, match.fields, f"{path}{field.name}.")
+        _check_limits(field, match, path)
+        if (match.duckdb_type, match.mode, match.checks()) != (
+            field.duckdb_type,
+            field.mode,
+            field.checks(),
+        ):
+            changed.append(match)
+    for field in wanted.values():
+        if field.mode == "REQUIRED":
+            raise InvalidError(
+                f"Provided Schema does not match. Cannot add required field {path}{field.name}"
+            )
+        changed.append(field)
+    return changed
+
+
+def _check_limits(old: Field, new: Field, path: str) -> None:
+    if not new.limits.holds(old.limits):
+        raise InvalidError(
+            f"Provided Schema does not match. Field {path}{old.name} has changed type from"
+            f" {old.type}{old.limits.sql} to {new.type}{new.limits.sql}, which allows less"
+        )
+
+
+def alterations(physical: str, field: Field, exists: bool) -> list[str]:
+    """The DuckDB statements that add a column to a physical table, or widen the one it has."""
+    name = quoted(field.name)
+    if not exists:
+        default = " DEFAULT []" if field.mode == "REPEATED" else ""
+        return [f"ALTER TABLE {physical} ADD COLUMN {name} {field.duckdb_type}{default}"]
+    statements = [f"ALTER TABLE {physical} ALTER COLUMN {name} TYPE {field.duckdb_type}"]
+    if field.mode == "NULLABLE":
+        statements.append(f"ALTER TABLE {physical} ALTER COLUMN {name} DROP NOT NULL")
+    return statements

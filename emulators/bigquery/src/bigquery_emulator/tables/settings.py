@@ -1,0 +1,185 @@
+"""The settings of data sets and tables: which fields are kept, and how they are validated."""
+
+from typing import Any
+
+from bigquery_emulator.errors import InvalidError, UnsupportedError
+from bigquery_emulator.tables.fields import read_fields
+from bigquery_emulator.tables.resource_fields import (
+    DatasetFields,
+    SchemaFields,
+    TableFields,
+    ViewFields,
+)
+from bigquery_emulator.tables.resources import DatasetResource, TableResource
+from bigquery_emulator.tables.schema import Json, Schema, parse_schema
+
+_OTHER_TABLES = (
+    "externalDataConfiguration",
+    "materializedView",
+    "snapshotDefinition",
+    "cloneDefinition",
+)
+_PARTITION_UNITS = ("HOUR", "DAY", "MONTH", "YEAR")
+_PARTITION_TYPES = ("DATE", "TIMESTAMP", "DATETIME")
+
+
+def merged(old: Json, patch: Json) -> Json:
+    """Returns `old` with the fields of `patch`. Null removes a field, and objects are merged.
+
+    This is the meaning of PATCH in Google's APIs (JSON merge patch, RFC 7396).
+    """
+    found: dict[str, Any] = dict(old)
+    for name, value in patch.items():
+        if value is None:
+            found.pop(name, None)
+        elif isinstance(value, dict) and isinstance(found.get(name), dict):
+            found[name] = merged(found[name], value)
+        else:
+            found[name] = value
+    return found
+
+
+def given_schema(body: Json) -> Schema | None:
+    """Returns the schema that a Table resource gives, None where it gives none.
+
+    Raises:
+        InvalidError: a field of it is not of its type, or can't be.
+        UnsupportedError: for a type or an option that this server does not keep.
+    """
+    if body.get("schema") is None:
+        return None
+    found = read_fields({"schema": body["schema"]}, SchemaFields)
+    return parse_schema(found["schema"].get("fields", ()))
+
+
+def given_view_query(body: Json) -> str | None:
+    """Returns the query of the view that a Table resource gives, None where it gives none.
+
+    Raises:
+        InvalidError: a field of it is not of its type.
+    """
+    found = read_fields({"view": body.get("view")}, ViewFields)
+    return found.get("view", {}).get("query") or None
+
+
+def dataset_settings(body: Json) -> Json:
+    """Returns the stored fields of a Dataset resource.
+
+    Raises:
+        InvalidError: a field is not of its type.
+        UnsupportedError: names that do not differ by case.
+    """
+    found = read_fields(body, DatasetFields)
+    if found.get("isCaseInsensitive"):
+        raise UnsupportedError("isCaseInsensitive: not supported by the embedded BigQuery")
+    return found
+
+
+def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created_ms: int) -> Json:
+    """Returns the stored fields of a Table resource.
+
+    Args:
+        schema: the table's fields.
+        body: the Table resource.
+        dataset: the data set that contains it. Its defaults apply.
+        created_ms: when the table was made, for the default expiration.
+
+    Raises:
+        InvalidError: a field is not of its type, or partitioning or clustering names no fitting
+            one.
+        UnsupportedError: for an external table, a snapshot or another kind that this server has
+            not.
+    """
+    for name in _OTHER_TABLES:
+        if body.get(name):
+            raise UnsupportedError(f"{name}: not supported by the embedded BigQuery")
+    found = read_fields(body, TableFields)
+    if "view" in found:
+        return _view_settings(found)
+    default_ms = dataset.settings.get("defaultTableExpirationMs")
+    if default_ms is not None and "expirationTime" not in found:
+        found["expirationTime"] = str(created_ms + int(default_ms))
+    if "timePartitioning" in found:
+        found["timePartitioning"] = _time_partitioning(schema, found["timePartitioning"], dataset)
+        # Older callers write the filter's flag inside the partitioning.
+        if found["timePartitioning"].pop("requirePartitionFilter", False):
+            found["requirePartitionFilter"] = True
+    if "rangePartitioning" in found:
+        _check_field(
+            schema, found["rangePartitioning"].get("field"), ("INTEGER",), "range partitioning"
+        )
+    if "clustering" in found:
+        _check_clustering(schema, found["clustering"])
+    return found
+
+
+def check_same_kind(old: TableResource, settings: Json) -> None:
+    """Refuses settings that would make a view of a table, or change when rows were ingested.
+
+    Raises:
+        InvalidError: they do.
+    """
+    if (old.view_query is not None) != ("view" in settings):
+        raise InvalidError(f"Invalid value for view: {old.key} can't change between table and view")
+    partitioning = settings.get("timePartitioning")
+    has_time = partitioning is not None and not partitioning.get("field")
+    if has_time != old.has_partition_time:
+        raise InvalidError(
+            "Invalid value for timePartitioning: a table can't change between partitioning by the"
+            " time of ingestion and another"
+        )
+
+
+def _view_settings(found: Json) -> Json:
+    view = found["view"]
+    if not view.get("query"):
+        raise InvalidError("Required parameter is missing: view.query")
+    if view.get("useLegacySql", True):
+        raise UnsupportedError(
+            "Legacy SQL: not supported by the embedded BigQuery; set useLegacySql to false"
+        )
+    found["view"] = {"query": view.get("query", ""), "useLegacySql": False}
+    return found
+
+
+def _time_partitioning(schema: Schema, partitioning: Json, dataset: DatasetResource) -> Json:
+    found = {**partitioning, "type": str(partitioning.get("type") or "DAY").upper()}
+    if found["type"] not in _PARTITION_UNITS:
+        raise InvalidError(f"Invalid value for timePartitioning.type: {found['type']}")
+    default_ms = dataset.settings.get("defaultPartitionExpirationMs")
+    if default_ms is not None and found.get("expirationMs") is None:
+        found["expirationMs"] = str(default_ms)
+    if found.get("expirationMs") in (None, "0"):
+        # Zero is no expiration, as an empty field is.
+        found.pop("expirationMs", None)
+    if found.get("field"):
+        _check_field(schema, found["field"], _PARTITION_TYPES, "time partitioning")
+    return found
+
+
+def _check_field(schema: Schema, name: Any, kinds: tuple[str, ...], purpose: str) -> None:
+    for field in schema:
+        if field.name.lower() == str(name).lower():
+            if field.type not in kinds or field.mode == "REPEATED":
+                raise InvalidError(
+                    f"The field specified for {purpose} can only be of type {', '.join(kinds)}."
+                    f" The type found is: {field.type}."
+                )
+            return
+    raise InvalidError("The field specified for partitioning cannot be found in the schema.")
+
+
+def _check_clustering(schema: Schema, clustering: Json) -> None:
+    names = [str(name).lower() for name in clustering.get("fields", ())]
+    if not 1 <= len(names) <= 4:
+        raise InvalidError("Clustering needs between one and four fields.")
+    plain = {
+        field.name.lower()
+        for field in schema
+        if field.mode != "REPEATED" and field.type != "RECORD"
+    }
+    for name in names:
+        if name not in plain:
+            raise InvalidError(
+                f"The field specified for clustering cannot be found in the schema: {name}."
+            )

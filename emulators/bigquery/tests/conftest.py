@@ -1,0 +1,62 @@
+"""A server that the tests share, and a client of it in a project that only one test knows."""
+
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from google.cloud import bigquery
+from hypothesis import settings
+
+from tests.connecting import connected
+from tests.limits import START_LIMIT_S
+from tests.process import Process, free_port, listens
+
+# The same examples each time, so that a failure is the change's own; `--hypothesis-profile=explore`
+# tries others.
+settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
+settings.load_profile("repeatable")
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """The name of a test's parameter that is bytes: its length; None leaves other values to pytest.
+
+    Two processes collect the tests and must come to the same names.
+    """
+    return f"{argname}-{len(val)}-bytes" if isinstance(val, bytes) else None
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(("GOOGLE_", "BIGQUERY_", "PUBSUB_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def bigquery_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a server; shared, so each test names its own project or dataset."""
+    port, folder = free_port(), tmp_path_factory.mktemp("bigquery")
+    data_dir = str(folder / "data")
+    command = [sys.executable, "-m", "bigquery_emulator", "--port", str(port)]
+    with Process("bigquery", [*command, "--data-dir", data_dir], folder) as process:
+        process.wait_ready(lambda: listens(port), START_LIMIT_S)
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def client(bigquery_endpoint: str) -> Iterator[bigquery.Client]:
+    with connected(bigquery_endpoint, f"p-{uuid.uuid4().hex[:12]}") as client:
+        yield client
+
+
+@pytest.fixture
+def dataset(client: bigquery.Client) -> str:
+    return str(client.create_dataset("d").dataset_id)

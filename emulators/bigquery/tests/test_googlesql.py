@@ -1,0 +1,117 @@
+"""Each function that the embedded BigQuery answers, with the result that BigQuery's reference gives
+for it.
+"""
+
+from typing import Any
+
+import pytest
+from google.api_core.exceptions import BadRequest, MethodNotImplemented
+from google.cloud import bigquery
+
+from tests.connecting import rows_of
+from tests.googlesql_cases import (
+    AGGREGATES,
+    ARRAYS,
+    CASTS,
+    CHOICES,
+    NUMBERS,
+    TEXTS,
+    TIMES,
+    WINDOWS,
+)
+from tests.limits import WAIT_LIMIT_S
+
+_ROWS = "FROM (SELECT x, x * 1.0 AS y FROM UNNEST([1, 2, 4, NULL]) AS x)"
+
+
+def one(client: bigquery.Client, sql: str) -> Any:
+    ((value,),) = rows_of(client, sql)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"), [*NUMBERS, *CASTS, *TIMES, *TEXTS, *CHOICES, *ARRAYS], ids=str
+)
+def test_an_expression_gives_bigquery_s_value(
+    client: bigquery.Client, expression: str, expected: object
+) -> None:
+    found = one(client, f"SELECT {expression} AS found")
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(("expression", "expected"), AGGREGATES, ids=str)
+def test_an_aggregate_gives_bigquery_s_value(
+    client: bigquery.Client, expression: str, expected: object
+) -> None:
+    assert one(client, f"SELECT {expression} AS found {_ROWS}") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("expression", "expected"), WINDOWS, ids=str)
+def test_a_window_gives_bigquery_s_values(
+    client: bigquery.Client, expression: str, expected: list[object]
+) -> None:
+    found = rows_of(
+        client, f"SELECT found FROM (SELECT x, {expression} AS found {_ROWS}) ORDER BY x"
+    )
+    assert [value for (value,) in found] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("sql", "message"),
+    [
+        ("SELECT 1 / 0", "division by zero"),
+        ("SELECT DIV(1, 0)", "division by zero"),
+        ("SELECT MOD(1, 0)", "division by zero"),
+        ("SELECT LN(0)", "Argument to LN is not positive"),
+        ("SELECT 9223372036854775807 + 1", "Overflow"),
+        ("SELECT CAST('12.5' AS INT64)", "Bad int64 value: 12.5"),
+        ("SELECT CAST('yes' AS BOOL)", "Bad bool value: yes"),
+        ("SELECT [1, 2][OFFSET(5)]", "Array index 5 is out of bounds"),
+        ("SELECT ERROR('stop')", "stop"),
+        ("SELECT NO_SUCH(1)", "Function not found: NO_SUCH"),
+        ("SELECT nothing FROM UNNEST([1]) AS x", "Unrecognized name: nothing"),
+        ("SELECT 1 FROM", "Syntax error"),
+        ("SELECT 1 AS end", "Unexpected keyword END"),
+        ("SELECT 1 AS a, 2 AS a", "Duplicate column names"),
+        ("SELECT @@project_id", "Unrecognized name: @@project_id"),
+        ("SELECT 1 = '1'", "No matching signature for operator ="),
+        ("SELECT NOT 1", "No matching signature for operator NOT"),
+        ("SELECT COALESCE(1, 'a')", "No matching signature for function COALESCE"),
+        ("SELECT 1 UNION ALL SELECT 'a'", "incompatible types"),
+        ("SELECT 1e308 * 10", "double overflow"),
+        ("SELECT [1, NULL]", "Array cannot have a null element"),
+        ("SELECT [1, 2][1, 2]", "Syntax error"),
+        ("SELECT @missing", "Query parameter 'missing' not found"),
+        (
+            "SELECT APPROX_QUANTILES(x, n) FROM (SELECT 1 AS x, 2 AS n)",
+            "must be a literal or query parameter",
+        ),
+        ("-- nothing", "Unexpected end"),
+        ("SELECT * FROM (SELECT 1 AS a), (SELECT 2 AS a)", "Duplicate column names"),
+    ],
+)
+def test_what_bigquery_refuses_is_refused(client: bigquery.Client, sql: str, message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        client.query(sql).result(timeout=WAIT_LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT STRPOS(b'a', b'a')",
+        "SELECT 1; SELECT 2",
+        "SELECT CAST(1 AS BIGNUMERIC)",
+        "SELECT CAST(DATE '2024-01-01' AS STRING FORMAT 'YYYY')",
+        "SELECT FORMAT_TIMESTAMP('%Z', CURRENT_TIMESTAMP())",
+        "SELECT FORMAT('%T', 'a')",
+        "SELECT INTERVAL 1 DAY",
+        "SELECT JSON_KEYS(JSON '{}')",
+        "SELECT 1 FROM `d.events_*`",
+    ],
+)
+def test_what_would_be_wrong_is_refused(client: bigquery.Client, sql: str) -> None:
+    with pytest.raises(
+        (MethodNotImplemented, BadRequest), match="not supported by the embedded BigQuery"
+    ):
+        client.query(sql).result(timeout=WAIT_LIMIT_S)

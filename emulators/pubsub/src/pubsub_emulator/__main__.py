@@ -1,0 +1,111 @@
+"""`pubsub-emulator`, or `python -m pubsub_emulator`: serves until SIGTERM or SIGINT."""
+
+import argparse
+import asyncio
+import gc
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import uvloop
+
+from pubsub_emulator.calls.broker import DEFAULT_STORAGE_BYTES
+from pubsub_emulator.server import serve
+
+YOUNG_OBJECTS = 20_000
+"""Allocations between two looks of the garbage collector at the young objects.
+
+The default of 700 means several looks in each call.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the server. Returns the exit code.
+
+    Args:
+        argv: the arguments after the program's name. None means those of the process.
+    """
+    parser = argparse.ArgumentParser(prog="pubsub-emulator", description="Serve google.pubsub.v1.")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--port",
+        type=_number(0, 65_535),
+        default=8085,
+        help="0 takes a free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rest-port",
+        type=_number(0, 65_535),
+        help="serve REST too, as gcloud speaks it: its port, 0 takes a free one",
+    )
+    parser.add_argument(
+        "--socket", type=Path, metavar="PATH", help="a Unix socket to listen on as well"
+    )
+    parser.add_argument(
+        "--storage-mib",
+        type=_number(1, 1024**2),
+        default=DEFAULT_STORAGE_BYTES // 1024**2,
+        help="memory of all messages before publishes are refused, in MiB (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="where everything is kept (default: in memory)"
+    )
+    parser.add_argument(
+        "--fsync", action="store_true", help="with --data-dir: outlive a power cut too, at a price"
+    )
+    options = parser.parse_args(argv)
+    try:
+        uvloop.run(_serve_until_signal(options))
+    except OSError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def _number(least: int, most: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not (text.isdecimal() and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"{text} is not from {least} to {most}")
+        return int(text)
+
+    return number
+
+
+async def _serve_until_signal(options: argparse.Namespace) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with serve(
+        options.host,
+        options.port,
+        rest_port=options.rest_port,
+        socket_path=options.socket,
+        storage_bytes=options.storage_mib * 1024**2,
+        data_dir=options.data_dir,
+        fsync=options.fsync,
+    ) as server:
+        sys.stdout.write(f"Pub/Sub listening on {server.endpoint}\n")
+        if server.rest_endpoint:
+            sys.stdout.write(f"Pub/Sub REST listening on {server.rest_endpoint}\n")
+        sys.stdout.flush()
+        _settle_heap()
+        await stop.wait()
+
+
+def _settle_heap() -> None:
+    """Excludes all objects of the startup from later collections, and makes collections rarer.
+
+    Messages come and stay by millions. They are looked at in small portions (400,000 take 0.1 s),
+    and all together hardly ever.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, 2, 1000)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The entry point to the state machine: every call of the API by its name.
+
+It has no gRPC and no event loop. Only `call`, the steps of a publish, the timers and
+`SubscriptionState.take` change the state, and each change goes to the journal.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from pubsub_emulator.calls.policies import PolicyCalls
+from pubsub_emulator.calls.schemas import SchemaCalls
+from pubsub_emulator.calls.snapshots import SnapshotCalls
+from pubsub_emulator.calls.subscriptions import SubscriptionCalls
+from pubsub_emulator.calls.topics import TopicCalls
+from pubsub_emulator.state.journal import ChangeJournal
+from pubsub_emulator.state.message import Storage
+from pubsub_emulator.state.registry import Registry
+from pubsub_emulator.state.subscription import SubscriptionState
+from pubsub_emulator.state.timers import Timers
+
+DEFAULT_STORAGE_BYTES = 2 * 1024**3
+
+
+class Broker:
+    """Topics, subscriptions, snapshots and schemas.
+
+    `topics` and `schemas` are for those who run the check of large messages in a thread.
+
+    Args:
+        now_s: the clock, in seconds since the epoch. It must never go back.
+        storage_bytes: the limit of the memory that messages take. A publish above it is refused
+            with RESOURCE_EXHAUSTED.
+        journal: receives each change. By default nothing outlives the process.
+    """
+
+    def __init__(
+        self,
+        now_s: Callable[[], float],
+        storage_bytes: int = DEFAULT_STORAGE_BYTES,
+        journal: ChangeJournal | None = None,
+    ) -> None:
+        self.timers = Timers(now_s)
+        self.journal = journal or ChangeJournal()
+        self.registry = Registry(
+            self.timers, Storage(storage_bytes, self.journal.drop), self.journal
+        )
+        self.topics = topics = TopicCalls(self.registry)
+        self.schemas = schemas = SchemaCalls(self.registry)
+        snapshots = SnapshotCalls(self.registry)
+        policies = PolicyCalls(self.registry)
+        self._subscriptions = SubscriptionCalls(self.registry)
+        self._calls: dict[str, Callable[[Any], Any]] = {
+            "CreateTopic": topics.create_topic,
+            "GetTopic": topics.get_topic,
+            "UpdateTopic": topics.update_topic,
+            "ListTopics": topics.list_topics,
+            "ListTopicSubscriptions": topics.list_topic_subscriptions,
+            "ListTopicSnapshots": topics.list_topic_snapshots,
+            "DeleteTopic": topics.delete_topic,
+            "Publish": topics.publish,
+            "DetachSubscription": topics.detach_subscription,
+            "CreateSubscription": self._subscriptions.create_subscription,
+            "GetSubscription": self._subscriptions.get_subscription,
+            "UpdateSubscription": self._subscriptions.update_subscription,
+            "ListSubscriptions": self._subscriptions.list_subscriptions,
+            "DeleteSubscription": self._subscriptions.delete_subscription,
+            "ModifyPushConfig": self._subscriptions.modify_push_config,
+            "Acknowledge": self._subscriptions.acknowledge,
+            "ModifyAckDeadline": self._subscriptions.modify_ack_deadline,
+            "CreateSnapshot": snapshots.create_snapshot,
+            "GetSnapshot": snapshots.get_snapshot,
+            "UpdateSnapshot": snapshots.update_snapshot,
+            "ListSnapshots": snapshots.list_snapshots,
+            "DeleteSnapshot": snapshots.delete_snapshot,
+            "Seek": snapshots.seek,
+            "CreateSchema": schemas.create_schema,
+            "GetSchema": schemas.get_schema,
+            "ListSchemas": schemas.list_schemas,
+            "ListSchemaRevisions": schemas.list_schema_revisions,
+            "CommitSchema": schemas.commit_schema,
+            "RollbackSchema": schemas.rollback_schema,
+            "DeleteSchemaRevision": schemas.delete_schema_revision,
+            "DeleteSchema": schemas.delete_schema,
+            "ValidateSchema": schemas.validate_schema,
+            "ValidateMessage": schemas.validate_message,
+            "SetIamPolicy": policies.set_iam_policy,
+            "GetIamPolicy": policies.get_iam_policy,
+            "TestIamPermissions": policies.test_iam_permissions,
+        }
+
+    def call(self, name: str, request: Any) -> Any:
+        """Run one call of the API.
+
+        Args:
+            name: as in `google.pubsub.v1`, for example `Publish`. Not Pull or StreamingPull.
+            request: the raw protobuf request of that call. A Publish takes ownership of its
+                messages.
+
+        Returns:
+            The raw protobuf response. It belongs to the broker and must be serialized before the
+            next call.
+
+        Raises:
+            PubsubError: the call was refused and changed nothing.
+        """
+        return self._calls[name](request)
+
+    def pullable(self, path: str) -> SubscriptionState:
+        """Return the subscription to `take` from.
+
+        Raises `NotFound` or `FailedPrecondition` like a pull.
+        """
+        return self._subscriptions.consumable(path, for_pull=True)

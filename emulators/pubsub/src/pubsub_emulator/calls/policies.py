@@ -1,0 +1,94 @@
+"""The IAMPolicy service on the broker's state: policies are kept and shown, and forbid nothing."""
+
+from typing import Any
+
+from pubsub_emulator.errors import (
+    ChangedMeanwhile,
+    InvalidArgument,
+    ResourceNotFound,
+)
+from pubsub_emulator.names import check_range
+from pubsub_emulator.protos import Policy, SetIamPolicyRequest, message_class
+from pubsub_emulator.state.policy import StoredPolicy, check_policy, check_version
+from pubsub_emulator.state.registry import Registry
+
+_NEVER_SET_ETAG = bytes([0, 0x20, 0x01])
+"""What the service shows, as base64 `ACAB`, where no policy was ever set."""
+_ETAG_BYTES = 8
+_MAX_PERMISSIONS = 100
+_FIELDS = frozenset({"version", "bindings", "audit_configs", "etag"})
+_TestIamPermissionsResponse = message_class("TestIamPermissionsResponse")
+
+
+class PolicyCalls:
+    """IAM policies of topics, subscriptions, snapshots and schemas."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def get_iam_policy(self, request: Any) -> Any:
+        """Show the policy of a resource. It is empty if none was set."""
+        self._registry.resource(request.resource)
+        check_version("options.requested_policy_version", request.options.requested_policy_version)
+        return self._policy(request.resource)
+
+    def set_iam_policy(self, request: Any) -> Any:
+        """Replace the policy of a resource, or the fields of the mask.
+
+        Raises `ChangedMeanwhile` if the request has an etag and it is not the last one.
+        """
+        self._registry.resource(request.resource)
+        current = self._policy(request.resource)
+        policy = _masked(current, request)
+        check_policy(policy)
+        if request.policy.etag and request.policy.etag != current.etag:
+            raise ChangedMeanwhile(
+                "There were concurrent policy changes. Please retry the whole read-modify-write "
+                "with exponential backoff."
+            )
+        holder = self._registry.next_sequence()
+        policy.etag = holder.to_bytes(_ETAG_BYTES, "big")
+        stored = StoredPolicy(SetIamPolicyRequest(resource=request.resource, policy=policy), holder)
+        self._registry.policies[request.resource] = stored
+        self._registry.journal.save(stored)
+        return policy
+
+    def test_iam_permissions(self, request: Any) -> Any:
+        """Return all the permissions that were asked for: everyone may do everything here.
+
+        For a resource that does not exist there are none, as the service answers.
+        """
+        check_range("permissions count", len(request.permissions), 0, _MAX_PERMISSIONS)
+        for permission in request.permissions:
+            if not permission or "*" in permission:
+                raise InvalidArgument(
+                    f"Invalid permission given (permission={permission}). It must have a name and "
+                    "no wildcards."
+                )
+        try:
+            self._registry.resource(request.resource)
+        except ResourceNotFound:
+            return _TestIamPermissionsResponse()
+        return _TestIamPermissionsResponse(permissions=request.permissions)
+
+    def _policy(self, path: str) -> Policy:
+        stored = self._registry.policies.get(path)
+        return stored.proto.policy if stored else Policy(etag=_NEVER_SET_ETAG)
+
+
+def _masked(current: Policy, request: Any) -> Policy:
+    policy = Policy()
+    paths = request.update_mask.paths
+    if not paths:
+        policy.CopyFrom(request.policy)
+        return policy
+    if unknown := set(paths) - _FIELDS:
+        raise InvalidArgument(
+            f"Invalid update_mask provided in the SetIamPolicyRequest: {min(unknown)} is not a "
+            "field of the policy."
+        )
+    policy.CopyFrom(current)
+    request.update_mask.MergeMessage(
+        request.policy, policy, replace_message_field=True, replace_repeated_field=True
+    )
+    return policy

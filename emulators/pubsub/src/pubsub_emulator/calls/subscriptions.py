@@ -1,0 +1,151 @@
+"""The Subscriber service on the broker's state. Pull and StreamingPull are in `streaming`."""
+
+from typing import Any
+
+from pubsub_emulator.calls.paging import page_of
+from pubsub_emulator.errors import (
+    AckIdsRefused,
+    FailedPrecondition,
+    InvalidArgument,
+    resource_exists,
+)
+from pubsub_emulator.names import check_project, check_range
+from pubsub_emulator.protos import Subscription as SubscriptionProto
+from pubsub_emulator.protos import empty, message_class
+from pubsub_emulator.state.ack_calls import acknowledge, modify_ack_deadline
+from pubsub_emulator.state.registry import Registry
+from pubsub_emulator.state.resources import (
+    checked_push_config,
+    checked_subscription,
+    merge_update,
+)
+from pubsub_emulator.state.subscription import SubscriptionState, not_pullable
+
+_ListSubscriptionsResponse = message_class("ListSubscriptionsResponse")
+
+
+class SubscriptionCalls:
+    """Subscriptions: making, showing, changing, deleting, and the outcomes of deliveries."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def create_subscription(self, request: SubscriptionProto) -> Any:
+        """Create a subscription. It receives messages that are published from now on."""
+        proto = checked_subscription(request)
+        if proto.name in self._registry.subscriptions:
+            raise resource_exists(proto.name)
+        topic = self._registry.topic(proto.topic)
+        self._check_dead_letter_topic(proto)
+        proto.detached = False
+        subscription = SubscriptionState(
+            proto, topic, self._registry, self._registry.next_sequence()
+        )
+        self._registry.subscriptions[proto.name] = subscription
+        self._registry.journal.save(subscription)
+        topic.attach(subscription)
+        self._registry.on_push_config(subscription)
+        return _shown(subscription)
+
+    def get_subscription(self, request: Any) -> Any:
+        """Show a subscription."""
+        subscription = self._registry.subscription(request.subscription)
+        subscription.touch()
+        return _shown(subscription)
+
+    def update_subscription(self, request: Any) -> Any:
+        """Change the masked fields of a subscription.
+
+        Its filter, topic and ordering never change.
+        """
+        subscription = self._registry.subscription(request.subscription.name)
+        merged = merge_update(subscription.proto, request.subscription, request.update_mask)
+        proto = checked_subscription(merged)
+        self._check_dead_letter_topic(proto)
+        subscription.touch()
+        subscription.configure(proto)
+        self._registry.journal.save(subscription)
+        self._registry.on_push_config(subscription)
+        return _shown(subscription)
+
+    def list_subscriptions(self, request: Any) -> Any:
+        """List a project's subscriptions, a page at a time."""
+        check_project(request.project)
+        named = (
+            (path, subscription)
+            for path, subscription in self._registry.subscriptions.items()
+            if path.startswith(f"{request.project}/")
+        )
+        page, token = page_of(named, request.page_size, request.page_token)
+        return _ListSubscriptionsResponse(
+            subscriptions=[_shown(subscription) for subscription in page], next_page_token=token
+        )
+
+    def delete_subscription(self, request: Any) -> Any:
+        """Delete a subscription with its backlog. Its open streams end with NOT_FOUND."""
+        self._registry.remove_subscription(self._registry.subscription(request.subscription))
+        return empty()
+
+    def modify_push_config(self, request: Any) -> Any:
+        """Change where messages are pushed to. An empty configuration means pull."""
+        subscription = self._registry.subscription(request.subscription)
+        exactly_once = subscription.proto.enable_exactly_once_delivery
+        push_config = checked_push_config(request.push_config, exactly_once=exactly_once)
+        subscription.proto.push_config.CopyFrom(push_config)
+        subscription.touch()
+        subscription.configure(subscription.proto)
+        self._registry.journal.save(subscription)
+        self._registry.on_push_config(subscription)
+        return empty()
+
+    def acknowledge(self, request: Any) -> Any:
+        """Ack messages.
+
+        Raises `AckIdsRefused` for ids that exactly-once delivery no longer accepts.
+        """
+        subscription = self.consumable(request.subscription)
+        if not request.ack_ids:
+            raise InvalidArgument("No ack ids specified.")
+        refused = acknowledge(subscription.backlog, request.ack_ids)
+        if refused:
+            raise AckIdsRefused(refused)
+        return empty()
+
+    def modify_ack_deadline(self, request: Any) -> Any:
+        """Move the end of leases, 0 to 600 seconds from now."""
+        subscription = self.consumable(request.subscription)
+        if not request.ack_ids:
+            raise InvalidArgument("No ack ids specified.")
+        check_range("ack_deadline_seconds", request.ack_deadline_seconds, 0, 600)
+        deadlines_s = [request.ack_deadline_seconds] * len(request.ack_ids)
+        refused = modify_ack_deadline(subscription.backlog, request.ack_ids, deadlines_s)
+        if refused:
+            raise AckIdsRefused(refused)
+        return empty()
+
+    def consumable(self, path: str, *, for_pull: bool = False) -> SubscriptionState:
+        """Return a subscription to pull from (`for_pull`) or to ack on, and note its use.
+
+        Raises:
+            NotFound: it does not exist.
+            FailedPrecondition: it is detached, or pushes and is asked to be pulled.
+        """
+        subscription = self._registry.subscription(path)
+        if subscription.proto.detached:
+            raise FailedPrecondition(f"Subscription is detached (resource={path}).")
+        if for_pull and subscription.settings.push_endpoint:
+            raise not_pullable(path)
+        subscription.touch()
+        return subscription
+
+    def _check_dead_letter_topic(self, proto: SubscriptionProto) -> None:
+        if proto.HasField("dead_letter_policy"):
+            self._registry.topic(proto.dead_letter_policy.dead_letter_topic)
+
+
+def _shown(subscription: SubscriptionState) -> Any:
+    proto, topic = subscription.proto, subscription.topic
+    proto.ClearField("topic_message_retention_duration")
+    if topic is not None and topic.proto.HasField("message_retention_duration"):
+        proto.topic_message_retention_duration.CopyFrom(topic.proto.message_retention_duration)
+    return proto

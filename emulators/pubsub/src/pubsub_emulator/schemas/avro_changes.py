@@ -1,0 +1,144 @@
+"""What a revision of an Avro definition may change.
+
+Source: https://avro.apache.org/docs/1.12.0/specification/#schema-resolution, which a revision must
+follow as reader and as writer (https://cloud.google.com/pubsub/docs/commit-schema-revision).
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pubsub_emulator.schemas.mismatch import Malformed
+
+_NAMED = ("record", "enum", "fixed")
+_READ_BY = {
+    "int": ("long", "float", "double"),
+    "long": ("float", "double"),
+    "float": ("double",),
+    "string": ("bytes",),
+    "bytes": ("string",),
+}
+"""The other primitive types that a reader may have."""
+
+Schema = Any
+"""An `avro.schema.Schema`. The library does not say which attributes each kind has."""
+Pair = tuple[Schema, Schema, str]
+"""A reader, a writer, and where they are in the definitions."""
+Branches = Mapping[tuple[str, str], Schema]
+"""Those of a union, by their type and their names and aliases. The first of several."""
+
+
+def check_changes(latest: Schema, revised: Schema) -> None:
+    """Refuse a revision that can't read what the latest one wrote, or the other way round.
+
+    Raises:
+        Malformed: with what can't be read.
+    """
+    _Reading("the revision can't read what the one before it wrote").check(revised, latest)
+    _Reading("the one before it can't read what the revision writes").check(latest, revised)
+
+
+class _Reading:
+    """What one definition writes, read by the other. Its time grows with the definitions' length.
+
+    Args:
+        told: the beginning of a refusal.
+    """
+
+    def __init__(self, told: str) -> None:
+        self._told = told
+        self._unions: dict[int, Branches] = {}
+
+    def check(self, reader: Schema, writer: Schema) -> None:
+        """Refuse a writer that can't be read, by raising `Malformed`."""
+        compared = set()
+        pairs: list[Pair] = [(reader, writer, "")]
+        while pairs:
+            reader, writer, path = pairs.pop()
+            if (id(reader), id(writer)) in compared:
+                continue
+            compared.add((id(reader), id(writer)))
+            try:
+                pairs += self._inner(reader, writer, path)
+            except Malformed as error:
+                where = path.removeprefix(".") or "it"
+                raise Malformed(f"{self._told}: {where} {error}") from None
+
+    def _inner(self, reader: Schema, writer: Schema, path: str) -> Iterator[Pair]:
+        """The pairs within a pair, which must fit too. Raises `Malformed` if it does not itself."""
+        if writer.type == "union":
+            for branch in writer.schemas:
+                yield reader, branch, path
+        elif reader.type == "union":
+            yield self._branch(reader, writer), writer, path
+        elif not _is_alike(reader, writer):
+            raise Malformed(f"is {_shown(writer)}, and is to be read as {_shown(reader)}")
+        elif reader.type == "array":
+            yield reader.items, writer.items, f"{path}[]"
+        elif reader.type == "map":
+            yield reader.values, writer.values, f"{path}[]"
+        elif reader.type == "record":
+            yield from _fields(reader, writer, path)
+        elif reader.type == "enum":
+            _check_symbols(reader, writer)
+        elif reader.type == "fixed" and reader.size != writer.size:
+            raise Malformed(f"has {writer.size} bytes, and {reader.size} are to be read")
+
+    def _branch(self, union: Schema, writer: Schema) -> Schema:
+        """The branch that reads a writer."""
+        branches = self._unions.get(id(union))
+        if branches is None:
+            branches = self._unions[id(union)] = _by_name(union)
+        if writer.type in _NAMED:
+            keys = [(writer.type, writer.fullname), (writer.type, writer.name)]
+        else:
+            keys = [(kind, "") for kind in (writer.type, *_READ_BY.get(writer.type, ()))]
+        found = next((branches[key] for key in keys if key in branches), None)
+        if found is None:
+            raise Malformed(f"may be {_shown(writer)}, which no type of the union reads")
+        return found
+
+
+def _by_name(union: Schema) -> Branches:
+    found: dict[tuple[str, str], Schema] = {}
+    for branch in union.schemas:
+        names = [""]
+        if branch.type in _NAMED:
+            names = [branch.fullname, branch.name, *_aliases(branch)]
+        for name in names:
+            found.setdefault((branch.type, name), branch)
+    return found
+
+
+def _fields(reader: Schema, writer: Schema, path: str) -> Iterator[Pair]:
+    written = {field.name: field for field in writer.fields}
+    for field in reader.fields:
+        names = (field.name, *_aliases(field))
+        found = next((written[name] for name in names if name in written), None)
+        if found is not None:
+            yield field.type, found.type, f"{path}.{field.name}"
+        elif not field.has_default:
+            raise Malformed(f"has no {field.name}, for which there is no default")
+
+
+def _check_symbols(reader: Schema, writer: Schema) -> None:
+    missing = sorted(set(writer.symbols) - set(reader.symbols))
+    if missing and reader.props.get("default") not in reader.symbols:
+        raise Malformed(f"may be {missing[0]}, for which there is no default")
+
+
+def _is_alike(reader: Schema, writer: Schema) -> bool:
+    """Whether the types fit, whatever is inside."""
+    if reader.type != writer.type:
+        return reader.type in _READ_BY.get(writer.type, ())
+    if reader.type not in _NAMED:
+        return True
+    return bool(reader.name == writer.name or writer.fullname in _aliases(reader))
+
+
+def _aliases(named: Any) -> list[str]:
+    found = named.props.get("aliases")
+    return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
+
+
+def _shown(schema: Schema) -> str:
+    return str(schema.fullname if schema.type in _NAMED else schema.type)

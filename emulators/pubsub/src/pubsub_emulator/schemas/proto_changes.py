@@ -1,0 +1,47 @@
+"""What a revision of a definition in the language of protocol buffers may change."""
+
+from pubsub_emulator.schemas.mismatch import Malformed
+from pubsub_emulator.schemas.proto_types import Field, MessageType
+
+
+def check_changes(latest: MessageType, revised: MessageType) -> None:
+    """Refuse all changes but optional fields that were added and removed.
+
+    Source: https://cloud.google.com/pubsub/docs/commit-schema-revision
+
+    Raises:
+        Malformed: with a field that differs.
+    """
+    compared = set()
+    pairs = [(latest, revised)]
+    while pairs:
+        old, new = pair = pairs.pop()
+        if pair in compared:
+            continue
+        compared.add(pair)
+        for number in old.by_number.keys() ^ new.by_number.keys():
+            _check_optional(old.by_number.get(number) or new.by_number[number], new)
+        for number in old.by_number.keys() & new.by_number.keys():
+            before, after = old.by_number[number], new.by_number[number]
+            if _signature(before, latest) != _signature(after, revised):
+                raise Malformed(
+                    f"a revision can't change a field, and {before.name} of {new.name} differs"
+                )
+            if before.message is not None and after.message is not None:
+                pairs.append((before.message, after.message))
+
+
+def _check_optional(field: Field, message: MessageType) -> None:
+    if field.is_required or field.is_repeated:
+        label = "required" if field.is_required else "repeated"
+        raise Malformed(
+            "a revision can add and remove optional fields only, and "
+            f"{field.name} of {message.name} is {label}"
+        )
+
+
+def _signature(field: Field, root: MessageType) -> tuple[object, ...]:
+    kind = field.message or field.enum
+    # Types by their names within the message, which may have a new name.
+    type_name = kind.name.removeprefix(root.name) if kind else ""
+    return (field.name, field.type, field.is_repeated, field.is_required, type_name)

@@ -1,0 +1,55 @@
+"""A schema's definition in the language of protocol buffers, compiled by Google's compiler."""
+
+from collections.abc import Callable
+
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+
+from pubsub_emulator.schemas.mismatch import Budget, Malformed
+from pubsub_emulator.schemas.proto_binary import check_binary
+from pubsub_emulator.schemas.proto_changes import check_changes
+from pubsub_emulator.schemas.proto_json import check_json
+from pubsub_emulator.schemas.proto_types import MessageType, root_type
+from pubsub_emulator.schemas.protoc import compile_definition
+
+_CHECKS: dict[str, Callable[[MessageType, bytes, Budget], None]] = {
+    "JSON": check_json,
+    "BINARY": check_binary,
+}
+
+
+class ProtoDefinition:
+    """A valid definition of one message. It does not change, so threads may share it.
+
+    Raises:
+        Malformed: it is none, with the reason.
+    """
+
+    kind = "PROTO"
+
+    def __init__(self, definition: str) -> None:
+        file = compile_definition(definition)
+        _check_file(file)
+        self._root = root_type(file)
+
+    def check(self, message: bytes, encoding: str, budget: Budget) -> None:
+        """Refuse a message that does not fit, by raising `Mismatch`."""
+        _CHECKS[encoding](self._root, message, budget)
+
+    def check_revises(self, latest: "ProtoDefinition") -> None:
+        """Refuse to follow a revision that it changes too much, by raising `Malformed`."""
+        check_changes(latest._root, self._root)
+
+
+def _check_file(file: FileDescriptorProto) -> None:
+    """Refuse what is right and no schema. Source: https://cloud.google.com/pubsub/docs/schemas."""
+    if file.dependency:
+        raise Malformed("a definition can't import others")
+    if file.syntax == "editions":
+        raise Malformed("its syntax is an edition, and must be proto2 or proto3")
+    names = [message.name for message in file.message_type]
+    names += [enum.name for enum in file.enum_type]
+    if len(names) != 1 or not file.message_type:
+        raise Malformed(
+            "it must define one message and no other type at its top level, and defines "
+            f"{', '.join(names) or 'none'}"
+        )

@@ -1,0 +1,279 @@
+"""The deliveries of one subscription: ready, leased to a consumer, or coming back.
+
+Between a subscription, which adds messages and owns the policies, and the consumers (streams,
+pulls, push workers).
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Protocol
+
+from pubsub_emulator.errors import InvalidArgument
+from pubsub_emulator.state.ack_ids import AckIds
+from pubsub_emulator.state.arrivals import Arrivals
+from pubsub_emulator.state.consumers import Consumer, Consumers, Delivery
+from pubsub_emulator.state.delivery_settings import DeliverySettings
+from pubsub_emulator.state.journal import ChangeJournal
+from pubsub_emulator.state.message import StoredMessage
+from pubsub_emulator.state.queue import DeliveryQueue
+from pubsub_emulator.state.received import received_message
+from pubsub_emulator.state.timers import Timers
+
+MAX_TAKE = 1000
+# One response stays well under what clients accept by default (4 MiB), unless one message alone is
+# bigger.
+MAX_TAKE_BYTES = 2 * 1024 * 1024
+
+
+class BacklogOwner(Protocol):
+    """What the backlog asks of its subscription."""
+
+    settings: DeliverySettings
+
+    def acked(self, message: StoredMessage) -> None:
+        """Note that a message was acked."""
+
+    def next_number(self) -> int:
+        """Return a number for a delivery that came back, higher than all before."""
+
+    def forward_dead_letter(self, delivery: Delivery) -> bool:
+        """Publish to the dead-letter topic. Return False if that topic is gone."""
+
+
+class Backlog:
+    """All unacked messages of one subscription, oldest first, each in one `State`."""
+
+    def __init__(
+        self, owner: BacklogOwner, timers: Timers, journal: ChangeJournal, holder: int
+    ) -> None:
+        self.ack_ids = AckIds(holder)
+        self.consumers = Consumers()
+        self._owner = owner
+        self._timers = timers
+        self._journal = journal
+        self._holder = holder
+        self._queue = DeliveryQueue(owner, self.consumers)
+
+    @property
+    def settings(self) -> DeliverySettings:
+        """Those of the subscription."""
+        return self._owner.settings
+
+    @property
+    def messages(self) -> list[StoredMessage]:
+        """The unacked messages, oldest first."""
+        return [delivery.message for delivery in self._queue.deliveries.values()]
+
+    @property
+    def oldest(self) -> StoredMessage | None:
+        """The unacked message that was published first."""
+        oldest = self._queue.oldest
+        return None if oldest is None else oldest.message
+
+    @property
+    def attempts_of_oldest(self) -> int:
+        """How often the oldest unacked message was delivered. 0 if there is none."""
+        oldest = self._queue.oldest
+        return 0 if oldest is None else oldest.attempts
+
+    def add(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
+        """Add a message and wake a consumer, unless an older one of its ordering key is present.
+
+        With `arrivals`, nobody gets it before they let it out.
+        """
+        self._journal.hold(message, self._holder, message.sequence)
+        self._queue.place(Delivery(message.sequence, message), arrivals)
+
+    def restore(self, message: StoredMessage, number: int, attempts: int) -> None:
+        """Take in a message that was here before a restart: whatever lease it had ended with that.
+
+        One that had its last attempt is a dead letter as soon as time goes on.
+        """
+        delivery = Delivery(number, message)
+        delivery.attempts = delivery.handouts = attempts
+        self._queue.place(delivery)
+        most = self.settings.max_delivery_attempts
+        if not 0 < most <= attempts:
+            return
+        if delivery.state != "ready":
+            # Behind an older one of its key, whose redelivery ended this attempt.
+            delivery.attempts = most - 1
+            return
+        self._queue.took(delivery, None)
+        self._lease(delivery, self._timers.now_s())
+
+    def take(self, consumer: Consumer, max_messages: int = MAX_TAKE) -> list[Delivery]:
+        """Lease ready messages to a consumer, as many as its room and its share allow.
+
+        Those that follow on what it has of an ordering key come first.
+
+        Returns:
+            At most `max_messages`, oldest first. Empty if nothing is available. Then the consumer
+            is woken when that changes.
+        """
+        queue = self._queue
+        share = self.consumers.share(consumer, len(queue.ready))
+        taken: list[Delivery] = []
+        size_bytes = 0
+        due_s = self._timers.now_s() + consumer.ack_deadline_s
+        while len(taken) < max_messages and consumer.has_room:
+            delivery = queue.next_for(consumer, share)
+            if delivery is None:
+                break
+            size_bytes += delivery.message.size_bytes
+            if taken and size_bytes > MAX_TAKE_BYTES:
+                break
+            share -= self._hand_out(delivery, consumer, due_s)
+            taken.append(delivery)
+        if not taken:
+            self.consumers.wait(consumer)
+        self.consumers.offer(len(queue.ready))
+        return taken
+
+    def _hand_out(self, delivery: Delivery, consumer: Consumer, due_s: float) -> bool:
+        """Lease a delivery. Returns whether it was one that anybody might have taken."""
+        delivery.attempts += 1
+        delivery.handouts += 1
+        self._journal.hold(delivery.message, self._holder, delivery.number, delivery.attempts)
+        self._lease(delivery, due_s)
+        self.consumers.took(consumer, delivery)
+        return self._queue.took(delivery, consumer)
+
+    def busy(self, consumer: Consumer) -> None:
+        """Wake others instead of a consumer that took nothing and can't take more now."""
+        self.consumers.busy(consumer, len(self._queue.ready))
+
+    def leave(self, consumer: Consumer) -> None:
+        """Disconnect a consumer. Its leases stay until they are acked, nacked or run out."""
+        self.consumers.leave(consumer, len(self._queue.ready))
+
+    def serialized(self, deliveries: Iterable[Delivery]) -> bytes:
+        """Return leased deliveries as the `received_messages` of a serialized response."""
+        shows_attempts = self.settings.max_delivery_attempts > 0
+        return b"".join(
+            [
+                received_message(
+                    delivery, self.ack_ids.of(delivery), delivery.attempts if shows_attempts else 0
+                )
+                for delivery in deliveries
+            ]
+        )
+
+    def find(self, ack_id: str) -> tuple[Delivery | None, bool]:
+        """The delivery that an ack id means, if it is here, and whether the id is of its lease now.
+
+        Raises:
+            InvalidArgument: no server would have made the id. Not with exactly-once delivery.
+        """
+        try:
+            number, handout = self.ack_ids.read(ack_id)
+        except InvalidArgument:
+            if self.settings.exactly_once:
+                return None, False
+            raise
+        delivery = self._queue.deliveries.get(number)
+        if delivery is None or handout > delivery.handouts:
+            return None, False
+        return delivery, delivery.state == "leased" and delivery.handouts == handout
+
+    def settle(self, delivery: Delivery) -> None:
+        """Ack a message that is here, leased or not."""
+        if delivery.state != "settled":
+            self._remove(delivery)
+            self._owner.acked(delivery.message)
+
+    def extend(self, delivery: Delivery, deadline_s: float) -> None:
+        """Let a lease, if there still is one, end so many seconds from now."""
+        if delivery.state == "leased":
+            delivery.stop_timer()
+            self._lease(delivery, self._timers.now_s() + deadline_s)
+
+    def keep_only(self, is_unacked: Callable[[StoredMessage], bool]) -> None:
+        """Ack every message that the predicate denies, leased or not."""
+        for delivery in list(self._queue.deliveries.values()):
+            if not is_unacked(delivery.message):
+                self.settle(delivery)
+
+    def bring_back(self, messages: Iterable[StoredMessage]) -> None:
+        """Deliver from the start: what is here, leased or not, and these messages with it.
+
+        An ack id of the time before does not ack what it brings back.
+        """
+        for delivery in self._queue.deliveries.values():
+            if delivery.state == "leased":
+                # No nack and no lease that ran out, so no attempt. Its number is what ends the id.
+                delivery.attempts -= 1
+                delivery.number = self._owner.next_number()
+            self._end_lease(delivery)
+        brought = [Delivery(self._owner.next_number(), message) for message in messages]
+        deliveries = sorted((*self._queue.deliveries.values(), *brought), key=_sequence)
+        for delivery in deliveries:
+            self._journal.hold(delivery.message, self._holder, delivery.number, delivery.attempts)
+        self._queue.replace(deliveries)
+
+    def drop_oldest(self) -> None:
+        """Forget the message that was published first, unacked."""
+        if self._queue.oldest is not None:
+            self._remove(self._queue.oldest)
+
+    def withdraw(self, sequences: Collection[int]) -> None:
+        """Forget messages, leased or not. Acks for them have no effect."""
+        for delivery in [
+            each for each in self._queue.deliveries.values() if each.message.sequence in sequences
+        ]:
+            self._remove(delivery)
+
+    def clear(self) -> None:
+        """Forget every message. Acks for them have no effect."""
+        for delivery in self._queue.deliveries.values():
+            self._journal.release(delivery.message, self._holder)
+            delivery.stop_timer()
+            delivery.state = "settled"
+        self._queue.replace(())
+
+    def _lease(self, delivery: Delivery, until_s: float) -> None:
+        delivery.state = "leased"
+        delivery.timer = self._timers.at(until_s, partial(self.give_back, delivery))
+
+    def give_back(self, delivery: Delivery) -> None:
+        """End a lease without an ack: to the dead-letter topic, into backoff, or ready at once."""
+        if delivery.state != "leased":
+            return
+        self._end_lease(delivery)
+        for later in self._queue.give_back(delivery):
+            self._call_back(later)
+        settings = self.settings
+        is_last = 0 < settings.max_delivery_attempts <= delivery.attempts
+        if is_last and self._owner.forward_dead_letter(delivery):
+            self._remove(delivery)
+            return
+        backoff_s = settings.backoff_s(delivery.attempts)
+        if backoff_s == 0:
+            self._queue.offer_again(delivery)
+            return
+        delivery.state = "backoff"
+        delivery.timer = self._timers.at(
+            self._timers.now_s() + backoff_s, partial(self._queue.offer_again, delivery)
+        )
+
+    def _call_back(self, delivery: Delivery) -> None:
+        """End a lease because an older message of its key comes again. That is no attempt."""
+        self._end_lease(delivery)
+        delivery.state = "held"
+        delivery.attempts -= 1
+        self._journal.hold(delivery.message, self._holder, delivery.number, delivery.attempts)
+
+    def _end_lease(self, delivery: Delivery) -> None:
+        delivery.stop_timer()
+        self.consumers.gave_back(delivery, len(self._queue.ready))
+
+    def _remove(self, delivery: Delivery) -> None:
+        if delivery.state != "leased":
+            self._queue.ready.pop(delivery.number, None)
+        self._end_lease(delivery)
+        self._journal.release(delivery.message, self._holder)
+        self._queue.remove(delivery)
+
+
+def _sequence(delivery: Delivery) -> int:
+    return delivery.message.sequence

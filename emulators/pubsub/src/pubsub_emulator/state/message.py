@@ -1,0 +1,105 @@
+"""A published message, shared by all subscriptions, snapshots and logs that hold it."""
+
+from collections.abc import Callable
+
+from pubsub_emulator.errors import ResourceExhausted
+from pubsub_emulator.protos import PubsubMessage
+
+MESSAGE_COST_BYTES = 320
+"""What a message takes of this process beside its own bytes."""
+ATTRIBUTE_COST_BYTES = 180
+"""For each attribute: it is in the serialized message, and beside it as text."""
+DELIVERY_COST_BYTES = 700
+"""For each subscription that has the message, at the most, which is while it is leased."""
+# All three are rounded up from the growth of a process with 60,000 messages (CPython 3.11).
+
+
+class Storage:
+    """Counts what all messages held take of the memory of this process.
+
+    The bytes of a message count once, however many subscriptions hold it.
+
+    Args:
+        limit_bytes: what they may take at most.
+        drop: called with the sequence of each message that is no longer held.
+    """
+
+    def __init__(self, limit_bytes: int, drop: Callable[[int], None]) -> None:
+        self.limit_bytes = limit_bytes
+        self.drop = drop
+        self.held_bytes = 0
+
+    def admit(self, cost_bytes: int) -> None:
+        """Refuse a publish that would go over the limit.
+
+        Args:
+            cost_bytes: of its messages, by `cost_of`.
+
+        Raises:
+            ResourceExhausted: consumers are too far behind for the memory this server may use.
+        """
+        if self.held_bytes + cost_bytes > self.limit_bytes:
+            raise ResourceExhausted(
+                f"The messages of the embedded server take {self.held_bytes} bytes of memory, of "
+                f"at most {self.limit_bytes}. Acknowledge or delete some, or start it with a "
+                "higher limit."
+            )
+
+
+def cost_of(size_bytes: int, attributes: int, messages: int = 1) -> int:
+    """The bytes of memory that messages take, without those who hold them.
+
+    Args:
+        size_bytes: of all of them, serialized.
+        attributes: how many all of them have together.
+        messages: how many there are.
+    """
+    return size_bytes + MESSAGE_COST_BYTES * messages + ATTRIBUTE_COST_BYTES * attributes
+
+
+class StoredMessage:
+    """One message with its server-given id and time.
+
+    `sequence` is the order of arrival over all topics. `serialized` is what goes into each response
+    and into the journal, so it is made once.
+    """
+
+    __slots__ = (
+        "attributes",
+        "cost_bytes",
+        "ordering_key",
+        "published_s",
+        "sequence",
+        "serialized",
+        "size_bytes",
+        "storage",
+    )
+
+    def __init__(
+        self,
+        proto: PubsubMessage,
+        attributes: dict[str, str],
+        sequence: int,
+        published_s: float,
+        storage: Storage,
+    ) -> None:
+        self.sequence = sequence
+        self.published_s = published_s
+        self.attributes = attributes
+        self.ordering_key: str = proto.ordering_key
+        self.serialized: bytes = proto.SerializeToString()
+        self.size_bytes = len(self.serialized)
+        self.storage = storage
+        self.cost_bytes = cost_of(self.size_bytes, len(attributes))
+        storage.held_bytes += self.cost_bytes
+
+    @property
+    def proto(self) -> PubsubMessage:
+        """The message, parsed anew. It belongs to the caller."""
+        return PubsubMessage.FromString(self.serialized)
+
+    def __del__(self) -> None:
+        # Backlogs, snapshots, logs and leases all hold messages; the reference count is the one
+        # true ledger.
+        self.storage.held_bytes -= self.cost_bytes
+        self.storage.drop(self.sequence)

@@ -1,0 +1,89 @@
+"""The unacked messages of each ordering key, oldest first, and which of them are with a consumer.
+
+Several of a key may be outstanding, all with one consumer. A redelivery of one redelivers those
+after it. Source: https://cloud.google.com/pubsub/docs/ordering
+"""
+
+import bisect
+
+from pubsub_emulator.state.consumers import Consumer, Delivery
+
+
+class OrderingLine:
+    """The messages of one key. The first `out` are leased, to `owner` unless it left."""
+
+    __slots__ = ("deliveries", "out", "owner")
+
+    def __init__(self) -> None:
+        self.deliveries: list[Delivery] = []
+        self.out = 0
+        self.owner: Consumer | None = None
+
+    @property
+    def next(self) -> Delivery | None:
+        """The oldest one that is with no consumer."""
+        return self.deliveries[self.out] if self.out < len(self.deliveries) else None
+
+    def took(self, consumer: Consumer | None) -> None:
+        """Note that the next one was leased. None: to nobody who could take more."""
+        self.out += 1
+        self.owner = consumer
+
+    def give_back(self, delivery: Delivery) -> list[Delivery]:
+        """Take back a leased delivery, and those after it, which are returned."""
+        index = self._index(delivery)
+        later = self.deliveries[index + 1 : self.out]
+        self._keep_out(index)
+        return later
+
+    def add(self, delivery: Delivery) -> None:
+        """Put a delivery in its place by order of publishing. Nothing after it is leased."""
+        bisect.insort(self.deliveries, delivery, key=_sequence)
+
+    def remove(self, delivery: Delivery) -> None:
+        """Remove a delivery, leased or not."""
+        index = self._index(delivery)
+        self.deliveries.pop(index)
+        if index < self.out:
+            self._keep_out(self.out - 1)
+
+    def _index(self, delivery: Delivery) -> int:
+        return bisect.bisect_left(self.deliveries, delivery.message.sequence, key=_sequence)
+
+    def _keep_out(self, number: int) -> None:
+        self.out = number
+        if not number:
+            self.owner = None
+
+
+class OrderingLines:
+    """One line per ordering key."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, OrderingLine] = {}
+
+    def of(self, delivery: Delivery) -> OrderingLine:
+        """The line of a delivery that is in one."""
+        return self._lines[delivery.message.ordering_key]
+
+    def get(self, key: str) -> OrderingLine | None:
+        """The line of a key, if it has any message."""
+        return self._lines.get(key)
+
+    def add(self, delivery: Delivery) -> OrderingLine:
+        """Put a delivery into the line of its key."""
+        line = self._lines.setdefault(delivery.message.ordering_key, OrderingLine())
+        line.add(delivery)
+        return line
+
+    def remove(self, delivery: Delivery) -> OrderingLine:
+        """Remove a delivery from its line."""
+        line = self.of(delivery)
+        line.remove(delivery)
+        if not line.deliveries:
+            del self._lines[delivery.message.ordering_key]
+        return line
+
+
+def _sequence(delivery: Delivery) -> int:
+    return delivery.message.sequence

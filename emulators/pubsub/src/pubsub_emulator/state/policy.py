@@ -1,0 +1,67 @@
+"""The IAM policy of one resource: stored and shown. It forbids nothing here."""
+
+from pubsub_emulator.errors import InvalidArgument
+from pubsub_emulator.names import check_range
+from pubsub_emulator.protos import Policy, SetIamPolicyRequest
+
+KIND = "iamPolicies"
+MAX_MEMBERS = 1500
+"""Source: https://cloud.google.com/iam/quotas#limits"""
+MAX_POLICY_BYTES = 256 * 1024
+VERSIONS = (0, 1, 3)
+"""Source: the field `version` of https://cloud.google.com/iam/docs/reference/rest/v1/Policy"""
+
+
+class StoredPolicy:
+    """The policy of a resource, as it is saved.
+
+    `proto` has the resource and the policy. `holder` is its number in the journal.
+    """
+
+    moment_s = 0.0
+
+    def __init__(self, proto: SetIamPolicyRequest, holder: int) -> None:
+        prefix, project, kind, resource_id = proto.resource.split("/")
+        self.path = f"{prefix}/{project}/{KIND}/{kind}/{resource_id}"
+        self.holder = holder
+        self.proto = proto
+
+
+def check_version(field: str, version: int) -> None:
+    """Refuse a version of policies that there is none of.
+
+    Raises:
+        InvalidArgument: with the field and the version.
+    """
+    if version not in VERSIONS:
+        raise InvalidArgument(
+            f"The value for {field} is invalid. You passed {version} in the request, but a policy "
+            "has version 0, 1 or 3."
+        )
+
+
+def check_policy(policy: Policy) -> None:
+    """Refuse a policy that the service would not take from anyone.
+
+    Whether its roles and members exist is not known here.
+
+    Raises:
+        InvalidArgument: a version that there is none of, a condition in a policy that is not of
+            version 3, a binding without a role, a member without a name, or too much of it.
+    """
+    check_version("policy.version", policy.version)
+    check_range("policy size in bytes", policy.ByteSize(), 0, MAX_POLICY_BYTES)
+    check_range(
+        "policy members count",
+        sum(len(binding.members) for binding in policy.bindings),
+        0,
+        MAX_MEMBERS,
+    )
+    for number, binding in enumerate(policy.bindings):
+        field = f"policy.bindings[{number}]"
+        if not binding.role:
+            raise InvalidArgument(f"{field}.role must be set.")
+        if not all(binding.members):
+            raise InvalidArgument(f"{field}.members must not be empty strings.")
+        if binding.HasField("condition") and policy.version != 3:
+            raise InvalidArgument(f"{field}.condition needs a policy of version 3.")

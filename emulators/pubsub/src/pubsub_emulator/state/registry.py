@@ -1,0 +1,176 @@
+"""All topics, subscriptions, snapshots and schemas of the broker, and the paths between them.
+
+The calls of the API are in the package `calls`, which shares this registry.
+"""
+
+from collections.abc import Callable, Collection
+from datetime import UTC, datetime
+from functools import partial
+from typing import TypeVar
+
+from pubsub_emulator.errors import InvalidArgument, resource_not_found
+from pubsub_emulator.names import check_name
+from pubsub_emulator.protos import PubsubMessage
+from pubsub_emulator.state.consumers import Delivery
+from pubsub_emulator.state.journal import ChangeJournal
+from pubsub_emulator.state.message import Storage, StoredMessage
+from pubsub_emulator.state.policy import StoredPolicy
+from pubsub_emulator.state.schema import StoredSchema
+from pubsub_emulator.state.snapshot import Snapshot
+from pubsub_emulator.state.subscription import SubscriptionState
+from pubsub_emulator.state.timers import Timers
+from pubsub_emulator.state.topic import Topic
+
+Resource = TypeVar("Resource")
+
+
+class Registry:
+    """The broker's memory: what exists, who is attached to what, which id comes next."""
+
+    def __init__(self, timers: Timers, storage: Storage, journal: ChangeJournal) -> None:
+        self.timers = timers
+        self.storage = storage
+        self.journal = journal
+        self.topics: dict[str, Topic] = {}
+        self.subscriptions: dict[str, SubscriptionState] = {}
+        self.snapshots: dict[str, Snapshot] = {}
+        self.schemas: dict[str, StoredSchema] = {}
+        self.policies: dict[str, StoredPolicy] = {}
+        """By the path of the resource."""
+        self.on_push_config: Callable[[SubscriptionState], None] = _nobody_pushes
+        # Microseconds since the epoch: ids look like the service's and don't come again after a
+        # restart.
+        self._next_sequence = int(timers.now_s() * 1e6)
+
+    def next_sequence(self) -> int:
+        """Return the next number, for message ids, holders and deliveries."""
+        self._next_sequence += 1
+        return self._next_sequence
+
+    def continue_after(self, sequence: int) -> None:
+        """Make all numbers from now on higher than one that was given out before a restart."""
+        self._next_sequence = max(self._next_sequence, sequence)
+
+    def topic(self, path: str) -> Topic:
+        """Return a topic by its full name, or raise `InvalidArgument` or `NotFound`."""
+        return _look_up(self.topics, path, "topics")
+
+    def subscription(self, path: str) -> SubscriptionState:
+        """Return a subscription by its full name, or raise `InvalidArgument` or `NotFound`."""
+        return _look_up(self.subscriptions, path, "subscriptions")
+
+    def snapshot(self, path: str) -> Snapshot:
+        """Return a snapshot by its full name, or raise `InvalidArgument` or `NotFound`."""
+        return _look_up(self.snapshots, path, "snapshots")
+
+    def schema(self, path: str) -> StoredSchema:
+        """Return a schema by its full name, or raise `InvalidArgument` or `NotFound`."""
+        return _look_up(self.schemas, path, "schemas")
+
+    def resource(self, path: str) -> object:
+        """Return a resource of any kind, or raise `InvalidArgument` or `NotFound`."""
+        kind = path.split("/")[2] if path.count("/") == 3 else ""
+        look_up = {
+            "topics": self.topic,
+            "subscriptions": self.subscription,
+            "snapshots": self.snapshot,
+            "schemas": self.schema,
+        }.get(kind)
+        if look_up is None:
+            raise InvalidArgument(f"Invalid resource name given (name={path}).")
+        return look_up(path)
+
+    def store(
+        self, message: PubsubMessage, attributes: dict[str, str], now_s: float
+    ) -> StoredMessage:
+        """Give a checked message an id and a time, and keep it for as long as somebody holds it.
+
+        Args:
+            message: what is published. Its id and time are set.
+            attributes: those of the message.
+            now_s: its time, in seconds since the epoch.
+        """
+        seconds = int(now_s)
+        sequence = self.next_sequence()
+        message.message_id = str(sequence)
+        published = message.publish_time
+        published.seconds = seconds
+        published.nanos = int((now_s - seconds) * 1e6) * 1000
+        stored = StoredMessage(message, attributes, sequence, now_s, self.storage)
+        self.journal.keep(stored)
+        return stored
+
+    def forward_dead_letter(self, subscription: SubscriptionState, delivery: Delivery) -> bool:
+        """Publish a message to the dead-letter topic, with the attributes that the service adds.
+
+        Source: https://cloud.google.com/pubsub/docs/handling-failures#track-delivery-attempts
+
+        Returns:
+            False if that topic no longer exists. The message then stays.
+        """
+        topic = self.topics.get(subscription.settings.dead_letter_topic)
+        if topic is None:
+            return False
+        letter = delivery.message.proto
+        _, project_id, _, subscription_id = subscription.path.split("/")
+        published = datetime.fromtimestamp(delivery.message.published_s, UTC)
+        letter.attributes["CloudPubSubDeadLetterSourceDeliveryCount"] = str(delivery.attempts)
+        letter.attributes["CloudPubSubDeadLetterSourceSubscription"] = subscription_id
+        letter.attributes["CloudPubSubDeadLetterSourceSubscriptionProject"] = project_id
+        letter.attributes["CloudPubSubDeadLetterSourceTopicPublishTime"] = published.isoformat(
+            timespec="milliseconds"
+        )
+        stored = self.store(letter, dict(letter.attributes), self.timers.now_s())
+        for _ in topic.deliver(stored):
+            pass
+        return True
+
+    def erase(self, path: str) -> None:
+        """Note that a resource is gone, and its policy with it."""
+        self.journal.erase(path)
+        policy = self.policies.pop(path, None)
+        if policy is not None:
+            self.journal.erase(policy.path)
+
+    def remove_subscription(self, subscription: SubscriptionState) -> None:
+        """Remove a subscription. Its consumers are notified."""
+        del self.subscriptions[subscription.path]
+        if subscription.topic is not None:
+            subscription.topic.detach(subscription)
+        subscription.close(resource_not_found(subscription.path))
+        self.erase(subscription.path)
+        self.on_push_config(subscription)
+
+    def remove_snapshot(self, snapshot: Snapshot) -> None:
+        """Remove a snapshot with its messages."""
+        del self.snapshots[snapshot.path]
+        if snapshot.topic is not None:
+            snapshot.topic.detach(snapshot)
+        if snapshot.timer is not None:
+            snapshot.timer.cancel()
+        snapshot.close()
+        self.erase(snapshot.path)
+
+    def remove_snapshot_at(self, snapshot: Snapshot, expire_s: float) -> None:
+        """Remove a snapshot when it expires. Replaces an earlier expiration."""
+        if snapshot.timer is not None:
+            snapshot.timer.cancel()
+        snapshot.timer = self.timers.at(expire_s, partial(self.remove_snapshot, snapshot))
+
+    def withdraw(self, sequences: Collection[int]) -> None:
+        """Take messages back from everyone who holds them, as if they had never been published."""
+        for holders in (self.topics, self.subscriptions, self.snapshots):
+            for holder in holders.values():
+                holder.withdraw(sequences)
+
+
+def _look_up(resources: dict[str, Resource], path: str, kind: str) -> Resource:
+    try:
+        return resources[path]
+    except KeyError:
+        check_name(path, kind)
+        raise resource_not_found(path) from None
+
+
+def _nobody_pushes(subscription: SubscriptionState) -> None:
+    """Replaces the push loops while none run."""

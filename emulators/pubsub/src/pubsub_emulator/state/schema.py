@@ -1,0 +1,129 @@
+"""One schema with its revisions, and the check of messages against a range of them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from pubsub_emulator.errors import MessageRefused, ResourceNotFound
+from pubsub_emulator.protos import PubsubMessage, Schema, SchemaRevisions
+from pubsub_emulator.schemas.definition import Definition, read_definition
+from pubsub_emulator.schemas.mismatch import Budget, Mismatch
+
+DELETED_SCHEMA = "_deleted-schema_"
+MAX_REVISIONS = 20
+"""Source: https://cloud.google.com/pubsub/quotas#resource_limits"""
+
+
+class StoredSchema:
+    """The revisions of a schema, oldest first, as they are saved.
+
+    `holder` is its number in the journal.
+    """
+
+    moment_s = 0.0
+
+    def __init__(self, path: str, proto: SchemaRevisions, holder: int) -> None:
+        self.path = path
+        self.holder = holder
+        self.proto = proto
+        self._definitions: dict[str, Definition] = {}
+
+    @property
+    def revisions(self) -> Sequence[Schema]:
+        """All revisions, oldest first."""
+        revisions: Sequence[Schema] = self.proto.schemas
+        return revisions
+
+    @property
+    def latest(self) -> Schema:
+        """The revision that was committed last."""
+        return self.revisions[-1]
+
+    def revision(self, revision_id: str) -> Schema:
+        """Return a revision. Without an id the latest.
+
+        Raises:
+            ResourceNotFound: it has no such revision.
+        """
+        return self.revisions[self._index(revision_id)] if revision_id else self.latest
+
+    def range(self, first_id: str, last_id: str) -> list[Schema]:
+        """Return the revisions from one to another, the newest first. Empty ids set no bound.
+
+        Raises:
+            ResourceNotFound: it has no such revision.
+        """
+        first = self._index(first_id) if first_id else 0
+        last = self._index(last_id) if last_id else len(self.revisions) - 1
+        return list(reversed(self.revisions[first : last + 1]))
+
+    def definition(self, revision: Schema) -> Definition:
+        """Return what messages of a revision are checked against. It is read once."""
+        if revision.revision_id not in self._definitions:
+            self._definitions[revision.revision_id] = read_definition(revision)
+        return self._definitions[revision.revision_id]
+
+    def remove(self, revision_id: str) -> None:
+        """Forget a revision.
+
+        Raises:
+            ResourceNotFound: it has no such revision.
+        """
+        del self.proto.schemas[self._index(revision_id)]
+        self._definitions.pop(revision_id, None)
+
+    def _index(self, revision_id: str) -> int:
+        for index, revision in enumerate(self.revisions):
+            if revision.revision_id == revision_id:
+                return index
+        raise ResourceNotFound(
+            f"Schema revision not found (resource={self.path.rpartition('/')[2]}@{revision_id})."
+        )
+
+
+@dataclass(frozen=True)
+class MessageCheck:
+    """The check of messages against revisions of a schema, the newest first.
+
+    It may run in a thread. Definitions are read when a message is checked against them. `kind` is
+    that of all of them: AVRO or PROTO.
+    """
+
+    schema_name: str
+    kind: str
+    encoding: str
+    definitions: Sequence[tuple[str, Callable[[], Definition]]]
+
+    def run(self, messages: Iterable[bytes]) -> list[str]:
+        """Return the id of the newest revision that each message fits.
+
+        Raises:
+            MessageRefused: a message fits none.
+        """
+        budget = Budget()
+        return [self._fitting(message, budget) for message in messages]
+
+    def stamp(self, message: PubsubMessage, revision_id: str) -> None:
+        """Add the attributes by which subscribers know what the message is.
+
+        Source: https://cloud.google.com/pubsub/docs/schemas
+        """
+        message.attributes["googclient_schemaencoding"] = self.encoding
+        message.attributes["googclient_schemaname"] = self.schema_name
+        message.attributes["googclient_schemarevisionid"] = revision_id
+
+    def _fitting(self, message: bytes, budget: Budget) -> str:
+        why = "there are no revisions from the first to the last that the topic names"
+        for revision_id, definition in self.definitions:
+            try:
+                definition().check(message, self.encoding, budget)
+            except Mismatch as mismatch:
+                why = f"last checked revision: revision_id={revision_id} failed with status: "
+                why += str(mismatch)
+            else:
+                return revision_id
+        raise MessageRefused(
+            self.encoding,
+            self.kind,
+            "Could not validate message with any schema revision for schema: "
+            f"{self.schema_name}, {why}",
+        )

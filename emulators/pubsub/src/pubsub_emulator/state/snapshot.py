@@ -1,0 +1,102 @@
+"""One snapshot: the backlog of a subscription, and all that its topic received since."""
+
+from collections.abc import Collection
+
+from pubsub_emulator.errors import FailedPrecondition, InvalidArgument
+from pubsub_emulator.protos import Snapshot as SnapshotProto
+from pubsub_emulator.state.arrivals import Arrivals
+from pubsub_emulator.state.filter import Filter
+from pubsub_emulator.state.journal import ChangeJournal
+from pubsub_emulator.state.message import StoredMessage
+from pubsub_emulator.state.subscription import SubscriptionState
+from pubsub_emulator.state.timers import Timer
+from pubsub_emulator.state.topic import Topic
+
+LONGEST_LIFE_S = 7 * 86400.0
+SHORTEST_LIFE_S = 3600.0
+
+
+class Snapshot:
+    """Holds messages until it expires. It is attached to the topic like a subscription.
+
+    `holder` is its number in the journal. `latest_expire_s`, in seconds since the epoch, is the end
+    that it was created with.
+    """
+
+    def __init__(
+        self,
+        proto: SnapshotProto,
+        topic: Topic | None,
+        journal: ChangeJournal,
+        holder: int,
+        latest_expire_s: float,
+    ) -> None:
+        self.path: str = proto.name
+        self.proto = proto
+        self.topic = topic
+        self.holder = holder
+        self.latest_expire_s = self.moment_s = latest_expire_s
+        self._journal = journal
+        self.timer: Timer | None = None
+        # The source's filter is left out: the snapshot may be used on another subscription of the
+        # topic.
+        self.filter: Filter | None = None
+        self.messages: dict[int, StoredMessage] = {}
+
+    def add(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
+        """Keep a message: unacked when the snapshot was made, or published since."""
+        self._journal.hold(message, self.holder)
+        self.restore(message)
+
+    def restore(self, message: StoredMessage) -> None:
+        """Take in a message that was kept before a restart."""
+        self.messages[message.sequence] = message
+
+    def withdraw(self, sequences: Collection[int]) -> None:
+        """Give messages up again."""
+        for message in [each for each in self.messages.values() if each.sequence in sequences]:
+            self._journal.release(message, self.holder)
+            del self.messages[message.sequence]
+
+    def close(self) -> None:
+        """Release all messages. The snapshot was deleted."""
+        for message in self.messages.values():
+            self._journal.release(message, self.holder)
+        self.messages.clear()
+
+
+def snapshot_expire_s(source: SubscriptionState, now_s: float) -> float:
+    """Return when a snapshot made now expires: 7 days less the age of the oldest unacked message.
+
+    Source: the field `expire_time` of
+        https://cloud.google.com/pubsub/docs/reference/rpc/google.pubsub.v1#snapshot
+
+    Raises:
+        FailedPrecondition: it would live for less than an hour.
+    """
+    oldest_s = min((message.published_s for message in source.backlog.messages), default=now_s)
+    expire_s = oldest_s + LONGEST_LIFE_S
+    if expire_s - now_s < SHORTEST_LIFE_S:
+        raise FailedPrecondition(
+            "The snapshot would expire in less than 1 hour, because the subscription's oldest "
+            f"unacked message is {(now_s - oldest_s) / 86400:.1f} days old "
+            f"(subscription={source.path})."
+        )
+    return expire_s
+
+
+def check_expire_time(snapshot: Snapshot, expire_s: float, now_s: float) -> None:
+    """Refuse an end (seconds since the epoch) in the past, or after the original one.
+
+    Raises:
+        InvalidArgument: with the bound that it breaks.
+    """
+    if expire_s <= now_s:
+        raise InvalidArgument(
+            f"The value for expire_time is in the past (snapshot={snapshot.path})."
+        )
+    if expire_s > snapshot.latest_expire_s:
+        raise InvalidArgument(
+            "The value for expire_time is later than the messages of the snapshot can be kept "
+            f"(snapshot={snapshot.path})."
+        )

@@ -1,0 +1,174 @@
+"""One topic: which subscriptions a message reaches, and the log that topic retention keeps."""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Protocol
+
+from pubsub_emulator.protos import Topic as TopicProto
+from pubsub_emulator.state.arrivals import Arrivals
+from pubsub_emulator.state.delivery_settings import seconds_of
+from pubsub_emulator.state.filter import Equals, Filter, needed_attributes
+from pubsub_emulator.state.journal import ChangeJournal
+from pubsub_emulator.state.message import StoredMessage
+from pubsub_emulator.state.timers import Timer, Timers
+
+STEP_SINKS = 50
+"""Of how many a step takes care. When a message makes them all grow, they take 3 ms."""
+
+
+class Sink(Protocol):
+    """What a topic passes messages to: subscriptions, and snapshots, which want all of them."""
+
+    path: str
+    filter: Filter | None
+
+    def add(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
+        """Take in one message. With `arrivals`, consumers get it when these let it out."""
+
+
+class Topic:
+    """The state of one topic. `proto` is what GetTopic shows, `holder` its number in the journal.
+
+    Filters of the form `attributes.KEY = "literal"`, alone or as a part of an AND, are found by two
+    dict look-ups, so a thousand of them cost a publish no more than one. Any other filter is tried
+    on each message.
+    """
+
+    moment_s = 0.0
+
+    def __init__(
+        self, proto: TopicProto, timers: Timers, journal: ChangeJournal, holder: int
+    ) -> None:
+        self.path: str = proto.name
+        self.holder = holder
+        self.log: deque[StoredMessage] = deque()
+        self._timers = timers
+        self._journal = journal
+        self._log_timer: Timer | None = None
+        self._sinks: dict[str, Sink] = {}
+        """All of them."""
+        self._unfiltered: dict[str, Sink] = {}
+        self._by_value: dict[str, dict[str, dict[str, Sink]]] = {}
+        self._found_by: dict[str, Equals] = {}
+        self._filtered: dict[str, Sink] = {}
+        self.configure(proto)
+
+    def configure(self, proto: TopicProto) -> None:
+        """Apply new settings. A log that is no longer kept is dropped."""
+        self.proto = proto
+        self.has_schema: bool = proto.HasField("schema_settings")
+        self.retention_s = seconds_of(proto.message_retention_duration)
+        self._drop_old()
+
+    @property
+    def reach(self) -> int:
+        """How many get every message."""
+        return len(self._unfiltered)
+
+    @property
+    def sinks(self) -> int:
+        """How many may get a message, if it is for all of them."""
+        return len(self._sinks)
+
+    def attach(self, sink: Sink) -> None:
+        """Send it every message from now on that its filter matches."""
+        self._sinks[sink.path] = sink
+        if sink.filter is None:
+            self._unfiltered[sink.path] = sink
+        elif needed := needed_attributes(sink.filter):
+            # The rarest: many may ask for one kind of message, and each for another slot of it.
+            found_by = min(needed, key=lambda one: len(self._with(one)))
+            self._found_by[sink.path] = found_by
+            values = self._by_value.setdefault(found_by.key, {})
+            values.setdefault(found_by.value, {})[sink.path] = sink
+        else:
+            self._filtered[sink.path] = sink
+
+    def detach(self, sink: Sink) -> None:
+        """Send it nothing more."""
+        self._sinks.pop(sink.path, None)
+        self._unfiltered.pop(sink.path, None)
+        self._filtered.pop(sink.path, None)
+        found_by = self._found_by.pop(sink.path, None)
+        if found_by is not None:
+            values = self._by_value[found_by.key]
+            del values[found_by.value][sink.path]
+            if not values[found_by.value]:
+                del values[found_by.value]
+            if not values:
+                del self._by_value[found_by.key]
+
+    def _with(self, needed: Equals) -> Mapping[str, Sink]:
+        return self._by_value.get(needed.key, {}).get(needed.value, {})
+
+    def deliver(self, message: StoredMessage, arrivals: Arrivals | None = None) -> Iterable[None]:
+        """Pass a new message to everyone it is for: to 50 at once, to more by steps."""
+        if self.retention_s:
+            self._journal.hold(message, self.holder)
+            self.restore(message)
+        sinks = self._reached(message.attributes)
+        if len(sinks) > STEP_SINKS:
+            return self._deliver_by_steps(message, sinks, arrivals)
+        for sink in sinks:
+            sink.add(message, arrivals)
+        return ()
+
+    def _deliver_by_steps(
+        self, message: StoredMessage, sinks: list[Sink], arrivals: Arrivals | None
+    ) -> Iterator[None]:
+        for count, sink in enumerate(sinks, 1):
+            # It may have gone between two steps.
+            if self._sinks.get(sink.path) is sink:
+                sink.add(message, arrivals)
+            if count % STEP_SINKS == 0:
+                yield
+
+    def _reached(self, attributes: Mapping[str, str]) -> list[Sink]:
+        reached = list(self._unfiltered.values())
+        for key, values in self._by_value.items():
+            value = attributes.get(key)
+            if value is not None:
+                reached += [
+                    sink
+                    for sink in values.get(value, {}).values()
+                    if isinstance(sink.filter, Equals) or _wants(sink, attributes)
+                ]
+        if self._filtered:
+            reached += [sink for sink in self._filtered.values() if _wants(sink, attributes)]
+        return reached
+
+    def restore(self, message: StoredMessage) -> None:
+        """Take a message into the log."""
+        self.log.append(message)
+        if self._log_timer is None:
+            self._arm_log_timer()
+
+    def withdraw(self, sequences: Collection[int]) -> None:
+        """Take messages out of the log again."""
+        for message in [each for each in self.log if each.sequence in sequences]:
+            self._journal.release(message, self.holder)
+            self.log.remove(message)
+
+    def close(self) -> None:
+        """Drop the log. The topic was deleted."""
+        self.retention_s = 0.0
+        self._drop_old()
+
+    def _drop_old(self) -> None:
+        now_s = self._timers.now_s()
+        while self.log and self.log[0].published_s + self.retention_s <= now_s:
+            self._journal.release(self.log.popleft(), self.holder)
+        self._arm_log_timer()
+
+    def _arm_log_timer(self) -> None:
+        if self._log_timer is not None:
+            self._log_timer.cancel()
+            self._log_timer = None
+        if self.log:
+            self._log_timer = self._timers.at(
+                self.log[0].published_s + self.retention_s, self._drop_old
+            )
+
+
+def _wants(sink: Sink, attributes: Mapping[str, str]) -> bool:
+    return sink.filter is None or sink.filter.matches(attributes)

@@ -1,0 +1,54 @@
+"""Google's own Pub/Sub emulator, if installed, to compare this one with."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.process import Process, free_port, listens
+
+START_LIMIT_S = 30.0
+SDK_ROOTS = (
+    "/usr/lib/google-cloud-sdk",
+    "/opt/google-cloud-sdk",
+    "/google-cloud-sdk",
+    "/usr/local/google-cloud-sdk",
+    "/usr/local/share/google-cloud-sdk",
+    "/opt/homebrew/share/google-cloud-sdk",
+    "/snap/google-cloud-cli/current",
+    "~/google-cloud-sdk",
+)
+"""Where packages and installers put it. Elsewhere it is found by `gcloud` on PATH."""
+JAR = "platform/pubsub-emulator/lib/cloud-pubsub-emulator-*.jar"
+
+
+def find_emulator(jar: str | None = None) -> list[str] | None:
+    """Returns the command that starts the emulator, without its options.
+
+    Args:
+        jar: the emulator's, where it is known.
+
+    Returns:
+        None where the emulator or a Java is missing.
+    """
+    gcloud, java = shutil.which("gcloud"), shutil.which("java")
+    roots = [Path(root).expanduser() for root in SDK_ROOTS]
+    if gcloud:
+        roots.append(Path(gcloud).resolve().parent.parent)
+    jars = [jar] if jar else [str(found) for root in roots for found in sorted(root.glob(JAR))]
+    return [java, "-Xmx512m", "-jar", jars[-1]] if java and jars else None
+
+
+@contextmanager
+def running_emulator(command: list[str], log_dir: Path) -> Iterator[str]:
+    """Runs it. Yields `host:port`.
+
+    Raises:
+        RuntimeError: it did not start.
+    """
+    port = free_port()
+    with Process(
+        "google-pubsub-emulator", [*command, "--host=127.0.0.1", f"--port={port}"], log_dir
+    ) as process:
+        process.wait_ready(lambda: listens(port), START_LIMIT_S)
+        yield f"127.0.0.1:{port}"

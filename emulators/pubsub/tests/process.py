@@ -1,0 +1,121 @@
+"""A server while it runs as a process of its own, with a log file."""
+
+import ctypes
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+POLL_S = 0.02
+STOP_LIMIT_S = 30.0
+FREE_PORTS = (15_000, 32_000)
+"""Below the kernel's ephemeral ports, which another process might get before our caller."""
+PORT_TRIES = 1000
+_PR_SET_PDEATHSIG = 1
+_random = random.SystemRandom()
+
+
+class Process:
+    """A program while it runs. Entering the context starts it, leaving it stops it.
+
+    Args:
+        name: of its log file, without `.log`.
+        command: program and arguments.
+        log_dir: gets the log file, with both output streams.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], log_dir: Path) -> None:
+        self.log_path = log_dir / f"{name}.log"
+        self._name = name
+        self._command = list(command)
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._running.terminate()
+        try:
+            self._running.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def start(self) -> None:
+        """Starts it and returns at once. The log is written anew at first, later starts append."""
+        with self.log_path.open("ab" if self._popen else "wb") as output:
+            self._popen = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._running.poll() is None
+
+    @property
+    def pid(self) -> int:
+        return self._running.pid
+
+    def wait_ready(self, is_ready: Callable[[], bool], limit_s: float) -> None:
+        """Returns once `is_ready` says so.
+
+        Raises:
+            RuntimeError: it ended first, or `limit_s` seconds passed. The message has its log.
+        """
+        deadline_s = time.monotonic() + limit_s
+        while not is_ready():
+            if not self.is_running or time.monotonic() > deadline_s:
+                said = self.log_path.read_text(errors="replace")
+                raise RuntimeError(f"{self._name} was not ready within {limit_s:g} s: {said}")
+            time.sleep(POLL_S)
+
+    def kill(self) -> None:
+        """Kills it with SIGKILL, like a crash."""
+        self._running.kill()
+        self._running.wait(STOP_LIMIT_S)
+
+    @property
+    def _running(self) -> subprocess.Popen[bytes]:
+        assert self._popen is not None, f"{self._name} was not started"
+        return self._popen
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def listens(port: int) -> bool:
+    """Whether something takes connections on a port of 127.0.0.1."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    """Returns a free TCP port of 127.0.0.1, reserved while this process lives."""
+    for _ in range(PORT_TRIES):
+        port = _random.randrange(*FREE_PORTS)
+        # The UDP port of the same number is the reservation. It ends with this process.
+        claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            claim.bind(("127.0.0.1", port))
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            claim.close()
+            continue
+        claim.detach()
+        return port
+    raise RuntimeError(f"no free port in {PORT_TRIES} tries")

@@ -1,1 +1,0 @@
-"""Servers that replace Google's on one machine."""

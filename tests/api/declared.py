@@ -1,0 +1,85 @@
+"""Compares each answer that a test gets with what the OpenAPI document says of its route."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+OF_THE_TRANSPORT = frozenset(
+    {
+        *("date", "server", "content-length", "content-type", "content-encoding", "vary"),
+        *("transfer-encoding", "connection", "cache-control", "x-accel-buffering"),
+        *("x-content-type-options", "content-security-policy", "referrer-policy"),
+    }
+)
+"""Headers that say nothing of this API."""
+OF_BROWSERS = "access-control-"
+NOT_OF_ROUTES = frozenset({405})
+
+
+@cache
+def _pattern(place: str) -> re.Pattern[str]:
+    """Of the paths of an operation. The key of an object has slashes."""
+    any_text = ".+" if place.endswith("/{key}") else "[^/]+"
+    return re.compile(re.sub(r"\\{[^}]*\\}", lambda _: any_text, re.escape(place)))
+
+
+class Declared:
+    """What the document of an app declares."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+        self.document: dict[str, Any] = {}
+        self.undeclared: list[str] = []
+
+    async def check(self, response: httpx.Response) -> None:
+        """Notes what the document does not have. An event hook of httpx."""
+        request = response.request
+        self.undeclared += self.missing(
+            request.method, request.url.path, response.status_code, response.headers
+        )
+
+    def missing(self, method: str, path: str, status: int, headers: Mapping[str, str]) -> list[str]:
+        """What the document lacks of one answer."""
+        operation = self._operation(method, path)
+        if operation is None or status in NOT_OF_ROUTES:
+            return []
+        place = f"{method} {operation['path']} {status}"
+        declared = operation["responses"].get(str(status))
+        if declared is None:
+            return [f"{place} is not declared"]
+        if "$ref" in declared:
+            declared = self._resolved(declared["$ref"])
+        names = {name.lower() for name in declared.get("headers", {})}
+        found = [
+            f"{place}: the header {name} is not declared"
+            for name in headers
+            if name not in names | OF_THE_TRANSPORT and not name.startswith(OF_BROWSERS)
+        ]
+        kind = headers.get("content-type", "").partition(";")[0]
+        if kind and method != "HEAD" and kind not in declared.get("content", {}):
+            found.append(f"{place}: the type {kind} is not declared")
+        return found
+
+    def _operation(self, method: str, path: str) -> dict[str, Any] | None:
+        """The operation of a request. None where the document has none."""
+        self.document = self.document or self._app.openapi()
+        verb = "get" if method == "HEAD" else method.lower()
+        # Paths without parameters come before those with some.
+        for place in sorted(self.document["paths"], key=lambda one: one.count("{")):
+            found = self.document["paths"][place].get(verb)
+            if found is not None and _pattern(place).fullmatch(path):
+                return dict(found, path=place)
+        return None
+
+    def _resolved(self, reference: str) -> dict[str, Any]:
+        node: Any = self.document
+        for name in reference.removeprefix("#/").split("/"):
+            node = node[name]
+        assert isinstance(node, dict)
+        return node

@@ -1,0 +1,225 @@
+"""What tenants and keys are charged by three books: what answers say, the rows, and the counters.
+
+A test sends requests through a `Ledger` and lets them end in any way. `check` waits until nothing
+is in flight any more, and compares the books of each key and each tenant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis.asyncio
+
+from api.dispatch.request import COST_HEADER
+from api.limits.limiter import Limiter
+from shared.catalog import Catalog, Model
+from shared.catalog_entry import Cache, Price
+from shared.settings import ApiSettings
+from shared.tenants.plan import Limits, Plan
+from shared.usage.row import Row
+from tests.api.fake_worker import FakeWorker
+from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.keys import bearer, keys_url, stored
+from tests.limits import PATIENCE, WAIT_LIMIT_S
+from tests.workers.worker_harness import MODEL, WorkerHarness, running_worker
+
+BUDGET_USD = 1000.0
+EXACT_USD = 1e-9
+SETTLE_LIMIT_S = 5.0 * PATIENCE
+KEYS = {"one": "acme", "two": "acme", "other": "globex", "poor": "initech"}
+"""The tenants of the keys that tests call so."""
+POOR_USD = 0.001
+PRICED = MODEL.model_copy(
+    update={
+        "price": Price(per_million_tokens_usd=1000.0, cached_share=0.25),
+        "cache": Cache(ttl_s=60, scope="tenant"),
+    }
+)
+"""A letter costs a tenth of a cent."""
+
+
+def once(rows: Iterable[Row]) -> list[Row]:
+    """Each row_id once, as the reports count it (infra/bigquery/views/rows_deduplicated.sql)."""
+
+    def order(row: Row) -> tuple[bool, float, float]:
+        attempt = -math.inf if row.attempt is None else row.attempt
+        return row.status == "succeeded", -attempt, -(row.replied_at_s or 0.0)
+
+    found: dict[tuple[float, str], Row] = {}
+    for row in sorted(rows, key=order):
+        found.setdefault((row.received_at_s, row.row_id), row)
+    return list(found.values())
+
+
+@dataclass
+class Ledger:
+    """The three books of a deployment.
+
+    `apis` and `row_lists` may grow. `until_idle` waits until no worker will write a row any more.
+    """
+
+    redis_url: str
+    apis: list[ApiUnderTest]
+    row_lists: list[Sequence[Row]]
+    until_idle: Callable[[], Awaitable[object]]
+    tenant_of: Mapping[str, str] = field(default_factory=lambda: KEYS)
+    limiters: list[Limiter] = field(default_factory=list)
+    """Of other processes than the APIs."""
+    told_usd: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """By key, what its answers said. Nothing was said to who hung up."""
+
+    def tell(self, key: str, usd: float) -> None:
+        """Notes what an answer said."""
+        self.told_usd[key] += usd
+
+    async def post(
+        self, key: str, path: str, body: object, *, at: int = 0, **headers: str
+    ) -> httpx.Response:
+        """Sends a request to an API, and notes what the header says of its cost."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        http = self.apis[at].http
+        answer = await http.post(path, json=body, headers=bearer(key) | named)
+        self.tell(key, float(answer.headers.get(COST_HEADER, 0)))
+        return answer
+
+    async def embed(
+        self, key: str, texts: Sequence[str], *, encoding: str = "base64", **given: Any
+    ) -> httpx.Response:
+        """Asks for texts."""
+        body = {"model": MODEL.name, "input": list(texts), "encoding_format": encoding}
+        return await self.post(key, "/v1/embeddings", body, **given)
+
+    def row_of(self, request: httpx.Response, item: int = 0) -> Row:
+        """The row that counts for an item of an answered request."""
+        wanted = f"{request.headers['x-request-id']}:{item}"
+        [row] = [row for row in self.rows() if row.row_id == wanted]
+        return row
+
+    def rows(self) -> list[Row]:
+        """The rows that count."""
+        return once(row for rows in self.row_lists for row in rows)
+
+    def charged_usd(self, key: str) -> float:
+        """What the rows charge a key."""
+        key_id = stored(key, self.tenant_of[key]).id
+        return sum(row.cost_usd or 0.0 for row in self.rows() if row.key_id == key_id)
+
+    async def check(self) -> dict[str, float]:
+        """Compares the three books of each key and tenant, and returns the charges by key."""
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            for api in self.apis:
+                await api.until_idle()
+            await self.until_idle()
+            charged = {key: self.charged_usd(key) for key in self.tenant_of}
+            expected = pytest.approx(self._with_tenants(charged), abs=EXACT_USD)
+            until_s = time.monotonic() + SETTLE_LIMIT_S
+            counted = await self._counted()
+            while counted != expected and time.monotonic() < until_s:
+                await asyncio.sleep(0.02)  # a prediction is settled by who reads its record
+                counted = await self._counted()
+        told = {key: self.told_usd[key] for key in self.tenant_of}
+        assert told == pytest.approx(charged, abs=EXACT_USD), f"answers {told}, rows {charged}"
+        assert counted == expected, f"counters {counted}, rows {charged}"
+        return charged
+
+    def _with_tenants(self, charged: Mapping[str, float]) -> dict[str, float]:
+        sums: dict[str, float] = defaultdict(float)
+        for key, usd in charged.items():
+            tenant = self.tenant_of[key]
+            sums[f"t:{tenant}"] += usd
+            sums[f"k:{tenant}:{stored(key, tenant).id}"] += usd
+        return dict(sums)
+
+    async def _counted(self) -> dict[str, float]:
+        """What Redis has counted, once every instance has given back what it does not need."""
+        limiters = [*(api.dependencies.limiter for api in self.apis), *self.limiters]
+        for limiter in limiters:
+            await limiter.give_back(math.inf)
+        counted = {}
+        async with redis.asyncio.Redis.from_url(self.redis_url) as client:
+            for name in self._with_tenants(dict.fromkeys(self.tenant_of, 0.0)):
+                used = await client.hget(f"penstock:limits:month:{name}:usd", "used")
+                counted[name] = float(used or 0)
+        return counted
+
+
+@dataclass
+class LedgerWorld:
+    """An API or several over a real worker with a fake model process, and their ledger."""
+
+    ledger: Ledger
+    harness: WorkerHarness
+    settings: ApiSettings
+    catalog: Catalog
+
+    @property
+    def api(self) -> ApiUnderTest:
+        """The first instance."""
+        return self.ledger.apis[0]
+
+    async def hang_up(
+        self, key: str, texts: Sequence[str], when: Callable[[], bool], **headers: str
+    ) -> None:
+        """Asks, and hangs up as soon as `when` holds."""
+        asked = asyncio.create_task(self.ledger.embed(key, texts, **headers))
+        await self.harness.until(lambda: asked.done() or when())
+        assert not asked.done(), "it was answered before it could hang up"
+        asked.cancel()
+        await asyncio.wait([asked])
+
+
+def ledger_keys(folder: Path, tenant_of: Mapping[str, str] = KEYS, **plan: Any) -> str:
+    """Writes keys whose tenants and which themselves have a budget. Returns the URL."""
+    own = Limits(budget_usd_per_month=BUDGET_USD)
+    rich, poor = (Plan(budget_usd_per_month=usd, **plan) for usd in (BUDGET_USD, POOR_USD))
+    return keys_url(
+        folder,
+        plans={"rich": rich, "poor": poor},
+        tenants={tenant: "poor" if key == "poor" else "rich" for key, tenant in tenant_of.items()},
+        keys=[stored(key, tenant, limits=own) for key, tenant in tenant_of.items()],
+    )
+
+
+@asynccontextmanager
+async def ledger_world(
+    redis_url: str,
+    folder: Path,
+    model: Model = PRICED,
+    *,
+    instances: int = 1,
+    worker: AbstractAsyncContextManager[WorkerHarness] | None = None,
+) -> AsyncIterator[LedgerWorld]:
+    """A deployment of embeddings whose text is its vector (tests/workers/worker_harness.py).
+
+    Args:
+        redis_url: of Redis.
+        folder: for keys and objects.
+        model: which the worker serves.
+        instances: of the API.
+        worker: another one that serves the model.
+    """
+    settings = settings_for(folder, redis_url=redis_url, keys_url=ledger_keys(folder))
+    catalog = Catalog((model,))
+    async with worker or running_worker(redis_url, folder, model=model) as harness:
+        assert harness.registry is not None
+        ledger = Ledger(redis_url, [], [harness.rows], harness.registry.wait_idle)
+        world = LedgerWorld(ledger, harness, settings, catalog)
+        broker = harness.broker
+        async with AsyncExitStack() as opened:
+            for _ in range(instances):
+                api = await opened.enter_async_context(
+                    running_api(settings, broker, broker, catalog, worker=FakeWorker(broker, ()))
+                )
+                ledger.apis.append(api)
+                ledger.row_lists.append(api.rows)
+            yield world

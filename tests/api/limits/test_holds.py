@@ -1,0 +1,200 @@
+"""What predictions have reserved is settled by any instance, when and however they end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from api.limits.limited_request import HeldLimits, Hold, LimitedRequest
+from api.limits.limiter import Limiter
+from api.limits.store import Answer, Ask, LimitStore
+from api.predictions.follower import ENDING_S, PredictionFollower
+from shared.catalog_entry import Price
+from shared.message_encoding import encode_reply_body
+from shared.messages import ItemOutcome, Receipt, ReplyBody
+from shared.predictions import Prediction
+from shared.stores.records import Records
+from shared.tasks.embedding import TextInput
+from shared.tenants.plan import Caller, Plan
+from tests.api.harness import SERVED
+from tests.api.limits.clocks import CLOCK, Clock
+from tests.limits import REDIS_LIMIT_S
+
+pytestmark = pytest.mark.anyio
+MODEL = SERVED.default("embedding").model_copy(
+    update={"price": Price(per_million_tokens_usd=1000.0)}
+)
+CALLER = Caller(tenant="acme", plan=Plan(budget_usd_per_month=100.0, max_in_flight=1000))
+RESERVED_USD = 0.022
+"""Twenty bytes and two special tokens."""
+REPLY = encode_reply_body(ReplyBody([ItemOutcome(0, "succeeded", Receipt("miss", tokens=3))]))
+
+
+class LatePredictions:
+    """Ends a prediction that it is asked to read, as it is late."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    async def read_linked(self, record_id: str, prediction_id: str) -> None:
+        await self._records.finish(record_id, "failed", encode_reply_body(ReplyBody([])))
+
+
+@dataclass
+class Setup:
+    limiter: Limiter
+    records: Records
+    follower: PredictionFollower
+    client: Any
+
+    async def create(self, name: str, *, left_s: float = 1000.0) -> Hold:
+        """Creates a prediction that reserves RESERVED_USD."""
+        now_s = time.time()
+        prediction = Prediction(
+            id=name,
+            record=name,
+            tenant="acme",
+            model=MODEL.name,
+            owner="o",
+            version="v",
+            input={},
+            base_url="http://x",
+            created_at_s=now_s,
+            deadline_s=now_s + left_s,
+        )
+        inputs = [TextInput("x" * 20)]
+        async with LimitedRequest(
+            self.limiter, CALLER, MODEL, inputs, {}, received_at_s=self.limiter._clock()
+        ) as limited:
+            hold = limited.hold(prediction, self.follower.follow)
+            assert hold is not None
+            await self.store(hold)
+        return hold
+
+    async def store(self, hold: Hold) -> None:
+        await self.records.create(
+            hold.record_id,
+            "acme",
+            b"{}",
+            deadline_s=hold.kept.deadline_s,
+            keep_s=600,
+            hold=hold.data,
+        )
+        hold.is_stored = True
+
+    async def spent_usd(self) -> float:
+        """What the counter says, when leases are back."""
+        await self.limiter.give_back(self.limiter._clock() + 1)
+        return float(await self.client.hget("penstock:limits:month:t:acme:usd", "used"))
+
+    async def in_flight(self) -> float:
+        (answer,) = await self.limiter.store.take([Ask("t:acme:items", "slots", 1000, 0)])
+        return answer.used
+
+    async def open_holds(self) -> int:
+        return int(await self.client.hlen("penstock:predictions:holds"))
+
+
+@pytest.fixture
+async def setup(redis_url: str) -> AsyncIterator[Setup]:
+    clock = Clock(redis_url)
+    async with (
+        Records(redis_url, timeout_s=REDIS_LIMIT_S) as records,
+        LimitStore(redis_url, "a", clock=CLOCK, timeout_s=REDIS_LIMIT_S) as store,
+        redis.asyncio.Redis.from_url(redis_url) as client,
+    ):
+        limiter = Limiter(store, clock=clock)
+        late: Any = LatePredictions(records)
+        yield Setup(limiter, records, PredictionFollower(late, records.holds, limiter), client)
+    clock.close()
+
+
+async def test_all_are_settled_however_many_there_are(setup: Setup) -> None:
+    names = [f"p{number}" for number in range(300)]
+    for name in names:
+        await setup.create(name)
+    await setup.follower.sweep()
+    assert await setup.spent_usd() == pytest.approx(300 * RESERVED_USD)
+    for name in names:
+        await setup.records.finish(name, "succeeded", REPLY)
+    await setup.follower.sweep()
+    await setup.follower.sweep()
+    assert await setup.spent_usd() == pytest.approx(300 * 0.003)
+    assert await setup.open_holds() == 0
+    account = setup.limiter.account(CALLER, MODEL.name, "tokens")
+    assert [one.is_idle for one in account.counters if one.unit == "items"] == [True]
+
+
+async def test_one_whose_creation_is_not_known_is_found_or_canceled(setup: Setup) -> None:
+    class Lost(Setup):
+        arrives = True
+
+        async def store(self, hold: Hold) -> None:
+            if self.arrives:
+                await super().store(hold)
+            hold.is_stored = None
+
+    lost = Lost(setup.limiter, setup.records, setup.follower, setup.client)
+    await lost.create("arrived")
+    lost.arrives = False
+    await lost.create("lost")
+    equal = await lost.create("arrived")
+    assert equal.is_stored is None
+    assert await setup.spent_usd() == pytest.approx(3 * RESERVED_USD)
+    await setup.follower.sweep()
+    assert await setup.spent_usd() == pytest.approx(RESERVED_USD)
+
+
+async def test_canceled_one_waits_for_what_its_worker_says(setup: Setup) -> None:
+    await setup.create("taken")
+    await setup.create("waiting")
+    await setup.records.claim(["taken"])
+    for name in ("taken", "waiting"):
+        await setup.records.cancel(name)
+        # As if it was long ago: nobody took the one that waited, so nobody will say anything.
+        canceled_at_s = str(time.time() - ENDING_S - 1)
+        await setup.client.hset(f"penstock:record:{name}", "canceled_at_s", canceled_at_s)
+    await setup.records.delete("taken", time.time() + 1000)
+    await setup.follower.sweep()
+    assert await setup.spent_usd() == pytest.approx(RESERVED_USD)
+    partial = Receipt("miss", tokens=2, is_delivered_in_part=True)
+    reply = encode_reply_body(ReplyBody([ItemOutcome(0, "canceled", partial)]))
+    await setup.records.finish("taken", "canceled", reply)
+    await setup.client.zadd("penstock:predictions:held", {"penstock:record:taken": 0})
+    await setup.follower.sweep()
+    assert await setup.spent_usd() == pytest.approx(0.002)
+
+
+async def test_late_one_is_ended_and_costs_nothing(setup: Setup) -> None:
+    await setup.create("late", left_s=-10)
+    await setup.follower.sweep()
+    await setup.follower.sweep()
+    assert (await setup.spent_usd(), await setup.open_holds()) == (0, 0)
+
+
+async def test_what_can_not_be_read_counts_as_reserved(setup: Setup) -> None:
+    for name in ("broken hold", "broken reply", "gone", "whole"):
+        await setup.create(name)
+        await setup.records.finish(name, "succeeded", REPLY)
+    await setup.client.hset("penstock:predictions:holds", "penstock:record:broken hold", "?")
+    await setup.client.hset("penstock:record:broken reply", "reply", "?")
+    await setup.client.delete("penstock:record:gone")
+    await setup.follower.sweep()
+    assert await setup.spent_usd() == pytest.approx(3 * RESERVED_USD + 0.003)
+    assert await setup.open_holds() == 0
+
+
+async def test_hold_is_settled_once(setup: Setup) -> None:
+    hold = await setup.create("p")
+    kept: HeldLimits = hold.kept
+    asks = [one.settled(0.0) for one in kept.takings]
+    found: list[list[Answer]] = [await setup.limiter.store.settle("p", asks) for _ in range(2)]
+    assert [answers[0].used for answers in found] == [0, 0]
+    await setup.create("another")
+    await setup.limiter.store.settle("p", asks)
+    assert await setup.spent_usd() == pytest.approx(RESERVED_USD)

@@ -1,0 +1,192 @@
+"""Any order of commands, cancellations, deadlines, ends and deaths, against the pool of processes.
+
+The clock of the loop is moved, and what happens in one turn of the loop is a matter of chance: a
+command may be canceled, expire and get its process in the same turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from prometheus_client import REGISTRY
+
+from api.inputs.codec_client import CodecClient, ReserveMemory
+from api.inputs.codec_pool import CodecPool
+from api.inputs.codec_protocol import CodecCommand, CodecReply, EncodeImage, ImageEncoded
+from shared.errors import BadInput, DeadlineExceeded, Overloaded, Unavailable
+
+PROCESSES = 2
+TURNS = 30
+"""Of the loop, after which nothing goes on by itself."""
+EXPECTED = (Overloaded, DeadlineExceeded, Unavailable, BadInput)
+
+
+class MovedLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock stands still until it is moved."""
+
+    now_s = 0.0
+
+    def time(self) -> float:
+        return self.now_s
+
+
+class FakeProcess(CodecClient):
+    """A process that ends a command when the test says so."""
+
+    def __init__(self, running: list[FakeProcess]) -> None:
+        self._running = running
+        self._is_dead = False
+        self.end: asyncio.Future[CodecReply] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return not self._is_dead
+
+    async def run(
+        self, command: CodecCommand, data: bytes, reserve: ReserveMemory
+    ) -> tuple[CodecReply, bytes]:
+        assert self.end is None, "one command at a time"
+        assert not self._is_dead
+        self.end = asyncio.get_running_loop().create_future()
+        self._running.append(self)
+        try:
+            async with reserve(len(data)):
+                return await self.end, b""
+        finally:
+            self._running.remove(self)
+            self.end = None
+
+    def die(self) -> None:
+        self._is_dead = True
+        assert self.end is not None
+        self.end.set_exception(Unavailable("the process died"))
+
+    async def kill(self) -> None:
+        self._is_dead = True
+
+
+class Pool(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = MovedLoop()
+        self.running: list[FakeProcess] = []
+        self.commands: list[asyncio.Task[Any]] = []
+        self.canceled: set[asyncio.Task[Any]] = set()
+        self.waiting_before = _waiting()
+        self.pool = self.do(_opened(self.start))
+
+    async def start(self) -> CodecClient:
+        return FakeProcess(self.running)
+
+    def do(self, coroutine: Any) -> Any:
+        return self.loop.run_until_complete(coroutine)
+
+    def settle(self) -> None:
+        self.turn(TURNS)
+
+    @rule(turns=st.integers(1, 3))
+    def turn(self, turns: int) -> None:
+        async def pass_turns() -> None:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+        self.do(pass_turns())
+
+    @rule(
+        tenant=st.sampled_from(["", "a", "b"]),
+        is_new=st.booleans(),
+        remaining_s=st.sampled_from([5.0, 50.0]),
+    )
+    def take(self, tenant: str, is_new: bool, remaining_s: float) -> None:
+        async def begin() -> asyncio.Task[Any]:
+            running = self.pool.run(
+                EncodeImage("png", 90),
+                b"bytes",
+                deadline_s=time.time() + remaining_s,
+                is_new=is_new,
+                tenant=tenant,
+            )
+            return asyncio.create_task(running)
+
+        self.commands.append(self.do(begin()))
+
+    @rule(which=st.integers(0, 100))
+    def cancel(self, which: int) -> None:
+        if self.commands:
+            command = self.commands[which % len(self.commands)]
+            command.cancel()
+            self.canceled.add(command)
+
+    @rule(seconds=st.sampled_from([1.0, 5.1, 60.0]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.loop.now_s += seconds
+
+    @rule(which=st.integers(0, 100), how=st.sampled_from(["finish", "refuse", "die"]))
+    def end(self, which: int, how: str) -> None:
+        at_work = [one for one in self.running if one.end is not None and not one.end.done()]
+        if not at_work:
+            return
+        process = at_work[which % len(at_work)]
+        assert process.end is not None
+        if how == "finish":
+            process.end.set_result(ImageEncoded())
+        elif how == "refuse":
+            process.end.set_exception(BadInput("no image"))
+        else:
+            process.die()
+
+    @invariant()
+    def no_more_processes_than_allowed_are_at_work(self) -> None:
+        assert len(self.running) <= PROCESSES
+
+    @invariant()
+    def commands_end_as_described(self) -> None:
+        for command in self.commands:
+            if command.done() and not command.cancelled():
+                error = command.exception()
+                assert error is None or isinstance(error, EXPECTED), repr(error)
+            if command.done() and command.cancelled():
+                assert command in self.canceled
+
+    @rule()
+    def nobody_waits_beside_a_free_process(self) -> None:
+        self.settle()
+        open_commands = [command for command in self.commands if not command.done()]
+        assert len(self.running) == min(PROCESSES, len(open_commands))
+        assert _waiting() - self.waiting_before == len(open_commands) - len(self.running)
+
+    def teardown(self) -> None:
+        """After all commands ended, all processes take new ones."""
+        self.settle()
+        for command in self.commands:
+            command.cancel()
+        self.settle()
+        assert all(command.done() for command in self.commands)
+        assert _waiting() == self.waiting_before
+        self.commands.clear()
+        for _ in range(PROCESSES + 1):
+            self.take("", True, 50.0)
+        self.nobody_waits_beside_a_free_process()
+        while self.running:
+            self.end(0, "finish")
+            self.settle()
+        assert [command.exception() for command in self.commands] == [None] * (PROCESSES + 1)
+        self.do(self.pool.__aexit__(None, None, None))
+        self.loop.close()
+
+
+async def _opened(start: Any) -> CodecPool:
+    return await CodecPool(PROCESSES, 1024, start=start).__aenter__()
+
+
+def _waiting() -> float:
+    return REGISTRY.get_sample_value("penstock_api_pictures_waiting") or 0.0
+
+
+def test_pool_holds_in_any_order() -> None:
+    run_state_machine_as_test(Pool, settings=settings(max_examples=60, stateful_step_count=30))

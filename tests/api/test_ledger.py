@@ -1,0 +1,454 @@
+"""However a request ends, its answer, its rows and the counters of its key and tenant say the same.
+
+One test for each end. Each compares the three books and says who pays what.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api.batches.process import opened_runner
+from shared.errors import Unavailable
+from shared.stores.records import Records
+from tests.api.batches.batching import created, jsonl, line, until
+from tests.api.harness import RowList, already_open
+from tests.api.ledger import Ledger, LedgerWorld, ledger_keys, ledger_world
+from tests.api.predicting import OVER
+from tests.api.test_text_charges import BODY as STREAM
+from tests.api.test_text_charges import LONG
+from tests.canary.world import CANARY, running_world
+from tests.keys import bearer, key_for
+from tests.limits import PATIENCE, WAIT_LIMIT_S
+from tests.workers.test_steps import spelling
+from tests.workers.worker_harness import MODEL
+
+pytestmark = pytest.mark.anyio
+
+LETTER_USD = 0.001
+WORD_USD = 4 * LETTER_USD
+LATE_MS = str(int(500 * PATIENCE))
+"""A deadline that passes in the test."""
+End = Callable[[LedgerWorld], Awaitable[dict[str, float]]]
+
+
+@pytest.fixture
+async def world(redis_url: str, tmp_path: Path) -> AsyncIterator[LedgerWorld]:
+    async with ledger_world(redis_url, tmp_path) as running:
+        yield running
+
+
+def words(count: int, start: int = 0) -> list[str]:
+    """Different texts of four letters. A message has 16 items, a batch of the model four."""
+    digits = "abcdefghij"
+    return ["".join(digits[int(one)] for one in f"{start + at:04d}") for at in range(count)]
+
+
+def code_of(answer: httpx.Response) -> str:
+    return str(answer.json()["error"]["code"])
+
+
+def replies(world: LedgerWorld, count: int) -> Callable[[], bool]:
+    """Whether workers have answered so many items."""
+    return lambda: len(world.harness.rows) >= count
+
+
+async def delivered(world: LedgerWorld) -> dict[str, float]:
+    """Computed, from the cache, and several times in one request."""
+    texts = words(20)
+    for asked in (texts, texts, [*texts[:3], texts[0], "new"]):
+        assert (await world.ledger.embed("one", asked)).status_code == 200
+    return {"one": 20 * WORD_USD * 1.25 + 4 * WORD_USD / 4 + 3 * LETTER_USD}
+
+
+async def one_item_is_bad(world: LedgerWorld) -> dict[str, float]:
+    """Results of the same job, of another one, of the cache, and of an item that was joined."""
+    texts = words(20)
+    await world.ledger.embed("one", texts[:2])
+    for asked in ([*texts, "0"], ["0", *words(40, 100)], [texts[0], "0", texts[0]]):
+        answer = await world.ledger.embed("one", asked)
+        assert (answer.status_code, code_of(answer)) == (400, "invalid_input")
+        assert answer.headers["x-penstock-cost-usd"] == "0"
+        await world.ledger.until_idle()
+        rows = [row for row in world.ledger.rows() if row.row_id.startswith(_id_of(answer))]
+        assert {row.status for row in rows} == {"failed", "canceled"}
+        assert len(rows) == len(asked)
+    return {"one": 2 * WORD_USD}
+
+
+async def model_fails(world: LedgerWorld) -> dict[str, float]:
+    answer = await world.ledger.embed("one", [*words(20), "!"])
+    assert (answer.status_code, code_of(answer)) == (500, "model_failed")
+    return {}
+
+
+async def answer_cant_be_made(world: LedgerWorld) -> dict[str, float]:
+    """These vectors are no floats."""
+    answer = await world.ledger.embed("one", ["abc"], encoding="float")
+    assert (answer.status_code, code_of(answer)) == (500, "internal")
+    return {}
+
+
+async def caller_hangs_up_at_once(world: LedgerWorld) -> dict[str, float]:
+    world.harness.process.gate.clear()
+    texts = words(40)
+    await world.hang_up("one", texts, lambda: world.harness.process.started.is_set())
+    return {}
+
+
+async def caller_hangs_up_with_a_part_done(world: LedgerWorld) -> dict[str, float]:
+    """The first message has its reply, of the second a batch."""
+    texts = words(32)
+    world.harness.process.holds = texts[20]
+    await world.hang_up("one", texts, replies(world, 16))
+    return {}
+
+
+async def worker_never_hears_of_the_hang_up(world: LedgerWorld) -> dict[str, float]:
+    """Its row of a result comes after the row that says that nobody got it."""
+    texts = words(3)
+    world.harness.process.gate.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Records, "cancel", _away)
+        await world.hang_up("one", texts, lambda: world.harness.process.started.is_set())
+        await world.harness.until(lambda: len(world.api.rows) == 3)
+        world.harness.process.gate.set()
+        await world.harness.until(replies(world, 3))
+    assert {row.status for row in world.harness.rows} == {"succeeded"}
+    assert {row.status for row in world.ledger.rows()} == {"canceled"}
+    return {}
+
+
+async def deadline_passes(world: LedgerWorld) -> dict[str, float]:
+    world.harness.process.gate.clear()
+    answer = await world.ledger.embed("one", words(20), x_penstock_deadline_ms=LATE_MS)
+    assert (answer.status_code, code_of(answer)) == (504, "deadline_exceeded")
+    assert answer.headers["x-penstock-cost-usd"] == "0"
+    world.harness.process.gate.set()
+    return {}
+
+
+async def deadline_passes_with_a_part_done(world: LedgerWorld) -> dict[str, float]:
+    texts = words(32)
+    world.harness.process.holds = texts[20]
+    answer = await world.ledger.embed("one", texts, x_penstock_deadline_ms=LATE_MS)
+    assert (answer.status_code, code_of(answer)) == (504, "deadline_exceeded")
+    assert replies(world, 16)(), "a part was done"
+    world.harness.process.gate.set()
+    return {}
+
+
+async def reply_is_lost(world: LedgerWorld) -> dict[str, float]:
+    """The worker has answered in time, and has its row. The caller has nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("api.dispatch.open_inbox.OpenInbox.deliver", lambda *_: None)
+        patch.setattr(Records, "read", _away)
+        answer = await world.ledger.embed("one", words(3), x_penstock_deadline_ms=LATE_MS)
+    assert (answer.status_code, code_of(answer)) == (504, "deadline_exceeded")
+    assert {row.status for row in world.harness.rows} == {"succeeded"}
+    return {}
+
+
+async def broker_is_away(world: LedgerWorld) -> dict[str, float]:
+    world.harness.broker.outage = Unavailable("the broker is away")
+    answer = await world.ledger.embed("one", words(20))
+    assert (answer.status_code, code_of(answer)) == (503, "unavailable")
+    world.harness.broker.outage = None
+    return {}
+
+
+async def budget_is_too_small(world: LedgerWorld) -> dict[str, float]:
+    answer = await world.ledger.embed("poor", words(20))
+    assert (answer.status_code, code_of(answer)) == (429, "insufficient_quota")
+    return {}
+
+
+async def answer_is_replayed(world: LedgerWorld) -> dict[str, float]:
+    """It is charged once. So is one whose caller hung up, who gets it when it asks again."""
+    for _ in range(2):
+        assert (await world.ledger.embed("one", words(3), idempotency_key="a")).is_success
+    world.harness.process.gate.clear()
+    world.harness.process.started.clear()
+    texts = words(5, 100)
+    await world.hang_up(
+        "one", texts, lambda: world.harness.process.started.is_set(), idempotency_key="b"
+    )
+    world.harness.process.gate.set()
+    answer = await world.ledger.embed("one", texts, idempotency_key="b")
+    assert answer.headers["idempotent-replayed"] == "true"
+    world.ledger.tell("one", 5 * WORD_USD)  # what the answer said that nobody heard
+    return {"one": 8 * WORD_USD}
+
+
+async def items_are_joined(world: LedgerWorld) -> dict[str, float]:
+    """Who asked first pays, the others the share of what is shared."""
+    world.harness.process.gate.clear()
+    asked = [await _begun(world, key) for key in ("one", "two", "two")]
+    world.harness.process.gate.set()
+    assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+    return {"one": 3 * WORD_USD, "two": 3 * WORD_USD / 2}
+
+
+async def who_was_joined_hangs_up(world: LedgerWorld) -> dict[str, float]:
+    """The first of the others pays all of it: it was computed for nobody else."""
+    world.harness.process.gate.clear()
+    first, *others = [await _begun(world, key) for key in ("one", "two", "other", "two")]
+    first.cancel()
+    await asyncio.wait([first])
+    world.harness.process.gate.set()
+    assert {answer.status_code for answer in await asyncio.gather(*others)} == {200}
+    assert len(world.harness.process.batches) == 2, "of each tenant one"
+    return {"two": 3 * WORD_USD * 1.25, "other": 3 * WORD_USD}
+
+
+async def who_joined_hangs_up(world: LedgerWorld) -> dict[str, float]:
+    world.harness.process.gate.clear()
+    first, second = await _begun(world, "one"), await _begun(world, "two")
+    second.cancel()
+    await asyncio.wait([second])
+    world.harness.process.gate.set()
+    assert (await first).status_code == 200
+    return {"one": 3 * WORD_USD}
+
+
+async def who_was_joined_gets_an_error(world: LedgerWorld) -> dict[str, float]:
+    """It still waited when its texts were computed, so who joined pays a share, as for a hit."""
+    world.harness.process.gate.clear()
+    first = await _begun(world, "one", "0")
+    second = await _begun(world, "two")
+    world.harness.process.gate.set()
+    assert (await first).status_code == 400
+    assert (await second).status_code == 200
+    return {"two": 3 * WORD_USD / 4}
+
+
+async def predictions_end(world: LedgerWorld) -> dict[str, float]:
+    """Succeeded, found again, failed, and canceled while they are computed."""
+    for text in ("abcd", "!"):
+        for _ in range(2):
+            await _prediction(world, text, idempotency_key=f"key-{len(text)}")
+    world.harness.process.gate.clear()
+    world.harness.process.started.clear()
+    canceled = await _create(world, "efgh")
+    await world.harness.until(lambda: world.harness.process.started.is_set())
+    await world.ledger.post("one", f"/v1/predictions/{canceled['id']}/cancel", {})
+    world.ledger.tell("one", WORD_USD)  # of the one that succeeded
+    return {"one": WORD_USD}
+
+
+async def prediction_is_published_by_who_asks_again(world: LedgerWorld) -> dict[str, float]:
+    """The first could not, and was answered so."""
+    world.harness.broker.outage = Unavailable("the broker is away")
+    put: Any = {"version": MODEL.name, "input": {"text": "abcd"}}
+    first = await _put(world, put)
+    assert first.status_code == 503
+    world.harness.broker.outage = None
+    assert (await _put(world, put)).status_code == 200
+    await world.harness.until(replies(world, 1))
+    world.ledger.tell("one", WORD_USD)
+    return {"one": WORD_USD}
+
+
+async def batch_ends(world: LedgerWorld) -> dict[str, float]:
+    """A line with an error is not charged, whatever of it was computed."""
+    client = world.api.openai(api_key=key_for("one"))
+    async with _runner(world):
+        batch = await _batch(client, ["abcd"], ["efgh", "0"], ["ijkl", "!"], words(20))
+        batch = await until(client, batch)
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 2)
+    world.ledger.tell("one", 21 * WORD_USD / 2)
+    return {"one": 21 * WORD_USD / 2}
+
+
+async def batch_is_canceled(world: LedgerWorld) -> dict[str, float]:
+    """Of one line a part is computed, and nothing of the other."""
+    client = world.api.openai(api_key=key_for("one"))
+    texts = words(32)
+    world.harness.process.holds = texts[20]
+    async with _runner(world):
+        batch = await _batch(client, texts, ["abcd"])
+        await world.harness.until(replies(world, 16))
+        await client.batches.cancel(batch.id)
+        batch = await until(client, batch)
+        world.harness.process.gate.set()
+    assert (batch.status, batch.request_counts.completed) == ("cancelled", 0)
+    return {}
+
+
+async def batch_process_ends(world: LedgerWorld) -> dict[str, float]:
+    """The next one asks under the same ids, and gets what was computed."""
+    client = world.api.openai(api_key=key_for("one"))
+    texts = words(32)
+    world.harness.process.holds = texts[20]
+    async with _runner(world):
+        batch = await _batch(client, texts)
+        await world.harness.until(replies(world, 16))
+    world.harness.process.holds = ""
+    world.harness.process.gate.set()
+    await world.ledger.until_idle()  # the lease of the first one keeps the next one waiting longer
+    async with _runner(world):
+        batch = await until(client, batch)
+    assert batch.request_counts.completed == 1
+    await world.ledger.until_idle()
+    cost_usd = world.ledger.charged_usd("one")
+    world.ledger.tell("one", cost_usd)
+    assert 0 < cost_usd <= 32 * WORD_USD / 2, "each is charged once at most"
+    return {"one": cost_usd}
+
+
+ENDS: list[End] = [
+    delivered,
+    one_item_is_bad,
+    model_fails,
+    answer_cant_be_made,
+    caller_hangs_up_at_once,
+    caller_hangs_up_with_a_part_done,
+    worker_never_hears_of_the_hang_up,
+    deadline_passes,
+    deadline_passes_with_a_part_done,
+    reply_is_lost,
+    broker_is_away,
+    budget_is_too_small,
+    answer_is_replayed,
+    items_are_joined,
+    who_was_joined_hangs_up,
+    who_joined_hangs_up,
+    who_was_joined_gets_an_error,
+    predictions_end,
+    prediction_is_published_by_who_asks_again,
+    batch_ends,
+    batch_is_canceled,
+    batch_process_ends,
+]
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
+async def test_three_books_agree(world: LedgerWorld, end: End) -> None:
+    expected = await end(world)
+    charged = {key: usd for key, usd in (await world.ledger.check()).items() if usd}
+    assert charged == pytest.approx(expected, abs=1e-12)
+
+
+async def test_three_books_agree_on_streams(redis_url: str, tmp_path: Path) -> None:
+    """One is read to its end, and of one some letters are read before it is canceled."""
+    worker = spelling(redis_url, tmp_path, model=LONG)
+    async with ledger_world(redis_url, tmp_path, LONG, worker=worker) as world:
+        http, key, rows = world.api.http, bearer("one"), world.harness.rows
+        whole = await world.ledger.post("one", "/v1/completions", {**STREAM, "max_tokens": 3})
+        assert "[DONE]" in whole.text
+        async with http.stream("POST", "/v1/completions", json=STREAM, headers=key) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    break
+        made = (await http.get("/v1/predictions", headers=key)).json()["results"][0]["id"]
+        await http.post(f"/v1/predictions/{made}/cancel", headers=key)
+        await world.harness.until(lambda: len(rows) == 2)
+        for one in (await http.get("/v1/predictions", headers=key)).json()["results"]:
+            found = (await http.get(f"/v1/predictions/{one['id']}", headers=key)).json()
+            world.ledger.tell("one", found["metrics"]["cost_usd"])
+        charged = await world.ledger.check()
+        assert charged["one"] > (3 * 2 + 3 * 6) / 1e6 + (3 * 2 + 6) / 1e6, "what was read"
+
+
+async def test_three_books_agree_on_canaries(redis_url: str, tmp_path: Path) -> None:
+    """Its caller pays once for what fails there and is computed by the other revision."""
+    keys = ledger_keys(tmp_path)
+    async with running_world(redis_url, tmp_path, keys_url=keys) as world:
+        await world.until_serving()
+        lists = [worker.rows for worker in world.workers.values()]
+
+        async def until_idle() -> None:
+            async with asyncio.timeout(WAIT_LIMIT_S):
+                while sum(row.tenant == "acme" for rows in lists for row in rows) < 20:  # noqa: ASYNC110 - a list
+                    await asyncio.sleep(0.01)
+
+        ledger = Ledger(redis_url, [world.api], [world.api.rows, *lists], until_idle)
+        for fault in ("", "errors"):
+            world.workers[CANARY.name].process.fault = fault
+            for text in words(10, 100 if fault else 0):
+                assert (await ledger.embed("one", [text])).status_code == 200
+        charged = await ledger.check()
+        assert charged["one"] == pytest.approx(20 * 4 * 2.0 / 1e6)
+        assert {row.revision for row in ledger.rows() if row.tenant == "acme"} == {"1", "2"}
+
+
+def _id_of(answer: httpx.Response) -> str:
+    return f"{answer.headers['x-request-id']}:"
+
+
+async def _away(*_: object) -> None:
+    raise Unavailable("Redis is away")
+
+
+async def _begun(world: LedgerWorld, key: str, *more: str) -> asyncio.Task[httpx.Response]:
+    """A request for three texts, which waits for its worker."""
+    waiting = _waiters(world)
+    texts = [*words(3), *more]
+    asked = asyncio.create_task(world.ledger.embed(key, texts))
+    await world.harness.until(lambda: _waiters(world) == waiting + 3 and _is_published(world))
+    return asked
+
+
+def _waiters(world: LedgerWorld) -> int:
+    """How many of the three texts wait in the API."""
+    flights = world.api.dependencies.dispatcher._single_flight._by_key.values()
+    return sum(one.waiters for one in flights if getattr(one.item.input, "text", "") in words(3))
+
+
+def _is_published(world: LedgerWorld) -> bool:
+    flights = world.api.dependencies.dispatcher._single_flight._by_key.values()
+    return all(one.job is not None and one.job.published_at_s for one in flights)
+
+
+@asynccontextmanager
+async def _runner(world: LedgerWorld) -> AsyncIterator[None]:
+    """A process that runs batches. Its limiter gives back what it does not need at its end."""
+    rows, broker = RowList(), world.harness.broker
+    world.ledger.row_lists.append(rows.rows)
+    async with opened_runner(
+        world.settings, world.catalog, already_open(broker), already_open(broker), rows
+    ) as runner:
+        running = asyncio.create_task(runner.run())
+        try:
+            yield
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def _batch(client: Any, *lines: list[str]) -> Any:
+    """A batch with a line for each list of texts."""
+    given = {"model": MODEL.name, "encoding_format": "base64"}
+    return await created(
+        client,
+        jsonl(line(str(number), **given, input=asked) for number, asked in enumerate(lines)),
+    )
+
+
+async def _create(world: LedgerWorld, text: str, **headers: Any) -> dict[str, Any]:
+    body = {"version": MODEL.name, "input": {"text": text}}
+    answer = await world.ledger.post("one", "/v1/predictions", body, **headers)
+    assert answer.is_success, answer.text
+    prediction: dict[str, Any] = answer.json()
+    return prediction
+
+
+async def _prediction(world: LedgerWorld, text: str, **headers: Any) -> None:
+    """Creates one, and waits for its end."""
+    created_one = await _create(world, text, **headers)
+    http, key = world.api.http, bearer("one")
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while True:
+            found = (await http.get(f"/v1/predictions/{created_one['id']}", headers=key)).json()
+            if found["status"] in OVER:
+                return
+            await asyncio.sleep(0.02)
+
+
+async def _put(world: LedgerWorld, body: object) -> httpx.Response:
+    http = world.api.http
+    return await http.put("/v1/predictions/mine", json=body, headers=bearer("one"))

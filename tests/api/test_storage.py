@@ -1,0 +1,187 @@
+"""What tenants store, counted and removed: over a folder, with a clock that is moved."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from api.errors import StorageFull
+from api.inputs import storage as module
+from api.inputs.files import Files
+from api.inputs.storage import KEEP_S, RESERVED_S, Quota, Storage, owner_of
+from shared.stores.objects import ObjectStore
+
+pytestmark = pytest.mark.anyio
+BOUND = 100_000
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = time.time()
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> ObjectStore:
+    return ObjectStore(f"file://{tmp_path}/objects")
+
+
+@pytest.fixture
+def storage(objects: ObjectStore, clock: Clock) -> Storage:
+    return Storage(objects, clock)
+
+
+def quota(tenant: str = "alice", max_bytes: int = BOUND) -> Quota:
+    return Quota(tenant, max_bytes, "file")
+
+
+def keys_in(tmp_path: Path) -> set[str]:
+    folder = tmp_path / "objects"
+    return {str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()}
+
+
+@pytest.mark.parametrize("size_bytes", [1_000, 7_000, 30_000, 60_000])
+async def test_uploads_at_the_same_time_never_exceed_the_bound(
+    objects: ObjectStore, size_bytes: int
+) -> None:
+    held_bytes = most_bytes = 0
+
+    async def upload(instance: Storage, number: int) -> bool:
+        nonlocal held_bytes, most_bytes
+        try:
+            async with instance.reserved(quota(), size_bytes):
+                held_bytes += size_bytes
+                most_bytes = max(most_bytes, held_bytes)
+                key = f"files/kept/{owner_of('alice')}/file_{number}/data"
+                await objects.put(key, bytes(size_bytes), "text/plain")
+                held_bytes -= size_bytes
+                return True
+        except StorageFull:
+            return False
+
+    instances = [Storage(objects) for _ in range(3)]
+    uploads = [upload(instances[number % 3], number) for number in range(24)]
+    admitted = sum(await asyncio.gather(*uploads))
+    used = await instances[0].use("alice")
+    assert used.size_bytes == admitted * size_bytes <= BOUND
+    assert most_bytes <= BOUND
+    assert used.files == admitted, "no reservation is left"
+    while await upload(instances[0], 100 + admitted):
+        admitted += 1
+    assert admitted == BOUND // size_bytes, "one after another they fill it"
+
+
+async def test_room_of_an_instance_that_died_comes_back(
+    storage: Storage, objects: ObjectStore, clock: Clock
+) -> None:
+    dead = storage.reserved(quota(), 90_000)
+    await dead.__aenter__()
+    restarted = Storage(objects, clock)
+    with pytest.raises(StorageFull, match="90000 bytes are stored for you"):
+        async with restarted.reserved(quota(), 20_000):
+            raise AssertionError("there is no room")
+    clock.now_s += RESERVED_S
+    async with restarted.reserved(quota(), 20_000):
+        assert (await restarted.use("alice")).size_bytes == 20_000
+    await restarted.sweep()
+    assert await objects.listing("files/reserved", 10) == []
+
+
+async def test_a_long_upload_keeps_its_room(storage: Storage, clock: Clock) -> None:
+    async with storage.reserved(quota(), 90_000) as reservation:
+        for written_bytes in range(0, 90_000, 10_000):
+            clock.now_s += RESERVED_S / 2
+            await reservation.cover(written_bytes)
+            assert (await storage.use("alice")).size_bytes == 90_000
+    assert (await storage.use("alice")).size_bytes == 0
+
+
+async def test_an_upload_of_unknown_size_gets_what_is_left(storage: Storage) -> None:
+    async with storage.reserved(quota(), 50_000), storage.reserved(quota(), None) as growing:
+        for size_bytes in (1, 10_000, 49_999, 50_000):
+            await growing.cover(size_bytes)
+            assert (await storage.use("alice")).size_bytes == 50_000 + size_bytes
+        with pytest.raises(StorageFull, match=f"the {BOUND} bytes"):
+            await growing.cover(50_001)
+
+
+async def test_files_have_a_bound_in_number(
+    storage: Storage, objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_FILES", 2)
+    files = Files(objects, storage)
+    for _ in range(2):
+        await files.add(quota(), b"a", name="a", content_type="")
+    with pytest.raises(StorageFull, match="2 files are stored for you"):
+        await files.add(quota(), b"a", name="a", content_type="")
+    await files.add(quota("bob"), b"a", name="a", content_type="")
+
+
+async def test_expired_files_make_room_at_once(
+    storage: Storage, objects: ObjectStore, clock: Clock
+) -> None:
+    files = Files(objects, storage)
+    await files.add(quota(), bytes(90_000), name="a", content_type="", keep_s=60)
+    clock.now_s += 61
+    await files.add(quota(), bytes(90_000), name="a", content_type="")
+
+
+async def test_a_sweep_removes_what_expired_and_nothing_else(
+    storage: Storage, objects: ObjectStore, clock: Clock, tmp_path: Path
+) -> None:
+    files = Files(objects, storage)
+    await files.add(quota(), b"short", name="a", content_type="", keep_s=60)
+    kept = await files.add(quota("bob"), b"long", name="a", content_type="")
+    owner = owner_of("carol")
+    for name, document in (("over", b'{"expires_at_s":1}'), ("there", b'{"expires_at_s":9e9}')):
+        await objects.put(f"batches/files/{owner}/{name}/data", b"{}", "application/jsonl")
+        await objects.put(f"batches/files/{owner}/{name}/file.json", document, "application/json")
+    await objects.put(f"batches/files/{owner}/broken/data", b"{}", "application/jsonl")
+    clock.now_s += 61
+    assert await storage.sweep() == 4
+    left = keys_in(tmp_path)
+    assert {key for key in left if "file_" not in key and "/of/" not in key} == {
+        f"batches/files/{owner}/there/data",
+        f"batches/files/{owner}/there/file.json",
+        f"batches/files/{owner}/broken/data",  # an upload may be about to write its document
+    }
+    assert await files.read(await files.find("bob", kept.id)) == b"long"
+    clock.now_s += max(module.ABANDONED_S, KEEP_S)
+    await storage.sweep()
+    assert keys_in(tmp_path) == {
+        f"batches/files/{owner}/there/data",
+        f"batches/files/{owner}/there/file.json",
+    }
+
+
+async def test_old_objects_go_by_their_folder(
+    storage: Storage, objects: ObjectStore, clock: Clock, tmp_path: Path
+) -> None:
+    for folder in module.FOLDERS_BY_AGE:
+        for name, older_s in (("old", 60.0), ("young", -60.0)):
+            key = f"{folder}/00/{name}"
+            await objects.put(key, b"a", "text/plain")
+            at_s = clock.now_s - module.OLDEST_S - older_s
+            os.utime(tmp_path / "objects" / key, (at_s, at_s))
+    assert await storage.sweep_by_age() == len(module.FOLDERS_BY_AGE)
+    assert keys_in(tmp_path) == {f"{folder}/00/young" for folder in module.FOLDERS_BY_AGE}
+
+
+async def test_a_runner_sweeps(storage: Storage, objects: ObjectStore, clock: Clock) -> None:
+    await Files(objects, storage).add(quota(), b"a", name="a", content_type="", keep_s=60)
+    clock.now_s += 61
+    async with module.swept(storage):
+        async with asyncio.timeout(10):
+            while (await storage.use("alice")).files:
+                pass

@@ -1,0 +1,70 @@
+"""The most work of an item: no tokenizer makes more tokens than it says."""
+
+import sys
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.catalog import Model
+from shared.catalog_entry import Batch, Generation
+from shared.tasks.base import WorkBound
+from shared.tasks.embedding import TextInput, TokensInput, bound_tokens
+from shared.tasks.similarity import SimilarityInput
+from shared.tasks.text import GenerationInput
+
+WRITER = Model(
+    name="writer",
+    task="text",
+    source="local:nowhere",
+    batch=Batch(max_tokens=4096),
+    generation=Generation(context_tokens=1000, default_tokens=16, longest_tokens=64),
+)
+FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+
+
+def test_no_normal_form_of_a_character_has_more_bytes_than_the_bound() -> None:
+    for number in range(sys.maxunicode + 1):
+        text = chr(number)
+        if not unicodedata.decomposition(text):
+            continue
+        forms = [unicodedata.normalize(form, text) for form in FORMS]  # type: ignore[arg-type]
+        sizes = [len(form.encode("utf-8", "surrogatepass")) for form in forms]
+        assert bound_tokens(text) >= max(sizes), text
+
+
+@settings(max_examples=50)
+@given(st.text(max_size=50))
+def test_no_normal_form_of_a_text_has_more_bytes_than_the_bound(text: str) -> None:
+    for form in FORMS:
+        shown = unicodedata.normalize(form, text)  # type: ignore[arg-type]
+        assert bound_tokens(text) >= len(shown.encode())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "most"),
+    [
+        ("{}[]()", WorkBound(6 + 2 + 64, 64)),
+        ([1, 2, 3], WorkBound(3 + 64, 64)),
+        ("x" * 5000, WorkBound(1000, 64)),
+    ],
+)
+def test_texts_are_bounded_by_bytes_and_by_the_context(
+    prompt: str | list[int], most: WorkBound
+) -> None:
+    assert GenerationInput(64, 0, prompt=prompt).bound_work(WRITER) == most
+
+
+def test_chats_are_bounded_with_what_their_template_writes() -> None:
+    message = {"role": "user", "content": "?" * 100}
+    assert 164 < GenerationInput(64, 0, messages=[message]).bound_work(WRITER).work <= 1000
+    long = GenerationInput(64, 0, messages=[message] * 100)
+    assert long.bound_work(WRITER) == WorkBound(1000, 64)
+
+
+def test_vectors_are_bounded_by_bytes() -> None:
+    assert TextInput("?" * 10).bound_work(WRITER) == WorkBound(12)
+    assert TextInput("ﷺ").bound_work(WRITER) == WorkBound(33 + 2)
+    assert TokensInput([5] * 7).bound_work(WRITER) == WorkBound(9)
+    assert SimilarityInput("ab", "cde").bound_work(WRITER) == WorkBound(9)

@@ -1,0 +1,131 @@
+"""A quick test that takes too long fails the run, however busy the machine is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.limits import START_LIMIT_S
+from tests.tiers import QUICK, SLOW, Spent, has_none_of, quiet_s
+
+ROOT = Path(__file__).parents[1]
+CONFTEST = """
+from tests.tiers import QuickTests
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes long")
+    config.pluginmanager.register(QuickTests(limit_s=0.3), "quick-tests")
+"""
+TESTS = """
+import subprocess, sys, time
+import pytest
+
+BUSY = "import time\\nwhile time.process_time() < 0.6: pass"
+
+@pytest.fixture(scope="session")
+def shared():
+    exec(BUSY)
+
+@pytest.fixture
+def own():
+    exec("import time; end_s = time.process_time() + 0.6\\nwhile time.process_time() < end_s: pass")
+
+def test_shares(shared): pass
+def test_computes_in_its_setup(own): pass
+def test_computes_in_a_child(): subprocess.run([sys.executable, "-c", BUSY], check=True)
+def test_waits(): time.sleep(LONG_S)
+def test_is_quick(): pass
+
+@pytest.mark.slow
+def test_is_slow(own): pass
+
+@pytest.mark.skipif(True, reason="needs a tool")
+def test_needs_a_tool(): pass
+
+def test_needs_it_too(): pytest.skip("needs a tool")
+"""
+
+
+def run(folder: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    (folder / "conftest.py").write_text(CONFTEST)
+    # Long enough even where the machine is so busy that it may have taken that long for that.
+    (folder / "test_some.py").write_text(f"LONG_S = {0.4 * max(1.0, 3 * load)}\n{TESTS}")
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(folder)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=START_LIMIT_S,
+        check=False,
+    )
+
+
+WORKER = ("-p", "xdist", "-n", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), WORKER], ids=["alone", "with a worker"])
+def test_quick_tests_that_take_long_fail_the_run(tmp_path: Path, options: tuple[str, ...]) -> None:
+    done = run(tmp_path, *options)
+    assert done.returncode == 1, done.stdout + done.stderr
+    head, _, named = done.stdout.partition("longer than 0.3 s without the mark slow")
+    assert "failed" not in head
+    named, _, skipped = named.partition(" skipped =")
+    assert {line.rpartition("::")[2] for line in named.splitlines() if "::" in line} == {
+        "test_computes_in_its_setup",
+        "test_computes_in_a_child",
+        "test_waits",
+    }
+    assert "    2 needs a tool (test_some.py)" in skipped
+
+
+@pytest.mark.slow
+def test_a_run_of_quick_tests_passes(tmp_path: Path) -> None:
+    done = run(tmp_path, "-k", "quick or slow or shares")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "without the mark slow" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "cpu_s", "load", "took_s"),
+    [
+        pytest.param(6.0, 0.1, 0.5, 6.0, id="waits-on-a-quiet-machine"),
+        pytest.param(6.0, 5.5, 1.0, 6.0, id="computes"),
+        pytest.param(30.0, 2.0, 8.0, 2.0, id="waits-for-a-core"),
+        pytest.param(120.0, 4.0, 8.0, 8.0, id="waits-long-on-a-busy-machine"),
+        pytest.param(8.0, 7.0, 8.0, 7.0, id="computes-on-a-busy-machine"),
+    ],
+)
+def test_seconds_are_those_of_a_quiet_machine(
+    wall_s: float, cpu_s: float, load: float, took_s: float
+) -> None:
+    assert quiet_s(Spent(wall_s, cpu_s), load) == pytest.approx(took_s)
+
+
+def test_only_files_without_a_test_of_the_tier_are_left_out(tmp_path: Path) -> None:
+    slow, quick = tmp_path / "slow", tmp_path / "quick"
+    texts = {
+        slow / "test_all.py": "pytestmark = pytest.mark.slow",
+        slow / "test_also.py": "pytestmark = [\n    pytest.mark.slow,\n]",
+        quick / "test_one.py": "@pytest.mark.slow\ndef test(): pass",
+        quick / "test_none.py": "def test(): pass",
+        quick / "test_property.py": "from hypothesis import given",
+    }
+    for file, text in texts.items():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    paths = [*texts, slow, quick, tmp_path]
+    left_out = {slow / "test_all.py", slow / "test_also.py", slow}
+    assert {path for path in paths if has_none_of(QUICK, path)} == left_out
+    assert [path for path in paths if has_none_of(SLOW, path)] == [quick / "test_none.py"]
+    assert not any(has_none_of("", path) for path in paths)
+
+
+def test_the_makefile_names_the_tiers() -> None:
+    made = (ROOT / "Makefile").read_text()
+    assert f'-m "{QUICK}"' in made
+    assert f'-m "{SLOW}"' in made
