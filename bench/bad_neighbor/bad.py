@@ -46,6 +46,7 @@ DAY_S = 86_400
 MIB = 1024 * 1024
 PATIENT = {"x-penstock-deadline-ms": "300000"}
 """The longest deadline, so that much may wait."""
+BATCH_LANE = PATIENT | {"x-penstock-lane": "batch"}
 MOST_REASONS = 6
 REFUSALS = {400, 413, 422, 429, 503, 504}
 
@@ -124,9 +125,9 @@ class Bad:
         """What is done at the same time on a surface, again and again."""
         worst: dict[str, list[Act]] = {
             "texts": [self._pages] * 28 + [self._hang_up] * 2,
-            "images": [self._late_edit] * 16 + [self._pictures] * 4,
+            "images": [self._late_edit] * 16 + [self._pictures] * 2 + [self._picture] * 4,
             "generations": [self._long_text] * 24 + [self._choices] * 8,
-            "batches": [self._spent_batch] * 4 + [self._large_batch] * 2,
+            "batches": [self._spent_batch] * 4 + [self._large_batch] * 2 + [self._patient_page],
             "uploads": [self._file] * 4 + [self._content] * 4 + [self._trickle] * 16,
             "reports": [self._usage] * 8 + [self._costs] * 8 + [self._report] * 8,
             "streams": [self._slow_reader] * self._order.streams,
@@ -165,6 +166,11 @@ class Bad:
         body = {"model": EMBEDDER, "input": [text(200) for _ in range(32)]}
         return await self._post("/v1/embeddings", body, PATIENT, limit_s=300.0)
 
+    async def _patient_page(self) -> int:
+        """Work of the same lane as batches, whose answer tells how long a batch of it takes."""
+        body = {"model": EMBEDDER, "input": [text(200) for _ in range(8)]}
+        return await self._post("/v1/embeddings", body, BATCH_LANE, limit_s=300.0)
+
     async def _hang_up(self) -> int:
         body = {"model": EMBEDDER, "input": [text(20) for _ in range(16)]}
         return await self._post("/v1/embeddings", body, limit_s=0.2)
@@ -177,6 +183,10 @@ class Bad:
 
     async def _pictures(self) -> int:
         body = {"prompt": text(4), "size": "256x256", "n": 4, "model": PAINTER}
+        return await self._post("/v1/images/generations", body, PATIENT, limit_s=300.0)
+
+    async def _picture(self) -> int:
+        body = {"prompt": text(4), "size": "256x256", "model": PAINTER}
         return await self._post("/v1/images/generations", body, PATIENT, limit_s=300.0)
 
     async def _long_text(self) -> int:
