@@ -217,11 +217,15 @@ def event_stream(*kinds: str) -> Described:
 
 
 def streamed(answers: Responses) -> Responses:
-    """The responses of a route that answers as a stream of events too, if asked for it."""
+    """The responses of a route that answers as a stream of events too, if asked for it.
+
+    A stream says in `Location` at which URL it can be read again.
+    """
     properties = {name: {"type": "string"} for name in ("event", "id", "data")}
     event = {"type": "object", "required": ["data"], "properties": properties}
     content = answers[200]["content"] | {"text/event-stream": {"schema": event}}
-    return answers | {200: answers[200] | {"content": content}}
+    headers = answers[200]["headers"] | openapi_headers.references("Location")
+    return answers | {200: answers[200] | {"content": content, "headers": headers}}
 
 
 def empty(text: str) -> Described:
@@ -236,11 +240,12 @@ def not_over() -> Responses:
     return found
 
 
-def binary(text: str, *media_types: str) -> Described:
-    """A response whose body is not JSON."""
+def binary(text: str, *media_types: str, headers: tuple[str, ...] = ()) -> Described:
+    """A response whose body is not JSON, with these headers besides the common ones."""
     schema = {"type": "string", "format": "binary"}
     content = {media_type: {"schema": schema} for media_type in media_types}
-    return {"description": text, "content": content, "headers": openapi_headers.references()}
+    references = openapi_headers.references(*headers)
+    return {"description": text, "content": content, "headers": references}
 
 
 def ref_to(body: type[BaseModel] | type[msgspec.Struct]) -> dict[str, str]:

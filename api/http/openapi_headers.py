@@ -79,6 +79,8 @@ _AMOUNT = {"type": "number", "minimum": 0}
 _COUNT = {"type": "integer", "minimum": 0}
 _SECONDS = {"type": "integer", "minimum": 0}
 ANSWERED: dict[str, Described] = {
+    "Accept-Ranges": _of_answers("The unit of ranges.", {"type": "string", "enum": ["bytes"]}),
+    "Content-Range": _of_answers("Which bytes these are, of how many.", {"type": "string"}),
     "X-Request-Id": _of_answers("The id that you sent, or else one of ours.", {"type": "string"}),
     "X-Penstock-Total-Ms": _of_answers("Milliseconds from receipt to the answer.", _AMOUNT),
     "X-Penstock-Cache": _of_answers(

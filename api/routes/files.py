@@ -180,8 +180,12 @@ async def delete_file(request: Request, file_id: str) -> Response:
     openapi_extra=AUTHENTICATED,
     response_class=Response,
     responses={
-        200: binary("The bytes of the file.", "application/jsonl"),
-        206: binary("The bytes that `Range` asks for.", "application/jsonl"),
+        200: binary("The bytes of the file.", "application/jsonl", headers=("Accept-Ranges",)),
+        206: binary(
+            "The bytes that `Range` asks for.",
+            "application/jsonl",
+            headers=("Accept-Ranges", "Content-Range"),
+        ),
         **errors(400, 401, 404, 503),
     },
 )

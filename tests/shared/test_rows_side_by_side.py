@@ -76,9 +76,9 @@ async def test_backlog_goes_in_several_requests_at_a_time(
     async with writer_to(f"http://127.0.0.1:{free_port()}", spool_dir) as sink:
         for number in range(rows):
             sink.write(row(number))
-    slow = Slow(SENDERS, "" if failing is None else f"req:{failing:05}")
+    slow = Slow(SENDERS, "" if failing is None else f"req:{failing:05}:succeeded")
     with slow.running() as endpoint:
         async with writer_to(endpoint, spool_dir) as sink:
             assert await sink.flush(WAIT_LIMIT_S)
-    assert sorted(slow.taken) == [f"req:{number:05}" for number in range(rows)]
+    assert sorted(slow.taken) == [f"req:{number:05}:succeeded" for number in range(rows)]
     assert list(spool_dir.iterdir()) == []
