@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from fastapi import FastAPI
 
+from api import openapi
 from api.batches.files import BatchFiles
 from api.batches.service import Batches
 from api.batches.store import BatchStore
@@ -17,11 +18,10 @@ from api.dispatch.pipeline import OpenParts, open_pipeline
 from api.dispatch.readiness import Readiness
 from api.errors import add_handlers
 from api.fair_room import FairRoom
-from api.http import openapi
 from api.http.auth import Access, access_of
-from api.http.body_budget import BodyBudget
 from api.http.dependencies import Dependencies
 from api.http.fast_route import FastRouteApp
+from api.http.middleware import BodyBudget
 from api.http.refusals import Refusals
 from api.idempotency.service import IdempotencyService
 from api.idempotency.store import IdempotencyStore
@@ -30,34 +30,20 @@ from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_pictures import SourcePictures
 from api.inputs.storage import Storage
-from api.limits.limiter import Limiter
-from api.limits.opening import open_limiter
+from api.limits.limiter import Limiter, open_limiter
+from api.openai import batches, embeddings, files, images, models, responses, usage
+from api.openai import chat as text
 from api.predictions.event_stream import EventStreams
 from api.predictions.follower import PredictionFollower
 from api.predictions.results import ResultFetcher
 from api.predictions.sender import PredictionSender
 from api.predictions.service import Predictions
 from api.predictions.text_stream import TextStreams
+from api.replicate import events as prediction_events
+from api.replicate import models as prediction_models
+from api.replicate import predictions as prediction_routes
 from api.routes import admin as admin_routes
-from api.routes import (
-    batches,
-    console,
-    embeddings,
-    files,
-    health,
-    images,
-    models,
-    objects,
-    pages,
-    prediction_events,
-    reports,
-    responses,
-    status,
-    text,
-    usage,
-)
-from api.routes import predictions as prediction_routes
-from api.routes import replicate_models as prediction_models
+from api.routes import console, health, objects, pages, reports, status
 from api.usage.reports import ReportPlace, ReportService
 from api.usage.rows import UsageRows
 from api.usage.service import UsageService

@@ -3,6 +3,10 @@
 The body is that of OpenAI: `{"error": {"message", "type", "param", "code"}}`, always with all four
 keys (https://platform.openai.com/docs/guides/error-codes). `code` is the stable code of
 shared/errors.py.
+
+All methods of a path, for the header `Allow` (RFC 9110, 10.2.1).
+
+The router would name those of one route only.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,11 +24,25 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
+from starlette.types import Scope
 
-from api.allowed_methods import allowed_methods
-from api.schemas.openai_replies import ErrorDetail, ErrorReply
+from api.bodies import ErrorDetail, ErrorReply
 from shared.errors import BadInput, Canceled, InputTooLarge, Overloaded, PenstockError
 from shared.tenants.api_key import without_keys
+
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+
+
+def allowed_methods(routes: Iterable[BaseRoute], scope: Scope) -> list[str]:
+    """The methods of `routes` for the path of `scope`, with OPTIONS, and with HEAD next to GET."""
+    known = list(routes)
+    taken = [method for method in _METHODS if _is_taken(known, dict(scope, method=method))]
+    return [*taken[:1], "HEAD", *taken[1:], "OPTIONS"] if "GET" in taken else [*taken, "OPTIONS"]
+
+
+def _is_taken(routes: Iterable[BaseRoute], scope: Scope) -> bool:
+    return any(route.matches(scope)[0] is Match.FULL for route in routes)
 
 
 class BodyTooLarge(InputTooLarge):

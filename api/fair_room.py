@@ -12,12 +12,32 @@ Pure: no clock, no I/O. Three rules, from the first that applies:
 A request is let in with all of its items as soon as one fits. Otherwise large requests would never
 get in beside small ones. Only the guaranteed part counts items exactly. The state has one entry for
 each tenant with items here, and there are at most MOST_OVER times the bound, plus one request.
+
+What a request wants from the workers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+from shared.tenants.plan import DEFAULT_TENANT
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Items of one tenant that need a worker."""
+
+    model: str
+    items: int
+    tenant: str = DEFAULT_TENANT
+    weight: float = 1.0
+    """The tenant's share of a busy model, relative to other tenants."""
+    lane: str = ""
+    """`batch`, or empty for interactive requests."""
+    is_promised: bool = False
+    """Whether the objective on deadlines holds for the items (shared/slo.py)."""
+
 
 RESERVE = 0.125
 """The part of the room that only tenants below their fair share may fill.

@@ -29,8 +29,7 @@ from infra.local.rabbitmq_server import RabbitServer, find_rabbitmq_server
 from shared.brokers import admin_of, transport_of
 from shared.catalog_entry import Replies
 from shared.errors import ConfigurationError
-from shared.message_encoding import encode_reply
-from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody
+from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody, encode_reply
 from shared.settings import ApiSettings
 from shared.topics import jobs_topic_id, workers_subscription_id
 from shared.transport import SubscriptionSettings, Transport

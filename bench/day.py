@@ -120,7 +120,7 @@ def _short(found: dict[str, Any]) -> dict[str, Any]:
     return found | {"differences": found["differences"][:20]}
 
 
-_PENSTOCK = [sys.executable, "-m", "infra.cli", "load", "--json"]
+_PENSTOCK = [sys.executable, "-m", "infra.cli.main", "load", "--json"]
 
 
 def _load_command(stack: Stack, folder: Path) -> list[str]:

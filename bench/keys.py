@@ -7,10 +7,9 @@ import time
 from contextlib import suppress
 
 from api.errors import Unauthorized
-from api.http.auth import ApiKeys, RawHeaders
-from api.http.key_refresh import LiveDirectory
+from api.http.auth import ApiKeys, LiveDirectory, RawHeaders
 from bench.report import Figure, Outcome
-from shared.stores.key_file import KeyFile
+from shared.stores.key_stores import KeyFile
 from shared.tenants.api_key import SALT_BYTES, SECRET_LENGTH, ApiKey, hash_of, key_of, new_key
 from shared.tenants.directory import (
     MOST_KEYS,

@@ -28,10 +28,10 @@ from bench.load.generator import LoadOrder, drive, embedding_bodies
 from bench.load.texts import Texts
 from bench.pipeline import MODEL, MODELS_FILE, SCRAPE_LIMIT_S, Part, Pipeline, running
 from bench.report import Figure, Outcome
-from infra.local.provision import provision
+from infra.local.provision_servers import provision
 from shared.catalog import read_catalog
 from shared.pubsub.admin import PubSubAdmin
-from workers.runtime.memory import weights_bytes
+from workers.runtime.resident_models import weights_bytes
 from workers.scheduling.model_scheduler import ModelScheduler
 
 COMMON, RARE = "common", "rare"

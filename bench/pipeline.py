@@ -34,7 +34,7 @@ from shared.settings import WorkerSettings, environment_with, read_settings
 from workers.models.artifact import find_artifact, source_digest
 from workers.models.backend import Backend
 from workers.models.source import resolve
-from workers.runtime.template_process import MODEL_PROCESS_NAME
+from workers.runtime.template import MODEL_PROCESS_NAME
 
 MODEL = "all-MiniLM-L6-v2"
 MODELS_FILE = Path("models.yaml")

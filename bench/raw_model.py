@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 
 from workers.models.backend import Backend
-from workers.models.embedding.length_bucketing import cut_by_length
+from workers.models.embedding.model import cut_by_length
 
 WAYS = ("by 4", "by 16", "512 tokens", "1024 tokens", "2048 tokens", "least padding")
 """How sorted texts are batched: by number, by padded tokens, or by minimum cost."""

@@ -31,8 +31,8 @@ from infra.local.ports import Ports
 from infra.local.process import Process, answers, free_port
 from infra.local.stack import WORKER_LIMIT_S, Stack
 from infra.local.stack_processes import WORKER_STOP_LIMIT_S
-from infra.simulation.scenario import scenario_of
-from infra.simulation.world import simulate
+from infra.planning.simulation.scenario import scenario_of
+from infra.planning.simulation.world import simulate
 from shared.settings import environment_with
 
 MODEL = "stable-diffusion-tiny"

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from shared.tenants.api_key import without_keys
-from shared.tracing.context import current
+from shared.tracing.spans import current
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",

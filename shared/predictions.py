@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from shared.message_encoding import decode_reply_body
-from shared.messages import ItemOutcome, reason_of
+from shared.messages import ItemOutcome, decode_reply_body, reason_of
 from shared.stores.record_state import Record, State, receipts_of
 from shared.stores.signed_urls import UrlSigner
 from shared.stores.waiting_line import QueuePlace

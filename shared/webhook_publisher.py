@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from shared.errors import PenstockError
 from shared.topics import WEBHOOKS_TOPIC_ID
-from shared.tracing.context import current
+from shared.tracing.spans import current
 from shared.transport import Publisher
 from shared.webhooks import (
     BatchEvent,

@@ -21,7 +21,7 @@ from infra.local.reaper import child_marks
 from infra.local.redis_server import RedisServer
 from infra.local.stack import Broker
 from shared.stores.cache import ResultCache
-from shared.stores.key_redis import KeyRedis
+from shared.stores.key_stores import KeyRedis
 from shared.stores.records import Records
 from tests.groups import SHARING, GroupScheduling, group_of
 from tests.limits import REDIS_LIMIT_S, START_LIMIT_S, TEST_LIMIT_S

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from shared.tracing.context import TraceContext
-from shared.tracing.spans import STAGE, Attributes, Kind, install
+from shared.tracing.spans import STAGE, Attributes, Kind, TraceContext, install
 
 
 @dataclass

@@ -3,5 +3,5 @@
 import os
 
 # Without it ONNX Runtime starts a telemetry thread at import, and a process with threads can't be
-# forked (workers/runtime/template_process.py).
+# forked (workers/runtime/template.py).
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

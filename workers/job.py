@@ -15,7 +15,7 @@ from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, failure
 from shared.stores.record_state import record_id
 from shared.tasks import Result
 from shared.tasks.text import GenerationInput, TokenChunk
-from shared.tracing.context import TraceContext
+from shared.tracing.spans import TraceContext
 from shared.transport import Message, Subscription
 from shared.usage.charge import device_share_of
 from shared.usage.row import Row, row_of

@@ -20,8 +20,7 @@ from obstore.store import LocalStore, ObjectStore
 
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError, PenstockError, Unavailable
-from workers.models.prefetched import Copy, folder_of, list_of
-from workers.models.source import download_from_hub, open_gcs_bucket
+from workers.models.source import Copy, download_from_hub, folder_of, list_of, open_gcs_bucket
 
 HUB = "hf:"
 

@@ -53,7 +53,7 @@ def held_messages(max_items: int, processes: int, *, in_steps: bool) -> int:
     """How many jobs a worker holds: for each process a batch that runs and one that waits.
 
     A text may run for minutes. So where a tenant has filled both, there is room for jobs of others,
-    which then get places (workers/scheduling/yielding.py).
+    which then get places (workers/scheduling/lanes.py).
 
     Args:
         max_items: of a batch.

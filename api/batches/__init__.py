@@ -1,1 +1,1 @@
-"""OpenAI's Batch API: uploaded files of requests, and the runner that answers them line by line."""
+"""Files and batches: what is kept of them in the object store."""

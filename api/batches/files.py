@@ -18,8 +18,7 @@ from api.batches.names import FILES, is_file_id, new_file_id, owner_of
 from api.errors import NotFound
 from api.inputs.storage import MOST_FILES, Quota, Reservation, Storage
 from shared.errors import BadInput
-from shared.stores.object_writer import ObjectWriter
-from shared.stores.objects import ObjectStore, StoredObject
+from shared.stores.objects import ObjectStore, ObjectWriter, StoredObject
 
 FILE_MAX_BYTES = 200 * 1024 * 1024
 """What OpenAI takes for a batch."""

@@ -11,16 +11,13 @@ import msgspec
 
 from api.batches.admissions import Admissions
 from api.batches.documents import (
+    HEADER_BYTES,
     BatchCreated,
     BatchEnded,
     BatchPlan,
     BatchState,
     Counts,
     Finalizing,
-)
-from api.batches.names import OPEN, RUNS, is_batch_id, owner_of
-from api.batches.segments import (
-    HEADER_BYTES,
     LineAnswer,
     SegmentHeader,
     decode_half_header,
@@ -28,6 +25,7 @@ from api.batches.segments import (
     decode_header,
     encode_half_segment,
 )
+from api.batches.names import OPEN, RUNS, is_batch_id, owner_of
 from api.errors import NotFound
 from shared.errors import BadInput
 from shared.stores.objects import ObjectStore, StoredObject

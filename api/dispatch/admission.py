@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from api import metrics
-from api.dispatch.demand import Demand
-from api.fair_room import FairRoom
+from api.fair_room import Demand, FairRoom
 from shared import slo
 from shared.catalog import Model
 from shared.errors import Overloaded
@@ -30,7 +29,7 @@ BATCH_SHARE = 0.5
 INTERACTIVE_SHARE = 0.75
 """The share of a worker's work that the interactive lane gets at least, while both lanes wait.
 
-Batches for the deadlines of batch jobs take the rest at most (workers/scheduling/batch_lane.py).
+Batches for the deadlines of batch jobs take the rest at most (workers/scheduling/lanes.py).
 """
 
 

@@ -32,8 +32,14 @@ from api.dispatch.canary_comparison import CanaryComparisons, PictureComparer
 from api.dispatch.canary_routing import CanaryRouter
 from api.dispatch.job_sender import JobSender, envelope_of, split_into_jobs
 from api.dispatch.request import InferenceRequest, InferenceResponse
-from api.dispatch.request_state import RequestState, cache_hit
-from api.dispatch.singleflight import InFlightItem, InFlightJob, ItemCompletion, SingleFlight
+from api.dispatch.request_state import (
+    InFlightItem,
+    InFlightJob,
+    ItemCompletion,
+    RequestState,
+    SingleFlight,
+    cache_hit,
+)
 from api.errors import ClientGone, log_reason
 from shared import slo
 from shared.errors import Overloaded, PenstockError, Unavailable

@@ -1,4 +1,7 @@
-"""Splits items into jobs, publishes each as workers get to it, and waits for its reply."""
+"""Splits items into jobs, publishes each as workers get to it, and waits for its reply.
+
+Builds the envelope and the message of a job, for requests and predictions alike.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,91 @@ from typing import Protocol
 
 import msgspec
 
-from api.dispatch.demand import Demand
-from api.dispatch.envelope import build_envelope, encode_message, publish_span
-from api.dispatch.publish_window import PublishWindow
-from api.dispatch.request import InferenceRequest
-from api.dispatch.singleflight import InFlightItem, InFlightJob
+from api.dispatch.model_window import PublishWindow
+from api.dispatch.request import InferenceRequest, RequestOptions
+from api.dispatch.request_state import InFlightItem, InFlightJob
+from api.fair_room import Demand
 from shared.canary.forwarding import JobMessage, publish_job
 from shared.catalog import Model
 from shared.catalog_entry import Replies
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable, error_for_code
-from shared.messages import Envelope, Item, ItemOutcome, Reply, ReplyBody
+from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Reply, ReplyBody, encode_job
 from shared.stores.objects import ObjectStore, stored_input
 from shared.stores.record_state import record_id
 from shared.stores.records import Records
 from shared.topics import jobs_topic_id
+from shared.tracing.spans import STAGE, Attributes, SpanBlock, current, span
 from shared.transport import Publisher
+
+
+def build_envelope(
+    *,
+    request_id: str,
+    client_request_id: str,
+    model: str,
+    tenant: str,
+    key_id: str,
+    plan: str,
+    price_share: float,
+    weight: float,
+    received_at_s: float,
+    deadline_s: float,
+    options: RequestOptions,
+    api_instance: str,
+    batch_id: str = "",
+) -> Envelope:
+    """The envelope of the first job of a request.
+
+    It is complete except for the inbox and the time of publishing. It belongs to the current trace.
+    """
+    trace = current()
+    return Envelope(
+        request_id=request_id,
+        part=0,
+        model=model,
+        tenant=tenant,
+        key_id=key_id,
+        plan=plan,
+        batch_id=batch_id,
+        user_agent_family=options.user_agent_family,
+        price_share=price_share,
+        weight=weight,
+        deadline_s=deadline_s,
+        received_at_s=received_at_s,
+        published_at_s=0.0,
+        api_instance=api_instance,
+        traceparent=trace.traceparent if trace else "",
+        tracestate=trace.tracestate if trace else "",
+        lane=options.lane,
+        start_by_s=options.start_by_s,
+        client_request_id=client_request_id,
+    )
+
+
+def publish_span(topic_id: str, *, items: int, started_s: float) -> SpanBlock:
+    """The span of publishing a job, which the worker's spans are below. Unix time."""
+    facts: Attributes = {
+        STAGE: "publish",
+        "penstock.items": items,
+        "messaging.operation.name": "publish",
+        "messaging.operation.type": "send",
+        "messaging.destination.name": topic_id,
+    }
+    return span(f"publish {topic_id}", "producer", facts, started_s=started_s)
+
+
+def encode_message(
+    envelope: Envelope, items: Sequence[Item], options: RequestOptions
+) -> tuple[bytes, dict[str, str]]:
+    """The data and attributes of a job with these items.
+
+    Raises:
+        UndecodableMessage: workers could not read it.
+    """
+    envelope.cache_key = items[0].cache_key or ""
+    body = JobBody(list(items), options.cache_read, options.cache_write)
+    return encode_job(Job(envelope, body))
+
 
 OUTCOME_BYTES = 512
 """The size of an outcome in a reply without its result: index, status and receipt."""

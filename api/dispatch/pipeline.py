@@ -10,7 +10,7 @@ from api.dispatch.canary_comparison import PictureComparer
 from api.dispatch.canary_routing import CanaryRouter
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.job_sender import JobSender
-from api.dispatch.publish_window import PublishWindow
+from api.dispatch.model_window import PublishWindow
 from api.dispatch.reply_inbox import ReplyInbox
 from api.dispatch.window_exchange import WindowExchange
 from shared.canary.board import CanaryBoard

@@ -17,8 +17,7 @@ from redis.exceptions import RedisError
 from api.dispatch.job_sender import Inbox
 from shared.catalog_entry import Replies
 from shared.errors import PenstockError
-from shared.message_encoding import encode_reply
-from shared.messages import Reply, ReplyBody
+from shared.messages import Reply, ReplyBody, encode_reply
 from shared.transport import Publisher
 
 PROBE_LIMIT_S = 2.0

@@ -1,25 +1,364 @@
-"""Holds the inbox of this instance: leases it, receives on both topics, and replaces a lost one."""
+"""Holds the inbox of this instance: leases it, receives on both topics, and replaces a lost one.
+
+An inbox while this instance holds it: the jobs that wait for replies, and where they arrive.
+
+Gives an instance an inbox: leased from the pool through Redis, or created for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+from uuid import uuid4
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 
-from api.dispatch.inbox_lease import InboxLease, InboxLost, InboxPool, own_inbox
-from api.dispatch.open_inbox import OpenInbox, PendingReply, ReplySubscription
 from shared.backoff import backoff
 from shared.catalog_entry import Replies
-from shared.errors import ConfigurationError, PenstockError, Unavailable
+from shared.errors import (
+    ConfigurationError,
+    DeadlineExceeded,
+    PenstockError,
+    Unavailable,
+    UndecodableMessage,
+)
+from shared.messages import Reply, decode_reply
 from shared.settings import ApiSettings
-from shared.transport import Admin, Subscriber
+from shared.stores.redis_client import Commands, RedisLink, load_script
+from shared.topics import direct_id, inbox_topic_id, make_inbox, remove_inbox, slot_subscription_id
+from shared.transport import Admin, Message, Subscriber, Subscription
 
 log = logging.getLogger(__name__)
+
+REDIS_LIMIT_S, REDIS_RETRY_S = 2.0, 0.25
+REMOVE_LIMIT_S = 4.0
+"""A container has 10 s from SIGTERM to its end.
+
+https://docs.cloud.google.com/run/docs/container-contract#instance-shutdown
+"""
+OWN_INBOX_EXPIRES_S = 86_400
+"""The shortest that Pub/Sub accepts: one day, by `ExpirationPolicy.ttl` in pubsub.proto. It removes
+inboxes of crashed instances."""
+
+ERRORS = Counter(
+    "penstock_inbox_errors_total",
+    "Round trips to Redis about the inbox's lease that failed.",
+    ["operation"],
+)
+UP = Gauge("penstock_inbox_redis_up", "1 while Redis is being asked about the inbox's lease.")
+
+_RENEW = load_script("shared/stores/lease_renew.lua")
+_RELEASE = load_script("shared/stores/lease_release.lua")
+
+
+class InboxLost(Unavailable):
+    """Another instance has the inbox, or it is gone: replies to it no longer arrive here."""
+
+
+@dataclass(frozen=True, slots=True)
+class InboxLease:
+    """An inbox that this instance holds.
+
+    `keep` runs while it is held and raises InboxLost after that.
+    """
+
+    inbox: str
+    keep: Callable[[], Coroutine[Any, Any, object]]
+
+
+class InboxPool:
+    """The inboxes of the pool, numbered from `first`.
+
+    The key of each in Redis has the id of its holder.
+
+    While Redis is out of reach an instance keeps its inbox: no other instance can lease it through
+    a Redis that is down. If only this instance is cut off and another leases its inbox, replies may
+    go to the wrong instance until Redis answers again. Their requests then read the record.
+
+    Args:
+        redis_url: the Redis with the leases.
+        first: the number of the first inbox. Regions with separate Redis servers use separate
+            ranges.
+        size: how many inboxes the pool has.
+        lease_s: a lease expires after this time without renewal.
+        instance: id of the holder.
+    """
+
+    def __init__(
+        self, redis_url: str, first: int, size: int, lease_s: float, instance: str
+    ) -> None:
+        self._redis_url = redis_url
+        self._first = first
+        self._size = size
+        self._lease_s = lease_s
+        self._instance = instance
+
+    @asynccontextmanager
+    async def lease(self) -> AsyncIterator[InboxLease]:
+        """Leases an inbox while the block runs.
+
+        Raises:
+            Unavailable: none is free, or Redis is out of reach.
+        """
+        link = RedisLink(
+            "inbox",
+            self._redis_url,
+            timeout_s=REDIS_LIMIT_S,
+            retry_s=REDIS_RETRY_S,
+            up=UP,
+            errors=ERRORS,
+        )
+        redis = link.commands("the pool of inboxes")
+        async with link:
+            number = await self._acquire(redis)
+            try:
+                yield InboxLease(str(number), lambda: self._renew(redis, number))
+            finally:
+                await self._release(redis, number)
+
+    async def _acquire(self, redis: Commands) -> int:
+        numbers = range(self._first, self._first + self._size)
+        held = await redis.run("MGET", *map(_key, numbers))
+        free = [number for number, holder in zip(numbers, held, strict=True) if holder is None]
+        # In random order, so that instances that start together try different inboxes.
+        for number in random.sample(free, len(free)):
+            if await redis.run("SET", _key(number), self._instance, "NX", "PX", self._lease_ms()):
+                return number
+        raise Unavailable(f"all {self._size} inboxes of the pool are taken")
+
+    async def _renew(self, redis: Commands, number: int) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            try:
+                is_ours = await redis.run_script(
+                    _RENEW, [_key(number)], self._instance, self._lease_ms()
+                )
+            except Unavailable as error:
+                log.warning(
+                    "inbox lease not renewed", extra={"inbox": number, "reason": error.message}
+                )
+                continue
+            if not is_ours:
+                raise InboxLost(f"inbox {number} is held by another instance now")
+
+    async def _release(self, redis: Commands, number: int) -> None:
+        try:
+            await redis.run_script(_RELEASE, [_key(number)], self._instance)
+        except Unavailable as error:
+            log.warning(
+                "inbox lease not released", extra={"inbox": number, "reason": error.message}
+            )
+
+    def _lease_ms(self) -> int:
+        return max(1, round(self._lease_s * 1000))
+
+
+@asynccontextmanager
+async def own_inbox(admin: Admin, slots: int, instance: str) -> AsyncIterator[InboxLease]:
+    """Creates an inbox with its slots, and removes it when the block ends.
+
+    Raises:
+        ConfigurationError: this process may not create one.
+        Unavailable: the broker is out of reach.
+    """
+    inbox = f"{instance}-{uuid4().hex[:12]}"
+    try:
+        await make_inbox(admin, inbox, slots, expires_after_s=OWN_INBOX_EXPIRES_S)
+        yield InboxLease(inbox, asyncio.Event().wait)
+    finally:
+        try:
+            async with asyncio.timeout(REMOVE_LIMIT_S):
+                await remove_inbox(admin, inbox, slots)
+        except (TimeoutError, PenstockError) as error:
+            log.warning("own inbox not removed", extra={"inbox": inbox, "reason": repr(error)})
+
+
+def _key(number: int) -> str:
+    return f"penstock:inbox:{number}"
+
+
+SLOTS_GIVEN = Counter(
+    "penstock_inbox_slots_given_total",
+    "Requests that got a slot, of their own (exclusive) or with others (shared).",
+    ["kind"],
+)
+REPLIES = Counter(
+    "penstock_inbox_replies_total",
+    "Replies that came in: delivered, duplicate, unknown (late, or of an earlier holder) "
+    "or undecodable.",
+    ["outcome"],
+)
+_EXCLUSIVE, _SHARED = SLOTS_GIVEN.labels("exclusive"), SLOTS_GIVEN.labels("shared")
+_DELIVERED, _DUPLICATE, _UNKNOWN, _UNDECODABLE = map(
+    REPLIES.labels, ("delivered", "duplicate", "unknown", "undecodable")
+)
+
+
+class PendingReply:
+    """Waits for the reply of one job, which arrives at `inbox` (a topic id), `slot`.
+
+    `slot` is empty where the topic has no slots.
+    """
+
+    def __init__(self, inbox: str, slot: str) -> None:
+        self.inbox = inbox
+        self.slot = slot
+        self._loop = asyncio.get_running_loop()
+        self._reply: asyncio.Future[Reply] = self._loop.create_future()
+        self._woken: asyncio.Future[None] | None = None
+
+    async def reply(self, timeout_s: float) -> Reply:
+        """Waits for the reply. May be called again after DeadlineExceeded.
+
+        Raises:
+            DeadlineExceeded: no reply within `timeout_s`.
+            InboxLost: the inbox is gone. The record may still get the result in time.
+        """
+        if not self._reply.done():
+            self._woken = self._loop.create_future()
+            # Saves one iteration of the event loop compared to asyncio.wait.
+            timer = self._loop.call_later(timeout_s, self._wake)
+            try:
+                await self._woken
+            finally:
+                timer.cancel()
+        if not self._reply.done():
+            raise DeadlineExceeded(f"no reply within {timeout_s:.3f} s")
+        return self._reply.result()
+
+    def deliver(self, reply: Reply) -> bool:
+        """Delivers the reply. Returns False for a duplicate."""
+        if self._reply.done():
+            return False
+        self._reply.set_result(reply)
+        self._wake()
+        return True
+
+    def fail(self, error: InboxLost) -> None:
+        """Ends the wait with `error`."""
+        if not self._reply.done():
+            self._reply.set_exception(error)
+            self._reply.exception()  # marks it as retrieved, in case no task waits
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
+
+
+class ReplySubscription:
+    """A subscription of an inbox, which `requests` requests use.
+
+    Args:
+        topic_id: its topic.
+        subscription_id: its own id.
+        slot: the slot that its filter asks for. Empty: it has no filter.
+    """
+
+    def __init__(self, topic_id: str, subscription_id: str, slot: str = "") -> None:
+        self.topic_id = topic_id
+        self.subscription_id = subscription_id
+        self.slot = slot
+        self.requests = 0
+        self.opened = asyncio.Event()
+        self.subscription: Subscription | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether replies can arrive on it."""
+        return self.subscription is not None and self.subscription.is_connected
+
+
+class OpenInbox:
+    """An inbox while this instance holds it: its subscriptions, and the pending replies.
+
+    Replies are matched by request and job, whichever subscription they come from.
+
+    Args:
+        inbox: a number in the pool or the id of an instance.
+        slots: how many of its slots this instance uses.
+    """
+
+    def __init__(self, inbox: str, slots: int) -> None:
+        topic_id = inbox_topic_id(inbox)
+        self.direct = ReplySubscription(direct_id(inbox), direct_id(inbox))
+        self.slots = [
+            ReplySubscription(topic_id, slot_subscription_id(inbox, number), str(number))
+            for number in range(slots)
+        ]
+        self.subscriptions = [self.direct, *self.slots]
+        # Last in, first out: at low load few slots are in use, so acks share calls.
+        self._free = self.slots[::-1]
+        self._subscription_of: dict[str, ReplySubscription] = {}
+        self._pending: dict[str, dict[int, PendingReply]] = {}
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether replies can arrive on every subscription."""
+        return all(each.is_connected for each in self.subscriptions)
+
+    def register(self, request_id: str, job_index: int, replies: Replies) -> PendingReply:
+        """Registers a job. All jobs of a request use the same subscription."""
+        chosen = self._subscription_of.get(request_id)
+        if chosen is None:
+            chosen = self.direct if replies == "direct" else self._choose_slot()
+            chosen.requests += 1
+            self._subscription_of[request_id] = chosen
+            self._pending[request_id] = {}
+        pending = self._pending[request_id][job_index] = PendingReply(chosen.topic_id, chosen.slot)
+        return pending
+
+    def remove(self, request_id: str, job_index: int) -> None:
+        """Forgets a job. The last one of a request gives its slot back, if it has one."""
+        jobs = self._pending[request_id]
+        jobs.pop(job_index, None)
+        if jobs:
+            return
+        del self._pending[request_id]
+        used = self._subscription_of.pop(request_id)
+        used.requests -= 1
+        if used.requests == 0 and used is not self.direct:
+            self._free.append(used)
+
+    def deliver(self, message: Message) -> None:
+        """Delivers a reply to its job. Counts and drops replies of unknown jobs."""
+        try:
+            pending = self._pending[message.attributes["request_id"]][
+                int(message.attributes["part"])
+            ]
+        except (KeyError, ValueError):
+            _UNKNOWN.inc()
+            return
+        try:
+            reply = decode_reply(message.data, message.attributes)
+        except UndecodableMessage as error:
+            _UNDECODABLE.inc()
+            log.warning(
+                "reply can't be read",
+                extra={"message_id": message.message_id, "reason": error.message},
+            )
+            return
+        (_DELIVERED if pending.deliver(reply) else _DUPLICATE).inc()
+
+    def fail(self, error: InboxLost) -> None:
+        """Ends every wait with `error`."""
+        for jobs in self._pending.values():
+            for pending in jobs.values():
+                pending.fail(error)
+
+    def _choose_slot(self) -> ReplySubscription:
+        if self._free:
+            _EXCLUSIVE.inc()
+            return self._free.pop()
+        _SHARED.inc()
+        return min(self.slots, key=lambda slot: slot.requests)
+
 
 INBOXES_LOST = Counter("penstock_inbox_lost_total", "Inboxes that were lost and replaced.")
 

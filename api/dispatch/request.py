@@ -10,8 +10,8 @@ from decimal import Decimal
 from types import TracebackType
 from typing import Self
 
-from api.dispatch.demand import Demand
 from api.errors import ERROR_MAPPINGS
+from api.fair_room import Demand
 from shared.catalog import Model
 from shared.catalog_entry import Deadline
 from shared.errors import DeadlineExceeded, Overloaded, PenstockError, error_for_code

@@ -21,11 +21,9 @@ import msgspec
 from prometheus_client import Counter, Gauge
 
 from api import metrics
-from api.dispatch.model_window import Elsewhere, ModelWindow
-from api.dispatch.publish_window import Key, PublishWindow
+from api.dispatch.model_window import Elsewhere, Key, ModelWindow, PublishWindow
 from shared.errors import Unavailable
-from shared.stores.redis_client import RedisLink
-from shared.stores.redis_scripts import load_script
+from shared.stores.redis_client import RedisLink, load_script
 
 PAUSE_S, PAUSE_PER_INSTANCE_S = 0.25, 0.01
 """Between two exchanges: the shortest, and for each other instance."""

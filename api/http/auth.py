@@ -1,24 +1,477 @@
-"""Authentication: maps the API key of a request to its caller. Routes under /v1 do this first."""
+"""Authentication: maps the API key of a request to its caller. Routes under /v1 do this first.
+
+Access without keys, for APIs that only their own machine can reach.
+
+Browsers on that machine open pages of strangers. Such a page must not use the API. It can send a
+form to http://127.0.0.1:8080 from its own origin, and its own name can point to 127.0.0.1 (DNS
+rebinding). So the names in `Host` and `Origin` must be names of this machine. A reverse proxy on
+this machine passes the public name, so it opens nothing to the outside either.
+
+What a key may do: what each route needs of its scopes and models, in one table.
+
+Keeps the directory of keys of this process up to date.
+
+Requests read a snapshot in memory. A task asks the store every REFRESH_S seconds for a new version.
+What it can't read or what is not valid does not replace the snapshot: a broken file must not lock
+everyone out. The directory also survives an outage of its store, for STALE_LIMIT_S.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
+from urllib.parse import urlsplit
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 
-from api.errors import Unauthorized
-from api.http.key_refresh import LiveDirectory
-from api.http.loopback import OpenOnLoopback
+from api.errors import Forbidden, Unauthorized
 from shared.catalog import Catalog
-from shared.errors import Unavailable
+from shared.errors import ConfigurationError, PenstockError, Unavailable
+from shared.loopback import is_loopback
 from shared.settings import ApiSettings
 from shared.stores.key_stores import key_store, served_by
-from shared.tenants.api_key import parse_key
-from shared.tenants.key_store import KeyStore
+from shared.tenants.api_key import SALT_BYTES, ApiKey, hash_of, parse_key
+from shared.tenants.directory import Directory, Scope, decode_document, mistake_in
+from shared.tenants.key_store import KeyStore, StoredDocument
 from shared.tenants.plan import Caller
+from shared.tenants.rules import Served, document_mistakes
+
+REFRESH_S = 2.0
+"""A change takes effect within this time and that of a read."""
+READ_LIMIT_S = 2.0
+LOOK_AGAIN_S = 1.0
+"""A key that is not known is looked for at most this often, for all requests together."""
+MAX_LOOKED_FOR = 4096
+MAX_LOOKING = 64
+"""Requests that may wait for that. Further ones are answered from what is known."""
+NOTE_USES_S = 60.0
+"""Uses of keys are written down this often."""
+STALE_LIMIT_S = 86_400.0
+"""Nobody can revoke a key where the store can't be reached. After a day that weighs more than going
+on. Expiry needs no store.
+"""
+UP = Gauge("penstock_keys_up", "1 if the API keys could be read at the last try, else 0.")
+AGE_SECONDS = Gauge(
+    "penstock_keys_age_seconds", "Seconds since the API keys in use were known to be current."
+)
+FAILURES = Counter(
+    "penstock_keys_refresh_failures_total",
+    "Times that the API keys could not be read. invalid: the document is not valid. "
+    "unavailable: its store is out of reach.",
+    ["reason"],
+)
+log = logging.getLogger(__name__)
+
+
+class LiveDirectory:
+    """The latest valid directory of a store. An async context manager that runs the refresh.
+
+    Args:
+        store: where the directory is. It is opened and closed with this object.
+        clock: monotonic seconds.
+        refresh_s: pause between two reads.
+        served: what plans and keys may name. A file that names anything else is not valid. Redis
+            was checked when it was changed, so there it is only logged: the catalog has changed.
+            None: not known.
+
+    Raises:
+        ConfigurationError: the store has a directory at the start, and it is not valid.
+    """
+
+    def __init__(
+        self,
+        store: KeyStore,
+        clock: Callable[[], float] = time.monotonic,
+        refresh_s: float = REFRESH_S,
+        served: Served | None = None,
+    ) -> None:
+        self.store = store
+        self._clock = clock
+        self._refresh_s = refresh_s
+        self._served = served
+        self._directory: Directory | None = None
+        self._version = ""
+        self._current_s = clock()
+        self._failure: PenstockError | None = None
+        self._refreshing = asyncio.Lock()
+        self._salt, self._looked_for = secrets.token_bytes(SALT_BYTES), set[bytes]()
+        self._looking, self._looked_s, self._waiting = asyncio.Lock(), -math.inf, 0
+        self.uses: dict[str, int] = {}
+        """When keys were last used, by id in Unix seconds, as far as not written down."""
+        if (first := store.read_at_start()) is not None:
+            self._directory, self._version = self._decode(first), first.version
+
+    async def __aenter__(self) -> Self:
+        await self.store.__aenter__()
+        await self.refresh()
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(self._ended)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self.note_uses()
+        await self.store.__aexit__(kind, error, trace)
+
+    def current(self) -> Directory | None:
+        """The directory to check keys with. None if there is none, or it is too old."""
+        if self._clock() - self._current_s > STALE_LIMIT_S:
+            return None
+        return self._directory
+
+    def status(self) -> str:
+        """`ok` if keys can be checked, else the reason as anybody may read it. The log has more."""
+        if self.current() is not None:
+            return "ok"
+        return self._failure.public_message if self._failure else "not read yet"
+
+    async def refresh(self) -> None:
+        """Reads the directory once, if it has changed."""
+        async with self._refreshing:
+            await self._refresh()
+
+    async def look_again(self, key: ApiKey) -> None:
+        """Reads the directory for a key that is not known: it may have been made just now.
+
+        Requests that meet such keys at the same time wait for the same look. The next one is
+        LOOK_AGAIN_S after it, whoever sends wrong keys. A key is looked for once while the
+        directory stays as it is, so a caller with a wrong key does not wait each time.
+        """
+        digest = hash_of(self._salt, key)
+        if digest in self._looked_for or self._waiting >= MAX_LOOKING:
+            return
+        came_s = self._clock()
+        self._waiting += 1
+        try:
+            async with self._looking:
+                if self._looked_s > came_s:
+                    return
+                await asyncio.sleep(self._looked_s + LOOK_AGAIN_S - self._clock())
+                self._looked_s = self._clock()
+                await self.refresh()
+        finally:
+            self._waiting -= 1
+            if len(self._looked_for) >= MAX_LOOKED_FOR:
+                self._looked_for.clear()
+            self._looked_for.add(digest)
+
+    async def _refresh(self) -> None:
+        try:
+            async with asyncio.timeout(READ_LIMIT_S):
+                found = await self.store.read(self._version)
+            self._current_s = self._clock()
+            if found is not None:
+                # Thousands of keys take tens of milliseconds, in which requests go on.
+                self._directory = await asyncio.to_thread(self._decode, found)
+                self._version = found.version
+                self._looked_for.clear()
+                log.info("API keys read", extra={"source": self.store.source})
+        except TimeoutError:
+            self._failed("unavailable", Unavailable(f"no answer in {READ_LIMIT_S:g} s"))
+        except Unavailable as error:
+            self._failed("unavailable", error)
+        except ConfigurationError as error:
+            self._failed("invalid", error)
+        else:
+            self._failure = None
+        UP.set(self._failure is None)
+        AGE_SECONDS.set(self._clock() - self._current_s)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Without the task no change is seen any more, so this instance must not go on."""
+        if not task.cancelled():
+            log.critical("refresh of API keys ended; this is a bug", exc_info=task.exception())
+            self._failure = Unavailable(public="the refresh of API keys ended")
+            self._directory = None
+
+    def _decode(self, found: StoredDocument) -> Directory:
+        document = decode_document(found.data, self.store.source)
+        for mistake in document_mistakes(document, self._served, time.time()):
+            wrong = mistake_in(found.data, self.store.source, mistake)
+            if self.store.read_only:
+                raise wrong
+            log.warning("API keys name what is not served", extra={"reason": wrong.message})
+        return Directory(document)
+
+    def _failed(self, reason: str, error: PenstockError) -> None:
+        FAILURES.labels(reason).inc()
+        if self._failure is None or self._failure.message != error.message:
+            log.error(
+                "API keys could not be read; those read before stay in use",
+                extra={"source": self.store.source, "reason": error.message},
+            )
+        self._failure = error
+
+    async def note_uses(self) -> None:
+        """Writes down which keys were used since the last time. What can't be written waits."""
+        uses, self.uses = self.uses, {}
+        try:
+            async with asyncio.timeout(READ_LIMIT_S):
+                await self.store.note_uses(uses)
+        except (TimeoutError, Unavailable):
+            self.uses = uses | self.uses
+
+    async def _run(self) -> None:
+        noted_s = self._clock()
+        while True:
+            await asyncio.sleep(self._refresh_s)
+            await self.refresh()
+            if self._clock() - noted_s >= NOTE_USES_S:
+                noted_s = self._clock()
+                await self.note_uses()
+
+
+ModelCheck: TypeAlias = Literal["", "named", "stored", "listed"]
+"""Where a route meets models that a key may not use. `named`: the request names one. `stored`: what
+it reads or changes was computed by one. `listed`: it leaves those of others out.
+"""
+
+
+class Rule(NamedTuple):
+    """What a route needs. No scope: any key."""
+
+    scope: Scope | None
+    model: ModelCheck = ""
+
+
+_RULES_OF_PATHS: dict[str, tuple[str, Rule]] = {
+    "/embeddings": ("POST", Rule("embeddings", "named")),
+    "/images/generations": ("POST", Rule("images", "named")),
+    "/images/edits": ("POST", Rule("images", "named")),
+    "/chat/completions": ("POST", Rule("text", "named")),
+    "/chat/completions/{completion_id}": ("GET", Rule("text", "stored")),
+    "/completions": ("POST", Rule("text", "named")),
+    "/responses": ("POST", Rule("text", "named")),
+    "/responses/{response_id}": ("GET DELETE", Rule("text", "stored")),
+    "/responses/{response_id}/cancel": ("POST", Rule("text", "stored")),
+    "/models/{owner}/{name}/predictions": ("POST", Rule("predictions", "named")),
+    "/deployments/{owner}/{name}/predictions": ("POST", Rule("predictions", "named")),
+    "/predictions/{prediction_id}/cancel": ("POST", Rule("predictions", "stored")),
+    "/predictions/{prediction_id}/stream": ("GET", Rule("predictions", "stored")),
+    "/predictions/{prediction_id}/webhooks": ("GET", Rule("predictions", "stored")),
+    "/predictions/{prediction_id}/webhooks/replay": ("POST", Rule("predictions", "stored")),
+    "/webhooks/default/secret": ("GET", Rule("predictions")),
+    "/files": ("GET POST", Rule("files")),
+    "/files/{file_id}": ("GET DELETE", Rule("files")),
+    "/files/{file_id}/content": ("GET", Rule("files")),
+    "/batches": ("GET POST", Rule("batches")),
+    "/batches/{batch_id}": ("GET", Rule("batches")),
+    "/batches/{batch_id}/cancel": ("POST", Rule("batches")),
+    "/usage": ("GET", Rule("usage")),
+    "/organization/costs": ("GET", Rule("usage")),
+    "/organization/usage/embeddings": ("GET", Rule("usage")),
+    "/organization/usage/images": ("GET", Rule("usage")),
+    "/reports": ("GET", Rule("usage")),
+    "/reports/{name}": ("GET", Rule("usage")),
+    "/admin/keys": ("GET POST", Rule("admin")),
+    "/admin/keys/{key_id}": ("GET DELETE", Rule("admin")),
+    "/admin/keys/{key_id}/rotate": ("POST", Rule("admin")),
+    "/admin/plans": ("GET", Rule("admin")),
+    "/admin/plans/{name:path}": ("PUT DELETE", Rule("admin")),
+    "/admin/tenants": ("GET", Rule("admin")),
+    "/admin/tenants/{name:path}": ("PUT", Rule("admin")),
+    "/admin/audit": ("GET", Rule("admin")),
+    # What is served here, which every key may see.
+    "/models": ("GET", Rule(None, "listed")),
+    "/models/{model}": ("GET", Rule(None, "listed")),
+    "/models/{owner}/{name}": ("GET", Rule(None, "listed")),
+    "/models/{owner}/{name}/versions": ("GET", Rule(None, "listed")),
+    "/models/{owner}/{name}/versions/{version}": ("GET", Rule(None, "listed")),
+    "/deployments": ("GET", Rule(None, "listed")),
+    "/deployments/{owner}/{name}": ("GET", Rule(None, "listed")),
+    "/hardware": ("GET", Rule(None, "listed")),
+    "/status": ("GET", Rule(None, "listed")),
+    "/account": ("GET", Rule(None)),
+}
+RULES: dict[tuple[str, str], Rule] = {
+    (method, path): rule
+    for path, (methods, rule) in _RULES_OF_PATHS.items()
+    for method in methods.split()
+} | {
+    ("GET", "/predictions"): Rule("predictions", "listed"),
+    ("POST", "/predictions"): Rule("predictions", "named"),
+    ("GET", "/predictions/{prediction_id}"): Rule("predictions", "stored"),
+    ("DELETE", "/predictions/{prediction_id}"): Rule("predictions", "stored"),
+    ("PUT", "/predictions/{prediction_id}"): Rule("predictions", "named"),
+}
+"""What each route needs, by method and template without /v1. HEAD is GET. A route that is not here
+needs an unrestricted key.
+"""
+_UNKNOWN = Rule("all")
+
+
+class MissingScope(Forbidden):
+    """This API key may not do this."""
+
+    code = "missing_scope"
+
+
+class ModelForbidden(Forbidden):
+    """This API key may not use this model."""
+
+    code = "model_not_allowed"
+
+
+class StoredWork(Protocol):
+    """What was computed and can be read again."""
+
+    @property
+    def endpoint(self) -> str:
+        """The path that it was created by. Empty: that of predictions."""
+
+    @property
+    def model(self) -> str:
+        """Its name in the catalog."""
+
+
+def check_access(caller: Caller, method: str, path: str, stored: StoredWork | None = None) -> None:
+    """Refuses what the key of the caller may not do, whichever door it comes by.
+
+    Args:
+        caller: whose request it is.
+        method: of the request. HEAD counts as GET.
+        path: the template of the route, such as `/v1/files/{file_id}`.
+        stored: what it reads or changes, if that was computed by a model. The key needs the scope
+            of its endpoint too.
+
+    Raises:
+        MissingScope: the key lacks a scope.
+        ModelForbidden: it may not use the model.
+    """
+    method = "GET" if method == "HEAD" else method
+    _check_scope(caller, method, rule_of(method, path).scope)
+    if stored is not None:
+        if stored.endpoint:
+            _check_scope(caller, method, rule_of("POST", stored.endpoint).scope)
+        check_model(caller, stored.model)
+
+
+def may_see(caller: Caller, path: str, stored: StoredWork) -> bool:
+    """Whether a list at `path` has this for the caller."""
+    try:
+        check_access(caller, "GET", path, stored)
+    except Forbidden:
+        return False
+    return True
+
+
+def rule_of(method: str, path: str) -> Rule:
+    """What a route needs, by its template with or without /v1."""
+    return RULES.get((method, path.removeprefix("/v1")), _UNKNOWN)
+
+
+def _check_scope(caller: Caller, method: str, needed: Scope | None) -> None:
+    held = caller.scopes
+    if needed is None or (held is not None and needed in held):
+        return
+    reads = method == "GET"
+    if needed != "admin" and (held is None or "all" in held or (reads and "read" in held)):
+        return
+    raise MissingScope(f"this API key lacks the scope {needed!r}")
+
+
+def check_model(caller: Caller, model: str) -> None:
+    """Refuses a model that the key of the caller may not use.
+
+    Raises:
+        ModelForbidden: it is not among the key's models.
+    """
+    if caller.models is not None and model not in caller.models:
+        raise ModelForbidden(f"this API key may not use the model {model!r}", field="model")
+
+
+class OpenOnLoopback:
+    """Lets in everyone on this machine, as the tenant `default`.
+
+    Args:
+        host: where the API listens.
+        cors_origins: the setting: origins that may call it, comma-separated, or `*`.
+
+    Raises:
+        ConfigurationError: other machines can reach `host`.
+    """
+
+    def __init__(self, host: str, cors_origins: str) -> None:
+        if not is_loopback(host):
+            raise ConfigurationError(
+                f"PENSTOCK_KEYS_URL: is needed, because others can reach PENSTOCK_HOST={host}; "
+                "without keys the API listens on 127.0.0.1 only",
+                field="keys_url",
+            )
+        self._origins = {origin.strip().encode("latin-1") for origin in cors_origins.split(",")}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None
+
+    def caller_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
+        """Returns the caller, whatever key the headers have.
+
+        Raises:
+            Forbidden: the request is for another machine's name, or from a page of another origin.
+        """
+        for name, value in headers:
+            if name == b"host" and value not in _LOCAL and not _names_loopback(b"//" + value):
+                raise Forbidden(
+                    "host: without PENSTOCK_KEYS_URL this API answers only for 127.0.0.1, [::1] "
+                    "and localhost",
+                    field="host",
+                )
+            if name == b"origin" and not self._is_allowed(value):
+                raise Forbidden(
+                    "origin: pages of this origin may not call this API: see PENSTOCK_CORS_ORIGINS",
+                    field="origin",
+                )
+        return _ANYONE
+
+    async def meet(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Does nothing."""
+
+    def keys_status(self) -> str:
+        """`not required`."""
+        return "not required"
+
+    store = None
+    """There is no key to administer."""
+
+    async def refresh(self) -> None:
+        """Does nothing."""
+
+    def _is_allowed(self, origin: bytes) -> bool:
+        return origin in self._origins or b"*" in self._origins or _names_loopback(origin)
+
+
+_ANYONE = Caller()
+_LOCAL = frozenset({b"127.0.0.1:8080", b"localhost:8080"})
+"""Known without parsing."""
+
+
+def _names_loopback(url: bytes) -> bool:
+    try:
+        host = urlsplit(url.decode("latin-1")).hostname
+    except ValueError:
+        return False
+    return host is not None and is_loopback(host)
+
 
 DENIED = Counter(
     "penstock_api_keys_denied_total",

@@ -1,10 +1,17 @@
 """Calls inference endpoints directly, without the ten layers of FastAPI between.
 
 This saves a tenth of the CPU time of a request. FastAPI still knows these routes for OpenAPI.
+
+Compresses large answers with vectors as floats to half their size, for callers that accept gzip.
+
+Measurements: docs/measurements/api.md.
 """
 
 from __future__ import annotations
 
+import asyncio
+import gzip
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,14 +20,42 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.errors import EXPECTED_ERRORS, handle_error
-from api.http.body_budget import BodyBudget
-from api.http.compression import compress
 from api.http.idempotency import run_idempotent
-from api.http.middleware import ContextMiddleware
+from api.http.middleware import BodyBudget, ContextMiddleware
 from api.http.request_options import IDEMPOTENCY_HEADER
+
+MIN_BYTES = 64 * 1024
+"""About eight vectors. A smaller answer takes one or two round trips, compressed or not."""
+_LEVEL = 1
+"""Level 6 takes seven times as long and saves 5 % more."""
+_GZIP = re.compile(r"\s*(?:gzip|\*)\s*(?:;\s*q\s*=\s*(?P<q>[0-9.]+)\s*)?", re.IGNORECASE)
+
+
+async def compress(response: Response, accept_encoding: str) -> None:
+    """Compresses a large answer on another thread, if the caller accepts gzip."""
+    if len(response.body) < MIN_BYTES or response.status_code != 200:
+        return
+    response.headers["vary"] = "accept-encoding"
+    if accepts_gzip(accept_encoding):
+        response.body = await asyncio.to_thread(gzip.compress, response.body, _LEVEL, mtime=0)
+        response.headers["content-encoding"] = "gzip"
+        response.headers["content-length"] = str(len(response.body))
+
+
+def accepts_gzip(accept_encoding: str) -> bool:
+    """Whether the header allows gzip (RFC 9110, 12.5.3).
+
+    Without the header nothing is compressed.
+    """
+    found = [match for match in map(_GZIP.fullmatch, accept_encoding.split(",")) if match]
+    # The weight of gzip takes precedence over that of `*`.
+    found.sort(key=lambda match: "*" in match[0])
+    return bool(found) and (found[0]["q"] or "1").strip("0.") != ""
+
 
 IS_HEAD = "penstock.is_head"
 """Marks a HEAD that is served as a GET, for routes whose body never ends."""

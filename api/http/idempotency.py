@@ -20,15 +20,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
+from api.bodies import ErrorReply
 from api.dispatch.request import COST_HEADER, DEVICE_HEADER
 from api.errors import EXPECTED_ERRORS, NotNow, handle_error
-from api.http.disconnect import while_connected
+from api.http.auth import check_model
 from api.http.middleware import RequestContext, context_of
-from api.http.request import open_request
-from api.http.scopes import check_model
+from api.http.request import open_request, while_connected
 from api.idempotency.service import IdempotentRequest, StoredResponse
 from api.limits.shown import LIMITS_PREFIX
-from api.schemas.openai_replies import ErrorReply
 
 REPLAYED = "idempotent-replayed"
 LARGE_BYTES = 256 * 1024

@@ -1,6 +1,14 @@
 """The outermost layer of every request: its id and times, the body limit, headers, metrics, errors.
 
 Plain ASGI: a middleware that wraps responses costs more than a cache hit.
+
+The span of a request (`receive`), from its arrival to the end of its answer.
+
+It has no URL, no query and no header: callers put texts and keys there by mistake.
+
+The memory and the connections that request bodies may hold, together and by tenant.
+
+How much of what an instance holds for all callers one tenant may take.
 """
 
 from __future__ import annotations
@@ -12,6 +20,7 @@ import re
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,14 +31,95 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api import metrics
 from api.dispatch.request import RequestOptions
 from api.errors import BodyTooLarge, TooSlow, error_response
-from api.fair_room import OneItem
-from api.http.body_budget import BodyBudget
-from api.http.request_span import begin_span, end_span
+from api.fair_room import FairRoom, OneItem
 from shared.errors import BadInput, Overloaded, PenstockError
-from shared.stores.object_writer import MEMORY_BYTES
+from shared.stores.objects import MEMORY_BYTES
 from shared.tenants.api_key import PREFIX
+from shared.tracing.spans import STAGE, Attributes, Span, begin, read_headers, set_current
 
 log = logging.getLogger(__name__)
+
+LARGEST_SHARE = 0.75
+"""The rest is left for the others."""
+
+
+def share_of(most: int) -> int:
+    """What one tenant may take of `most`."""
+    return max(1, int(most * LARGEST_SHARE))
+
+
+@dataclass(slots=True)
+class BodyBudget:
+    """The memory and the connections for request bodies.
+
+    Memory is held until the request is answered, a connection until its body has arrived.
+    """
+
+    largest_bytes: int
+    """The limit of one body."""
+    together_bytes: int
+    """The limit of all bodies together. Above it only small bodies are accepted."""
+    arriving: FairRoom
+    """The connections whose bodies are still arriving."""
+    held_bytes: int = 0
+    held_of: Counter[str] = field(default_factory=Counter)
+    """The same by tenant."""
+
+    def hold(self, tenant: str, size_bytes: int) -> None:
+        """Counts a piece of a body. `size_bytes` is negative when the piece is released."""
+        self.held_bytes += size_bytes
+        self.held_of[tenant] += size_bytes
+        if not self.held_of[tenant]:
+            del self.held_of[tenant]
+
+    def is_full(self, tenant: str) -> bool:
+        """Whether this tenant may send no large body now."""
+        return self.held_bytes > self.together_bytes or self.held_of[tenant] > share_of(
+            self.together_bytes
+        )
+
+
+UNTRACED = frozenset({"/healthz", "/readyz"})
+"""Probes would be most of the traces of an idle service."""
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+"""Other words are the caller's own. The conventions write `_OTHER` for them."""
+
+
+def begin_span(scope: Scope, received_at_s: float) -> Span:
+    """Starts the span of a request, below that of its caller. It becomes the current one."""
+    parent = read_headers(scope["headers"])
+    if scope["path"] in UNTRACED:
+        return Span("probe", parent, None)
+    span = begin(_method(scope), "server", received_at_s, parent)
+    set_current(span.context)
+    return span
+
+
+def end_span(span: Span, scope: Scope, *, status: int, error_code: str, facts: Attributes) -> None:
+    """Ends the span of a request.
+
+    Args:
+        span: from `begin_span`.
+        scope: of the request, with its route.
+        status: of the answer. 0: there was none.
+        error_code: of the answer, or empty.
+        facts: further attributes. Empty ones are left out.
+    """
+    method, route = _method(scope), getattr(scope.get("route"), "path", "")
+    span.set({name: value for name, value in facts.items() if value})
+    span.set({STAGE: "receive", "http.request.method": method, "url.scheme": scope["scheme"]})
+    if route:
+        span.set({"http.route": route})
+    if status:
+        span.set({"http.response.status_code": status})
+    # The conventions: a request that its caller got wrong is no error of the server.
+    error = (error_code or str(status)) if status >= 500 or not status else ""
+    span.end(name=f"{method} {route}".rstrip(), error=error)
+
+
+def _method(scope: Scope) -> str:
+    return scope["method"] if scope["method"] in METHODS else "_OTHER"
+
 
 BODY_IDLE_S = 30.0
 """The longest pause between two pieces of a body."""

@@ -3,6 +3,12 @@
 Each route lists its responses in the `responses` of its decorator: `responses` for OpenAI's shapes,
 `problems` for Replicate's, with the possible statuses. A status that is new in api/errors.py needs
 a description in _DESCRIPTIONS and an entry at every route that can return it.
+
+The query parameters of questions about usage, for the OpenAPI document.
+
+api/usage/question.py reads them, so that errors have our wording.
+
+The request and response headers that the OpenAPI document describes.
 """
 
 from __future__ import annotations
@@ -10,30 +16,237 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 
-from api.http import openapi_headers
-from api.problem_details import Problem
-from api.schemas import admin, report_replies, status_replies, usage_replies
-from api.schemas import openai as schemas
-from api.schemas import openai_batches as batch_schemas
-from api.schemas import openai_files as file_replies
-from api.schemas import openai_text as text_schemas
-from api.schemas import openai_text_replies as text_replies
-from api.schemas import replicate_replies as prediction_replies
-from api.schemas.openai_replies import (
-    EmbeddingsReply,
+from api.bodies import (
     ErrorReply,
-    ImagesReply,
-    ModelItem,
-    ModelsReply,
 )
-from api.schemas.openai_responses import ResponseBody
-from api.schemas.openai_responses_replies import ResponseDeleted, ResponseReply
-from api.schemas.replicate import PredictionBody, VersionedBody
+from api.http.request_options import LONGEST_KEY, LONGEST_MS
+from api.problem_details import Problem
+from api.usage.question import COST_GROUPS, COST_LIMITS, GROUPS, LIMITS, WIDTHS_S
+
+TRUNCATED_HEADER = "x-penstock-truncated-tokens"
+
+
+def _header_parameter(name: str, description: str, schema: Described) -> Described:
+    return {
+        "name": name,
+        "in": "header",
+        "required": False,
+        "description": description,
+        "schema": schema,
+    }
+
+
+_MILLISECONDS = {"type": "integer", "minimum": 1, "maximum": LONGEST_MS}
+_DEADLINE = _header_parameter(
+    "X-Penstock-Deadline-Ms",
+    "Milliseconds from receipt to the answer. Later it is 504. "
+    "A longer one is cut to the model's longest deadline.",
+    _MILLISECONDS,
+)
+_QUEUE_LIMIT = _header_parameter(
+    "X-Penstock-Queue-Limit-Ms",
+    "Milliseconds from receipt after which the model no longer starts on the request, "
+    "even if its deadline is later.",
+    _MILLISECONDS,
+)
+_CACHE_CONTROL = _header_parameter(
+    "Cache-Control",
+    "`no-cache`: compute again. `no-store`: also do not cache the result.",
+    {"type": "string"},
+)
+_KEY = _header_parameter(
+    "Idempotency-Key",
+    "The same request with the same key is computed once. "
+    "Its answer is repeated for a day, or until newer answers need its place.",
+    {"type": "string", "pattern": rf"^[\x21-\x7e]{{1,{LONGEST_KEY}}}$"},
+)
+_LANE = _header_parameter(
+    "X-Penstock-Lane",
+    "`batch`: the request may wait behind interactive ones.",
+    {"type": "string", "enum": ["interactive", "batch"], "default": "interactive"},
+)
+_PREFER = _header_parameter(
+    "Prefer",
+    "`wait` or `wait=n`: answer when the prediction ends, or after n seconds (at most 60).",
+    {"type": "string", "examples": ["wait=5"]},
+)
+_CANCEL_AFTER = _header_parameter(
+    "Cancel-After",
+    "Time from receipt after which the prediction is stopped.",
+    {"type": "string", "examples": ["30s", "5m", "1h30m"]},
+)
+_TRACEPARENT = _header_parameter(
+    "Traceparent",
+    "The trace that the request belongs to (W3C Trace Context). An invalid one is ignored.",
+    {"type": "string", "examples": ["00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"]},
+)
+INFERRING = [_DEADLINE, _QUEUE_LIMIT, _CACHE_CONTROL, _KEY, _LANE, _TRACEPARENT]
+PREDICTING = [*INFERRING, _PREFER, _CANCEL_AFTER]
+LAST_EVENT_ID = _header_parameter(
+    "Last-Event-ID", "Only events after this one are sent.", {"type": "string"}
+)
+
+
+def _of_answers(description: str, schema: Described) -> Described:
+    return {"description": description, "schema": schema}
+
+
+_AMOUNT = {"type": "number", "minimum": 0}
+_COUNT = {"type": "integer", "minimum": 0}
+_SECONDS = {"type": "integer", "minimum": 0}
+ANSWERED: dict[str, Described] = {
+    "Accept-Ranges": _of_answers("The unit of ranges.", {"type": "string", "enum": ["bytes"]}),
+    "Content-Range": _of_answers("Which bytes these are, of how many.", {"type": "string"}),
+    "X-Request-Id": _of_answers("The id that you sent, or else one of ours.", {"type": "string"}),
+    "X-Penstock-Total-Ms": _of_answers("Milliseconds from receipt to the answer.", _AMOUNT),
+    "X-Penstock-Cache": _of_answers(
+        "Where the results came from.",
+        {"type": "string", "enum": ["hit", "miss", "partial", "joined"]},
+    ),
+    "X-Penstock-Queue-Ms": _of_answers("Milliseconds spent waiting for a worker.", _AMOUNT),
+    "X-Penstock-Batch-Ms": _of_answers(
+        "Milliseconds spent waiting for the batch to start.", _AMOUNT
+    ),
+    "X-Penstock-Inference-Ms": _of_answers("Milliseconds spent in the model.", _AMOUNT),
+    "X-Penstock-Device-Ms": _of_answers(
+        "Milliseconds of a whole device that the model took for this request, its part of batches.",
+        _AMOUNT,
+    ),
+    "X-Penstock-Cost-Usd": _of_answers(
+        "What the request is charged, in US dollars. 0 for an answer that is repeated.", _AMOUNT
+    ),
+    "X-Penstock-Revision": _of_answers(
+        "The revision of the model that computed the results. Several, comma-separated, if a new "
+        "revision that is being tried computed a part of them.",
+        {"type": "string"},
+    ),
+    "X-Penstock-Lane": _of_answers(
+        "`batch` where the plan of the caller has no higher priority.",
+        {"type": "string", "enum": ["batch"]},
+    ),
+    "X-Penstock-Truncated-Tokens": _of_answers(
+        "How many tokens were cut: of all texts where the request has `truncate`, "
+        "of the prompts where it is an image.",
+        {"type": "integer", "minimum": 0},
+    ),
+    "X-Penstock-Seed": _of_answers("The seeds of the images, comma-separated.", {"type": "string"}),
+    "Idempotent-Replayed": _of_answers(
+        "Present if this answer was given before.", {"type": "string", "enum": ["true"]}
+    ),
+    "Location": _of_answers("The URL of the prediction.", {"type": "string", "format": "uri"}),
+    "Retry-After": _of_answers("Seconds after which to try again.", _SECONDS),
+    "Retry-After-Ms": _of_answers(
+        "The same in milliseconds, which OpenAI's clients prefer.", _SECONDS
+    ),
+    "Age": _of_answers("Seconds for which the figures are known.", _SECONDS),
+    **{
+        f"X-Ratelimit-{kind}-{unit}": _of_answers(
+            words.format(unit=unit.lower()) + " Only where your plan has such a limit.", schema
+        )
+        for unit in ("Requests", "Tokens", "Pixel-Steps")
+        for kind, words, schema in (
+            ("Limit", "The {unit} that you may use in any minute.", _COUNT),
+            ("Remaining", "What is left of the {unit} in this minute.", _COUNT),
+            (
+                "Reset",
+                "Until none of the {unit} count as used any more.",
+                {"type": "string", "examples": ["1s", "6m0s", "17ms"]},
+            ),
+        )
+    },
+    "X-Should-Retry": _of_answers(
+        "`false`: do not retry on your own.", {"type": "string", "enum": ["false"]}
+    ),
+    "WWW-Authenticate": _of_answers("How to authenticate.", {"type": "string", "enum": ["Bearer"]}),
+}
+ALWAYS = ("X-Request-Id", "X-Penstock-Total-Ms")
+OF_LIMITS = (
+    "X-Penstock-Lane",
+    *(name for name in ANSWERED if name.startswith("X-Ratelimit-")),
+)
+OF_INFERENCE = (
+    *OF_LIMITS,
+    *("X-Penstock-Cache", "X-Penstock-Queue-Ms", "X-Penstock-Batch-Ms", "X-Penstock-Inference-Ms"),
+    *("X-Penstock-Device-Ms", "X-Penstock-Cost-Usd", "X-Penstock-Revision"),
+    "Idempotent-Replayed",
+)
+OF_STATUS = {
+    401: ("WWW-Authenticate",),
+    408: ("X-Should-Retry",),
+    409: ("Retry-After", "X-Should-Retry"),
+    429: ("Retry-After", "Retry-After-Ms", "X-Should-Retry", *OF_LIMITS),
+    500: ("X-Should-Retry",),
+    503: ("Retry-After",),
+    504: ("X-Should-Retry",),
+}
+
+
+def references(*names: str) -> Described:
+    """The headers of one answer, those that every answer has among them."""
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in (*ALWAYS, *names)}
+
+
+_MOMENT: Described = {"type": "integer", "minimum": 0}
+
+
+def _parameter(
+    name: str, description: str, schema: Described, *, required: bool = False
+) -> Described:
+    return {
+        "name": name,
+        "in": "query",
+        "required": required,
+        "description": description,
+        "schema": schema,
+    }
+
+
+def _names(name: str, description: str) -> Described:
+    return _parameter(
+        name, description, {"type": "array", "items": {"type": "string"}, "maxItems": 100}
+    )
+
+
+def _of_pages(groups: dict[str, str], most: int, models: str) -> list[Described]:
+    return [
+        _parameter("start_time", "Unix seconds, inclusive.", _MOMENT, required=True),
+        _parameter("end_time", "Unix seconds, exclusive. Default: now.", _MOMENT),
+        _parameter("bucket_width", "Of each bucket.", {"enum": list(WIDTHS_S), "default": "1d"}),
+        _parameter(
+            "group_by",
+            "Also as `group_by[]`, which OpenAI's clients send.",
+            {"type": "array", "items": {"enum": list(groups)}},
+        ),
+        _parameter(
+            "limit",
+            "Buckets on a page. The default and the most depend on the width.",
+            {"type": "integer", "minimum": 1, "maximum": most},
+        ),
+        _parameter("page", "`next_page` of the last answer.", {"type": "string"}),
+        _names("project_ids", "Only these tenants."),
+        _names("api_key_ids", "Only these keys."),
+        _names(models, "Only these models."),
+    ]
+
+
+OF_USAGE = _of_pages(GROUPS, max(most for _, most in LIMITS.values()), "models")
+OF_COSTS = _of_pages(COST_GROUPS, max(most for _, most in COST_LIMITS.values()), "line_items")
+_DAY_OR_SECONDS: Described = {"type": "string", "examples": ["2026-11-01", "1793491200"]}
+SUMMARY = [
+    _parameter("from", "Unix seconds, or a day of UTC, inclusive.", _DAY_OR_SECONDS),
+    _parameter("to", "Unix seconds, or a day of UTC, exclusive. Default: now.", _DAY_OR_SECONDS),
+]
+_MOMENT_TEXT: Described = {"type": "string", "examples": ["2026-11-01", "2026-11-01T12:00:00Z"]}
+OF_REPORTS = [
+    _parameter("from", "A day of the time zone, or a moment.", _MOMENT_TEXT),
+    _parameter("to", "The first day or moment that is too late. Default: now.", _MOMENT_TEXT),
+    _parameter("tz", "The time zone of days.", {"type": "string", "default": "UTC"}),
+    _names("tenant", "Only these tenants. For keys with the scope `admin`."),
+    _names("model", "Only these models."),
+]
+
 
 Described = dict[str, Any]
 Responses = dict[int | str, Described]
@@ -43,9 +256,7 @@ AUTHENTICATED: Described = {"security": [{"key": []}, {"header": []}]}
 AUTHENTICATED_OR_LINKED: Described = {"security": [*AUTHENTICATED["security"], {}]}
 """For every route that requires an API key or a signed link."""
 INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 499, 500, 503, 504)
-CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 499, 503, 504)
-"""For routes that create predictions."""
-_REF = "#/components/schemas/{name}"
+SCHEMA_REF = "#/components/schemas/{name}"
 _DESCRIPTIONS = {
     400: "The request is not valid; the message names the field.",
     401: "No valid API key.",
@@ -68,57 +279,16 @@ _DESCRIPTIONS = {
         "The deadline passed. `x-should-retry: false` keeps OpenAI's clients from sending it again."
     ),
 }
-_BODIES: tuple[type[BaseModel], ...] = (
-    *(schemas.EmbeddingsBody, schemas.GenerationBody, schemas.EditForm, schemas.EditBody),
-    *(text_schemas.ChatBody, text_schemas.CompletionBody, ResponseBody),
-    *(PredictionBody, VersionedBody, batch_schemas.BatchBody),
-)
-_REPLIES: tuple[type[msgspec.Struct], ...] = (
-    *(EmbeddingsReply, ImagesReply, ModelsReply, ModelItem, ErrorReply),
-    *(text_replies.ChatReply, text_replies.CompletionReply),
-    *(ResponseReply, ResponseDeleted),
-    *(batch_schemas.BatchObject, batch_schemas.BatchesPage),
-    *(file_replies.FileObject, file_replies.FilesPage, file_replies.FileDeleted),
-    *(
-        prediction_replies.PredictionReply,
-        prediction_replies.PredictionsPage,
-        prediction_replies.WebhookAttempts,
-        prediction_replies.ReplicateModel,
-    ),
-    *(
-        prediction_replies.ModelsPage,
-        prediction_replies.VersionReply,
-        prediction_replies.VersionsPage,
-    ),
-    *(
-        prediction_replies.DeploymentReply,
-        prediction_replies.DeploymentsPage,
-        prediction_replies.FileReply,
-        prediction_replies.SecretReply,
-    ),
-    *(prediction_replies.AccountReply, prediction_replies.Hardware),
-    *(usage_replies.UsagePage, usage_replies.UsageReply, status_replies.StatusReply),
-    *(report_replies.ReportsReply, report_replies.ReportReply),
-    *(prediction_replies.HealthReply, prediction_replies.ReadinessReply, Problem),
-    *(admin.NewKeyBody, admin.RotationBody, admin.TenantBody, admin.KeyObject),
-    *(admin.IssuedKeyObject, admin.KeysPage, admin.KeyDeleted, admin.PlanObject, admin.PlansReply),
-    *(admin.PlanDeleted, admin.TenantObject, admin.TenantsReply, admin.ActObject, admin.ActsPage),
-)
-
-_HEAD_TOO_LARGE: Described = {
-    "description": "The URL and headers are too large.",
-    "content": {"application/json": {"schema": {"$ref": _REF.format(name=ErrorReply.__name__)}}},
-}
 
 
 def inference_body(json: type[BaseModel], form: type[BaseModel] | None = None) -> Described:
     """The request of an inference route: a JSON body, optionally a form, and headers."""
-    return _request_body(openapi_headers.INFERRING, json, form)
+    return _request_body(INFERRING, json, form)
 
 
 def prediction_body(json: type[BaseModel]) -> Described:
     """The request of a route that creates predictions: a JSON body and headers."""
-    return _request_body(openapi_headers.PREDICTING, json)
+    return _request_body(PREDICTING, json)
 
 
 def json_body(json: type[BaseModel]) -> Described:
@@ -152,10 +322,10 @@ def errors(*statuses: int) -> Responses:
 
 def inference_responses(reply: type[msgspec.Struct], *headers: str) -> Responses:
     """The responses of an inference route."""
-    answers = responses(reply, *INFERENCE_ERRORS, headers=(*openapi_headers.OF_INFERENCE, *headers))
+    answers = responses(reply, *INFERENCE_ERRORS, headers=(*OF_INFERENCE, *headers))
     answers[422]["description"] = "This `Idempotency-Key` was used with another request."
     # Where some items of a request fail, the others were computed and are told of all the same.
-    computed = openapi_headers.references(*openapi_headers.OF_INFERENCE)
+    computed = references(*OF_INFERENCE)
     for status in INFERENCE_ERRORS:
         answers[status]["headers"] = computed | answers[status]["headers"]
     return answers
@@ -164,22 +334,6 @@ def inference_responses(reply: type[msgspec.Struct], *headers: str) -> Responses
 def problems(*statuses: int) -> Responses:
     """The errors of a route in Replicate's shape."""
     return _errors(statuses, Problem, "application/problem+json")
-
-
-def creation_responses() -> Responses:
-    """The responses of a route that creates predictions: a new one, or that of an equal request."""
-    reply = prediction_replies.PredictionReply
-    answers: Responses = {
-        200: success(
-            "The prediction that the same request created before.",
-            reply,
-            "Location",
-            "Idempotent-Replayed",
-            *openapi_headers.OF_LIMITS,
-        ),
-        201: success("The new prediction.", reply, "Location", *openapi_headers.OF_LIMITS),
-    }
-    return answers | problems(*CREATION_ERRORS)
 
 
 def of_both_apis(*statuses: int) -> Responses:
@@ -196,7 +350,7 @@ def success(text: str, reply: type[msgspec.Struct], *headers: str) -> Described:
     return {
         "description": text,
         "content": content,
-        "headers": openapi_headers.references(*headers),
+        "headers": references(*headers),
     }
 
 
@@ -212,7 +366,7 @@ def event_stream(*kinds: str) -> Described:
     return {
         "description": "Server-sent events.",
         "content": content,
-        "headers": openapi_headers.references(),
+        "headers": references(),
     }
 
 
@@ -224,13 +378,13 @@ def streamed(answers: Responses) -> Responses:
     properties = {name: {"type": "string"} for name in ("event", "id", "data")}
     event = {"type": "object", "required": ["data"], "properties": properties}
     content = answers[200]["content"] | {"text/event-stream": {"schema": event}}
-    headers = answers[200]["headers"] | openapi_headers.references("Location")
+    headers = answers[200]["headers"] | references("Location")
     return answers | {200: answers[200] | {"content": content, "headers": headers}}
 
 
 def empty(text: str) -> Described:
     """A response without a body."""
-    return {"description": text, "headers": openapi_headers.references()}
+    return {"description": text, "headers": references()}
 
 
 def not_over() -> Responses:
@@ -244,59 +398,13 @@ def binary(text: str, *media_types: str, headers: tuple[str, ...] = ()) -> Descr
     """A response whose body is not JSON, with these headers besides the common ones."""
     schema = {"type": "string", "format": "binary"}
     content = {media_type: {"schema": schema} for media_type in media_types}
-    references = openapi_headers.references(*headers)
-    return {"description": text, "content": content, "headers": references}
+    described = references(*headers)
+    return {"description": text, "content": content, "headers": described}
 
 
 def ref_to(body: type[BaseModel] | type[msgspec.Struct]) -> dict[str, str]:
     """A reference to the schema of a body."""
-    return {"$ref": _REF.format(name=body.__name__)}
-
-
-def describe(app: FastAPI) -> None:
-    """Adds to the OpenAPI document of `app` the schemas that its routes refer to."""
-
-    def openapi() -> Described:
-        if app.openapi_schema is None:
-            app.openapi_schema = _document(app)
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _document(app: FastAPI) -> Described:
-    page = get_openapi(
-        title=app.title, version=app.version, description=app.description, routes=app.routes
-    )
-    template = _REF.replace("{name}", "{model}")
-    _, described = models_json_schema(
-        [(body, "validation") for body in _BODIES], ref_template=template
-    )
-    _, structs = msgspec.json.schema_components(_REPLIES, ref_template=_REF)
-    page["components"] = {
-        "schemas": {**described["$defs"], **structs},
-        "headers": openapi_headers.ANSWERED,
-        "responses": {"HeadTooLarge": _HEAD_TOO_LARGE},
-        "securitySchemes": {
-            "key": {"type": "http", "scheme": "bearer"},
-            "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-        },
-    }
-    for path in page["paths"].values():
-        for operation in path.values():
-            _without_fastapis_errors(operation["responses"])
-            # The server answers this before a route is known, like 400, 408 and 429 for a head
-            # (api/http/bounded_protocol.py).
-            operation["responses"]["431"] = {"$ref": "#/components/responses/HeadTooLarge"}
-    return page
-
-
-def _without_fastapis_errors(responses: Described) -> None:
-    """Removes the 422 that FastAPI adds for parameters, in a shape that this API does not use."""
-    content = responses.get("422", {}).get("content", {})
-    schema = content.get("application/json", {}).get("schema", {})
-    if schema.get("$ref", "").endswith("/HTTPValidationError"):
-        del responses["422"]
+    return {"$ref": SCHEMA_REF.format(name=body.__name__)}
 
 
 def _errors(statuses: tuple[int, ...], reply: type[msgspec.Struct], media_type: str) -> Responses:
@@ -306,7 +414,7 @@ def _errors(statuses: tuple[int, ...], reply: type[msgspec.Struct], media_type: 
         status: {
             "description": _DESCRIPTIONS[status],
             "content": {media_type: {"schema": ref_to(reply)}},
-            "headers": openapi_headers.references(*openapi_headers.OF_STATUS.get(status, ())),
+            "headers": references(*OF_STATUS.get(status, ())),
         }
         for status in statuses
     }

@@ -19,8 +19,7 @@ from typing import Literal, NamedTuple, cast
 from prometheus_client import Counter, Gauge
 
 from shared.retention import BUDGET_BYTES
-from shared.stores.redis_client import RedisLink, RedisStore
-from shared.stores.redis_scripts import load_script
+from shared.stores.redis_client import RedisLink, RedisStore, load_script
 
 ERRORS = Counter(
     "penstock_answers_errors_total",

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import parse_qsl, unquote
 
+from api.bodies import LONGEST_URL
 from api.errors import NotFound
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec, data_of_uri
 from api.inputs.storage import Quota
-from api.schemas.replicate import LONGEST_URL
 from shared.blob import Blob
 from shared.catalog_entry import ImageDefaults
 from shared.errors import BadInput

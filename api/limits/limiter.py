@@ -3,6 +3,10 @@
 A request reserves what it will probably use of every limit at once, or is refused. Work and cost
 are known only when it ends: then the reservation is settled, and what was not used goes back.
 Callers without limits never come here.
+
+Opens the limiter of a process, with the store that it counts in and its warnings.
+
+Finds the counters of a caller: those of its tenant, of its key, and of the model it asks for.
 """
 
 from __future__ import annotations
@@ -12,20 +16,188 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
-from api.limits.accounts import Account, Accounts
 from api.limits.budget_warnings import BudgetWarnings
-from api.limits.counters import LEASE_S, Counter, MonthCounter
-from api.limits.shown import Need, headers_of, refusal
-from api.limits.store import SLOTS_S, Ask, Kind, LimitStore, Standing
+from api.limits.counters import LEASE_S, Counter, MonthCounter, SlotCounter, WindowCounter
+from api.limits.shown import BUDGET_UNIT, Need, headers_of, refusal
+from api.limits.store import MAX_TOTALS, SLOTS_S, Answer, Ask, Kind, LimitStore, Standing, Totals
 from shared.errors import Unavailable
 from shared.tasks.base import Unit
-from shared.tenants.plan import Caller
+from shared.tenants.plan import Caller, Limits, Plan, Rates
+from shared.transport import Publisher
+
+MOST_ACCOUNTS = 8192
+"""Callers by model that are kept. The oldest is made again when it is needed."""
+
+
+@dataclass(slots=True)
+class Account:
+    """What counts for one caller and model."""
+
+    tenant: str
+    plan: Plan
+    key_limits: Limits | None
+    counters: list[Counter]
+    counts_work: bool = False
+    """Whether the work of a request matters."""
+    has_budget: bool = False
+    """Whether its cost matters."""
+    asking: asyncio.Future[None] | None = field(default=None, compare=False)
+    """The round trip to Redis that is under way."""
+
+
+class Accounts:
+    """All accounts and counters of this instance. A counter belongs to any number of accounts."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[tuple[str, str, str, float], Account] = {}
+        self._counters: dict[tuple[str, float], Counter] = {}
+        self._totals: dict[str, dict[float, float]] = {}
+        self._has_all_totals = False
+        self._totals_at_s = 0.0
+
+    def of(self, caller: Caller, model: str, unit: Unit, month: float = 0) -> Account:
+        """The account of a caller for a model whose work is counted in `unit`.
+
+        Args:
+            caller: who asks.
+            model: what for.
+            unit: of its work.
+            month: in which the request arrived, as `month_of` counts. 0: the current one.
+        """
+        name = (caller.tenant, caller.key_id, model, month)
+        account = self._accounts.get(name)
+        if account is None or not (
+            account.plan is caller.plan and account.key_limits is caller.key_limits
+        ):
+            self._accounts.pop(name, None)
+            account = self._accounts[name] = self._made(caller, model, unit, month)
+            if len(self._accounts) > MOST_ACCOUNTS:
+                del self._accounts[next(iter(self._accounts))]
+        return account
+
+    def note(self, ask: Ask, answer: Answer, sent_s: float) -> None:
+        """Notes an answer to an ask that needed nothing, if its limit is known here."""
+        counter = self._counters.get((ask.key, ask.month))
+        if counter is not None:
+            counter.accept(ask, answer, sent_s, need=0)
+
+    def learn(self, totals: Totals, at_s: float) -> None:
+        """Notes what was used of budgets, those of other instances' callers too.
+
+        Args:
+            totals: of the budgets that changed since the last ones.
+            at_s: when they were asked for.
+        """
+        is_first = not self._totals_at_s
+        self._has_all_totals = totals.is_whole and (is_first or self._has_all_totals)
+        self._totals_at_s = at_s
+        for key, used in totals.by_key.items():
+            self._totals.pop(key, None)
+            self._totals[key] = used
+        while len(self._totals) > MAX_TOTALS:
+            del self._totals[next(iter(self._totals))]
+            self._has_all_totals = False
+        for counter in self._counters.values():
+            if isinstance(counter, MonthCounter):
+                self._tell(counter)
+
+    def _tell(self, counter: MonthCounter) -> None:
+        """Says to a counter what is known of its budget."""
+        used = self._totals.get(counter.key)
+        if used is not None:
+            month = counter.month or max(used)
+            counter.learn(used.get(month, 0.0), self._totals_at_s)
+        elif self._has_all_totals and not counter.is_known:
+            counter.learn(0.0, self._totals_at_s)
+
+    def forget(self, since_s: float) -> None:
+        """Forgets counters that have nothing to give back and were not asked for since then."""
+        kept = {
+            key: counter
+            for key, counter in self._counters.items()
+            if counter.touched_s >= since_s or not counter.is_idle
+        }
+        if len(kept) < len(self._counters):
+            self._counters = kept
+            self._accounts.clear()
+
+    def _made(self, caller: Caller, model: str, unit: Unit, month: float) -> Account:
+        plan, tenant = caller.plan, caller.tenant
+        counters = list(self._of_limits(plan, unit, f"t:{tenant}", f"tenant {tenant!r}", month))
+        if caller.key_limits is not None:
+            key = f"k:{tenant}:{caller.key_id}"
+            subject = f"key {caller.key_id!r}"
+            own = list(self._of_limits(caller.key_limits, unit, key, subject, month))
+            for counter in own:
+                if isinstance(counter, MonthCounter):
+                    counter.key_id = caller.key_id
+            counters += own
+        if model in plan.per_model:
+            subject = f"tenant {tenant!r} with {model}"
+            counters += self._of_rates(plan.per_model[model], unit, f"m:{model}:{tenant}", subject)
+        for counter in counters:
+            if isinstance(counter, MonthCounter):
+                counter.is_open = plan.on_limit_store_outage == "allow"
+        units = {one.unit for one in counters}
+        return Account(
+            tenant, plan, caller.key_limits, counters, unit in units, BUDGET_UNIT in units
+        )
+
+    def _of_limits(
+        self, limits: Limits, unit: Unit, key: str, subject: str, month: float
+    ) -> Iterator[Counter]:
+        yield from self._of_rates(limits, unit, key, subject)
+        if limits.max_in_flight is not None:
+            yield self._counter(
+                SlotCounter,
+                f"{key}:items",
+                limits.max_in_flight,
+                "items",
+                "items in flight",
+                subject,
+            )
+        if limits.budget_usd_per_month is not None:
+            budget = limits.budget_usd_per_month
+            words = "US dollars per month"
+            yield self._counter(
+                MonthCounter, f"{key}:{BUDGET_UNIT}", budget, BUDGET_UNIT, words, subject, month
+            )
+
+    def _of_rates(self, rates: Rates, unit: Unit, key: str, subject: str) -> Iterator[Counter]:
+        of_unit = {"tokens": rates.tokens_per_min, "pixel_steps": rates.pixel_steps_per_min}[unit]
+        for name, limit in (("requests", rates.requests_per_min), (unit, of_unit)):
+            if limit is not None:
+                words = f"{name.replace('_', '-')} per minute"
+                yield self._counter(WindowCounter, f"{key}:{name}", limit, name, words, subject)
+
+    def _counter(
+        self,
+        kind: type[Counter],
+        key: str,
+        limit: float,
+        unit: str,
+        words: str,
+        subject: str,
+        month: float = 0,
+    ) -> Counter:
+        counter = self._counters.get((key, month))
+        if counter is None:
+            counter = kind(key, limit, unit, f"{words} of {subject}")
+            self._counters[key, month] = counter
+            if isinstance(counter, MonthCounter):
+                counter.month = month
+                self._tell(counter)
+        counter.limit = limit
+        return counter
+
 
 REGISTER_S = SLOTS_S / 3
 MOST_ASKS = 64
@@ -411,3 +583,23 @@ class Reservation:
             self._limiter.wake_next(counter.key)
         self._limiter.touch(need.counter for need, _ in ended)
         self._taken, self._handed_over = [], []
+
+
+async def open_limiter(
+    opened: AsyncExitStack, redis_url: str, publisher: Publisher, instance: str, *, instances: int
+) -> Limiter:
+    """Opens a limiter, which `opened` closes.
+
+    Args:
+        opened: closes what is opened.
+        redis_url: the Redis in which all instances count.
+        publisher: sends warnings. It must stay open longer.
+        instance: the id of this process.
+        instances: how many there may be, to reckon with until Redis has said it. 0: only this one.
+    """
+    store = LimitStore(redis_url, instance)
+    warnings = BudgetWarnings(store, publisher)
+    limiter = Limiter(store, warnings, instances=max(1, instances))
+    await opened.enter_async_context(limiter)
+    await opened.enter_async_context(warnings)
+    return limiter

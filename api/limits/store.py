@@ -14,8 +14,7 @@ from prometheus_client import Counter, Gauge
 
 from shared.errors import PenstockError
 from shared.stores.holds import hold_keys
-from shared.stores.redis_client import RedisLink, RedisStore
-from shared.stores.redis_scripts import Script, load_script
+from shared.stores.redis_client import RedisLink, RedisStore, Script, load_script
 
 ERRORS = Counter(
     "penstock_limits_errors_total",

@@ -5,12 +5,17 @@ https://html.spec.whatwg.org/multipage/server-sent-events.html
 Events are `logs`, `output` (one per element), `error` and `done`, in this order, as Replicate's
 clients expect. All of them follow from the record. So a client that reconnects with Last-Event-ID,
 to any instance, gets exactly the events that it has not received. The output of a text model comes
-as it is written (api/predictions/text_output.py).
+as it is written (api/predictions/event_stream.py).
 
 A reader can ask for `preview` and `queue` too: Replicate's clients fail on events that they do not
 know. Previews are in a stream in Redis, and the id of each event says how far its reader has got in
 it. `queue` says where the prediction stands in line. It is a state, so a reader that comes back
 is told of it anew.
+
+The events of a prediction whose output is a text, as Replicate's clients read them.
+
+An `output` event has what the text has more than before. The text is all of them, one after
+another.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import asyncio
 import base64
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from typing import Any, NamedTuple
 
@@ -31,9 +36,11 @@ from api.fair_room import FairRoom, OneItem
 from api.predictions.creation import POLL_S, PredictionSnapshot
 from api.predictions.service import Predictions
 from shared.errors import Overloaded, PenstockError
+from shared.messages import ItemOutcome
 from shared.predictions import error_of, logs_of, output_of
 from shared.stores.previews import Preview
 from shared.stores.signed_urls import UrlSigner
+from shared.tasks.text import GenerationResult, TokenLogprob
 
 MAX_STREAMS = 256
 """The room per instance. Each stream reads its record twice a second."""
@@ -233,3 +240,35 @@ def encode_event(kind: str, data: str, event_id: str | None = None) -> bytes:
     lines = "".join(f"data: {line}\n" for line in _LINE_END.split(data))
     named = "" if event_id is None else f"id: {event_id}\n"
     return f"event: {kind}\n{named}{lines}\n".encode()
+
+
+class OutputEvents:
+    """The events of one text. The stream puts their ids before them."""
+
+    def opening(self, index: int) -> None:
+        """Nothing: an output begins with its text."""
+
+    def delta(
+        self,
+        index: int,
+        before: str,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        at: tuple[int, int],
+    ) -> bytes | None:
+        """More of the text."""
+        return encode_event("output", text) if text else None
+
+    def ending(self, index: int, result: GenerationResult) -> list[bytes]:
+        """Nothing: a text ends with its prediction."""
+        return []
+
+    def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
+        """The end."""
+        return [encode_event("done", "{}")]
+
+    def failure(self, code: str, message: str) -> bytes:
+        """Why there is no more text, and the end. A canceled prediction is no error."""
+        if code == "canceled":
+            return encode_event("done", '{"reason":"canceled"}')
+        return failure_event(message)

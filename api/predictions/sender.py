@@ -9,17 +9,15 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from api import metrics
-from api.dispatch.demand import Demand
-from api.dispatch.envelope import build_envelope, encode_message, publish_span
-from api.dispatch.job_sender import ReplyWaiter
+from api.dispatch.job_sender import ReplyWaiter, build_envelope, encode_message, publish_span
 from api.dispatch.model_window import BATCHES_HELD
 from api.dispatch.request import RequestOptions
+from api.fair_room import Demand
 from shared.canary.forwarding import JobMessage, publish_job
 from shared.catalog import Model
 from shared.catalog_entry import Replies
 from shared.errors import Overloaded, PenstockError, Unavailable
-from shared.message_encoding import encode_reply_body
-from shared.messages import Envelope, Item, ItemError, ReplyBody
+from shared.messages import Envelope, Item, ItemError, ReplyBody, encode_reply_body
 from shared.predictions import Prediction
 from shared.stores.records import Records
 from shared.topics import jobs_topic_id

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from api.http.dependencies import dependencies_of
 from api.http.openapi import success
-from api.schemas.replicate_replies import HealthReply, ReadinessReply
+from api.replicate.replies import HealthReply, ReadinessReply
 
 router = APIRouter()
 

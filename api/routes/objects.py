@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.http.dependencies import dependencies_of
-from api.http.disconnect import while_connected
 from api.http.openapi import binary, errors
+from api.http.request import while_connected
 from shared.predictions import MEDIA_TYPES
 from shared.stores.signed_urls import VALID_S
 

@@ -1,11 +1,13 @@
 """Reports for the console and for programs: those of docs/reports.md that the key may see.
 
 A key sees its own tenant's rows. A key with the scope `admin` sees all tenants and all reports.
+
+The replies about reports: which there are, and what one says.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from fastapi import APIRouter
@@ -13,24 +15,82 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import NotFound
-from api.http.openapi import AUTHENTICATED, responses
-from api.http.openapi_usage import OF_REPORTS
+from api.http.openapi import AUTHENTICATED, OF_REPORTS, responses
 from api.http.request import ApiRequest, authenticate
-from api.schemas.report_replies import (
-    Cell,
-    ReportColumnReply,
-    ReportEntry,
-    ReportPlot,
-    ReportReply,
-    ReportSeries,
-    ReportsReply,
-)
 from shared.errors import BadInput
 from shared.reports.budgets import read_budgets
 from shared.reports.definitions import Report, reports
 from shared.reports.plots import drawings
 from shared.reports.question import ROWS_KEPT_DAYS, ask
 from shared.reports.runner import ReportResult
+
+Cell = str | int | float | bool | None
+"""Of a table. Days and moments are text in ISO 8601."""
+
+
+class ReportEntry(msgspec.Struct, kw_only=True):
+    """One report that this key may read."""
+
+    object: Literal["report.entry"] = "report.entry"
+    name: str
+    title: str
+    owner: Literal["finance", "product", "operations"]
+    days: Annotated[int, msgspec.Meta(ge=1)]
+    """How far it looks back if nothing is said."""
+    filters: list[Literal["tenant", "model"]]
+    """What its rows can be limited to."""
+
+
+class ReportsReply(msgspec.Struct, kw_only=True):
+    """The reports that this key may read."""
+
+    object: Literal["list"] = "list"
+    data: list[ReportEntry]
+
+
+class ReportColumnReply(msgspec.Struct, kw_only=True):
+    """A column of a report."""
+
+    name: str
+    type: str
+    about: str
+
+
+class ReportSeries(msgspec.Struct, kw_only=True):
+    """One line of a plot, the bars of one color, or one row of a heat map."""
+
+    name: str
+    x: list[str]
+    y: list[float | None]
+
+
+class ReportPlot(msgspec.Struct, kw_only=True):
+    """A plot of a report."""
+
+    kind: Literal["bars", "lines", "heat"]
+    title: str
+    unit: str
+    stacked: bool
+    series: list[ReportSeries]
+
+
+class ReportReply(msgspec.Struct, kw_only=True):
+    """What a report says."""
+
+    object: Literal["report"] = "report"
+    name: str
+    title: str
+    owner: str
+    notes: str
+    since: str
+    """The first moment, in ISO 8601."""
+    until: str
+    """The first moment that is too late."""
+    tz: str
+    columns: list[ReportColumnReply]
+    rows: list[list[Cell]]
+    plots: list[ReportPlot]
+
 
 router = APIRouter(prefix="/v1/reports", tags=["usage"])
 NO_STORE = {"cache-control": "no-store"}

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from api.bodies import Body
 from api.inputs.source_pictures import PictureCaller, SourcePictures
-from api.schemas.openai import Body
 from shared.catalog import Model
 from shared.tasks import Input
 

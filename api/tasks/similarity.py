@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from api.bodies import Body, Text
 from api.inputs.source_pictures import PictureCaller, SourcePictures
-from api.schemas.openai import Body, Text
 from api.tasks.base import ApiTask, Inputs
 from api.tasks.embedding import check_texts
 from shared.catalog import Model

@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from api.bodies import LARGEST_SEED, Body, Text
+from api.chat_bodies import Message, Share, Stop
 from api.inputs.source_pictures import PictureCaller, SourcePictures
-from api.schemas.openai import LARGEST_SEED, Body, Text
-from api.schemas.openai_text import Message, Share, Stop
 from api.tasks.base import ApiTask, Inputs
 from shared.catalog import Model
 from shared.errors import BadInput

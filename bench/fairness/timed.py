@@ -22,21 +22,19 @@ from typing import Any, cast
 
 from bench.pipeline import READY_LIMIT_S
 from infra.local.process import Process, free_port, listens
-from infra.local.provision import provision
+from infra.local.provision_servers import provision
 from infra.local.redis_server import RedisServer
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Batch, Cache
-from shared.message_encoding import decode_reply, encode_job
-from shared.messages import Envelope, Item, Job, JobBody
+from shared.messages import Envelope, Item, Job, JobBody, decode_reply, encode_job
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
-from shared.reply_topics import make_inbox
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.tasks import Input
 from shared.tasks.embedding import EmbeddingResult, TextInput
-from shared.topics import inbox_topic_id, jobs_topic_id, slot_subscription_id
+from shared.topics import inbox_topic_id, jobs_topic_id, make_inbox, slot_subscription_id
 from shared.transport import Subscription
 from shared.usage.row import Row
 from workers.job import WorkerInfo

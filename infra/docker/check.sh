@@ -48,7 +48,7 @@ without() { # IMAGE PACKAGE...
 
 (prepare api shared infra api
   inside api penstock api --help > /dev/null
-  inside api python -c 'import api.app, infra.cli'
+  inside api python -c 'import api.app, infra.cli.main'
   # Nothing is there to connect to; what it lacks first is its catalog.
   answer=$(inside api penstock api 2>&1 || true)
   [[ $answer == "penstock api: "*models.yaml* ]] || { echo "api said: $answer" >&2; exit 1; }

@@ -13,22 +13,160 @@ Three triggers, of which the highest counts (decision 43):
 Lost metrics never take workers away. A trigger without samples fails, so the HPA does not scale
 down. Of those that lose a part, the other one holds the count. Only a model that nobody has asked
 for of late may be without metrics of workers.
+
+The PromQL queries of the autoscaler's triggers, for each Prometheus that has our metrics.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from infra.kubernetes.deployment import Deployment
-from infra.kubernetes.trigger_queries import (
-    MetricSource,
-    TriggerQueries,
-    managed_prometheus,
-    own_prometheus,
-    patient_s,
-)
 from shared.catalog import Model
 from shared.topics import batch_subscription_id, workers_subscription_id
+
+MOST_UTILIZATION = 0.9
+"""The part of their time that workers spend on batches, where only they tell how busy they are."""
+PATIENT_SHARE = 0.5
+"""Of the longest deadline: in this time is done what nobody waits for on a connection."""
+FRESH = "1m"
+"""A worker whose last sample is older is gone. Managed Prometheus has no markers of staleness."""
+ARRIVED = "90s"
+"""Arrivals are averaged over this time. A shorter one jumps with chance."""
+MEASURED = "30m"
+"""Seconds per item are averaged over this time. It is longer than metrics are usually lost."""
+LARGEST_STEP = 4
+"""Arrivals count up to so many times what workers do. Callers who hang up at once cost no GPUs."""
+QUIET = "10m"
+"""A model without arrivals for this long may have no workers."""
+
+
+@dataclass(frozen=True)
+class MetricSource:
+    """How the series of one region of a deployment are told from others in a Prometheus."""
+
+    deployment: Mapping[str, str]
+    """Labels of all series of the deployment."""
+    region: Mapping[str, str]
+    """Labels of those of the region."""
+    messages: Callable[[str], str] | None
+    """A query for what waits in a subscription, in messages. None: nothing counts them."""
+
+
+def managed_prometheus(region: str) -> MetricSource:
+    """Google's Managed Prometheus, which adds the label `location`, and has Pub/Sub's metrics."""
+
+    def messages(subscription_id: str) -> str:
+        name = "pubsub_googleapis_com:subscription_num_undelivered_messages"
+        chosen = f'monitored_resource="pubsub_subscription",subscription_id="{subscription_id}"'
+        # Google may show nothing for a subscription without messages. This trigger only adds.
+        return f"sum({name}{{{chosen}}}) or vector(0)"
+
+    return MetricSource({}, {"location": region}, messages)
+
+
+def own_prometheus(labels: Mapping[str, str], *, has_rabbitmq: bool) -> MetricSource:
+    """A Prometheus whose series of the deployment have these labels.
+
+    Args:
+        labels: what the scrape adds. All of the deployment is one region there.
+        has_rabbitmq: whether the broker is RabbitMQ, whose queues the functions look at. The
+            embedded Pub/Sub has no metrics, and those of Google's are not there.
+    """
+
+    def messages(subscription_id: str) -> str:
+        # Each instance of the functions shows the same queues.
+        chosen = _matchers({"subscription": subscription_id} | dict(labels))
+        return f"max(penstock_queue_messages{{{chosen}}})"
+
+    return MetricSource(labels, labels, messages if has_rabbitmq else None)
+
+
+def _matchers(labels: Mapping[str, str]) -> str:
+    return ",".join(f'{name}="{value}"' for name, value in labels.items())
+
+
+def patient_s(model: Model) -> float:
+    """The seconds in which work is done that nobody waits for on a connection."""
+    return model.deadline.longest_s * PATIENT_SHARE
+
+
+class TriggerQueries:
+    """The PromQL queries of one model in one region.
+
+    Of what callers ask for, only that of this region counts. Workers of all regions pull from one
+    subscription, and each region's autoscaler answers for its own callers and its own workers. So
+    where a region has no GPUs left, the workers of others get busier, and they become more.
+
+    Args:
+        model: as the API labels its items.
+        worker: as the collector labels the pods of this model.
+        source: where they are asked.
+    """
+
+    def __init__(self, model: Model, worker: str, source: MetricSource) -> None:
+        self._model = model
+        self._messages = source.messages
+        self._asked = _matchers({"model": model.name} | dict(source.region))
+        self._here = _matchers({"worker": worker} | dict(source.region))
+        self._everywhere = _matchers({"worker": worker} | dict(source.deployment))
+
+    def arrivals(self) -> str:
+        """Seconds of work that callers of the region ask for each second.
+
+        Refused items are asked for too. The lane `batch` waits for workers that are idle.
+        """
+        asked = f'{{{self._asked},lane="interactive"}}[{ARRIVED}]'
+        admitted, shed = (
+            f"sum(rate(penstock_api_items_{name}_total{asked}))" for name in ("admitted", "shed")
+        )
+        arrived = f"({admitted} + {shed}) * ({self._item_s()})"
+        most = f"{LARGEST_STEP} * (({self._busy_workers()} or vector(0)) + 1)"
+        return f"({arrived} < {most}) or ({most} and {admitted})"
+
+    def work(self) -> str:
+        """How many full workers do what they do, and how many more do in time what waits.
+
+        Nothing where workers are lost from sight. Without any, 0 if nobody has asked lately.
+        """
+        admitted = f"penstock_api_items_admitted_total{{{self._asked}}}"
+        busy = f"{self._busy_workers()} or (sum(increase({admitted}[{QUIET}])) == 0)"
+        in_flight = f"penstock_api_items_in_flight{{{self._asked},lane="
+        waiting = (
+            f'sum({in_flight}"interactive"}}) / {self._model.deadline.default_s:g}'
+            f' + sum({in_flight}"batch"}}) / {patient_s(self._model):g}'
+        )
+        return f"({busy}) / {MOST_UTILIZATION:g} + ({waiting}) * ({self._item_s()})"
+
+    def messages(self) -> str | None:
+        """Seconds of work in the messages of both lanes. None: nothing counts them."""
+        if self._messages is None:
+            return None
+        lanes = (workers_subscription_id, batch_subscription_id)
+        counts = " + ".join(f"({self._messages(lane(self._model.name))})" for lane in lanes)
+        return f"({counts}) * ({self._item_s()})"
+
+    def _busy_workers(self) -> str:
+        fresh = f'penstock_worker_busy_ratio{{{self._here},lane="interactive"}}[{FRESH}]'
+        return f"sum(last_over_time({fresh}))"
+
+    def _item_s(self) -> str:
+        """What an item takes of a worker, in seconds of one that is full.
+
+        Spare is what others could have used for nothing (shared/step_time.py).
+        """
+        # Of all regions: one without workers learns from the others.
+        seconds, spare, items = (
+            f"sum(rate(penstock_worker_{name}{{{self._everywhere}}}[{MEASURED}]))"
+            for name in ("inference_seconds_sum", "spare_seconds_total", "batch_items_sum")
+        )
+        guess_s = self._model.definition.first_guesses.item_s
+        # Workers that do not tell of it have none: their items count for more, not for less.
+        taken = f"({seconds} - ({spare} or vector(0)))"
+        return f"{taken} / ({items} > 0) or vector({guess_s:g})"
+
 
 UTILIZATION = 0.7
 """The part of their time that workers spend on what arrives. The rest is for growth while nodes

@@ -2,20 +2,34 @@
 
 Kustomize does the rest: `kubectl kustomize OUT` renders it, `kubectl apply -k OUT` puts it into a
 cluster, and the Terraform stage `workloads` takes the rendered file.
+
+Identity of workers outside Google: a Kubernetes token, exchanged for Google's (RFC 8693).
+
+The cluster's API server signs the token and the kubelet keeps it fresh. Google checks it against
+the issuer that infra/terraform/platform/outside.tf names. No key is made, copied or kept anywhere.
+
+Writes what a class of GPU nodes needs in a cluster: a ComputeClass and warm places.
+
+Where a worker gets the weights of a hub model: from a mounted bucket, or from the hub itself.
+
+The bucket has what `penstock weights prefetch` copied, in the layout of
+workers/models/source.py. Cloud Storage FUSE mounts one model's part of it into the pod, through
+a sidecar that GKE adds. Its file cache is on the node's disk, and several downloads fill it at
+once.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from infra.kubernetes.autoscaling import hpa_patch, keda_patch
-from infra.kubernetes.deployment import Deployment, GpuType, read_gpu_types
-from infra.kubernetes.gpu_nodes import write_gpu_class
-from infra.kubernetes.identity import CREDENTIALS_FILE, credentials, identity_settings, token_volume
+from infra.kubernetes.deployment import Deployment, GpuType, gpu_class, read_gpu_types
 from infra.kubernetes.kustomization import (
     deployment_patch,
     image_override,
@@ -23,17 +37,233 @@ from infra.kubernetes.kustomization import (
     path_up_to,
     write_kustomization,
 )
-from infra.kubernetes.placement import Placement, leave_room, place
-from infra.kubernetes.weights import (
-    SIDECAR_CPU_M,
-    SIDECAR_MIB,
-    Weights,
-    hub_token_patch,
-    weights_of,
-)
+from infra.kubernetes.placement import Placement, compute_class, leave_room, place, share_of
 from shared.catalog import Catalog, Model
+from shared.catalog_entry import Gpu
 from shared.errors import ConfigurationError
 from shared.kubernetes_names import slug
+
+HUB = "hf:"
+WEIGHTS_DIR = "/var/cache/penstock-weights"
+TOKEN_DIR, TOKEN_FILE = "/var/run/penstock-hub", "token"
+CACHE_VOLUME = "gke-gcsfuse-cache"
+"""The sidecar takes a volume of this name for its file cache."""
+SIDECAR_CPU_M, SIDECAR_MIB = 100, 256
+"""What the sidecar asks for. The worker beside it asks for so much less."""
+CACHE_SHARE = 0.75
+"""Of the worker's disk, for the file cache. The rest is for what the worker writes."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a pod has so that its worker finds weights."""
+
+    annotations: dict[str, str]
+    settings: dict[str, str]
+    mounts: tuple[dict[str, Any], ...]
+    volumes: tuple[dict[str, Any], ...]
+    has_sidecar: bool = False
+
+
+NOTHING = Weights({}, {}, (), ())
+
+
+def weights_of(model: Model, deployment: Deployment, disk_mib: int) -> Weights:
+    """How one model's worker gets its weights.
+
+    Args:
+        model: only those of the hub need anything.
+        deployment: whether they were prefetched, and whether there is a token for the hub.
+        disk_mib: the worker's part of the node's disk.
+    """
+    if not model.source.startswith(HUB) or deployment.is_outside:
+        return NOTHING
+    if deployment.weights_bucket:
+        return _mounted(model.source.removeprefix(HUB), deployment.weights_bucket, disk_mib)
+    return _with_token() if deployment.hub_token else NOTHING
+
+
+def _mounted(repository: str, bucket: str, disk_mib: int) -> Weights:
+    cache_mib = int(disk_mib * CACHE_SHARE)
+    options = (
+        "implicit-dirs",
+        f"only-dir=hub/{repository}",
+        f"file-cache:max-size-mb:{cache_mib}",
+        "file-cache:enable-parallel-downloads:true",
+        "file-cache:cache-file-for-range-read:true",
+        # Copies do not change while a worker runs.
+        "metadata-cache:ttl-secs:-1",
+    )
+    attributes = {"bucketName": bucket, "mountOptions": ",".join(options)}
+    annotations = {
+        "gke-gcsfuse/volumes": "true",
+        "gke-gcsfuse/cpu-request": f"{SIDECAR_CPU_M}m",
+        "gke-gcsfuse/cpu-limit": "0",
+        "gke-gcsfuse/memory-request": f"{SIDECAR_MIB}Mi",
+        "gke-gcsfuse/memory-limit": "1Gi",
+        # Its cache is on a volume, which the pod's own limit counts.
+        "gke-gcsfuse/ephemeral-storage-request": "16Mi",
+        "gke-gcsfuse/ephemeral-storage-limit": "0",
+    }
+    path = f"{WEIGHTS_DIR}/hub/{repository}"
+    volumes = (
+        {
+            "name": "weights",
+            "csi": {
+                "driver": "gcsfuse.csi.storage.gke.io",
+                "readOnly": True,
+                "volumeAttributes": attributes,
+            },
+        },
+        {"name": CACHE_VOLUME, "emptyDir": {"sizeLimit": f"{disk_mib}Mi"}},
+    )
+    mounts = ({"name": "weights", "mountPath": path, "readOnly": True},)
+    return Weights(annotations, {"PENSTOCK_WEIGHTS_DIR": WEIGHTS_DIR}, mounts, volumes, True)
+
+
+def _with_token() -> Weights:
+    volume = {
+        "name": "hub-token",
+        "csi": {
+            "driver": "secrets-store-gke.csi.k8s.io",
+            "readOnly": True,
+            "volumeAttributes": {"secretProviderClass": "hub-token"},
+        },
+    }
+    mount = {"name": "hub-token", "mountPath": TOKEN_DIR, "readOnly": True}
+    # The path, not the token: an environment is shown to whoever may read the pod.
+    settings = {"HF_TOKEN_PATH": f"{TOKEN_DIR}/{TOKEN_FILE}"}
+    return Weights({}, settings, (mount,), (volume,))
+
+
+def hub_token_patch(deployment: Deployment) -> dict[str, Any]:
+    """Which secret the SecretProviderClass of infra/kubernetes/hub-token reads."""
+    secret = f"projects/{deployment.project}/secrets/{deployment.hub_token}/versions/latest"
+    return {
+        "apiVersion": "secrets-store.csi.x-k8s.io/v1",
+        "kind": "SecretProviderClass",
+        "metadata": {"name": "hub-token"},
+        "spec": {"parameters": {"secrets": f"- resourceName: {secret}\n  path: {TOKEN_FILE}\n"}},
+    }
+
+
+def write_gpu_class(
+    out: Path, gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
+) -> list[str]:
+    """Writes a class of GPU nodes: its ComputeClass, and the places that are kept warm on it.
+
+    Args:
+        out: the overlay.
+        gpu: the GPU of the class, as models ask for it.
+        deployment: where and with what.
+        gpu_types: the known GPU types by name.
+
+    Returns:
+        The names of the folders that were written.
+    """
+    name, folders = gpu_class(gpu), []
+    if deployment.compute_classes:
+        folders.append(f"compute-class-{name}")
+        folder = out / folders[-1]
+        folder.mkdir()
+        patch = compute_class(gpu, deployment, gpu_types)
+        # No namespace: a ComputeClass has none, which Kustomize can't know.
+        write_kustomization(
+            folder, [path_up_to(folder, "compute-class")], nameSuffix=f"-{name}", patches=[patch]
+        )
+    if deployment.buffer:
+        kind = "capacity-buffer" if deployment.capacity_buffers else "balloon"
+        folders.append(f"{kind}-{name}")
+        folder = out / folders[-1]
+        folder.mkdir()
+        patches = _buffer_patches(gpu, deployment, gpu_types)
+        write_kustomization(
+            folder,
+            [path_up_to(folder, f"buffers/{kind}")],
+            namespace=deployment.namespace,
+            nameSuffix=f"-{name}",
+            labels=[
+                {
+                    "pairs": {"penstock.dev/gpu": name},
+                    "includeSelectors": True,
+                    "includeTemplates": True,
+                }
+            ],
+            patches=patches,
+        )
+    return folders
+
+
+def _buffer_patches(
+    gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
+) -> list[dict[str, Any]]:
+    """A placeholder has the size and nodes of a worker, except nodes for overflow."""
+    share = share_of(gpu, gpu_types) | {"nvidia.com/gpu": "1"}
+    pod: dict[str, Any] = {"tolerations": [{"operator": "Exists", "effect": "NoSchedule"}]}
+    if deployment.compute_classes:
+        pod["nodeSelector"] = {"cloud.google.com/compute-class": f"workers-{gpu_class(gpu)}"}
+    else:
+        pod["nodeSelector"] = {"penstock.dev/gpu": gpu_class(gpu)}
+        pod["affinity"] = {"nodeAffinity": node_affinity((gpu_types[gpu.type].accelerator,))}
+    limits = {"nvidia.com/gpu": "1", "memory": share["memory"]}
+    if not deployment.capacity_buffers:
+        pod["containers"] = [
+            {"name": "balloon", "resources": {"requests": share, "limits": limits}}
+        ]
+        return [deployment_patch("balloon", pod, replicas=deployment.buffer)]
+    pod["containers"] = [{"name": "place", "resources": {"requests": share, "limits": limits}}]
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "PodTemplate",
+            "metadata": {"name": "buffer"},
+            "template": {"spec": pod},
+        },
+        {
+            "apiVersion": "autoscaling.x-k8s.io/v1beta1",
+            "kind": "CapacityBuffer",
+            "metadata": {"name": "buffer"},
+            "spec": {"replicas": deployment.buffer},
+        },
+    ]
+
+
+CREDENTIALS_DIR = "/etc/penstock-identity"
+CREDENTIALS_FILE = "credentials.json"
+TOKEN_DIR = "/var/run/penstock"
+TOKEN_VALID_S = 3600
+"""The kubelet renews a token when four fifths of this have passed."""
+
+
+def credentials(audience: str) -> str:
+    """The configuration file of google-auth (an "external account"). It holds no secret.
+
+    Args:
+        audience: the provider in Google's identity pool, as `//iam.googleapis.com/projects/…`.
+    """
+    external = {
+        "type": "external_account",
+        "audience": audience,
+        "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
+        "token_url": "https://sts.googleapis.com/v1/token",
+        "credential_source": {"file": f"{TOKEN_DIR}/token"},
+    }
+    return json.dumps(external, indent=2) + "\n"
+
+
+def identity_settings(project: str) -> dict[str, str]:
+    """The variables of google-auth: path of the configuration, and project."""
+    return {
+        "GOOGLE_APPLICATION_CREDENTIALS": f"{CREDENTIALS_DIR}/{CREDENTIALS_FILE}",
+        "GOOGLE_CLOUD_PROJECT": project,
+    }
+
+
+def token_volume(audience: str) -> dict[str, Any]:
+    """The pod's volume with the token."""
+    token = {"path": "token", "audience": f"https:{audience}", "expirationSeconds": TOKEN_VALID_S}
+    return {"name": "token", "projected": {"sources": [{"serviceAccountToken": token}]}}
+
 
 MODELS_FILE = "/etc/penstock/models.yaml"
 CACHE_DIR, SPOOL_DIR = "/var/cache/penstock", "/var/spool/penstock"

@@ -1,4 +1,7 @@
-"""`penstock doctor`: checks this machine and the configured endpoints, and suggests fixes."""
+"""`penstock doctor`: checks this machine and the configured endpoints, and suggests fixes.
+
+Checks that the pool's inboxes are there as the API's settings have them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ import typer
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from infra.local.inboxes import check_inboxes
 from infra.local.ports import Ports
 from infra.local.process import answers, listens
 from infra.local.redis_server import find_redis_server
@@ -29,7 +31,34 @@ from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.settings import ApiSettings, Settings, read_settings
 from shared.stores.objects import ObjectStore
-from shared.topics import WEBHOOKS_SUBSCRIPTION_ID
+from shared.topics import WEBHOOKS_SUBSCRIPTION_ID, direct_id, slot_subscription_id
+
+
+async def check_inboxes(settings: ApiSettings, limit_s: float) -> None:
+    """Looks for all subscriptions of each inbox that an instance may lease.
+
+    Raises:
+        Unavailable: some are missing. An instance that leases such an inbox is never ready.
+        PenstockError: as the admin's calls do.
+    """
+    pool = range(settings.inbox_first, settings.inbox_first + settings.inbox_pool)
+    wanted = [
+        name
+        for inbox in map(str, pool)
+        for name in (
+            direct_id(inbox),
+            *(slot_subscription_id(inbox, slot) for slot in range(settings.reply_slots)),
+        )
+    ]
+    async with admin_of(settings, timeout_s=limit_s) as admin:
+        missing = await admin.missing_subscriptions(wanted)
+    if missing:
+        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise Unavailable(
+            f"of {len(wanted)} subscriptions, {missing[0]}{others} are missing; "
+            "penstock up and terraform apply make them"
+        )
+
 
 FREE_DISK_BYTES = 2 * 1024**3
 FREE_MEMORY_BYTES = 2 * 1024**3

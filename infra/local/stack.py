@@ -2,10 +2,19 @@
 
 The code is the same as in the cloud. Only the endpoints, set by environment, differ. Started by
 `penstock up`, by `penstock demo` and by the end-to-end tests.
+
+Builds missing optimized graphs at the first start, while everything else starts.
+
+The signing keys of the local API and functions, created at the first start and kept.
 """
 
 from __future__ import annotations
 
+import base64
+import json
+import os
+import secrets
+import shutil
 import signal
 import tempfile
 import threading
@@ -17,17 +26,88 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from infra.local.graphs import await_graphs, graph_commands
 from infra.local.ports import Ports
 from infra.local.process import Process, answers, listens
 from infra.local.provision_servers import provision_broker
-from infra.local.signing import kept_secrets
 from infra.local.stack_processes import LOG_FOLDER, StackProcesses
 from infra.local.supervision import SupervisedPart
 from infra.reports.tables import create_tables
-from shared.catalog import Catalog, read_catalog
-from shared.errors import ConfigurationError
+from shared.catalog import Catalog, Model, read_catalog
+from shared.errors import ConfigurationError, Unavailable
 from shared.settings import ApiSettings, read_settings
+
+WEBHOOK_KEY_BYTES = 32
+
+
+def kept_secrets(state_dir: Path) -> dict[str, str]:
+    """The secrets of this state folder, by setting, equal at every start.
+
+    Args:
+        state_dir: gets the file `secrets.json`, which only its owner may read.
+    """
+    path = state_dir / "secrets.json"
+    if not path.exists():
+        key = base64.b64encode(secrets.token_bytes(WEBHOOK_KEY_BYTES)).decode()
+        made = {
+            "PENSTOCK_SECRET": secrets.token_hex(32),
+            "PENSTOCK_WEBHOOK_SECRETS": f"whsec_{key}",
+        }
+        state_dir.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(made, file)
+        part.rename(path)
+    kept: dict[str, str] = json.loads(path.read_text())
+    return kept
+
+
+MAKE_LIMIT_S = 180.0
+LOOSE_COSINE = 0.999
+"""INT8 graphs stay below this, so they are made only for models that tolerate it."""
+
+
+def graph_commands(catalog: Catalog) -> dict[str, list[str]]:
+    """The command that builds each model's graphs, by model name. Omits models without graphs."""
+    wanted = {model.name: wanted_graphs(model) for model in catalog.deployed}
+    return {
+        name: ["workers.optimize", name, "--variants", graphs]
+        for name, graphs in wanted.items()
+        if graphs
+    }
+
+
+def wanted_graphs(model: Model) -> str:
+    """The optimized graphs that a worker may choose from, as named by `workers.optimize`."""
+    if not model.definition.runs_graphs or model.backend == "torch":
+        return ""
+    graphs = ["fp32"]
+    if model.precision == "int8" or (
+        model.precision == "auto" and model.tolerance.cosine < LOOSE_COSINE
+    ):
+        graphs += ["int8", "int8-static"]
+    if model.precision in ("auto", "fp16") and shutil.which("nvidia-smi"):
+        graphs.append("fp16")
+    return ",".join(graphs)
+
+
+def await_graphs(makers: Mapping[str, Process], tell: Callable[[str, str], None]) -> Iterator[str]:
+    """Model names, as their builders end. Without graphs torch serves a model.
+
+    Args:
+        makers: running, by the model's name.
+        tell: gets a word and the facts of each that is slow or fails.
+    """
+    for name, maker in makers.items():
+        # Silent where the graphs are there from an earlier start, which takes half a second to see.
+        if maker.is_running:
+            tell("graphs", f"{name}: looked for, and made at the first start")
+        try:
+            maker.wait_done(MAKE_LIMIT_S)
+        except Unavailable as error:
+            maker.stop()
+            tell("without", f"optimized graphs: {error.message}")
+        yield name
+
 
 SERVER_LIMIT_S = 60.0
 WORKER_LIMIT_S = 180.0

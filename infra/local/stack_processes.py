@@ -103,7 +103,9 @@ class StackProcesses:
     def batches(self, settings: Mapping[str, str]) -> Process:
         """The runner of batches, with `settings` above those that every process has."""
         # Its metrics would take the port of the API's.
-        return self.module("batches", ["api.batches"], {**settings, "PENSTOCK_METRICS_PORT": "0"})
+        return self.module(
+            "batches", ["api.batch_runner"], {**settings, "PENSTOCK_METRICS_PORT": "0"}
+        )
 
     def worker(self, model: Model, port: int, settings: Mapping[str, str]) -> Process:
         """A worker that may use all cores, like the others: the OS assigns them by load.

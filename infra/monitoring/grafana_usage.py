@@ -1,11 +1,180 @@
-"""The dashboard of usage for Grafana's BigQuery data source, as JSON to import or provision."""
+"""The dashboard of usage for Grafana's BigQuery data source, as JSON to import or provision.
+
+What the dashboard of usage shows: panels with GoogleSQL on the views of infra/bigquery.
+
+In a query, Grafana puts the range of the page, the step of the chart and the variables in the place
+of $__timeFilter, $__timeGroup and ${...}. The filter on `day` reaches the partitions of the views.
+https://grafana.com/docs/plugins/grafana-bigquery-datasource/latest/query-editor/
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from infra.monitoring.grafana import COLUMNS, HEIGHT, SCHEMA_VERSION, WIDTH, row, textbox
-from infra.monitoring.usage_panels import SECTIONS, UsagePanel, UsageUnit
+
+UsageUnit = Literal["count", "percent", "milliseconds", "hours", "usd"]
+Shape = Literal["lines", "bars", "table"]
+_DAYS = "day BETWEEN DATE(TIMESTAMP_MILLIS($__from)) AND DATE(TIMESTAMP_MILLIS($__to))"
+_HOURS = f"$__timeFilter(hour) AND {_DAYS}"
+_MODEL = '(${model:doublequote} = "" OR model = ${model:doublequote})'
+_TENANT = '(${tenant:doublequote} = "" OR tenant = ${tenant:doublequote})'
+_STEP = "$__timeGroup(hour, $__interval)"
+
+
+@dataclass(frozen=True)
+class UsagePanel:
+    """A chart, or a table."""
+
+    title: str
+    shape: Shape
+    unit: UsageUnit
+    """percent: of 1."""
+    sql: str
+    about: str = ""
+    """What it says, where the title does not."""
+
+
+@dataclass(frozen=True)
+class UsageSection:
+    """A row of them."""
+
+    title: str
+    panels: tuple[UsagePanel, ...]
+
+
+def _by_step(value: str, name: str, view: str, filters: str) -> str:
+    """A query of time, metric and value."""
+    return (
+        f"SELECT {_STEP} AS time, {name} AS metric, {value} AS value\n"
+        f"FROM `${{dataset}}.{view}`\nWHERE {filters}\nGROUP BY time, metric\nORDER BY time, metric"
+    )
+
+
+def _usage(value: str, name: str) -> str:
+    return _by_step(value, name, "usage_hourly", f"{_HOURS}\n  AND {_TENANT}\n  AND {_MODEL}")
+
+
+def _latency(column: str) -> str:
+    return (
+        f"SELECT hour AS time, model AS metric, {column} AS value\n"
+        f"FROM `${{dataset}}.latency_hourly`\nWHERE {_HOURS}\n  AND {_MODEL}\n"
+        "  AND priority = 'interactive'\nORDER BY time, metric"
+    )
+
+
+def _workers(value: str, name: str) -> str:
+    return _by_step(value, name, "worker_hours_hourly", _HOURS)
+
+
+_WHO = "COALESCE(tenant, '(no key)')"
+_MONEY = UsageSection(
+    "Money",
+    (
+        UsagePanel("Charged, by tenant", "bars", "usd", _usage("SUM(cost_usd)", _WHO)),
+        UsagePanel("Charged, by model", "bars", "usd", _usage("SUM(cost_usd)", "model")),
+        UsagePanel(
+            "GPUs' cost, by deployment",
+            "bars",
+            "usd",
+            _workers("SUM(cost_usd)", "deployment"),
+            "All time of workers at the list price of their nodes. Not by tenant.",
+        ),
+        UsagePanel(
+            "Tenants",
+            "table",
+            "usd",
+            f"SELECT {_WHO} AS tenant, SUM(cost_usd) AS cost_usd, SUM(list_price_usd) AS"
+            " list_price_usd, SUM(requests) AS requests, SUM(items) AS items, SUM(device_s) AS"
+            f" device_s\nFROM `${{dataset}}.usage_hourly`\nWHERE {_HOURS}\n  AND {_MODEL}\n"
+            "GROUP BY tenant\nORDER BY cost_usd DESC\nLIMIT 100",
+        ),
+        UsagePanel(
+            "Days as invoices count them, by model",
+            "bars",
+            "usd",
+            "SELECT TIMESTAMP(day) AS time, model AS metric, SUM(cost_usd) AS value\n"
+            f"FROM `${{dataset}}.costs_daily`\nWHERE {_DAYS}\n  AND {_TENANT}\n  AND {_MODEL}\n"
+            "GROUP BY time, metric\nORDER BY time, metric",
+            "Days of the billing zone that the scheduled reports have summed up.",
+        ),
+        UsagePanel(
+            "Unusual hours",
+            "table",
+            "count",
+            "SELECT hour, COALESCE(tenant, '(all)') AS tenant, measure, direction, value, low,"
+            f" high, score\nFROM `${{dataset}}.anomalies`\nWHERE {_DAYS}\n  AND {_TENANT}\n"
+            "ORDER BY hour DESC\nLIMIT 100",
+        ),
+    ),
+)
+_TRAFFIC = UsageSection(
+    "Traffic",
+    (
+        UsagePanel("Requests, by tenant", "bars", "count", _usage("SUM(requests)", _WHO)),
+        UsagePanel("Items, by model", "bars", "count", _usage("SUM(items)", "model")),
+        UsagePanel(
+            "Failed or late items, by model",
+            "lines",
+            "percent",
+            _usage("SAFE_DIVIDE(SUM(failed + expired), SUM(items))", "model"),
+        ),
+        UsagePanel(
+            "Refused requests, by tenant",
+            "lines",
+            "percent",
+            _usage("SAFE_DIVIDE(SUM(refused), SUM(requests))", _WHO),
+        ),
+        UsagePanel(
+            "Items from the cache, by model",
+            "lines",
+            "percent",
+            _usage("SAFE_DIVIDE(SUM(cached), SUM(succeeded))", "model"),
+            "Of delivered items, with those that joined an equal item in flight.",
+        ),
+        UsagePanel("Device seconds, by model", "bars", "count", _usage("SUM(device_s)", "model")),
+    ),
+)
+_LATENCY = UsageSection(
+    "Latency of the interactive lane",
+    (
+        UsagePanel("Total, 50th percentile", "lines", "milliseconds", _latency("total_p50_ms")),
+        UsagePanel("Total, 95th percentile", "lines", "milliseconds", _latency("total_p95_ms")),
+        UsagePanel("Total, 99th percentile", "lines", "milliseconds", _latency("total_p99_ms")),
+        UsagePanel(
+            "At the broker, 95th percentile", "lines", "milliseconds", _latency("queue_p95_ms")
+        ),
+        UsagePanel(
+            "Waiting for a batch, 95th percentile",
+            "lines",
+            "milliseconds",
+            _latency("batch_wait_p95_ms"),
+        ),
+        UsagePanel(
+            "In the model, 95th percentile", "lines", "milliseconds", _latency("inference_p95_ms")
+        ),
+    ),
+)
+_GPUS = UsageSection(
+    "GPUs",
+    (
+        UsagePanel(
+            "Busy hours of devices", "bars", "hours", _workers("SUM(busy_hours)", "deployment")
+        ),
+        UsagePanel(
+            "Idle hours of devices", "bars", "hours", _workers("SUM(idle_hours)", "deployment")
+        ),
+        UsagePanel(
+            "Loading hours of devices",
+            "bars",
+            "hours",
+            _workers("SUM(loading_hours)", "deployment"),
+        ),
+    ),
+)
+SECTIONS = (_MONEY, _TRAFFIC, _LATENCY, _GPUS)
+
 
 UID = "penstock-usage"
 _SOURCE = {"type": "grafana-bigquery-datasource", "uid": "${datasource}"}

@@ -87,8 +87,7 @@ def invoice(
     """Make the invoices of a month: pages to print, or CSV. With --output a file per tenant."""
     from infra.reports.runs import configured_runner
     from shared.reports.definitions import find_report
-    from shared.reports.invoice import invoices, invoices_csv
-    from shared.reports.invoice_page import invoice_page
+    from shared.reports.invoice import invoice_page, invoices, invoices_csv
     from shared.reports.question import ask_month
 
     if format_ not in ("html", "csv"):

@@ -42,7 +42,7 @@ def run_daily(
 
 
 def _run(asked: Mapping[str, str], *, hours: bool) -> None:
-    from shared.reports.days import days_asked
+    from shared.reports.day_tables import days_asked
     from shared.reports.scheduled import opened_reports
     from shared.reports.summary import as_text
     from shared.settings import ReportSettings, read_settings

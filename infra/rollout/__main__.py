@@ -13,9 +13,8 @@ from types import FrameType
 
 from infra.rollout.google import GoogleClient, default_credentials
 from infra.rollout.judge import CanaryJudge
-from infra.rollout.rollout import Rollout
+from infra.rollout.rollout import Rollout, smoke
 from infra.rollout.service import CloudRunService
-from infra.rollout.smoke import smoke
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError, PenstockError
 

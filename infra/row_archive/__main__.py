@@ -17,8 +17,7 @@ from datetime import UTC, datetime, timedelta
 
 from prometheus_client import Counter, start_http_server
 
-from infra.row_archive.archive import RowArchive
-from infra.row_archive.days import ArchivedDays
+from infra.row_archive.archive import ArchivedDays, RowArchive
 from infra.row_archive.loads import BigQueryLoader
 from infra.row_archive.settings import RowArchiveSettings
 from shared.backoff import backoff

@@ -3,6 +3,10 @@
 A pass begins with a list of what it takes, `pending/TABLE.json`. Whoever finds a list goes on with
 it, so a pass that was cut off is done again with the same rows, and the same names of files and of
 load jobs. Rows leave `incoming` when their Parquet file is there and BigQuery has it.
+
+Checks the lines that writers left against the schema of their table.
+
+Whole days of the archive: small files become one, and lost tables come back.
 """
 
 from __future__ import annotations
@@ -10,20 +14,106 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import secrets
 import tempfile
-from collections.abc import Sequence
+import zlib
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from prometheus_client import Counter, Gauge
 
-from infra.row_archive.lines import LineChecker, unpacked
+from infra.bigquery import schema
 from infra.row_archive.loads import RowLoader
-from infra.row_archive.parquet import parquet_of_lines
+from infra.row_archive.parquet import different_rows, merge, parquet_of_lines
 from shared.errors import BadInput
-from shared.stores.objects import ObjectStore
-from shared.usage.object_rows import MEDIA_TYPE, incoming
+from shared.stores.objects import ObjectStore, StoredObject
+from shared.usage.senders import MEDIA_TYPE, incoming
+
+UNPACKED_MAX_BYTES = 64 * 1024 * 1024
+"""Of one object. Writers put about half a MiB into one."""
+_GZIP = 31
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_UnixSeconds = Annotated[float, msgspec.Meta(ge=-62_135_596_800, le=253_402_300_799)]
+"""From year 1 to year 9999, as in BigQuery."""
+_TYPES: dict[str, Any] = {
+    "STRING": str,
+    "INTEGER": _Int64,
+    "FLOAT": float,
+    "BOOLEAN": bool,
+    "TIMESTAMP": _UnixSeconds,
+}
+
+
+class CheckedLines(NamedTuple):
+    """The lines of an object."""
+
+    good: list[bytes]
+    trimmed: int
+    """How many of them have a column that this release does not know."""
+    bad: list[bytes]
+    """Lines that are no row of the table."""
+
+
+class LineChecker:
+    """Sorts lines into those that are rows of a table, and the rest.
+
+    Args:
+        table: whose rows.
+    """
+
+    def __init__(self, table: str) -> None:
+        fields = [
+            (one["name"], _TYPES[one["type"]])
+            if one["mode"] == "REQUIRED"
+            else (one["name"], _TYPES[one["type"]] | None, None)
+            for one in schema(table)
+        ]
+        known = msgspec.defstruct("Known", fields, kw_only=True)
+        strict = msgspec.defstruct("Strict", [], bases=(known,), forbid_unknown_fields=True)
+        self._known = msgspec.json.Decoder(known)
+        self._strict = msgspec.json.Decoder(strict)
+
+    def check(self, lines: Iterable[bytes]) -> CheckedLines:
+        """Sorts them. A column that is not known makes no line bad."""
+        found = CheckedLines([], 0, [])
+        trimmed = 0
+        for line in lines:
+            if self._fits(self._strict, line):
+                found.good.append(line)
+            elif self._fits(self._known, line):
+                found.good.append(line)
+                trimmed += 1
+            else:
+                found.bad.append(line)
+        return found._replace(trimmed=trimmed)
+
+    def _fits(self, decoder: msgspec.json.Decoder[msgspec.Struct], line: bytes) -> bool:
+        try:
+            decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return False
+        return True
+
+
+def unpacked(data: bytes) -> list[bytes]:
+    """Returns the lines of an object.
+
+    Raises:
+        ValueError: it is no gzip, it is cut, or it has more than UNPACKED_MAX_BYTES.
+    """
+    unpacking = zlib.decompressobj(_GZIP)
+    try:
+        lines = unpacking.decompress(data, UNPACKED_MAX_BYTES)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if not unpacking.eof:
+        raise ValueError("cut, or too large")
+    return lines.splitlines()
+
 
 PASS_OBJECTS = 1000
 READS = 8
@@ -196,3 +286,116 @@ def _age_s(key: str) -> float:
     except ValueError:
         return 0.0
     return max(0.0, (datetime.now(UTC) - at).total_seconds())
+
+
+SMALL_BYTES = 32 * 1024 * 1024
+"""A file above it stays as it is."""
+MERGED_BYTES = 256 * 1024 * 1024
+"""What is merged at a time, before DuckDB drops equal rows."""
+FILE_MAX_BYTES = 1024**3
+DAY_FILES_MAX = 10_000
+
+
+class ArchivedDays:
+    """The days of one table.
+
+    Args:
+        objects: the store.
+        table: whose rows.
+    """
+
+    def __init__(self, objects: ObjectStore, table: str) -> None:
+        self._objects = objects
+        self._table = table
+
+    async def days(self) -> list[str]:
+        """The days that have files, in order, as `2026-11-23`.
+
+        Raises:
+            Unavailable: the store is out of reach.
+        """
+        folders = await self._objects.folders(f"archive/{self._table}")
+        return [name.removeprefix("day=") for name in folders]
+
+    async def merge_until(self, day: str) -> int:
+        """Merges the small files of each day up to and with `day`. Returns how many files went.
+
+        A process that dies in between leaves both the merged file and its parts. The next call
+        merges them, and drops rows that are equal.
+
+        Raises:
+            Unavailable: the store is out of reach.
+        """
+        merged = 0
+        for one in await self.days():
+            if one <= day:
+                merged += await self._merge(one)
+        return merged
+
+    async def _merge(self, day: str) -> int:
+        small = [one for one in await self._files(day) if one.size_bytes <= SMALL_BYTES]
+        parts: list[str] = []
+        size_bytes = 0
+        for one in small:
+            if size_bytes + one.size_bytes > MERGED_BYTES:
+                break
+            parts.append(one.key)
+            size_bytes += one.size_bytes
+        if len(parts) < 2:
+            return 0
+        name = hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+        async with self._fetched(parts) as files:
+            path = files[0].parent / "merged.parquet"
+            rows = await asyncio.to_thread(merge, files, path)
+            key = f"{archive_folder(self._table, day)}/{name}.parquet"
+            async with self._objects.writer(key, PARQUET) as writer:
+                await writer.write(await asyncio.to_thread(path.read_bytes))
+        for part in parts:
+            await self._objects.delete(part)
+        log.info("day merged", extra={"day": day, "files": len(parts), "rows": rows})
+        return len(parts)
+
+    async def restore(
+        self, loader: RowLoader, there: Mapping[str, int], since: str, until: str
+    ) -> list[str]:
+        """Loads days into BigQuery again, after its table has lost rows.
+
+        Rows that it still has are then there twice, and the views drop them.
+
+        Args:
+            loader: puts files into the table.
+            there: how many different rows the table has, by day. Days that have all are left alone.
+            since: the first day.
+            until: the last day, included.
+
+        Returns:
+            The days that were loaded.
+
+        Raises:
+            Unavailable: the store or BigQuery is out of reach. Days before it are done.
+        """
+        restored = []
+        for day in await self.days():
+            if not since <= day <= until:
+                continue
+            keys = [one.key for one in await self._files(day)]
+            async with self._fetched(keys) as files:
+                if await asyncio.to_thread(different_rows, files) <= there.get(day, 0):
+                    continue
+                for key, path in zip(keys, files, strict=True):
+                    name = f"restored-{secrets.token_hex(4)}-{Path(key).stem}"
+                    await asyncio.to_thread(loader.load, self._table, path, name)
+            restored.append(day)
+        return restored
+
+    async def _files(self, day: str) -> list[StoredObject]:
+        return await self._objects.listing(archive_folder(self._table, day), DAY_FILES_MAX)
+
+    @asynccontextmanager
+    async def _fetched(self, keys: Sequence[str]) -> AsyncIterator[list[Path]]:
+        with tempfile.TemporaryDirectory(prefix="penstock-rows-") as folder:
+            paths = [Path(folder) / f"{number}.parquet" for number in range(len(keys))]
+            for key, path in zip(keys, paths, strict=True):
+                data = await self._objects.get(key, FILE_MAX_BYTES)
+                await asyncio.to_thread(path.write_bytes, data)
+            yield paths

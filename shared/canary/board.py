@@ -17,8 +17,7 @@ from prometheus_client import Gauge
 
 from shared.canary.verdict import CanaryCounts, RevisionCounts
 from shared.catalog import Model
-from shared.stores.redis_client import RedisLink, RedisStore
-from shared.stores.redis_scripts import load_script
+from shared.stores.redis_client import RedisLink, RedisStore, load_script
 
 WINDOW_S = 600
 MINUTE_S = 60

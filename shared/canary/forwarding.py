@@ -12,8 +12,7 @@ import msgspec
 
 from shared.catalog import CANARY_SUFFIX
 from shared.errors import BadInput
-from shared.message_encoding import decode_job, encode_job
-from shared.messages import Job
+from shared.messages import Job, decode_job, encode_job
 from shared.topics import jobs_topic_id
 from shared.transport import Message, Publisher
 

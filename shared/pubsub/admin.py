@@ -14,8 +14,14 @@ from google.pubsub_v1.types import pubsub
 from grpc import StatusCode, aio
 
 from shared.errors import ConfigurationError
-from shared.pubsub.channel import Channels, Method, RawMessage, translate
-from shared.pubsub.paths import subscription_path, topic_path
+from shared.pubsub.channel import (
+    Channels,
+    Method,
+    RawMessage,
+    subscription_path,
+    topic_path,
+    translate,
+)
 from shared.transport import SubscriptionSettings
 
 CALLS_IN_FLIGHT = 32

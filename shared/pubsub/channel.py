@@ -1,6 +1,8 @@
 """Channels to Pub/Sub, its raw protobuf classes, retries, and translation of errors.
 
 The proto-plus wrappers cost about 0.1 ms a message, so only the classes below them are used.
+
+The full names of topics and subscriptions on Pub/Sub.
 """
 
 from __future__ import annotations
@@ -27,6 +29,17 @@ if TYPE_CHECKING:
     RawMessage: TypeAlias = Any
 else:
     RawMessage = Any
+
+
+def topic_path(project: str, topic_id: str) -> str:
+    """`projects/<project>/topics/<topic_id>`."""
+    return f"projects/{project}/topics/{topic_id}"
+
+
+def subscription_path(project: str, subscription_id: str) -> str:
+    """`projects/<project>/subscriptions/<subscription_id>`."""
+    return f"projects/{project}/subscriptions/{subscription_id}"
+
 
 PubsubMessage = pubsub.PubsubMessage.pb()
 PublishRequest = pubsub.PublishRequest.pb()

@@ -11,11 +11,17 @@ from aiormq import Channel
 
 from shared.backoff import backoff
 from shared.errors import BadInput, Unavailable
-from shared.rabbitmq.connection import BROKEN, BrokerConnection, translate
-from shared.rabbitmq.delays import delay_queue, delays_between
-from shared.rabbitmq.routing import binding_key, exchange_name, queue_name, topic_name
-from shared.rabbitmq.topology import exists, waiting
-from shared.rabbitmq.url import broker_url
+from shared.rabbitmq.connection import BROKEN, BrokerConnection, broker_url, translate
+from shared.rabbitmq.topology import (
+    binding_key,
+    delay_queue,
+    delays_between,
+    exchange_name,
+    exists,
+    queue_name,
+    topic_name,
+    waiting,
+)
 from shared.rabbitmq.waits import ChannelWaits, close_channel
 from shared.transport import SubscriptionSettings
 

@@ -6,27 +6,229 @@ loses nothing, and every consumer must be idempotent. The prefetch is the flow c
 
 Decision 67 has what was rejected: aio-pika's robust connections, exclusive reply queues, one
 exchange for each topic, a queue for each pause.
+
+Publishes until the broker confirms: again after the connection broke or no answer came.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
+from uuid import uuid4
 
+import aiormq
+from aiormq import spec
 from aiormq.abc import DeliveredMessage
 
-from shared.rabbitmq.connection import BrokerConnection
-from shared.rabbitmq.delays import delay_queue
-from shared.rabbitmq.properties import returned_properties
-from shared.rabbitmq.publisher import ConfirmedPublisher
-from shared.rabbitmq.routing import exchange_name, queue_name, topic_name
+from shared.backoff import backoff
+from shared.errors import BadInput, InputTooLarge, Overloaded, PenstockError, Unavailable
+from shared.rabbitmq.connection import (
+    BROKEN,
+    LONGEST_PAUSE_S,
+    BrokerConnection,
+    broker_url,
+    translate,
+)
+from shared.rabbitmq.properties import check_topic, properties_of, returned_properties
 from shared.rabbitmq.subscriber import DelayedReturn, QueueSubscription
-from shared.rabbitmq.topology import exists
-from shared.rabbitmq.url import broker_url
-from shared.rabbitmq.waits import ANSWER_LIMIT_S
+from shared.rabbitmq.topology import (
+    delay_queue,
+    exchange_name,
+    exists,
+    message_keys,
+    queue_name,
+    topic_name,
+)
+from shared.rabbitmq.waits import ANSWER_LIMIT_S, ChannelWaits, close_channel, longer
+
+MESSAGE_LIMIT_BYTES = 10_000_000
+"""Pub/Sub's limit, so that what one broker takes the other takes too."""
+IN_FLIGHT_LIMIT_MESSAGES = 20_000
+IN_FLIGHT_LIMIT_BYTES = 128 * 1024 * 1024
+KNOWN_TOPICS = 10_000
+"""How many topics are remembered to exist, so that a message without a queue costs no question."""
+
+
+class ConfirmedPublisher:
+    """Publishes on one channel at a time. What waits for the broker's confirmation is bounded.
+
+    Args:
+        connection: to publish on. The broker may block it while it is short of memory or disk, so
+            no consumer should share it.
+        exchange: that carries all messages.
+        topic_exists: says whether a topic was made. Asked when no queue takes a message.
+    """
+
+    def __init__(
+        self,
+        connection: BrokerConnection,
+        exchange: str,
+        topic_exists: Callable[[str], Awaitable[bool]],
+    ) -> None:
+        self._connection = connection
+        self._exchange = exchange
+        self._topic_exists = topic_exists
+        self._known: set[str] = set()
+        self._opening = asyncio.Lock()
+        self._waits: ChannelWaits | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._sender = uuid4().hex[:16]
+        self._numbers = itertools.count(1)
+        self._messages = 0
+        self._bytes = 0
+
+    async def publish(
+        self,
+        topic_id: str,
+        data: bytes,
+        attributes: Mapping[str, str],
+        ordering_key: str,
+        timeout_s: float,
+    ) -> str:
+        """Sends a message and returns its id. See shared.transport.Publisher.
+
+        A message that was not confirmed, or refused by its queue, is sent again with the same id.
+        """
+        if not data and not attributes:
+            raise BadInput(f"publish to {topic_id}: an empty message")
+        size_bytes = len(data) + sum(len(name) + len(value) for name, value in attributes.items())
+        self._check_room(size_bytes)
+        check_topic(topic_id)
+        keys = message_keys(topic_id, attributes)
+        message_id = f"{self._sender}-{next(self._numbers)}"
+        properties = properties_of(attributes, keys, message_id, ordering_key)
+        self._messages += 1
+        self._bytes += size_bytes
+        try:
+            await self._until_confirmed(topic_id, data, properties, timeout_s)
+        finally:
+            self._messages -= 1
+            self._bytes -= size_bytes
+        return message_id
+
+    async def send(self, queue: str, data: bytes, properties: spec.Basic.Properties) -> None:
+        """Sends to one queue, past the exchange, once.
+
+        Raises:
+            Unavailable: the broker is out of reach or did not answer, or there is no such queue.
+        """
+        try:
+            confirmed = await self._send_once(
+                "", queue, data, properties, self._connection.answer_limit_s
+            )
+        except BROKEN as error:
+            raise translate(error, f"return to {queue}") from error
+        if isinstance(confirmed, DeliveredMessage):
+            raise Unavailable(f"return to {queue}: there is no such queue")
+
+    def _check_room(self, size_bytes: int) -> None:
+        if size_bytes > MESSAGE_LIMIT_BYTES:
+            raise InputTooLarge(
+                f"a message of {size_bytes} bytes, the broker takes {MESSAGE_LIMIT_BYTES}"
+            )
+        if (
+            self._messages >= IN_FLIGHT_LIMIT_MESSAGES
+            or self._bytes + size_bytes > IN_FLIGHT_LIMIT_BYTES
+        ):
+            raise Overloaded("too much waits to be published")
+
+    async def _until_confirmed(
+        self, topic_id: str, data: bytes, properties: spec.Basic.Properties, timeout_s: float
+    ) -> None:
+        """Publishes until the broker confirms."""
+        what = f"publish to {topic_id}"
+        # Callers in a hurry must not all wait on a channel that gives no confirmation.
+        limit_s = min(self._connection.answer_limit_s, timeout_s / 2)
+        failure: PenstockError = Unavailable(f"{what}: no answer within {timeout_s:g} s")
+        try:
+            async with asyncio.timeout(timeout_s):
+                for pause_s in backoff(longest_s=LONGEST_PAUSE_S):
+                    try:
+                        confirmed = await self._send_once(
+                            self._exchange, topic_id, data, properties, limit_s
+                        )
+                        if isinstance(confirmed, DeliveredMessage):
+                            await self._check_topic(topic_id)
+                        return
+                    except aiormq.DeliveryError:
+                        # Also said of a queue whose node is just away.
+                        failure = Overloaded(f"{what}: the queue takes no more")
+                    except TimeoutError:
+                        limit_s = longer(limit_s)
+                    except (*BROKEN, Unavailable):
+                        pass
+                    await asyncio.sleep(pause_s)
+        except TimeoutError:
+            raise failure from None
+
+    async def _send_once(
+        self,
+        exchange: str,
+        routing_key: str,
+        data: bytes,
+        properties: spec.Basic.Properties,
+        limit_s: float,
+    ) -> object:
+        """Returns the confirmation, or the message if no queue took it."""
+        waits = await self._open_channel()
+        try:
+            return await waits.within(
+                limit_s,
+                waits.channel.basic_publish(
+                    data,
+                    exchange=exchange,
+                    routing_key=routing_key,
+                    properties=properties,
+                    mandatory=True,
+                    # The confirmation is waited for, so the socket need not be.
+                    wait=False,
+                ),
+            )
+        except TimeoutError:
+            # The confirmations of other queues may still come on it, so it stays open for them.
+            if self._waits is waits:
+                self._waits = None
+            raise
+        finally:
+            if waits is not self._waits and waits.is_idle and not waits.channel.is_closed:
+                closing = asyncio.create_task(close_channel(waits.channel))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+
+    async def _open_channel(self) -> ChannelWaits:
+        waits = self._waits
+        if waits is not None and not waits.channel.is_closed:
+            return waits
+        async with self._opening:
+            if self._waits is None or self._waits.channel.is_closed:
+                self._waits = await self._new_channel()
+            return self._waits
+
+    async def _new_channel(self) -> ChannelWaits:
+        waits = ChannelWaits(await self._connection.channel(confirms=True))
+        # A publish to an exchange that is not there would end the channel for all.
+        declared = waits.channel.exchange_declare(
+            self._exchange, exchange_type="direct", durable=True
+        )
+        try:
+            await waits.within(self._connection.answer_limit_s, declared)
+        except BROKEN as error:
+            raise translate(error, f"declare {self._exchange}") from error
+        return waits
+
+    async def _check_topic(self, topic_id: str) -> None:
+        """Nobody subscribes to the topic. That is fine if it exists."""
+        if topic_id in self._known:
+            return
+        if not await self._topic_exists(topic_id):
+            raise BadInput(f"publish to {topic_id}: there is no such topic")
+        if len(self._known) < KNOWN_TOPICS:
+            self._known.add(topic_id)
+
 
 OPEN_S = 5.0
 """How long opening a subscription waits for its consumer. After that it retries in the background.

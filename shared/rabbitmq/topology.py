@@ -1,15 +1,90 @@
-"""Asks about queues and exchanges. A refusal ends the channel, so each question has its own."""
+"""Asks about queues and exchanges. A refusal ends the channel, so each question has its own.
+
+Queues in which messages wait before they are delivered again.
+
+How topics, subscriptions and filters become exchanges, queues and routing keys.
+
+One direct exchange carries all messages of a project, so a topic that is gone can't close a channel
+that others publish on. A message has the routing key of its topic, and one more per attribute that
+filters use. The broker routes by all of them (the BCC header of
+https://www.rabbitmq.com/docs/sender-selected), and gives a queue a message once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 import aiormq
 from aiormq import Channel
 
+from shared.errors import BadInput
 from shared.rabbitmq.connection import BROKEN, BrokerConnection, translate
 from shared.rabbitmq.waits import ChannelWaits, close_channel
+
+FILTERED = ("slot", "lane")
+"""The attributes that filters of ours use."""
+_FILTER = re.compile(r'(?P<negated>NOT )?attributes\.(?P<name>\w+) = "(?P<value>[^"]*)"')
+
+
+def exchange_name(project: str) -> str:
+    """The exchange of all messages of `project`."""
+    return f"penstock.{project}"
+
+
+def topic_name(project: str, topic_id: str) -> str:
+    """The exchange that says that a topic exists. No message goes through it."""
+    return f"{project}.topic.{topic_id}"
+
+
+def queue_name(project: str, subscription_id: str) -> str:
+    """The queue of a subscription."""
+    return f"{project}.{subscription_id}"
+
+
+def message_keys(topic_id: str, attributes: Mapping[str, str]) -> list[str]:
+    """The routing keys of a message of a topic. The first is the topic's own."""
+    keys = [topic_id]
+    for name in FILTERED:
+        value = attributes.get(name)
+        if value is not None:
+            keys.append(f"{topic_id}?{name}={value}")
+    if attributes.get("lane") != "batch":
+        keys.append(f"{topic_id}?lane!=batch")
+    return keys
+
+
+def binding_key(topic_id: str, filter_text: str) -> str:
+    """The routing key of the messages that pass a subscription's filter.
+
+    Raises:
+        BadInput: the filter is none of those that Penstock uses.
+    """
+    if not filter_text:
+        return topic_id
+    found = _FILTER.fullmatch(filter_text)
+    if found is None or found["name"] not in FILTERED:
+        raise BadInput(f"no filter for RabbitMQ: {filter_text!r}", field="filter")
+    if not found["negated"]:
+        return f"{topic_id}?{found['name']}={found['value']}"
+    if (found["name"], found["value"]) != ("lane", "batch"):
+        raise BadInput(f"no filter for RabbitMQ: {filter_text!r}", field="filter")
+    return f"{topic_id}?lane!=batch"
+
+
+def delays_between(first_s: float, longest_s: float) -> tuple[float, ...]:
+    """The pauses before a message's second, third … delivery: doubling, at most `longest_s`."""
+    delays = [first_s]
+    while delays[-1] < longest_s:
+        delays.append(min(longest_s, 2 * delays[-1]))
+    return tuple(delays)
+
+
+def delay_queue(queue: str, delay_s: float) -> str:
+    """The queue whose messages return to `queue` after `delay_s` seconds."""
+    return f"{queue}.delay.{round(delay_s * 1000)}ms"
+
 
 T = TypeVar("T")
 

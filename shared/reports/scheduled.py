@@ -17,11 +17,16 @@ from typing import NamedTuple
 from prometheus_client import Counter
 
 from shared.errors import Unavailable
-from shared.reports.day_tables import Anomaly, DayTables
-from shared.reports.days import AGAIN_DAYS, BillingDay, hours_over, months_over
+from shared.reports.day_tables import (
+    AGAIN_DAYS,
+    Anomaly,
+    BillingDay,
+    DayTables,
+    hours_over,
+    months_over,
+)
 from shared.reports.definitions import find_report
-from shared.reports.invoice import Invoice, invoices, invoices_csv
-from shared.reports.invoice_page import invoice_page
+from shared.reports.invoice import Invoice, invoice_page, invoices, invoices_csv
 from shared.reports.question import ask_month
 from shared.reports.runner import QUERY_LIMIT_S, ReportRunner, translated_errors
 from shared.reports.summary import Summary, as_html, as_text, keys_of, summary_of

@@ -10,8 +10,7 @@ from datetime import date
 from typing import Any
 from zoneinfo import ZoneInfo
 
-from shared.reports.day_tables import Anomaly
-from shared.reports.days import BillingDay
+from shared.reports.day_tables import Anomaly, BillingDay
 
 MOST_LINES = 10
 """Tenants, models and anomalies that a summary names. The tables have the others."""

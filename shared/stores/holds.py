@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from shared.errors import UndecodableMessage
 from shared.stores.record_state import Record, record_from_fields
-from shared.stores.redis_client import Commands
-from shared.stores.redis_scripts import load_script
+from shared.stores.redis_client import Commands, load_script
 
 log = logging.getLogger(__name__)
 

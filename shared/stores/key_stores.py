@@ -1,20 +1,291 @@
-"""Finds the store of keys that PENSTOCK_KEYS_URL names, and what its plans and keys may name."""
+"""Finds the store of keys that PENSTOCK_KEYS_URL names, and what its plans and keys may name.
+
+The directory of keys in a file, such as one that Secret Manager or Kubernetes mounts.
+
+The API only reads it. The command line changes it: it replaces the file as a whole, and appends the
+act to FILE.audit.jsonl before. When keys were last used is not kept.
+
+The directory of keys in Redis: one hash, a stream of acts, and a hash of last uses.
+
+The directory is one value with a version, so that a reader never sees half of a change, and two
+writers at the same time do not undo each other. Nothing has a TTL, so Redis evicts none of it. A
+Redis that lost its data has no version. Then readers keep what they have.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import hashlib
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 from urllib.parse import unquote, urlsplit
 
+import msgspec
+from prometheus_client import Counter, Gauge
 from redis.connection import parse_url
 
 from shared.catalog import Catalog
-from shared.errors import ConfigurationError
-from shared.stores.key_file import KeyFile
-from shared.stores.key_redis import KeyRedis
-from shared.tenants.key_store import KeyStore
+from shared.errors import ConfigurationError, Unavailable
+from shared.stores.redis_client import RedisLink, RedisStore, load_script
+from shared.tenants.directory import MOST_KEYS
+from shared.tenants.key_store import (
+    HOW_TO_START,
+    MOST_ACTS,
+    Act,
+    KeysReadOnly,
+    KeyStore,
+    NoDirectory,
+    NotedAct,
+    StoredDocument,
+)
 from shared.tenants.rules import Served
-from shared.webhook_urls import parse_webhook_url
+from shared.webhooks import parse_webhook_url
+
+ERRORS = Counter(
+    "penstock_keys_errors_total",
+    "Round trips to Redis about API keys that failed, by operation.",
+    ["operation"],
+)
+UP = Gauge(
+    "penstock_keys_redis_up",
+    "1 while Redis is being asked for API keys, 0 while the breaker is open.",
+)
+_REPLACE = load_script("shared/stores/key_replace.lua")
+_USES = load_script("shared/stores/key_uses.lua")
+
+
+class KeyRedis(RedisStore):
+    """The directory in one Redis.
+
+    Args:
+        redis_url: `redis://`, `rediss://` or `unix://` URL.
+        prefix: the prefix of every key, for several deployments on one Redis.
+        timeout_s: the time limit of one round trip.
+        retry_s: the first pause before Redis is tried again after a failure.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        *,
+        prefix: str = "penstock:",
+        timeout_s: float = 1.0,
+        retry_s: float = 0.25,
+    ) -> None:
+        limits = {"timeout_s": timeout_s, "retry_s": retry_s}
+        super().__init__(
+            RedisLink("keys", redis_url, **limits, up=UP, errors=ERRORS, field="keys_url")
+        )
+        self._commands = self._link.commands("the store of API keys")
+        self._directory = f"{prefix}keys"
+        self._audit = f"{prefix}keys:audit"
+        self._used = f"{prefix}keys:used"
+        self.source = "Redis"
+        self.read_only = ""
+
+    def read_at_start(self) -> StoredDocument | None:
+        """None: Redis is asked once the store is open."""
+        return None
+
+    async def read(self, version: str = "") -> StoredDocument | None:
+        """Reads the directory. Returns None if it still has this version.
+
+        Raises:
+            NoDirectory: Redis has none, or lost it.
+            Unavailable: Redis did not answer.
+        """
+        if version:
+            found = await self._commands.run("HGET", self._directory, "version")
+            if found is not None and found.decode("latin-1") == version:
+                return None
+        new, data = await self._commands.run("HMGET", self._directory, "version", "document")
+        if new is None or data is None:
+            reason = f"there are no keys in Redis; {HOW_TO_START}"
+            raise NoDirectory(reason, public=reason)
+        return StoredDocument(new.decode("latin-1"), data)
+
+    async def replace(self, version: str, data: bytes, act: Act) -> bool:
+        """Replaces the directory if it has this version, and notes the act.
+
+        Raises:
+            Unavailable: Redis did not answer. It may have done so all the same.
+        """
+        args = (version, secrets.token_hex(8), data, msgspec.json.encode(act), MOST_ACTS)
+        done = await self._commands.run_script(_REPLACE, [self._directory, self._audit], *args)
+        return bool(done)
+
+    async def acts(self, limit: int, before: str = "") -> list[NotedAct]:
+        """The acts before this one, newest first.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        end = f"({before}" if before else "+"
+        found = await self._commands.run("XREVRANGE", self._audit, end, "-", "COUNT", limit)
+        return [
+            NotedAct(act_id.decode(), msgspec.json.decode(fields[b"act"], type=Act))
+            for act_id, fields in found
+        ]
+
+    async def note_uses(self, used_s: Mapping[str, int]) -> None:
+        """Notes when keys were last used.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        if used_s:
+            pairs = [word for pair in used_s.items() for word in pair]
+            await self._commands.run_script(_USES, [self._used], 2 * MOST_KEYS, *pairs)
+
+    async def uses(self) -> dict[str, int]:
+        """When keys were last used, by id in Unix seconds.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        found = await self._commands.run("HGETALL", self._used)
+        return {key_id.decode(): int(used_s) for key_id, used_s in found.items()}
+
+
+class KeyFile:
+    """A file with the directory.
+
+    It is read whole each time, since mounts of secrets do not keep the time of their last change.
+
+    Args:
+        path: the file.
+        is_writable: whether it may be changed here.
+    """
+
+    def __init__(self, path: Path, *, is_writable: bool = False) -> None:
+        self._path = path
+        self._audit = path.with_name(f"{path.name}.audit.jsonl")
+        self._lock = path.with_name(f"{path.name}.lock")
+        self.source = str(path)
+        self.read_only = "" if is_writable else f"keys are in the file {path}, which is read only"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None
+
+    def read_at_start(self) -> StoredDocument:
+        """Reads the file.
+
+        Raises:
+            ConfigurationError: it can't be read.
+        """
+        try:
+            return self._read()
+        except Unavailable as error:
+            raise ConfigurationError(
+                f"PENSTOCK_KEYS_URL: {error.message}", field="keys_url"
+            ) from error
+
+    async def read(self, version: str = "") -> StoredDocument | None:
+        """Reads the file. Returns None if it still has this version.
+
+        Raises:
+            NoDirectory: there is no file.
+            Unavailable: it can't be read.
+        """
+        found = await asyncio.to_thread(self._read)
+        return None if found.version == version else found
+
+    def _read(self) -> StoredDocument:
+        try:
+            data = self._path.read_bytes()
+        except FileNotFoundError as error:
+            raise NoDirectory(f"{self._path}: {error.strerror}; {HOW_TO_START}") from error
+        except OSError as error:
+            raise Unavailable(f"{self._path}: {error.strerror or error}") from error
+        return StoredDocument(hashlib.sha256(data).hexdigest(), data)
+
+    async def replace(self, version: str, data: bytes, act: Act) -> bool:
+        """Replaces the file if it has this version. Other processes wait meanwhile.
+
+        Raises:
+            KeysReadOnly: it can't be changed here.
+            Unavailable: it can't be written.
+        """
+        if self.read_only:
+            raise KeysReadOnly(self.read_only)
+        return await asyncio.to_thread(self._replace, version, data, act)
+
+    def _replace(self, version: str, data: bytes, act: Act) -> bool:
+        with self._locked():
+            try:
+                if version != self._read().version:
+                    return False
+            except NoDirectory:
+                if version:
+                    return False
+            # An act that was noted and then failed misleads less than one that is missing.
+            with self._audit.open("ab") as audit:
+                audit.write(msgspec.json.encode(act) + b"\n")
+                _to_disk(audit.fileno())
+            with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as new:
+                new.write(data)
+                new.flush()
+                _to_disk(new.fileno())
+            os.replace(new.name, self._path)
+        return True
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with self._lock.open("ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield
+        except OSError as error:
+            raise Unavailable(f"{self._path}: {error.strerror or error}") from error
+
+    async def acts(self, limit: int, before: str = "") -> list[NotedAct]:
+        """The acts before this one, newest first.
+
+        Raises:
+            Unavailable: they can't be read.
+        """
+        return await asyncio.to_thread(self._acts, limit, before)
+
+    def _acts(self, limit: int, before: str) -> list[NotedAct]:
+        try:
+            lines = self._audit.read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise Unavailable(f"{self._audit}: {error.strerror or error}") from error
+        end = min(int(before.partition("-")[0]), len(lines)) if before else len(lines)
+        found = range(max(0, end - min(limit, MOST_ACTS)), end)
+        return [
+            NotedAct(str(number), msgspec.json.decode(lines[number], type=Act))
+            for number in reversed(found)
+        ]
+
+    async def note_uses(self, used_s: Mapping[str, int]) -> None:
+        """Does nothing: the file is not the place for it."""
+
+    async def uses(self) -> dict[str, int]:
+        """Nothing is kept."""
+        return {}
+
+
+def _to_disk(descriptor: int) -> None:
+    os.fsync(descriptor)
 
 
 def key_store(url: str, *, is_writable: bool = False) -> KeyStore:

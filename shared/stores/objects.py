@@ -7,6 +7,8 @@ always means the same bytes. A document is written once (`create`), and the firs
 obstore's synchronous calls run on threads. Its asynchronous ones abort the process (1 of 12 here,
 obstore 0.12.1) when it exits soon after a call, because the answering thread still holds Python
 objects.
+
+Writes one object in pieces, which memory need not hold together.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
 
 import google.auth
 import obstore
@@ -31,7 +34,79 @@ from prometheus_client import Counter
 from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
 from shared.fair_turns import FairTurns
-from shared.stores.object_writer import ObjectWriter, open_upload
+
+PART_BYTES = 8 * 1024 * 1024
+"""Parts are uploaded one at a time. S3 and GCS take no less than 5 MiB, except for the last."""
+WRITE_BYTES = 1024 * 1024
+"""Pieces are gathered to this size, because each write is a hop to a thread."""
+MEMORY_BYTES = 2 * PART_BYTES + WRITE_BYTES
+"""What one writer takes: a part that is gathered, and one that is on its way."""
+
+
+def open_upload(store: Any, key: str, attributes: dict[str, str] | None) -> Any:
+    """Opens obstore's writer of a multipart upload. It asks the store for nothing yet."""
+    return obstore.open_writer(
+        store, key, attributes=attributes, buffer_size=PART_BYTES, max_concurrency=1
+    )
+
+
+class ObjectWriter:
+    """Writes one object in pieces: an async context manager.
+
+    The object appears whole when the block ends. It never appears if the block raises.
+
+    Args:
+        opening: opens the upload.
+        work: runs a call on a thread of the store, and translates its errors.
+
+    Raises:
+        Unavailable: from any call, if the store is out of reach or too slow.
+    """
+
+    def __init__(
+        self,
+        opening: Callable[[], Any],
+        work: Callable[[Callable[[], Any]], Awaitable[None]],
+    ) -> None:
+        self._opening = opening
+        self._work = work
+        self._gathered = bytearray()
+        self._upload: Any = None
+        self.size_bytes = 0
+        """The bytes that were written so far."""
+
+    async def __aenter__(self) -> Self:
+        self._upload = self._opening()
+        return self
+
+    async def write(self, data: bytes) -> None:
+        """Adds a piece of any size."""
+        self.size_bytes += len(data)
+        self._gathered += data
+        if len(self._gathered) >= WRITE_BYTES:
+            await self._flush()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        upload = self._upload
+        try:
+            if error is None:
+                await self._flush()
+                await self._work(upload.close)
+        finally:
+            # An upload that is not closed is given up. A folder drops its parts with it, a bucket
+            # by the lifecycle rule for incomplete uploads.
+            self._upload = None
+
+    async def _flush(self) -> None:
+        data, self._gathered = bytes(self._gathered), bytearray()
+        if data:
+            await self._work(lambda: self._upload.write(data))
+
 
 TIMEOUT_S = 10.0
 """The longest that one put or get may take, retries included."""

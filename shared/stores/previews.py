@@ -11,8 +11,7 @@ import contextlib
 from dataclasses import dataclass
 
 from shared.errors import Unavailable
-from shared.stores.redis_client import Commands
-from shared.stores.redis_scripts import load_script
+from shared.stores.redis_client import Commands, load_script
 
 WATCHED_S = 5
 """For so long after a reader said that it watches, previews are drawn."""

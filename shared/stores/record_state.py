@@ -1,4 +1,4 @@
-"""One record: its id, its states, and what a claim, a finish and a read return of it."""
+"""The state of a record, as Redis has it: a hash, read as `Record`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from shared.message_encoding import decode_reply_body, encode_reply_body
-from shared.messages import ItemOutcome, ReplyBody
+from shared.messages import ItemOutcome, ReplyBody, decode_reply_body, encode_reply_body
 
 State = Literal["starting", "processing", "succeeded", "failed", "canceled"]
+
+
 OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
 """The states that no record leaves."""
 

@@ -15,6 +15,8 @@ seconds). A prediction also has `document`, `keep_s` and `published`, and counts
 bytes (shared/retention.py). Only the scripts beside this file (record_*.lua) write records. Claims
 and finishes come in large numbers, so their scripts take several records: one script for 100
 records costs little more than one for a single record.
+
+One record: its id, its states, and what a claim, a finish and a read return of it.
 """
 
 from __future__ import annotations
@@ -33,16 +35,8 @@ from shared.errors import Overloaded, Unavailable
 from shared.retention import BUDGET_BYTES
 from shared.stores.holds import Holds
 from shared.stores.previews import PreviewStore
-from shared.stores.record_state import (
-    Claim,
-    Finish,
-    Record,
-    State,
-    receipts_of,
-    record_from_fields,
-)
-from shared.stores.redis_client import RedisLink, RedisStore
-from shared.stores.redis_scripts import load_script
+from shared.stores.record_state import Claim, Finish, Record, State, receipts_of, record_from_fields
+from shared.stores.redis_client import RedisLink, RedisStore, load_script
 from shared.stores.token_streams import TokenStreams
 from shared.stores.waiting_line import WaitingLines
 from shared.stores.webhook_log import WebhookLog

@@ -23,8 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from shared.errors import Unavailable
-from shared.stores.redis_client import Commands
-from shared.stores.redis_scripts import load_script
+from shared.stores.redis_client import Commands, load_script
 from shared.tasks.text import TokenChunk
 
 KEPT_S = 600
@@ -33,7 +32,7 @@ KEPT_S = 600
 READER_S = 10
 """For so long after a reader said that it reads along, it counts as there."""
 MOST_ITEMS = 64
-"""Of a prediction that is streamed. The API refuses more (api/schemas/openai_text.py)."""
+"""Of a prediction that is streamed. The API refuses more (api/chat_bodies.py)."""
 
 _APPEND = load_script("shared/stores/token_append.lua")
 _READ = load_script("shared/stores/token_read.lua")

@@ -10,8 +10,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from shared.stores.redis_client import Commands
-from shared.stores.redis_scripts import load_script
+from shared.stores.redis_client import Commands, load_script
 
 LEAST_LEFT = 1.0
 """So many must have left the line for an estimate."""

@@ -7,8 +7,7 @@ import contextlib
 import msgspec
 
 from shared.errors import Overloaded, Unavailable
-from shared.stores.redis_client import Commands
-from shared.stores.redis_scripts import load_script
+from shared.stores.redis_client import Commands, load_script
 
 MOST_KEPT = 100
 KEPT_S = 2 * 24 * 3600

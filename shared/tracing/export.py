@@ -35,8 +35,7 @@ from opentelemetry.trace import (
 )
 from prometheus_client import Counter
 
-from shared.tracing.context import TraceContext
-from shared.tracing.spans import Attributes, Kind
+from shared.tracing.spans import Attributes, Kind, TraceContext
 
 CLOSE_LIMIT_S = 2.0
 """For the spans that are left when the process ends. The API has 10 s after SIGTERM in all."""

@@ -4,6 +4,8 @@
 costs less than waking a thread. The thread of shared/usage/writer.py calls everything else. If the
 disk refuses rows or is slow, that thread takes over. Rows then wait in memory, and count as safe
 only once the disk or BigQuery has them.
+
+Rows on their way to BigQuery, and the callbacks for when they are safe.
 """
 
 from __future__ import annotations
@@ -14,16 +16,53 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from prometheus_client import Counter, Gauge
 
 from shared.backoff import backoff
-from shared.usage.row_batch import RowBatch, UnsavedRow, notify_safe
-from shared.usage.spool import Fields, Spool
+from shared.usage.spool import Fields, Segment, Spool
 
 log = logging.getLogger(__name__)
+
+
+class UnsavedRow(NamedTuple):
+    """A row that is only in memory, and the callback for when it is safe."""
+
+    fields: Fields
+    on_safe: Callable[[], None] | None
+    loop: asyncio.AbstractEventLoop | None
+    since_s: float
+
+
+@dataclass(eq=False, slots=True)
+class RowBatch:
+    """Rows that are sent together: those of a segment, or some that are in memory alone."""
+
+    segment: Segment | None
+    rows: list[Fields]
+    since_s: float
+    unsaved: list[UnsavedRow] = field(default_factory=list)
+
+
+def notify_safe(rows: Sequence[UnsavedRow]) -> None:
+    """Calls every `on_safe` on its event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+    for row in rows:
+        if row.on_safe is not None and row.loop is not None:
+            by_loop.setdefault(row.loop, []).append(row.on_safe)
+    for loop, calls in by_loop.items():
+        with suppress(RuntimeError):  # the loop is closed, and so are its callers
+            loop.call_soon_threadsafe(_call_all, calls)
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
 
 BATCH_ROWS = 500
 """What Google recommends for one insertAll:

@@ -1,14 +1,71 @@
-"""Where rows go: to BigQuery, or to the object store, from where BigQuery is filled later."""
+"""Where rows go: to BigQuery, or to the object store, from where BigQuery is filled later.
+
+Writes rows to the object store, as compressed lines of JSON.
+
+Each call puts one object into `incoming/TABLE`, where the row archive (infra/row_archive) takes
+it. Its name begins with the time, so that a listing has the oldest first, and ends with a digest of
+its rows. Rows that are sent again after a lost answer may be there twice. The archive drops what it
+sees twice, and the view `rows_deduplicated` the rest.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import gzip
+import hashlib
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Protocol
 
+import msgspec
+
 from shared.settings import Settings
-from shared.usage.bigquery import BigQuerySender
-from shared.usage.object_rows import ObjectSender
-from shared.usage.spool import Fields
+from shared.stores.objects import ObjectStore
+from shared.usage.bigquery import WRITTEN, BigQuerySender
+from shared.usage.spool import LEVEL, Fields
+
+MEDIA_TYPE = "application/gzip"
+SUFFIX = ".jsonl.gz"
+
+
+def incoming(table: str) -> str:
+    """The folder of a table's rows that are not in the archive yet."""
+    return f"incoming/{table}"
+
+
+class ObjectSender:
+    """Puts rows of one table into the object store.
+
+    Args:
+        url: of the store: file://, gs:// or s3://.
+        table: whose rows.
+
+    Raises:
+        ConfigurationError: the URL is of no such form, or its folder can't be made.
+    """
+
+    linger_s = 10.0
+    """A put costs money, and so does each object that is read later."""
+
+    def __init__(self, url: str, table: str) -> None:
+        self._objects = ObjectStore(url, setting="rows_url")
+        self._table = table
+
+    def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
+        """Returns once the store has `rows`. It refuses none.
+
+        Raises:
+            Unavailable: it can't be said that it has them.
+        """
+        lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+        packed = gzip.compress(lines, LEVEL, mtime=0)
+        digest = hashlib.blake2b(lines, digest_size=16).hexdigest()
+        sent_at = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}"
+        key = f"{incoming(self._table)}/{sent_at}-{digest}{SUFFIX}"
+        asyncio.run(self._objects.put(key, packed, MEDIA_TYPE))
+        WRITTEN.inc(len(rows))
+        return []
+
 
 TABLE = "rows"
 

@@ -2,21 +2,29 @@
 
 Each owner locks its segments.
 
-A segment that waits for long is compressed (shared/usage/packing.py).
+A segment that waits for long is compressed (shared/usage/spool.py).
 
 A lock (flock) ends with its process, however that ends. So a segment that can be locked has no
 living owner, and the process that locks it sends its rows. Nothing is synced: written rows outlive
 the process, but not the machine.
+
+Segments of rows that wait for long, compressed: a fifth of the size.
+
+A packed segment is gzip of the same lines. Its name has the number of rows, so that nobody needs to
+read it to count them: `<segment>.<rows>.gz`. It replaces the segment in one rename. A process that
+dies in between leaves both, and the packed one counts.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import gzip
 import itertools
 import logging
 import os
 import time
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,9 +33,83 @@ from typing import Any, NamedTuple
 import msgspec
 from prometheus_client import Counter
 
-from shared.usage import packing
-
 log = logging.getLogger(__name__)
+
+SUFFIX = ".gz"
+HALF_MADE = ".new"
+LEVEL = 1
+"""4 µs of CPU a row, as much as writing it. Level 6 takes 10 µs for a sixth less."""
+
+
+def is_packed(path: Path) -> bool:
+    """Whether this is the name of a packed segment."""
+    return path.suffix == SUFFIX
+
+
+def rows_in(path: Path) -> int:
+    """The number of rows in a packed segment, by its name. 0 if it is no such name."""
+    count = path.name.removesuffix(SUFFIX).rpartition(".")[2]
+    return int(count) if count.isdecimal() else 0
+
+
+def original_of(path: Path) -> Path:
+    """The segment that a packed one has replaced."""
+    return path.with_name(path.name.removesuffix(SUFFIX).rpartition(".")[0] + ".segment")
+
+
+def pack(path: Path, data: bytes, rows: int) -> tuple[Path, int]:
+    """Replaces a segment whose lock the caller has.
+
+    Args:
+        path: the segment.
+        data: what it holds.
+        rows: how many that are.
+
+    Returns:
+        The packed one, and its bytes.
+
+    Raises:
+        OSError: the disk did not take it. The segment is as before.
+    """
+    packed = path.with_name(f"{path.stem}.{rows}{SUFFIX}")
+    half_made = packed.with_name(packed.name + HALF_MADE)
+    squeezed = gzip.compress(data, LEVEL, mtime=0)
+    # Only who has the lock of the segment writes here, so what is there is of a dead process.
+    fd = os.open(half_made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        # Nobody may send the packed one while the segment is still there.
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(fd, "wb", closefd=False) as file:
+            file.write(squeezed)
+        half_made.rename(packed)
+        path.unlink()
+    except OSError:
+        half_made.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+    return packed, len(squeezed)
+
+
+def clear_half_made(folder: Path) -> None:
+    """Removes what processes left that died while they packed. Their segments are still there."""
+    for path in folder.glob(f"*{SUFFIX}{HALF_MADE}"):
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+
+
+def unpack(data: bytes) -> bytes:
+    """The lines in a packed segment.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        return gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(str(error)) from error
+
 
 CREATE_TRIES = 3
 
@@ -173,7 +255,7 @@ class Spool:
             data = file.read()
         segment = Segment(path, fd, len(data))
         try:
-            rows = self._decode(packing.unpack(data) if packing.is_packed(path) else data)
+            rows = self._decode(unpack(data) if is_packed(path) else data)
         except ValueError as error:
             self._set_aside(segment, str(error))
             return None
@@ -200,7 +282,7 @@ class Spool:
 
     def _set_aside(self, segment: Segment, reason: str) -> None:
         """Keeps a packed segment that can't be read, for a person to look at."""
-        rows = packing.rows_in(segment.path)
+        rows = rows_in(segment.path)
         REJECTED.inc(rows)
         aside = segment.path.with_name(segment.path.name + ".damaged")
         log.error("rows unreadable", extra={"rows": rows, "reason": reason, "path": str(aside)})
@@ -217,9 +299,7 @@ class Spool:
             OSError: the disk does not take them. They are as before.
         """
         waiting = (
-            path
-            for path in list(self.unowned)
-            if not packing.is_packed(path) and path not in self._stuck
+            path for path in list(self.unowned) if not is_packed(path) and path not in self._stuck
         )
         for path in itertools.islice(waiting, most):
             with suppress(FileNotFoundError), path.open("rb") as file:
@@ -228,7 +308,7 @@ class Spool:
                     continue
                 data = file.read()
                 if rows := data.count(b"\n"):
-                    packed, size_bytes = packing.pack(path, data, rows)
+                    packed, size_bytes = pack(path, data, rows)
                     self.unowned[packed] = SegmentSize(rows, size_bytes)
                     self.unowned.pop(path, None)
                     self._unseen.append(packed)
@@ -236,9 +316,9 @@ class Spool:
     def scan(self) -> None:
         """Finds the segments without an owner and counts their rows."""
         before, found = dict(self.unowned), dict[Path, SegmentSize]()
-        packed = set(self._folder.glob(f"*{packing.SUFFIX}"))
-        replaced = {packing.original_of(path) for path in packed}
-        packing.clear_half_made(self._folder)
+        packed = set(self._folder.glob(f"*{SUFFIX}"))
+        replaced = {original_of(path) for path in packed}
+        clear_half_made(self._folder)
         for path in sorted(packed.union(self._folder.glob("*.segment"))):
             if path in self._stuck:
                 continue
@@ -252,7 +332,7 @@ class Spool:
                     path.unlink()
                 elif path in packed:
                     size_bytes = os.fstat(file.fileno()).st_size
-                    found[path] = SegmentSize(packing.rows_in(path), size_bytes)
+                    found[path] = SegmentSize(rows_in(path), size_bytes)
                 else:
                     data = file.read()
                     found[path] = SegmentSize(data.count(b"\n"), len(data))

@@ -27,9 +27,8 @@ from prometheus_client import Counter, Gauge
 from shared.backoff import backoff
 from shared.errors import Unavailable
 from shared.settings import SPOOL_MAX_BYTES
-from shared.usage.journal import BATCH_ROWS, FIRST_PAUSE_S, LONGEST_PAUSE_S, Journal
+from shared.usage.journal import BATCH_ROWS, FIRST_PAUSE_S, LONGEST_PAUSE_S, Journal, RowBatch
 from shared.usage.row import Row
-from shared.usage.row_batch import RowBatch
 from shared.usage.senders import RowSender
 from shared.usage.spool import Fields, Spool
 from shared.usage.worker_hour import WorkerHour

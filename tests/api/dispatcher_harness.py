@@ -15,8 +15,7 @@ from api.dispatch.admission import Admission
 from api.dispatch.canary_routing import CanaryRouter
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.job_sender import JobSender
-from api.dispatch.model_window import ModelWindow
-from api.dispatch.publish_window import PublishWindow
+from api.dispatch.model_window import ModelWindow, PublishWindow
 from api.dispatch.reply_inbox import ReplyInbox
 from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
 from api.inputs.codec_pool import CodecPool

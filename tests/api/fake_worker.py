@@ -19,8 +19,19 @@ from PIL import Image
 from shared.blob import Blob
 from shared.catalog import Model
 from shared.errors import BadInput, DeadlineExceeded, ModelFailed
-from shared.message_encoding import decode_job, encode_reply, encode_reply_body
-from shared.messages import Item, ItemError, ItemOutcome, Job, Receipt, Reply, ReplyBody, failure
+from shared.messages import (
+    Item,
+    ItemError,
+    ItemOutcome,
+    Job,
+    Receipt,
+    Reply,
+    ReplyBody,
+    decode_job,
+    encode_reply,
+    encode_reply_body,
+    failure,
+)
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore, object_key
 from shared.stores.records import Records

@@ -9,12 +9,10 @@ from uuid import uuid4
 
 from prometheus_client import REGISTRY
 
-from api.dispatch.open_inbox import PendingReply
-from api.dispatch.reply_inbox import ReplyInbox
+from api.dispatch.reply_inbox import PendingReply, ReplyInbox
 from shared.catalog_entry import Replies
 from shared.errors import Unavailable
-from shared.message_encoding import encode_reply
-from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody
+from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody, encode_reply
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
 from shared.settings import ApiSettings

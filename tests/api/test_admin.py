@@ -9,7 +9,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from shared.stores.key_redis import KeyRedis
+from shared.stores.key_stores import KeyRedis
 from shared.tenants.administration import Administration, InUse
 from shared.tenants.api_key import parse_key
 from shared.tenants.directory import Document

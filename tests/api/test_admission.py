@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
 from api.dispatch.admission import LONGEST_RETRY_S, SHORTEST_RETRY_S, Admission
-from api.dispatch.demand import Demand
+from api.fair_room import Demand
 from shared.catalog import Model, read_catalog
 from shared.errors import Overloaded
 from shared.service_rate import ServiceRate

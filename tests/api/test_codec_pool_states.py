@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from prometheus_client import REGISTRY
 
-from api.inputs.codec_client import CodecClient, ReserveMemory
-from api.inputs.codec_pool import CodecPool
+from api.inputs.codec_pool import CodecClient, CodecPool, ReserveMemory
 from api.inputs.codec_protocol import CodecCommand, CodecReply, EncodeImage, ImageEncoded
 from shared.errors import BadInput, DeadlineExceeded, Overloaded, Unavailable
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from api.inputs import codec_client
+from api.inputs import codec_pool
 from api.inputs.codec_pool import CodecPool
 from api.inputs.codec_protocol import PrepareSource, SourceLimits
 from shared.errors import BadInput, Unavailable
@@ -52,7 +52,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "fake.py"
     root = str(Path(__file__).parents[2])
     script.write_text(FAKE.format(root=root, folder=str(tmp_path), too_long=int(signal.SIGXCPU)))
-    monkeypatch.setattr(codec_client, "COMMAND", (sys.executable, str(script)))
+    monkeypatch.setattr(codec_pool, "COMMAND", (sys.executable, str(script)))
 
 
 @pytest.mark.usefixtures("fake")
@@ -84,7 +84,7 @@ async def test_picture_that_takes_too_long_is_no_fault_of_ours() -> None:
 async def test_process_that_cannot_be_started_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(codec_client, "COMMAND", (os.fspath(tmp_path / "nothing"),))
+    monkeypatch.setattr(codec_pool, "COMMAND", (os.fspath(tmp_path / "nothing"),))
     async with CodecPool(1, budget_bytes=100) as pool:
         for _ in range(2):
             with pytest.raises(Unavailable, match="could be started"):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from api.http.compression import MIN_BYTES, accepts_gzip
+from api.http.fast_route import MIN_BYTES, accepts_gzip
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 
 pytestmark = pytest.mark.anyio

@@ -13,10 +13,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from api.dispatch.open_inbox import REPLIES
+from api.dispatch.reply_inbox import REPLIES
 from shared.errors import Overloaded, Unavailable
-from shared.message_encoding import encode_reply, encode_reply_body
-from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody
+from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody, encode_reply, encode_reply_body
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from tests.api.dispatcher_harness import (
     DispatcherHarness,

@@ -14,7 +14,7 @@ import redis
 from hypothesis import HealthCheck, given, settings
 
 from infra.local.redis_server import RedisServer
-from shared.message_encoding import decode_job
+from shared.messages import decode_job
 from shared.topics import jobs_topic_id
 from tests.api.asked import Asked, Headers, headers, requests
 from tests.api.harness import CATALOG, ApiUnderTest, running_api, settings_for

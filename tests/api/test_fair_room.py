@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from api.dispatch.demand import Demand
-from api.fair_room import MOST_OVER, RESERVE, FairRoom
+from api.fair_room import MOST_OVER, RESERVE, Demand, FairRoom
 from tests.tiers import examples
 
 BOUND = 64

@@ -9,10 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from api.http.auth import ApiKeys
-from api.http.key_refresh import LiveDirectory
+from api.http.auth import ApiKeys, LiveDirectory
 from infra.local.redis_server import RedisServer
-from shared.stores.key_redis import KeyRedis
+from shared.stores.key_stores import KeyRedis
 from shared.tenants.administration import Administration, IssuedKey, KeyRequest
 from shared.tenants.directory import Document
 from tests.api.api_process import api_process

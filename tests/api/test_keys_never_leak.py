@@ -8,7 +8,7 @@ import httpx
 import pytest
 import redis
 
-from shared.stores.key_redis import KeyRedis
+from shared.stores.key_stores import KeyRedis
 from shared.tenants.administration import Administration, KeyRequest
 from shared.tenants.api_key import new_key
 from shared.tenants.directory import Document

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from api.http import disconnect
+from api.http import request
 from api.http.auth import ApiKeys
 from api.predictions import text_stream
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
@@ -32,7 +32,7 @@ ENDED = "the API key is revoked"
 
 @pytest.fixture(autouse=True)
 def checks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (disconnect, text_stream):
+    for module in (request, text_stream):
         monkeypatch.setattr(module, "CHECK_S", 0.05)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from api.batches.process import opened_runner
+from api.batch_runner.process import opened_runner
 from shared.errors import Unavailable
 from shared.stores.records import Records
 from tests.api.batches.batching import created, jsonl, line, until
@@ -145,7 +145,7 @@ async def deadline_passes_with_a_part_done(world: LedgerWorld) -> dict[str, floa
 async def reply_is_lost(world: LedgerWorld) -> dict[str, float]:
     """The worker has answered in time, and has its row. The caller has nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("api.dispatch.open_inbox.OpenInbox.deliver", lambda *_: None)
+        patch.setattr("api.dispatch.reply_inbox.OpenInbox.deliver", lambda *_: None)
         patch.setattr(Records, "read", _away)
         answer = await world.ledger.embed("one", words(3), x_penstock_deadline_ms=LATE_MS)
     assert (answer.status_code, code_of(answer)) == (504, "deadline_exceeded")

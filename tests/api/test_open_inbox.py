@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.dispatch.open_inbox import OpenInbox
+from api.dispatch.reply_inbox import OpenInbox
 from shared.catalog_entry import Replies
 
 SLOTS = 3

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from api.errors import ERROR_MAPPINGS
-from api.schemas import openai as schemas
+from api.openai.embeddings import EmbeddingsBody
+from api.openai.images import EditBody, GenerationBody
 from tests.api.harness import ApiUnderTest
 
 pytestmark = pytest.mark.anyio
@@ -88,9 +89,9 @@ async def test_every_status_of_an_error_stands_at_some_route(page: dict[str, Any
 
 async def test_examples_are_taken_as_they_stand(api: ApiUnderTest, page: dict[str, Any]) -> None:
     for path, body in (
-        ("/v1/embeddings", schemas.EmbeddingsBody),
-        ("/v1/images/generations", schemas.GenerationBody),
-        ("/v1/images/edits", schemas.EditBody),
+        ("/v1/embeddings", EmbeddingsBody),
+        ("/v1/images/generations", GenerationBody),
+        ("/v1/images/edits", EditBody),
     ):
         example = page["components"]["schemas"][body.__name__]["example"]
         assert (await api.http.post(path, json=example)).status_code == 200

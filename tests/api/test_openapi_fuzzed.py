@@ -28,7 +28,7 @@ LIMIT_S = 500 * PATIENCE
 HOW_TO_MEND = """
 An answer is not as the OpenAPI document says. Is the answer right? Then say so at its route: a
 status in the `responses` of its decorator (words for a new one: _DESCRIPTIONS in
-api/http/openapi.py), a header in api/http/openapi_headers.py, a field of a body or reply in
+api/http/openapi.py), a header in api/http/openapi.py, a field of a body or reply in
 api/schemas.
 """
 

@@ -13,9 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from api.dispatch.demand import Demand
-from api.dispatch.model_window import Elsewhere, ModelWindow, digest_of
-from api.dispatch.publish_window import PublishWindow
+from api.dispatch.model_window import Elsewhere, ModelWindow, PublishWindow, digest_of
+from api.fair_room import Demand
 from shared.catalog_entry import Batch
 from shared.errors import DeadlineExceeded
 from shared.service_rate import ServiceRate

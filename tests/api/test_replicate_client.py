@@ -160,7 +160,7 @@ async def test_models_are_listed_for_each_client_in_its_shape(
 async def test_many_models_come_in_pages(
     api: ApiUnderTest, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.routes.replicate_models.PAGE", 1)
+    monkeypatch.setattr("api.replicate.models.PAGE", 1)
     pages = [page async for page in async_paginate(client.models.async_list)]
     assert [[model.name for model in page] for page in pages] == [
         [model.name] for model in CATALOG.models

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import redis
 
-from api.dispatch.inbox_lease import ERRORS, InboxLost
+from api.dispatch.reply_inbox import ERRORS, InboxLost
 from infra.local.redis_server import RedisServer
 from shared.catalog_entry import Replies
 from shared.errors import ConfigurationError, DeadlineExceeded, Unavailable
-from shared.reply_topics import make_inbox
+from shared.topics import make_inbox
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest
 from tests.api.inboxes import Broker, counted, embedded, in_memory, next_inbox, until
 from tests.fakes import InMemoryTransport

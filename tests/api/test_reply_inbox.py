@@ -10,10 +10,9 @@ from functools import partial
 import pytest
 import redis
 
-from api.dispatch.open_inbox import PendingReply
-from api.dispatch.reply_inbox import ReplyInbox
+from api.dispatch.reply_inbox import PendingReply, ReplyInbox
 from shared.errors import BadInput, ConfigurationError, Unavailable
-from shared.reply_topics import make_inbox
+from shared.topics import make_inbox
 from tests.api.inboxes import Broker, counted, embedded, in_memory, next_inbox
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S

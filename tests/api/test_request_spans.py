@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.openmetrics.exposition import generate_latest
 
 from shared.errors import Unavailable
-from shared.tracing.context import TraceContext, entered
+from shared.tracing.spans import TraceContext, entered
 from tests.api.dispatcher_harness import running_dispatcher
 from tests.api.harness import TEXT_MODEL, ApiUnderTest
 from tests.kept_spans import KeptSpans, keeping_spans, new_trace

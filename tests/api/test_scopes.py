@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from api.http.scopes import RULES, MissingScope, check_access, rule_of
+from api.http.auth import RULES, MissingScope, check_access, rule_of
 from shared.tenants.directory import SCOPES, Scope
 from shared.tenants.plan import Caller
 from tests.api.harness import (

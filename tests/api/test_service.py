@@ -207,7 +207,7 @@ async def test_unknown_paths_and_methods_answer_in_the_same_shape(
 async def test_unexpected_error_is_a_500_in_the_same_shape(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("api.routes.embeddings.embeddings_reply", lambda *args, **options: 1 / 0)
+    monkeypatch.setattr("api.openai.embeddings.embeddings_reply", lambda *args, **options: 1 / 0)
     with pytest.raises(openai.InternalServerError) as caught:
         await api.openai().embeddings.create(model=MODEL, input="a")
     assert caught.value.code == "internal"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from api.dispatch.demand import Demand
+from api.fair_room import Demand
 from api.routes.status import STEPS_S
 from tests.api.harness import (
     CATALOG,

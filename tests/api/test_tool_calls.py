@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 from openai import pydantic_function_tool
 from pydantic import BaseModel
 
-from api.endpoints.tool_calls import call_schema, read_tool_calls, shown_of
+from api.openai.generation import call_schema, read_tool_calls, shown_of
 from shared.tasks.text import GenerationInput
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 

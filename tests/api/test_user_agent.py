@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.http.request_options import read_options
-from api.http.user_agent import FAMILIES, family_of
+from api.http.request_options import FAMILIES, family_of, read_options
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from yarl import URL
 
-from shared.webhook_urls import WebhookUrlForbidden, parse_webhook_url
+from shared.webhooks import WebhookUrlForbidden, parse_webhook_url
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT
 

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from api.dispatch.demand import Demand
-from api.dispatch.model_window import Elsewhere, ModelWindow, digest_of
-from api.dispatch.publish_window import PublishWindow
+from api.dispatch.model_window import Elsewhere, ModelWindow, PublishWindow, digest_of
 from api.dispatch.window_exchange import (
     LEASE_PAUSES,
     MOST_TENANTS,
@@ -20,6 +18,7 @@ from api.dispatch.window_exchange import (
     combined,
     told_of,
 )
+from api.fair_room import Demand
 from shared.catalog import read_catalog
 from shared.service_rate import ServiceRate
 from shared.tasks.base import FirstGuesses

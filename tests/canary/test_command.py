@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from infra.cli import app
+from infra.cli.main import app
 from shared.canary.board import CanaryBoard
 from shared.canary.verdict import CanaryCounts, RevisionCounts
 from shared.catalog import read_catalog

@@ -8,7 +8,7 @@ from typing import Self
 import pytest
 
 from api.dispatch.canary_routing import STALE_LIMIT_S, CanaryRouter
-from api.dispatch.demand import Demand
+from api.fair_room import Demand
 from shared.canary.board import CanaryState
 from shared.canary.verdict import CanaryCounts
 from shared.catalog import Catalog, Model

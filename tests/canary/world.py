@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 
 from api.dispatch.canary_comparison import TENANT
-from infra.local.provision import provision
+from infra.local.provision_servers import provision
 from shared.canary.board import JUDGE_EVERY_S, CanaryBoard
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Batch, Canary, Price

@@ -9,10 +9,10 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from infra.kubernetes.trigger_queries import TriggerQueries, own_prometheus
+from infra.kubernetes.autoscaling import TriggerQueries, own_prometheus
 from infra.local.stack import Stack
-from infra.simulation.promql import PromQuery
-from infra.simulation.timeseries import TimeSeries
+from infra.planning.simulation.promql import PromQuery
+from infra.planning.simulation.timeseries import TimeSeries
 from shared.catalog import read_catalog
 from shared.kubernetes_names import slug
 from tests.end_to_end.conftest import EMBEDDER

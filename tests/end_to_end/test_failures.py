@@ -17,8 +17,7 @@ import redis
 
 from infra.local.stack import Stack
 from shared.brokers import admin_of, transport_of
-from shared.message_encoding import decode_reply
-from shared.messages import Envelope, ReplyBody
+from shared.messages import Envelope, ReplyBody, decode_reply
 from shared.pubsub.admin import PubSubAdmin
 from shared.topics import dead_letter_subscription_id, jobs_topic_id
 from shared.transport import Message, Subscriber, SubscriptionSettings

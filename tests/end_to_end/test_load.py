@@ -25,7 +25,7 @@ REQUESTS = 60
 
 def load(stack: Stack, *words: str) -> tuple[int, dict[str, Any]]:
     """The status and what it says in JSON."""
-    command = [sys.executable, "-m", "infra.cli", "load", "--json", *words]
+    command = [sys.executable, "-m", "infra.cli.main", "load", "--json", *words]
     environment = environment_with(stack.environment)
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=WAIT_LIMIT_S

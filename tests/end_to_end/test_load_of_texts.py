@@ -48,7 +48,7 @@ def load(world: World, *words: str) -> tuple[int, dict[str, Any]]:
         }
     )
     done = subprocess.run(
-        [sys.executable, "-m", "infra.cli", "load", "--json", *words],
+        [sys.executable, "-m", "infra.cli.main", "load", "--json", *words],
         env=environment,
         capture_output=True,
         text=True,

@@ -19,7 +19,7 @@ from typing import Literal, Self
 import psutil
 
 from infra.local.process import Process, answers, free_port, listens
-from infra.local.provision import provision
+from infra.local.provision_servers import provision
 from infra.local.rabbitmq_server import RabbitServer
 from infra.local.redis_server import RedisServer
 from infra.reports.tables import create_tables
@@ -28,7 +28,7 @@ from shared.catalog import read_catalog
 from shared.settings import ApiSettings, environment_with, read_settings
 from tests.faults.links import Links
 from tests.limits import START_LIMIT_S
-from workers.runtime.template_process import MODEL_PROCESS_NAME
+from workers.runtime.template import MODEL_PROCESS_NAME
 
 MODEL = "all-MiniLM-L6-v2"
 CATALOG = """models:

@@ -49,7 +49,7 @@ def running_up(
     folder: Path,
     settings: dict[str, str],
     options: Sequence[str] = (),
-    program: Sequence[str] = ("-m", "infra.cli"),
+    program: Sequence[str] = ("-m", "infra.cli.main"),
 ) -> Iterator[Up]:
     """The command until the end of the context. It may have ended before it was up."""
     ports = Ports.free(workers=1)

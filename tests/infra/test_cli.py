@@ -11,8 +11,8 @@ import pytest
 
 from infra.reports.tables import create_tables
 from shared.pubsub.admin import PubSubAdmin
-from shared.reply_topics import make_inbox
 from shared.settings import Settings, read_settings
+from shared.topics import make_inbox
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 def penstock(*words: str, cwd: Path = ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | settings
-    command = [sys.executable, "-m", "infra.cli", *words]
+    command = [sys.executable, "-m", "infra.cli.main", *words]
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=WAIT_LIMIT_S
     )
@@ -54,7 +54,7 @@ def test_wrong_words_are_refused(words: tuple[str, ...]) -> None:
 
 
 def test_command_starts_without_heavy_imports() -> None:
-    code = "import sys, infra.cli; print(*sorted(sys.modules))"
+    code = "import sys, infra.cli.main; print(*sorted(sys.modules))"
     loaded = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
@@ -71,7 +71,7 @@ def test_command_starts_without_heavy_imports() -> None:
 
 @pytest.mark.parametrize("server", ["pubsub", "bigquery"])
 def test_servers_run_alone_until_terminated(server: str) -> None:
-    command = [sys.executable, "-m", "infra.cli", server, "--host", "127.0.0.1", "--port", "0"]
+    command = [sys.executable, "-m", "infra.cli.main", server, "--host", "127.0.0.1", "--port", "0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert "listening on 127.0.0.1:" in process.stdout.readline()

@@ -29,7 +29,7 @@ from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = {"penstock": [sys.executable, "-m", "infra.cli"], "python": [sys.executable]}
+PROGRAMS = {"penstock": [sys.executable, "-m", "infra.cli.main"], "python": [sys.executable]}
 OF_IMAGES = {"API_IMAGE": "api", "FUNCTIONS_IMAGE": "functions", "SERVERS_IMAGE": "servers"} | {
     "WORKER_IMAGE": "worker"
 }

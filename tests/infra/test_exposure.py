@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from api.http.auth import access_of
-from infra.local.exposure import PLAIN, exposed_settings
+from infra.local.up import PLAIN, exposed_settings
 from shared.errors import Unavailable
 from shared.settings import ApiSettings
 from tests.keys import keys_url
@@ -55,7 +55,7 @@ def test_key_does_not_go_into_logs(tmp_path: Path) -> None:
     name, _, url = given.partition("=")
     assert (name, url) == ("PENSTOCK_KEYS_URL", settings["PENSTOCK_KEYS_URL"])
     told = subprocess.run(
-        [sys.executable, "-m", "infra.cli", *command[1:]],
+        [sys.executable, "-m", "infra.cli.main", *command[1:]],
         env=os.environ | {name: url, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from infra.cli import app
+from infra.cli.main import app
 from shared.tenants.api_key import parse_key
 from shared.tenants.directory import Directory, decode_document
 

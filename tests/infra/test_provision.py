@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from infra.local.provision import provision
+from infra.local.provision_servers import provision
 from shared.catalog import read_catalog
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def provision(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "infra.cli", "provision", *words]
+    command = [sys.executable, "-m", "infra.cli.main", "provision", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | settings
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WAIT_LIMIT_S

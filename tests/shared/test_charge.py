@@ -11,8 +11,16 @@ from pydantic import ValidationError
 from shared.catalog import Model, read_catalog
 from shared.catalog_entry import Batch, Price, PriceChange
 from shared.errors import ConfigurationError
-from shared.message_encoding import decode_job, encode_job
-from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Receipt
+from shared.messages import (
+    Envelope,
+    Item,
+    ItemOutcome,
+    Job,
+    JobBody,
+    Receipt,
+    decode_job,
+    encode_job,
+)
 from shared.tasks.embedding import TextInput
 from shared.usage.charge import ItemPrice, charge_of, charged_work, price_of
 from shared.usage.row import Row, row_of

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import BadInput
-from shared.reports.days import (
+from shared.reports.day_tables import (
     AGAIN_DAYS,
     MOST_DAYS,
     SETTLING,

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from shared.logs import JsonFormatter
-from shared.tracing.context import entered
+from shared.tracing.spans import entered
 from tests.kept_spans import new_trace
 
 TRACE_FIELD = "logging.googleapis.com/trace"

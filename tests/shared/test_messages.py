@@ -11,7 +11,6 @@ from shared.blob import Blob
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Price
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, UndecodableMessage
-from shared.message_encoding import decode_job, decode_reply, encode_job, encode_reply
 from shared.messages import (
     Envelope,
     Item,
@@ -22,6 +21,10 @@ from shared.messages import (
     Receipt,
     Reply,
     ReplyBody,
+    decode_job,
+    decode_reply,
+    encode_job,
+    encode_reply,
     failure,
 )
 from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs
 
 import pytest
 
-from infra.kubernetes.identity import credentials
+from infra.kubernetes.overlay import credentials
 from shared.errors import Unavailable
 from shared.stores.objects import ObjectStore
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from shared.errors import BadInput, ConfigurationError, Overloaded, Unavailable
-from shared.pubsub import publisher as pubsub_publish
+from shared.pubsub import client
 from shared.pubsub.client import PubSubTransport
 from tests.shared.scripted_pubsub import ScriptedPubSub, scripted_pubsub
 
@@ -34,7 +34,7 @@ def bodies(request: "object") -> list[bytes]:
 async def test_idle_topic_sends_at_once_and_a_busy_one_together(opened: Opened) -> None:
     script, transport = opened
     script.gate.clear()
-    limit = pubsub_publish.REQUESTS_IN_FLIGHT
+    limit = client.REQUESTS_IN_FLIGHT
     sent = []
     for number in range(limit):
         sent.append(publishing(transport, b"%d" % number))
@@ -148,7 +148,7 @@ async def test_broker_that_is_not_there() -> None:
 async def test_full_queue_refuses_more(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     script, transport = opened
     script.gate.clear()
-    monkeypatch.setattr(pubsub_publish, "QUEUE_LIMIT_MESSAGES", 3)
+    monkeypatch.setattr(client, "QUEUE_LIMIT_MESSAGES", 3)
     sent = [publishing(transport, b"%d" % number) for number in range(3)]
     await script.seen("Publish", 1)
     with pytest.raises(Overloaded):

@@ -16,12 +16,11 @@ from infra.local.process import Process, free_port
 from infra.local.rabbitmq_server import RabbitServer, find_rabbitmq_server
 from pubsub_emulator import parse_filter
 from shared.errors import BadInput, ConfigurationError, Unavailable
-from shared.rabbitmq.ack_runs import AckRuns
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
-from shared.rabbitmq.delays import delays_between
-from shared.rabbitmq.routing import binding_key, message_keys
-from shared.rabbitmq.url import broker_url
+from shared.rabbitmq.connection import broker_url
+from shared.rabbitmq.subscriber import AckRuns
+from shared.rabbitmq.topology import binding_key, delays_between, message_keys
 from shared.topics import BATCH_FILTER, INTERACTIVE_FILTER, slot_filter
 from shared.transport import Message, Subscription, SubscriptionSettings
 from tests.limits import WAIT_LIMIT_S

@@ -14,7 +14,7 @@ from shared.errors import Overloaded, Unavailable
 from shared.rabbitmq import connection
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
-from shared.rabbitmq.routing import exchange_name, queue_name
+from shared.rabbitmq.topology import exchange_name, queue_name
 from shared.transport import Message, Subscription, SubscriptionSettings
 from tests.amqp_link import (
     CONFIRMATION,

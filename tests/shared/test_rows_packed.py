@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from shared.usage import packing
 from shared.usage.spool import Spool
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import DATASET, Server, row, writer
@@ -90,7 +89,7 @@ def test_rows_are_counted_while_they_are_looked_for(
     def look(folder: Path) -> None:
         counts.append(spool.unowned_rows)
 
-    monkeypatch.setattr(packing, "clear_half_made", look)
+    monkeypatch.setattr(spool, "clear_half_made", look)
     spool.scan()
     assert (counts, spool.unowned_rows) == ([11], 11)
 
@@ -113,7 +112,7 @@ def test_full_disk_leaves_the_segment(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(packing, "pack", refuse)
+        patched.setattr(spool, "pack", refuse)
         with pytest.raises(OSError, match="no space"):
             spool.pack(1)
     assert len(adopted_ids(spool)) == 500

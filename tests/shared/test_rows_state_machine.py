@@ -22,8 +22,7 @@ from hypothesis.stateful import (
 )
 
 from shared.settings import SPOOL_MAX_BYTES
-from shared.usage.journal import Journal
-from shared.usage.row_batch import RowBatch
+from shared.usage.journal import Journal, RowBatch
 from shared.usage.spool import Fields, Segment, Spool
 from tests.tiers import examples
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.tracing.context import (
+from shared.tracing.spans import (
     LONGEST_TRACESTATE,
     MOST_MEMBERS,
     TraceContext,

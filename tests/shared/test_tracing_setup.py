@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from shared.errors import ConfigurationError
-from shared.tracing.context import TraceContext
 from shared.tracing.setup import DEFAULT_RATIO, traced
-from shared.tracing.spans import begin, is_recorded, record
+from shared.tracing.spans import TraceContext, begin, is_recorded, record
 from tests.kept_spans import new_trace
 from tests.limits import START_LIMIT_S
 from tests.otlp import Collector, ReceivedSpan, running_collector

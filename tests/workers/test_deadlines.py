@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from shared.message_encoding import encode_reply_body
-from shared.messages import ItemOutcome, Receipt, ReplyBody
+from shared.messages import ItemOutcome, Receipt, ReplyBody, encode_reply_body
 from shared.slo import ENDS
 from shared.stores.cache import ResultCache
 from shared.stores.records import LATE_LOOK_S

@@ -15,8 +15,7 @@ from shared.tasks.embedding import TextInput
 from shared.transport import Message
 from workers.job import PulledJob, QueuedItem
 from workers.models.base import PreparedText
-from workers.scheduling.batch_lane import BATCH_SHARE, FILL_S, RECENT_S, TURN_S, URGENT_TURN
-from workers.scheduling.lanes import LaneQueue
+from workers.scheduling.lanes import BATCH_SHARE, FILL_S, RECENT_S, TURN_S, URGENT_TURN, LaneQueue
 
 NOW_S = 1000.0
 

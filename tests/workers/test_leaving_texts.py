@@ -30,11 +30,11 @@ from tests.workers.test_steps import (
     spelling,
 )
 from workers.job import JobTimer, PulledJob
-from workers.jobs.deadlines import JobCallback
+from workers.jobs.cancellation import JobCallback
 from workers.models.base import PreparedPrompt, StepEnd
 from workers.models.device import Device
 from workers.models.text.model import TextModel
-from workers.models.text.rows import LEAST_SHARED_TOKENS
+from workers.models.text.slots import LEAST_SHARED_TOKENS
 from workers.runtime.protocol import (
     HEADER,
     Chunks,
@@ -48,8 +48,7 @@ from workers.runtime.protocol import (
     encode_join,
 )
 from workers.runtime.resident_models import ResidentModels
-from workers.runtime.step_execution import CHUNKS_EVERY_S, StepExecution
-from workers.runtime.step_room import StepRoom
+from workers.runtime.step_execution import CHUNKS_EVERY_S, StepExecution, StepRoom
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from workers.runtime.offload import offload
+from workers.runtime.resident_models import offload
 
 pytestmark = pytest.mark.slow
 

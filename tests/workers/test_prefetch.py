@@ -40,7 +40,7 @@ def weights(
     """`penstock weights prefetch` as one runs it, with the token in a file."""
     (folder / "token").write_text(TOKEN)
     (folder / "models.yaml").write_text(catalog)
-    command = [sys.executable, "-m", "infra.cli", "weights", "prefetch"]
+    command = [sys.executable, "-m", "infra.cli.main", "weights", "prefetch"]
     command += ["--to", str(folder / "bucket"), "--models-file", str(folder / "models.yaml")]
     plain = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     given = {

@@ -13,8 +13,7 @@ from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from shared.tasks import Result
 from shared.tasks.embedding import EmbeddingResult
 from workers.models.base import OnStep, PreparedItem
-from workers.runtime.memory import weights_bytes
-from workers.runtime.resident_models import ResidentModels
+from workers.runtime.resident_models import ResidentModels, weights_bytes
 
 BYTES = 100_000_000
 """Of the file of each model: far more than this process grows by while a model that only counts is

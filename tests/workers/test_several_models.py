@@ -20,8 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from shared.catalog import Model, read_catalog
 from shared.catalog_entry import Cache
-from shared.message_encoding import decode_reply, encode_job
-from shared.messages import Envelope, Item, Job, JobBody
+from shared.messages import Envelope, Item, Job, JobBody, decode_reply, encode_job
 from shared.settings import WorkerSettings, read_settings
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
@@ -44,8 +43,8 @@ from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
 from workers.models.base import Prepared
 from workers.models.source import resolve
-from workers.runtime.memory import weights_bytes
 from workers.runtime.pool import HostedModel, ModelPool, ModelProcessDied, PooledProcess
+from workers.runtime.resident_models import weights_bytes
 from workers.tasks import preparer_for
 from workers.worker import Worker
 

@@ -21,8 +21,7 @@ from workers.runtime.protocol import (
     decode_server_message,
 )
 from workers.runtime.resident_models import ResidentModels
-from workers.runtime.step_execution import StepExecution
-from workers.runtime.step_room import StepRoom
+from workers.runtime.step_execution import StepExecution, StepRoom
 
 PLACES, BUDGET = 8, 800
 MODEL = Model(

@@ -12,8 +12,7 @@ import pytest
 
 from infra.local.redis_server import RedisServer
 from shared.errors import ModelFailed
-from shared.message_encoding import encode_reply_body
-from shared.messages import ReplyBody, failure
+from shared.messages import ReplyBody, encode_reply_body, failure
 from shared.tasks.image import ImageResult
 from shared.topics import (
     WEBHOOKS_SUBSCRIPTION_ID,

@@ -22,8 +22,7 @@ from tests.limits import START_LIMIT_S
 from workers.models.base import PreparedText
 from workers.models.source import resolve
 from workers.runtime.pool import HostedModel, ModelPool, ModelProcessDied, PooledProcess
-from workers.runtime.template import Template
-from workers.runtime.template_process import MODEL_PROCESS_NAME, TEMPLATE_NAME
+from workers.runtime.template import MODEL_PROCESS_NAME, TEMPLATE_NAME, Template
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 

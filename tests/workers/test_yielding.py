@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.scheduling.yielding import to_yield
+from workers.scheduling.lanes import to_yield
 
 PLACES = 8
 

@@ -15,8 +15,7 @@ from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Cache, Price
 from shared.errors import BadInput, Canceled, ModelFailed, PenstockError, Unavailable
-from shared.message_encoding import decode_reply, encode_job
-from shared.messages import Envelope, Item, Job, JobBody, Reply
+from shared.messages import Envelope, Item, Job, JobBody, Reply, decode_reply, encode_job
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
@@ -36,16 +35,16 @@ from shared.topics import (
     slot_subscription_id,
     workers_subscription_id,
 )
-from shared.tracing.context import TraceContext
+from shared.tracing.spans import TraceContext
 from shared.transport import SubscriptionSettings
 from shared.usage.row import Row
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 from workers.hours import ProcessTimes
 from workers.job import WorkerInfo
+from workers.jobs.cancellation import Clock
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
-from workers.jobs.deadlines import Clock
 from workers.jobs.registry import JobRegistry
 from workers.models.base import PreparedText, Preparer
 from workers.runtime.client import OnPreviews, OnProgress

@@ -27,7 +27,7 @@ from workers.models.artifact import find_artifact
 from workers.models.base import PreparedText
 from workers.models.embedding.tokenization import TextPreparer
 from workers.optimize.calibration import calibration_texts, prepare_texts
-from workers.runtime.template_process import die_with_parent
+from workers.runtime.template import die_with_parent
 
 LEAST_PRIORITY = 19
 

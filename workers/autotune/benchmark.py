@@ -18,7 +18,7 @@ from shared.catalog import Model
 from shared.tasks.embedding import EmbeddingResult
 from workers.models.backend import Backend
 from workers.models.base import InferenceModel, PreparedText
-from workers.models.embedding.length_bucketing import cut_by_length
+from workers.models.embedding.model import cut_by_length
 from workers.tasks.base import Resources
 from workers.tasks.embedding import encoder_model
 

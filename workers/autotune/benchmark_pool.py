@@ -21,8 +21,8 @@ from workers.autotune.contest import Reading
 from workers.autotune.hardware import KEPT_OPEN_MAX_BYTES, Machine
 from workers.models.backend import Backend
 from workers.models.base import PreparedText
-from workers.runtime.memory import weights_bytes
-from workers.runtime.template_process import die_with_parent
+from workers.runtime.resident_models import weights_bytes
+from workers.runtime.template import die_with_parent
 
 OPEN_LIMIT_S = 60.0
 """Enough to import torch and load the weights on a busy machine."""

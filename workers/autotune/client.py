@@ -25,7 +25,7 @@ from workers.autotune.renewal import TunedModel
 from workers.models.artifact import Artifact, find_artifact, source_digest
 from workers.models.backend import unmeasured_backend
 from workers.runtime.child_process import child_environment
-from workers.runtime.memory import free_host_bytes, weights_bytes
+from workers.runtime.resident_models import free_host_bytes, weights_bytes
 
 SCHEME = 4
 """Part of every fingerprint. Increased when choices are made differently."""

@@ -1,8 +1,17 @@
-"""Chooses a backend: the fastest candidate within the tolerance of torch fp32."""
+"""Chooses a backend: the fastest candidate within the tolerance of torch fp32.
+
+Waits until the cores are idle, so that other programs do not distort measurements.
+
+The likely fastest backend for embeddings on this hardware, before any measurement.
+
+This prior orders the candidates, leaves out those that never won, and decides if measurements
+disagree. Its sources are in docs/measurements/embeddings.md.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,12 +28,92 @@ from workers.autotune.candidates import candidates, layouts
 from workers.autotune.choice import Choice, Finding, Layout
 from workers.autotune.contest import DISTURBED, LAYOUT_MARGIN, Contest, Option, Reading
 from workers.autotune.hardware import Machine
-from workers.autotune.idle import await_quiet
-from workers.autotune.prior import prior_rank
 from workers.models.artifact import Artifact, Calibration, read_calibration
 from workers.models.backend import Backend, unmeasured_backend
 from workers.models.base import PreparedText
 from workers.models.embedding.model_folder import read_sentence_folder
+
+_ON_GPU = ("torch-bf16", "torch-fp16", "onnx-int8", "onnx-fp16", "onnx-fp32", "torch-fp32")
+_WITH_BF16 = ("onnx-int8", "torch-bf16", "onnx-fp32", "torch-fp32")
+_WITH_VNNI = ("onnx-int8", "onnx-fp32", "torch-fp32", "torch-bf16")
+_PLAIN = ("onnx-fp32", "onnx-int8", "torch-fp32", "torch-bf16")
+_VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"})
+
+
+def prior_rank(backend: Backend, machine: Machine, *, is_gpu: bool) -> int:
+    """The rank of `backend` on this hardware. 0 is the likely fastest."""
+    if is_gpu:
+        order: tuple[str, ...] = _ON_GPU
+    elif machine.has_bf16:
+        order = _WITH_BF16
+    else:
+        order = _WITH_VNNI if _VNNI_FLAGS & set(machine.flags) else _PLAIN
+    kind = f"{backend.backend}-{backend.precision}"
+    return order.index(kind) if kind in order else len(order)
+
+
+QUIET_LIMIT_S = 10.0
+"""Longer than the other workers of a local stack need to start on two cores.
+
+After it we measure anyway.
+"""
+_SAMPLE_S = 0.3
+_SAMPLES = 2
+"""How many quiet samples in a row are needed, because a starting process pauses at times."""
+_QUIET_SHARE = 0.85
+
+
+def idle_core_s() -> float | None:
+    """Total idle seconds of the cores that this process may use.
+
+    None if the system does not report them.
+    """
+    try:
+        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+        ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        ticks = os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError):
+        return None
+    fields = [line.split() for line in lines if line.partition(" ")[0] in ours]
+    return sum(int(one[4]) + int(one[5]) for one in fields) / ticks
+
+
+def await_quiet(
+    cores: int,
+    *,
+    limit_s: float = QUIET_LIMIT_S,
+    idle_s: Callable[[], float | None] = idle_core_s,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Waits until `cores` are idle.
+
+    Returns True then or if that is unknown, and False after `limit_s`.
+
+    Args:
+        cores: how many will be used.
+        limit_s: the longest wait.
+        idle_s: as idle_core_s.
+        clock: seconds.
+        sleep: waits for a number of seconds.
+    """
+    began_s = before_s = clock()
+    before = idle_s()
+    quiet = 0
+    while before is not None:
+        sleep(_SAMPLE_S)
+        now_s, now = clock(), idle_s()
+        if now is None:
+            break
+        is_quiet = now - before >= _QUIET_SHARE * cores * (now_s - before_s)
+        quiet = quiet + 1 if is_quiet else 0
+        if quiet == _SAMPLES:
+            return True
+        if now_s - began_s >= limit_s:
+            return False
+        before, before_s = now, now_s
+    return True
+
 
 MEASURE_LIMIT_S = 10.0
 """No round starts after this. The time to load libraries is extra."""

@@ -16,9 +16,8 @@ from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
 from shared.settings import read_settings
 from shared.tracing.setup import traced
-from workers.functions.consumer import FunctionConsumer, sources
+from workers.functions.consumer import FunctionConsumer, QueueDepths, sources
 from workers.functions.dependencies import FunctionDependencies
-from workers.functions.queue_depths import QueueDepths
 from workers.functions.settings import FunctionSettings
 
 

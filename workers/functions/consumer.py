@@ -1,4 +1,7 @@
-"""Takes the functions' messages from RabbitMQ, which pushes to nobody."""
+"""Takes the functions' messages from RabbitMQ, which pushes to nobody.
+
+How many messages wait in the queues of RabbitMQ, as a metric. Pub/Sub has one of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,75 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from prometheus_client import Gauge
+
 from shared.catalog import Catalog
+from shared.errors import PenstockError
+from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
-from shared.rabbitmq.delays import delays_between
 from shared.rabbitmq.subscriber import QueueSubscription
+from shared.rabbitmq.topology import delays_between
 from shared.topics import (
     DEAD_LETTER_RETRY_S,
     WEBHOOK_RETRY_S,
     WEBHOOKS_SUBSCRIPTION_ID,
+    batch_subscription_id,
     dead_letter_push_subscription_id,
+    dead_letter_subscription_id,
+    workers_subscription_id,
 )
 from workers.functions.handler import Handler, handle_message
+
+EVERY_S = 15.0
+MESSAGES = Gauge(
+    "penstock_queue_messages",
+    "Messages in a queue of RabbitMQ that no consumer has in hand",
+    ["subscription"],
+)
+
+
+class QueueDepths:
+    """Looks at the queues of a catalog's models now and then.
+
+    Args:
+        admin: an open connection.
+        catalog: the models.
+    """
+
+    def __init__(self, admin: RabbitAdmin, catalog: Catalog) -> None:
+        self._admin = admin
+        self._subscriptions = [
+            WEBHOOKS_SUBSCRIPTION_ID,
+            *(
+                name_of(model.name)
+                for model in catalog.deployed
+                for name_of in (
+                    workers_subscription_id,
+                    batch_subscription_id,
+                    dead_letter_subscription_id,
+                    dead_letter_push_subscription_id,
+                )
+            ),
+        ]
+
+    async def run(self) -> None:
+        """Looks until canceled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(EVERY_S)
+
+    async def look(self) -> None:
+        """Looks once. A queue that can't be asked has no value: an old one would mislead."""
+        try:
+            found = await asyncio.gather(*map(self._admin.waiting_messages, self._subscriptions))
+        except PenstockError as error:
+            log.warning("queues could not be looked at", extra={"reason": error.message})
+            MESSAGES.clear()
+            return
+        for subscription, count in zip(self._subscriptions, found, strict=True):
+            if count is not None:
+                MESSAGES.labels(subscription).set(count)
+
 
 MESSAGES_IN_HAND = 128
 """Of each queue. Receivers of webhooks are slow, and must not hold up each other."""

@@ -27,9 +27,18 @@ from shared.errors import (
     UndecodableMessage,
     UnknownModel,
 )
-from shared.message_encoding import decode_job, decode_reply_body, encode_reply, encode_reply_body
-from shared.messages import Envelope, Reply, ReplyBody, error_item, failure
-from shared.salvage import salvage_envelope
+from shared.messages import (
+    Envelope,
+    Reply,
+    ReplyBody,
+    decode_job,
+    decode_reply_body,
+    encode_reply,
+    encode_reply_body,
+    error_item,
+    failure,
+    salvage_envelope,
+)
 from shared.stores.record_state import Finish, record_id
 from shared.stores.records import Records
 from shared.topics import WEBHOOKS_TOPIC_ID, dead_letter_topic_id

@@ -1,21 +1,95 @@
-"""Writes a row for each attempt to deliver an event. A delivery never fails for its row."""
+"""Writes a row for each attempt to deliver an event. A delivery never fails for its row.
+
+The state of webhook deliveries in Redis.
+
+It says when output was last sent, and which predictions are done.
+
+Redis gives order and rate only. Without it events are delivered, maybe one too many.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Literal, Protocol
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 
 from shared.errors import PenstockError, Unavailable
+from shared.stores.redis_client import RedisLink, RedisStore, load_script
 from shared.usage.spool import Fields
 from shared.usage.webhook_delivery import WebhookDelivery
 from shared.usage.writer import fields_by_name
-from shared.webhook_urls import WebhookUrlForbidden
+from shared.webhooks import WebhookUrlForbidden
+
+THROTTLE_MS = 500
+"""Output and logs are sent at most so often (https://replicate.com/docs/topics/webhooks)."""
+KEEP_S = 2 * 24 * 3600
+"""Longer than an event can wait on its topic."""
+THROTTLED = frozenset({"output", "logs"})
+
+ERRORS = Counter(
+    "penstock_functions_notes_errors_total",
+    "Round trips to Redis about webhooks that failed.",
+    ["operation"],
+)
+UP = Gauge("penstock_functions_notes_redis_up", "1 while Redis is being asked about webhooks.")
+
+_ADMIT = load_script("workers/functions/admit_event.lua")
+
+DeliveryDecision = Literal["due", "throttled", "late"]
+
+
+class DeliveryState(RedisStore):
+    """The delivery state of each prediction: an async context manager that opens without Redis too.
+
+    Args:
+        redis_url: `redis://`, `rediss://` or `unix://` URL.
+        prefix: put before every key.
+    """
+
+    def __init__(self, redis_url: str, *, prefix: str = "penstock:") -> None:
+        super().__init__(
+            RedisLink("webhooks", redis_url, timeout_s=0.25, retry_s=0.25, up=UP, errors=ERRORS)
+        )
+        self._commands = self._link.commands("the delivery state of webhooks")
+        self._prefix = prefix
+
+    async def admit(self, record: str, event: str) -> DeliveryDecision:
+        """Says if an event is due, too soon after the last of its kind, or later than the end."""
+        sent_key, spare_ms = self._key(record, event), THROTTLE_MS if event in THROTTLED else 0
+        answer = None
+        with contextlib.suppress(Unavailable):  # better sent twice than not at all
+            answer = await self._commands.run_script(
+                _ADMIT, [self._key(record, "done"), sent_key], spare_ms
+            )
+        decisions: dict[bytes | None, DeliveryDecision] = {
+            b"throttled": "throttled",
+            b"late": "late",
+        }
+        return decisions.get(answer, "due")
+
+    async def close(self, record: str) -> None:
+        """Ends the deliveries of this prediction: nothing is due any more."""
+        with contextlib.suppress(Unavailable):
+            await self._commands.run("SET", self._key(record, "done"), 1, "EX", KEEP_S)
+
+    async def refused_since(self, delivery_id: str, now_s: float) -> float | None:
+        """When an event was refused first, in unix time: now if it was not. None: unknown."""
+        key = self._key(delivery_id, "refused")
+        with contextlib.suppress(Unavailable):
+            await self._commands.run("SET", key, now_s, "NX", "EX", KEEP_S)
+            found = await self._commands.run("GET", key)
+            return None if found is None else float(found)
+        return None
+
+    def _key(self, record: str, what: str) -> str:
+        return f"{self._prefix}webhook:{record}:{what}"
+
 
 WRITE_LIMIT_S = 3.0
 """A push is answered after the row, and Pub/Sub waits for the answer."""

@@ -23,13 +23,11 @@ from shared.usage.spool import Fields
 from shared.usage.webhook_delivery import TABLE as WEBHOOK_DELIVERIES
 from shared.usage.writer import fields_of
 from workers.functions.dead_letter import DeadLetters
-from workers.functions.deliveries import Deliveries
-from workers.functions.delivery_state import DeliveryState
-from workers.functions.event_webhooks import ATTRIBUTES, EventWebhooks
+from workers.functions.deliveries import Deliveries, DeliveryState
 from workers.functions.handler import Handler
 from workers.functions.receiver_turns import ReceiverTurns
 from workers.functions.settings import FunctionSettings
-from workers.functions.webhook import Webhooks
+from workers.functions.webhook import ATTRIBUTES, EventWebhooks, Webhooks
 
 log = logging.getLogger(__name__)
 

@@ -5,23 +5,118 @@
 In the cloud each is a separate service. On one machine one process has all, since the framework
 takes one target. The first two are HTTP targets that read both CloudEvents and raw pushes
 (push_message.py says why).
+
+Handles a call of Cloud Scheduler: sums up days, or judges the hours of the present one.
+
+The body is JSON: `{}` for the last days, `{"from": "2026-10-01", "to": "2026-10-31"}` for a
+backfill, `{"only": "anomalies"}` for the hours that are over. Cloud Scheduler repeats a call that
+is not answered with 2xx.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import logging
 from contextlib import ExitStack
+from datetime import UTC, datetime
+from typing import Any
 
+import msgspec
 from functions_framework import aio
+from prometheus_client import Counter
 
+from shared.errors import BadInput, PenstockError, UndecodableMessage
 from shared.logs import configure_logs
-from shared.settings import read_settings
+from shared.reports.day_tables import days_asked
+from shared.reports.scheduled import RUN_LIMIT_S, RunResult, opened_reports
+from shared.settings import ReportSettings, read_settings
 from shared.tracing.setup import traced
 from workers.functions.dependencies import FunctionDependencies
-from workers.functions.handler import FunctionResponse, Request, handle_push, probe_response
-from workers.functions.push_auth import PushAuthenticator
-from workers.functions.scheduled import handle_scheduled
+from workers.functions.handler import (
+    REFUSED,
+    FunctionResponse,
+    Request,
+    handle_push,
+    probe_response,
+    read_body,
+)
+from workers.functions.push_auth import PushAuthenticator, PushRefused
 from workers.functions.settings import FunctionSettings
+
+LONGEST_BODY_BYTES = 4096
+GRACE_S = 30.0
+"""What a run may take beyond its own limit, for the step that it is at."""
+
+RUNS = Counter(
+    "penstock_reports_runs_total",
+    "Scheduled runs, by kind (daily, anomalies) and outcome (done, refused, failed)",
+    ["run", "outcome"],
+)
+for _run in ("daily", "anomalies"):
+    for _outcome in ("done", "refused", "failed"):
+        RUNS.labels(_run, _outcome)
+
+log = logging.getLogger(__name__)
+
+
+async def handle_scheduled(
+    request: Request, authenticator: PushAuthenticator, settings: ReportSettings
+) -> FunctionResponse:
+    """Handles one call: returns text and status of the response."""
+    if request.method != "POST":
+        return probe_response(request)
+    run = "daily"
+    try:
+        await authenticator.check(request.headers.get("authorization", ""))
+        asked = _asked(await read_body(request, LONGEST_BODY_BYTES))
+        if "only" in asked:
+            run = "anomalies"
+        async with asyncio.timeout(RUN_LIMIT_S + GRACE_S):
+            result = await _run_reports(asked, settings)
+    except PushRefused as error:
+        REFUSED.labels("reports").inc()
+        log.warning("call refused", extra={"function": "reports", "reason": error.message})
+        return error.message, 401
+    except (BadInput, UndecodableMessage) as error:
+        RUNS.labels(run, "refused").inc()
+        log.error("run refused", extra={"run": run, "reason": error.message})
+        return error.message, 400
+    except (PenstockError, TimeoutError) as error:
+        RUNS.labels(run, "failed").inc()
+        log.error("run failed", extra={"run": run, "reason": str(error) or "out of time"})
+        return str(error) or "out of time", 503
+    RUNS.labels(run, "done").inc()
+    return msgspec.json.encode(_told(result)).decode(), 200
+
+
+def _asked(body: bytes) -> dict[str, Any]:
+    try:
+        asked = msgspec.json.decode(body or b"{}")
+    except msgspec.DecodeError as error:
+        raise BadInput(f"the body is no JSON: {error}", field="body") from error
+    if not isinstance(asked, dict):
+        raise BadInput("the body is no object", field="body")
+    if "only" in asked and asked != {"only": "anomalies"}:
+        raise BadInput("only: is anomalies, with no other field", field="only")
+    return asked
+
+
+async def _run_reports(asked: dict[str, Any], settings: ReportSettings) -> RunResult:
+    with opened_reports(settings) as reports:
+        if "only" in asked:
+            return await reports.judge_hours(settings.billing_tz)
+        return await reports.run(days_asked(asked, settings.billing_tz, datetime.now(UTC)))
+
+
+def _told(result: RunResult) -> dict[str, Any]:
+    return {
+        "days": [str(day.day) for day in result.days],
+        "new_anomalies": result.anomalies,
+        "subject": None if result.summary is None else result.summary.subject,
+        "objects": len(result.objects),
+    }
+
 
 settings = read_settings(FunctionSettings)
 configure_logs(settings.log_level, settings.project)

@@ -25,7 +25,7 @@ from aiohttp import (
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from shared.errors import Unavailable
-from shared.webhook_urls import WebhookUrlForbidden, is_public, parse_webhook_url
+from shared.webhooks import WebhookUrlForbidden, is_public, parse_webhook_url
 
 CONNECT_LIMIT_S = 5.0
 TOTAL_LIMIT_S = 20.0

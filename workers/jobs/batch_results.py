@@ -1,23 +1,42 @@
-"""Passes progress, previews and results of batches on to their jobs, and retries failed ones."""
+"""Passes progress, previews and results of batches on to their jobs, and retries failed ones.
+
+Encodes previews as WebP.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+
+from PIL import Image
 
 from shared.catalog import Model
 from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.messages import failure
 from shared.stores.records import Records
 from shared.tasks import Result
-from shared.tracing.context import TraceContext
+from shared.tracing.spans import TraceContext
 from workers import metrics
 from workers.job import Computed, PulledJob, QueuedItem, kept_traces
 from workers.jobs.completion import Completion
 from workers.jobs.model_queue import ModelQueue
-from workers.jobs.preview_codec import encode_preview
+from workers.models.base import Picture
 from workers.runtime.protocol import BatchResult, ItemPicture, Previews
+
+QUALITY = 60
+FASTEST = 0
+"""The method of libwebp. A picture of 256 x 256 takes 1.5 ms and has about 7 KB."""
+
+
+def encode_preview(picture: Picture) -> bytes:
+    """The picture as a small WebP."""
+    encoded = io.BytesIO()
+    image = Image.frombytes("RGB", (picture.width, picture.height), picture.pixels)
+    image.save(encoded, "WEBP", quality=QUALITY, method=FASTEST)
+    return encoded.getvalue()
+
 
 PROGRESS_EVERY_S = 0.5
 

@@ -3,6 +3,10 @@
 Workers of both revisions count what their items did. Those of the canary say that they live. If no
 worker of the canary lives, or if it was taken back, those of the other revision pull the canary's
 subscriptions too and forward what they find, so that no job stays there.
+
+Hands jobs of a canary over to the other revision: what failed, and what takes too long.
+
+So a caller gets the other revision's answer, and not the canary's error.
 """
 
 from __future__ import annotations
@@ -20,12 +24,62 @@ from shared.canary.verdict import CanaryCounts
 from shared.catalog import Model
 from shared.errors import BadInput, Canceled, PenstockError, Unavailable, error_for_code
 from shared.messages import ItemOutcome
+from shared.stores.records import Records
 from shared.topics import batch_subscription_id, workers_subscription_id
 from shared.transport import Publisher, Subscriber, Subscription
 from workers import metrics
 from workers.job import PulledJob
+from workers.jobs.registry import JobRegistry
 
 log = logging.getLogger(__name__)
+
+
+class Forwarding:
+    """Forwards jobs of one canary.
+
+    Args:
+        canary: the model of this worker.
+        publisher: sends the jobs.
+        records: lets their claims go.
+        registry: holds the jobs.
+    """
+
+    def __init__(
+        self, canary: Model, publisher: Publisher, records: Records, registry: JobRegistry
+    ) -> None:
+        self._canary = canary
+        self._publisher = publisher
+        self._records = records
+        self._registry = registry
+
+    @staticmethod
+    def wants(outcomes: Sequence[ItemOutcome]) -> bool:
+        """Whether the other revision is to try: an item failed, for whatever reason.
+
+        A caller's mistake fails there too, in the words of the revision that callers know.
+        """
+        return any(outcome.status == "failed" for outcome in outcomes)
+
+    def begin(self, pulled: PulledJob, reason: str) -> None:
+        """Ends a job here and forwards it in the background. Not if it is over."""
+        if not pulled.is_over:
+            pulled.end()
+            self._registry.spawn(self.forward(pulled, reason))
+
+    async def forward(self, pulled: PulledJob, reason: str) -> None:
+        """Forwards a job that was ended here, and acks it. Hands it back if that fails."""
+        metrics.CANARY_FORWARDED.labels(reason).inc()
+        try:
+            # First, so that its death does not count against the next worker.
+            await self._records.hand_over(pulled.record)
+            await forward(self._publisher, self._canary.name, pulled.message)
+        except PenstockError as error:
+            facts = {"request_id": pulled.envelope.request_id, "reason": error.message}
+            log.warning("job of a canary not forwarded", extra=facts)
+            self._registry.hand_back(pulled)
+            return
+        self._registry.ack(pulled)
+
 
 REFRESH_S = 1.0
 DRAIN_MESSAGES = 64

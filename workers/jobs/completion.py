@@ -4,6 +4,12 @@
 store or the broker fails. A job is acked last, so a crash at any earlier step makes the broker
 deliver it again. The first attempt to end the record decides the answer. Later attempts repeat that
 answer and write equal rows.
+
+From the outcomes of a job's items to the state of its record, and from the record to rows.
+
+Pure.
+
+What readers got of texts that end without a result, for their charge.
 """
 
 from __future__ import annotations
@@ -11,35 +17,145 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, Literal
+
+import msgspec
 
 from shared import slo
 from shared.catalog import Model
-from shared.errors import PenstockError, Unavailable
-from shared.message_encoding import decode_reply_body, encode_reply_body
-from shared.messages import Envelope, ItemOutcome, ReplyBody
+from shared.errors import Canceled, PenstockError, Unavailable, error_for_code
+from shared.messages import (
+    Envelope,
+    Item,
+    ItemError,
+    ItemOutcome,
+    ReplyBody,
+    decode_reply_body,
+    encode_reply_body,
+    failure,
+)
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Claim, Finish
 from shared.stores.records import LATE_LOOK_S, Records
-from shared.tracing.context import entered
+from shared.stores.token_streams import Delivered, TokenStreams
+from shared.tasks.text import GenerationInput
+from shared.tracing.spans import entered
 from shared.transport import Publisher
+from shared.usage.charge import ENDED_BY_CALLER
 from shared.usage.row import RowSink
 from shared.webhook_publisher import WebhookPublisher
 from shared.webhooks import EventName
 from workers import metrics
-from workers.job import PulledJob, WorkerInfo, row_for
-from workers.jobs.canary_part import CanaryPart
-from workers.jobs.forwarding import Forwarding
-from workers.jobs.large_results import LargeResults
-from workers.jobs.outcome import answered_by, in_time, one_for_each, state_of, undelivered
-from workers.jobs.partial_delivery import with_delivered
+from workers.job import NOT_SENT, PulledJob, WorkerInfo, row_for
+from workers.jobs.canary_part import CanaryPart, Forwarding
 from workers.jobs.registry import JobRegistry
-from workers.jobs.replies import ReplyPublisher
+from workers.jobs.replies import LargeResults, ReplyPublisher
 from workers.jobs.spans import record_spans
 
 log = logging.getLogger(__name__)
+
+
+def is_streamed(item: Item) -> bool:
+    """Whether the tokens of an item go to a stream."""
+    return isinstance(item.input, GenerationInput) and item.input.is_streamed
+
+
+async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBody) -> ReplyBody:
+    """Ends the delivery of a job's canceled and late texts. Their receipts count what was read.
+
+    Args:
+        streams: have the tokens.
+        pulled: the job, a prediction.
+        body: its answer.
+
+    Raises:
+        Unavailable: Redis did not answer.
+    """
+    streamed = {item.index for item in pulled.items if is_streamed(item)}
+    ended = [
+        outcome.index
+        for outcome in body.outcomes
+        if outcome.index in streamed and outcome.status in ENDED_BY_CALLER
+    ]
+    if not ended:
+        return body
+    found = dict(zip(ended, await streams.end_delivery(pulled.record, ended), strict=True))
+    return msgspec.structs.replace(
+        body, outcomes=[_counted(one, found.get(one.index)) for one in body.outcomes]
+    )
+
+
+def _counted(outcome: ItemOutcome, delivered: Delivered | None) -> ItemOutcome:
+    if delivered is None:
+        return outcome
+    receipt = msgspec.structs.replace(
+        outcome.receipt,
+        tokens=delivered.input_tokens + delivered.output_tokens,
+        output_tokens=delivered.output_tokens,
+        cached_tokens=delivered.cached_tokens,
+        is_delivered_in_part=True,
+    )
+    return msgspec.structs.replace(outcome, receipt=receipt)
+
+
+def state_of(body: ReplyBody) -> Literal["succeeded", "failed", "canceled"]:
+    """The final state of the record. It succeeded only if all items did."""
+    statuses = {outcome.status for outcome in body.outcomes}
+    if statuses == {"succeeded"}:
+        return "succeeded"
+    return "canceled" if "canceled" in statuses else "failed"
+
+
+def answered_by(ours: ReplyBody, finish: Finish | None) -> ReplyBody:
+    """The answer in the record: ours, another attempt's, or a cancellation."""
+    if finish is not None and not finish.is_ours and finish.reply is not None:
+        return decode_reply_body(finish.reply)
+    if finish is None or finish.state != "canceled":
+        return ours
+    outcomes = [failure(outcome.index, Canceled(), outcome.receipt) for outcome in ours.outcomes]
+    return msgspec.structs.replace(ours, outcomes=outcomes)
+
+
+def in_time(pulled: PulledJob, body: ReplyBody, now_s: float) -> ReplyBody:
+    """The answer if its deadline is after `now_s`.
+
+    Otherwise the same without results, so nothing is charged.
+    """
+    if now_s < pulled.envelope.deadline_s or not any(outcome.result for outcome in body.outcomes):
+        return body
+    late = [
+        outcome
+        if outcome.result is None
+        else pulled.expired(outcome.index, outcome.receipt, NOT_SENT)
+        for outcome in body.outcomes
+    ]
+    return msgspec.structs.replace(body, outcomes=late)
+
+
+def undelivered(body: ReplyBody) -> ReplyBody:
+    """The answer without results, because the API instance and the caller's connection are gone."""
+    gone = Unavailable("the API instance that asked is gone")
+    outcomes = [
+        one if one.result is None else failure(one.index, gone, one.receipt)
+        for one in body.outcomes
+    ]
+    return msgspec.structs.replace(body, outcomes=outcomes)
+
+
+def one_for_each(items: Sequence[Item], answered: ReplyBody) -> list[ItemOutcome]:
+    """The outcome of each item. If the job failed as a whole, each item has its error."""
+    if answered.outcomes:
+        return answered.outcomes
+    error = answered.error or ItemError(
+        PenstockError.code, "it ended without a reason; this is a bug"
+    )
+    return [
+        failure(item.index, error_for_code(error.code, error.message, error.field))
+        for item in items
+    ]
+
 
 KEEP_LIMIT_S = 60.0
 """How long a result waits while Redis or the object store is unavailable."""

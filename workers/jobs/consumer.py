@@ -3,36 +3,154 @@
 In call order: `start` → `_pull` → `_admit` decodes, drops late jobs, claims records, asks the
 cache, prepares inputs, and queues. The worker takes batches from `queue` (model_queue.py) and
 passes their results to `batches` (batch_results.py). Every outcome goes to completion.py.
+
+Claims the records of pulled jobs, and learns whether they are over.
+
+Fetches source images and prepares the inputs of items for the model, before they are queued.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
+from shared.blob import Blob
 from shared.catalog import Model
-from shared.errors import PenstockError, UndecodableMessage
-from shared.message_encoding import decode_job
-from shared.messages import Item, failure
+from shared.errors import ModelFailed, PenstockError, UndecodableMessage
+from shared.messages import Item, decode_job, failure
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
+from shared.stores.record_state import Claim
 from shared.stores.records import Records
-from shared.tasks import Result
+from shared.tasks import Input, Result
 from shared.tracing.spans import is_recorded
 from shared.transport import Message, Subscription
 from workers.job import PulledJob, Run
 from workers.jobs.batch_results import BatchResults
 from workers.jobs.canary_part import CanaryPart
-from workers.jobs.cancellation import Cancellation
-from workers.jobs.claims import Claims
+from workers.jobs.cancellation import Cancellation, Clock, Deadlines, SystemClock
 from workers.jobs.completion import Completion
-from workers.jobs.deadlines import Clock, Deadlines, SystemClock
 from workers.jobs.model_queue import ModelQueue
-from workers.jobs.preprocessing import Preprocessor
 from workers.jobs.token_output import TokenOutput
-from workers.models.base import Preparer
+from workers.models.base import Prepared, Preparer
 from workers.tasks import WORKER_TASKS
+
+SOURCE_LIMIT_BYTES = 32 * 1024 * 1024
+"""The largest source image that is fetched from the object store."""
+
+log = logging.getLogger(__name__)
+
+
+class Preprocessor:
+    """Prepares all items of a call together.
+
+    Args:
+        preparer: prepares the model's inputs.
+        objects: has large source images.
+        on_thread: whether to prepare on a thread, because it takes milliseconds.
+    """
+
+    def __init__(self, preparer: Preparer, objects: ObjectStore, *, on_thread: bool) -> None:
+        self._preparer = preparer
+        self._objects = objects
+        self._on_thread = on_thread
+
+    async def prepare(self, items: Sequence[Item]) -> list[Prepared | PenstockError]:
+        """One outcome per item, in order: the prepared item, or an error."""
+        found: Sequence[Item | PenstockError] = items
+        if any(item.input.source is not None for item in items):
+            found = await asyncio.gather(*(self._with_source(item) for item in items))
+        return (
+            await asyncio.to_thread(self._prepare, found)
+            if self._on_thread
+            else self._prepare(found)
+        )
+
+    async def _with_source(self, item: Item) -> Item | PenstockError:
+        """`item` with its source image inline."""
+        source = item.input.source
+        if source is None or source.object_key is None:
+            return item
+        try:
+            data = await self._objects.get(source.object_key, SOURCE_LIMIT_BYTES)
+        except PenstockError as error:
+            return error
+        inline = Blob(source.media_type, data=data)
+        return msgspec.structs.replace(item, input=item.input.with_source(inline))
+
+    def _prepare(self, items: Sequence[Item | PenstockError]) -> list[Prepared | PenstockError]:
+        prepared = iter(
+            self._prepare_inputs([item.input for item in items if isinstance(item, Item)])
+        )
+        return [next(prepared) if isinstance(item, Item) else item for item in items]
+
+    def _prepare_inputs(self, inputs: Sequence[Input]) -> Sequence[Prepared | PenstockError]:
+        try:
+            return self._preparer.prepare(inputs)
+        except Exception:
+            # The boundary to tokenizers and templates. What one of them can't bear fails alone:
+            # otherwise the worker would end, and so would the next ones that get the job.
+            if len(inputs) > 1:
+                return [one for given in inputs for one in self._prepare_inputs([given])]
+            log.warning("input not prepared", exc_info=True)
+            return [ModelFailed("the input could not be prepared")]
+
+
+UNFINISHED_MAX = 3
+"""How many workers may die while they hold a job before it is given up. A text is suspected later,
+and has at least one worker in which it runs alone.
+"""
+
+
+class Claims:
+    """Claims the records of one model's jobs."""
+
+    def __init__(self, records: Records, completion: Completion) -> None:
+        self._records = records
+        self._completion = completion
+
+    async def claim(self, pulled_jobs: Sequence[PulledJob]) -> None:
+        """Claims the records of jobs. Waits only for those that may have been delivered before.
+
+        Nearly all jobs arrive for the first time, and are claimed in the background. If such a job
+        turns out to be over, it is dropped wherever it is by then.
+        """
+        first, repeated = list[PulledJob](), list[PulledJob]()
+        for pulled in pulled_jobs:
+            # A line of a batch may be asked for again, under the id of a job that is over.
+            is_known = pulled.envelope.prediction or pulled.envelope.batch_id
+            is_first = pulled.is_fresh and not is_known
+            (first if is_first else repeated).append(pulled)
+        if first:
+            self._completion.registry.spawn(self._claim(first))
+        if repeated:
+            await self._claim(repeated)
+
+    async def _claim(self, pulled_jobs: Sequence[PulledJob]) -> None:
+        claims = await self._records.claim([pulled.record for pulled in pulled_jobs])
+        for pulled, claim in zip(pulled_jobs, claims, strict=True):
+            if claim is None:  # no Redis; the broker's count includes jobs that were handed back
+                pulled.unfinished_claims = max(0, pulled.message.delivery_attempt - 1)
+            elif not pulled.is_over:
+                self._apply(pulled, claim)
+
+    def _apply(self, pulled: PulledJob, claim: Claim) -> None:
+        pulled.envelope.attempt = max(pulled.envelope.attempt, claim.attempt)
+        if claim.state != "processing":
+            self._completion.repeat(pulled, claim)
+        elif claim.unfinished >= max(UNFINISHED_MAX, pulled.innocent_deaths + 2):
+            error = ModelFailed(f"{claim.unfinished} workers died with this job in hand")
+            pulled.dead_letter_reason = error.message
+            for item in pulled.items:
+                self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
+        else:
+            pulled.unfinished_claims = claim.unfinished
+            self._completion.notify_webhook(pulled, "start")
+
 
 CANARY_PART = 0.5
 """The part of a job's time that a canary has. What it does not do by then is forwarded."""

@@ -16,8 +16,7 @@ from shared.stores.records import Records
 from shared.stores.token_streams import Written
 from shared.tasks.text import TokenChunk
 from workers.job import PulledJob, QueuedItem
-from workers.jobs.completion import Completion
-from workers.jobs.partial_delivery import is_streamed
+from workers.jobs.completion import Completion, is_streamed
 from workers.models.base import Prepared, PreparedPrompt
 
 _Reader = tuple[PulledJob, int]

@@ -1,25 +1,79 @@
 """Resolves the `source` of a catalog entry to a folder on this machine.
 
 Downloads it if necessary.
+
+The layout of weights that were copied from the hub: in a bucket, and where one is mounted.
+
+A copy is the folder `hub/ORG/NAME/REVISION`, with the files of the repository as they are there. A
+file beside it, `hub/ORG/NAME/REVISION.json`, lists them and is written last, so a copy with a list
+is complete.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
 
+import msgspec
 import obstore
 from obstore.exceptions import BaseError
 from obstore.store import GCSStore, ObjectStore
 
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.stores.objects import GoogleCredentials
-from workers.models.prefetched import find_copy
 from workers.models.text.gguf import converted
+
+log = logging.getLogger(__name__)
+
+
+class Copy(msgspec.Struct, kw_only=True):
+    """What a copy has: the commit that its revision named then, and the bytes of each file."""
+
+    commit: str
+    files: dict[str, int]
+
+
+def folder_of(repository: str, revision: str) -> PurePosixPath:
+    """The path of a copy in the bucket. A revision such as refs/pr/1 is one folder too."""
+    return PurePosixPath("hub", repository, revision.replace("/", "--"))
+
+
+def list_of(repository: str, revision: str) -> PurePosixPath:
+    """The path of the list of its files."""
+    folder = folder_of(repository, revision)
+    return folder.with_name(f"{folder.name}.json")
+
+
+def find_copy(weights_dir: Path, repository: str, revision: str) -> Path | None:
+    """The folder of a complete copy below `weights_dir`, or None."""
+    listed = weights_dir / list_of(repository, revision)
+    folder = weights_dir / folder_of(repository, revision)
+    try:
+        copy = msgspec.json.decode(listed.read_bytes(), type=Copy)
+    except FileNotFoundError:
+        log.info("weights were not prefetched", extra={"source": f"hf:{repository}"})
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        log.warning("the list of prefetched weights can't be read", extra={"error": str(error)})
+        return None
+    wrong = [name for name, size in copy.files.items() if _size(folder / name) != size]
+    if wrong:
+        log.warning("prefetched weights are not complete", extra={"files": wrong[:5]})
+        return None
+    return folder
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
 
 OpenBucket = Callable[[str], ObjectStore]
 DOWNLOAD_LIMIT = timedelta(hours=1)
@@ -62,7 +116,7 @@ def resolve(
         revision: branch, tag or commit of a hub repository. The copy of a bucket is kept under this
             name.
         cache_dir: where copies of buckets and converted files are kept.
-        weights_dir: where copies of hub repositories are mounted (workers/models/prefetched.py). A
+        weights_dir: where copies of hub repositories are mounted (workers/models/source.py). A
             complete one is used as it is.
         open_bucket: opens a bucket by its name.
 

@@ -12,7 +12,6 @@ from typing import cast
 from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.tasks import Result
 from workers.models.base import InferenceModel, OutOfMemory, PreparedItem, Previewer
-from workers.runtime import memory
 from workers.runtime.protocol import (
     BatchResult,
     Cancel,
@@ -24,7 +23,7 @@ from workers.runtime.protocol import (
     encode_server_message,
     read_client_message,
 )
-from workers.runtime.resident_models import ResidentModels
+from workers.runtime.resident_models import ResidentModels, resident_bytes
 
 PROGRESS_EVERY_S = 0.1
 PREVIEW_EVERY_S = 0.5
@@ -83,7 +82,7 @@ def _result(
         inference_ms=inference_ms,
         real_work=sum(item.length for item in batch.items),
         padded_work=0,
-        memory_bytes=memory.resident_bytes(),
+        memory_bytes=resident_bytes(),
         switched=resident_models.changes(),
     )
 

@@ -54,7 +54,7 @@ def child_environment(threads: int) -> dict[str, str]:
         **os.environ,
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
-        # A process with threads can't be forked: see workers/runtime/template_process.py.
+        # A process with threads can't be forked: see workers/runtime/template.py.
         "OPENBLAS_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         # Makes torch count GPUs without initializing CUDA, which would not survive a fork.
@@ -65,7 +65,7 @@ def child_environment(threads: int) -> dict[str, str]:
         "MALLOC_TRIM_THRESHOLD_": str(512 * 1024 * 1024),
         # By default oneDNN caches 1,024 compiled primitives. Texts have many lengths, so memory
         # grew for minutes. At 256 it levels off soon, and few are compiled again
-        # (workers/models/embedding/bert.py).
+        # (workers/models/embedding/encoder_torch.py).
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
     }

@@ -3,7 +3,7 @@
 It gets one end of a socket pair. It sends Ready (or Refused), then one result per batch. It exits
 as soon as the other end is closed, even in the middle of a batch. Normally it is forked from a
 template, which is the same program: it loads what all processes can share and then forks on request
-(workers/runtime/template_process.py).
+(workers/runtime/template.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shared.errors import PenstockError
 from shared.logs import configure_logs
 from workers.models.backend import Backend
 from workers.models.base import LoadedModel
-from workers.runtime import memory, template_process
+from workers.runtime import template
 from workers.runtime.batch_execution import StepReporter, run_batch
 from workers.runtime.protocol import (
     Ready,
@@ -39,10 +39,9 @@ from workers.runtime.protocol import (
     encode_server_message,
     read_client_message,
 )
-from workers.runtime.resident_models import ResidentModels
-from workers.runtime.step_execution import StepExecution
-from workers.runtime.step_room import StepRoom
-from workers.runtime.template_protocol import TemplateReady
+from workers.runtime.resident_models import ResidentModels, resident_bytes
+from workers.runtime.step_execution import StepExecution, StepRoom
+from workers.runtime.template import TemplateReady
 from workers.tasks import WORKER_TASKS, model_for
 
 _BEGAN_S = time.monotonic()
@@ -65,7 +64,7 @@ def main() -> int:
         if child is None:
             return 0
         given.fd, given.device = child.fd, child.device
-    template_process.name_process(template_process.MODEL_PROCESS_NAME)
+    template.name_process(template.MODEL_PROCESS_NAME)
     return serve(given, loaded)
 
 
@@ -103,8 +102,8 @@ def _load_ahead(given: argparse.Namespace) -> dict[int, LoadedModel]:
     Weights are shared on a CPU without a memory budget. ONNX Runtime sessions start threads, so
     they are not.
     """
-    template_process.name_process(template_process.TEMPLATE_NAME)
-    template_process.die_with_parent()
+    template.name_process(template.TEMPLATE_NAME)
+    template.die_with_parent()
     loaded = {}
     for number, make in enumerate(_makers(given, threads=1)):
         try:
@@ -132,7 +131,7 @@ def _loads_before_fork(encoded: str) -> bool:
 
 def _fork_for(
     given: argparse.Namespace, loaded: Mapping[int, LoadedModel]
-) -> template_process.ForkedChild | None:
+) -> template.ForkedChild | None:
     """Forks on request.
 
     Returns in each forked process, and returns None in the template at its end.
@@ -140,12 +139,12 @@ def _fork_for(
     facts = TemplateReady(
         time.monotonic() - _BEGAN_S,
         len(loaded),
-        memory.resident_bytes(),
-        template_process.is_alone(),
+        resident_bytes(),
+        template.is_alone(),
     )
-    child = template_process.ForkServer(socket.socket(fileno=given.template_fd)).run(facts)
+    child = template.ForkServer(socket.socket(fileno=given.template_fd)).run(facts)
     if child is not None and not child.is_sound:
-        template_process.start_anew(child)
+        template.start_anew(child)
     if child is not None and (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(given.threads)
     return child
@@ -196,7 +195,7 @@ class ModelServer:
 
     def _ready(self) -> Ready:
         models = self._resident_models
-        memory_bytes = memory.resident_bytes()
+        memory_bytes = resident_bytes()
         return Ready(
             models.device_name, models.setup_s, models.warmup_s, memory_bytes, models.changes()
         )

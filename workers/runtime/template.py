@@ -3,30 +3,112 @@
 A fork is ready in a fraction of the seconds that importing torch takes, and all forks share the
 pages of libraries and weights. The first request for a fork starts the template. If the template
 dies, the next request starts it again. The processes that it forked live on.
+
+The messages between the I/O process and the template of its model processes.
+
+One message is one packet.
+
+The I/O process sends a ForkRequest with two descriptors: the model process's end of its socket, and
+its output pipe. The template sends one TemplateReady, one ForkResult with a pidfd for each
+ForkRequest, and one ProcessEnded for each process that ended.
+
+The template process: loads libraries and weights, and forks model processes on request.
+
+It runs no model, starts no thread and does not initialize CUDA, because none of these survives a
+fork. If a library does so anyway, the forked process executes its program again. That is as slow as
+without a template, and as safe.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import gc
 import logging
 import os
+import select
 import socket
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
 from shared.errors import ModelFailed, PenstockError
 from workers.runtime.child_process import ForkedProcess, spawn
 from workers.runtime.output import ChildOutput
-from workers.runtime.template_protocol import (
-    ForkRequest,
-    ForkResult,
-    ProcessEnded,
-    TemplateReady,
-    receive_message,
-    send,
+
+PACKET_MAX_BYTES = 4096
+
+
+class ForkRequest(msgspec.Struct, tag="fork"):
+    """Fork a model process for `device`. `number` counts the forks of this template."""
+
+    number: int
+    device: str
+
+
+class TemplateReady(msgspec.Struct, tag="loaded"):
+    """Libraries and the weights of `models` models are loaded.
+
+    `is_alone`: no other thread, so forks are sound.
+    """
+
+    load_s: float
+    models: int
+    memory_bytes: int
+    is_alone: bool
+
+
+class ForkResult(msgspec.Struct, tag="forked"):
+    """ForkRequest `number` has process id `pid`."""
+
+    number: int
+    pid: int
+
+
+class ProcessEnded(msgspec.Struct, tag="ended"):
+    """Process `pid` ended. `status` is as in subprocess."""
+
+    pid: int
+    status: int
+
+
+TemplateMessage = TemplateReady | ForkResult | ProcessEnded
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(ForkRequest)
+_message_decoder: msgspec.msgpack.Decoder[TemplateMessage] = msgspec.msgpack.Decoder(
+    TemplateMessage
 )
+
+
+def send(
+    control: socket.socket,
+    message: ForkRequest | TemplateMessage,
+    descriptors: list[int] | None = None,
+) -> None:
+    """Sends a message with its descriptors."""
+    socket.send_fds(control, [_encoder.encode(message)], descriptors or [])
+
+
+def receive_request(control: socket.socket) -> tuple[ForkRequest | None, list[int]]:
+    """The next request and its descriptors. None if the I/O process closed its end or died."""
+    body, descriptors, _, _ = socket.recv_fds(control, PACKET_MAX_BYTES, 2)
+    return (_request_decoder.decode(body) if body else None), descriptors
+
+
+def receive_message(control: socket.socket) -> tuple[TemplateMessage | None, list[int]]:
+    """The next message and its descriptor. None if the template died.
+
+    Raises:
+        BlockingIOError: there is no message now.
+    """
+    body, descriptors, _, _ = socket.recv_fds(control, PACKET_MAX_BYTES, 1)
+    return (_message_decoder.decode(body) if body else None), descriptors
+
 
 EXIT_LIMIT_S = 5.0
 
@@ -275,3 +357,121 @@ class _Output(asyncio.StreamReaderProtocol):
     def __init__(self) -> None:
         self.reader = asyncio.StreamReader()
         super().__init__(self.reader)
+
+
+TEMPLATE_NAME = "penstock-forks"
+MODEL_PROCESS_NAME = "penstock-model"
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_SIGKILL = 9
+
+
+class ForkedChild(NamedTuple):
+    """What a forked process gets: its socket, its device, and whether the fork is sound."""
+
+    fd: int
+    device: str
+    is_sound: bool
+
+
+class ForkServer:
+    """Forks on request until `control` is closed."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._pids: dict[int, int] = {}  # by pidfd
+
+    def run(self, loaded: TemplateReady) -> ForkedChild | None:
+        """Reports what is loaded, then forks.
+
+        Returns in each forked process, and returns None in the template.
+        """
+        gc.collect()
+        gc.freeze()  # a collection would write to all objects, and so copy the shared pages
+        with contextlib.suppress(ConnectionError):
+            send(self._control, loaded)
+            return self._serve(loaded.is_alone)
+        return None
+
+    def _serve(self, is_alone: bool) -> ForkedChild | None:
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        while True:
+            for fd, _ in poller.poll():
+                if fd != self._control.fileno():
+                    poller.unregister(fd)
+                    self._reap(fd)
+                    continue
+                order, given = receive_request(self._control)
+                if order is None:
+                    return None
+                connection, output = given
+                pidfd = self._fork(order, connection, output)
+                if pidfd is None:
+                    return self._as_child(connection, output, order.device, is_alone)
+                poller.register(pidfd, select.POLLIN)
+
+    def _fork(self, order: ForkRequest, connection: int, output: int) -> int | None:
+        """Forks. Returns the pidfd of the child, or None in the child."""
+        pid = os.fork()
+        if pid == 0:
+            return None
+        os.close(connection)
+        os.close(output)
+        pidfd = os.pidfd_open(pid)
+        self._pids[pidfd] = pid
+        send(self._control, ForkResult(order.number, pid), [pidfd])
+        return pidfd
+
+    def _as_child(self, connection: int, output: int, device: str, is_alone: bool) -> ForkedChild:
+        """Closes everything that belongs to the template in the forked process."""
+        self._control.close()
+        for pidfd in self._pids:
+            os.close(pidfd)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        return ForkedChild(connection, device, is_alone and not _has_broken_cuda())
+
+    def _reap(self, pidfd: int) -> None:
+        pid = self._pids.pop(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        send(self._control, ProcessEnded(pid, os.waitstatus_to_exitcode(status)))
+
+
+def is_alone() -> bool:
+    """Whether this process has only one thread."""
+    return len(list(Path("/proc/self/task").iterdir())) == 1
+
+
+def _has_broken_cuda() -> bool:
+    """Whether CUDA was initialized before the fork."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda._is_in_bad_fork())
+
+
+def start_anew(child: ForkedChild) -> None:
+    """Executes the program again with the same socket and device. Never returns."""
+    os.set_inheritable(child.fd, True)
+    os.execv(
+        sys.executable,
+        [sys.executable, *sys.orig_argv[1:], f"--fd={child.fd}", f"--device={child.device}"],
+    )
+
+
+def name_process(name: str) -> None:
+    """Sets the name that `ps` and `top` show, at most 15 characters. Linux only."""
+    _prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()))
+
+
+def die_with_parent() -> None:
+    """Makes the system kill this process when its parent dies.
+
+    Forked processes are not affected. Linux only.
+    """
+    _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
+
+
+def _prctl(option: int, value: Any) -> None:
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -17,20 +17,246 @@ Pure: no clock, no I/O.
 - Where items join and leave between steps, the same order holds for who joins next.
 - If a device runs out of memory, the budget is halved. It grows by a tenth with each batch that
   fits.
+
+Decides how much of a model's time the lane `batch` gets besides interactive work.
+
+Pure: no clock, no I/O. Times are unix seconds of one clock, durations are in seconds.
+
+Estimates how long a model process takes for a batch. Pure: no clock, no I/O.
+
+Which text gives its place in a model process to another tenant's. Pure: no clock, no I/O.
+
+A text stays in its process until it ends, which can take minutes. So a tenant that took all places
+while nobody else asked would keep the others out for as long. A text can go on later from the
+tokens that it has, so it can give its place away. What is compared is the room that tenants have in
+the process, by their weights. The owner of the place keeps at least as much as the newcomer gets.
+So places never go back and forth.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from math import inf
+from typing import Protocol, TypeVar
 
 from workers.job import QueuedItem
-from workers.scheduling.batch_lane import BatchLanePolicy
 from workers.scheduling.batch_queue import BatchQueue
-from workers.scheduling.yielding import to_yield
+
+
+class Placed(Protocol):
+    """An item in a model process, or one that waits for a place."""
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+
+    @property
+    def weight(self) -> float:
+        """Of that tenant."""
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether it can be interrupted, and go on later from where it was."""
+
+
+ItemT = TypeVar("ItemT", bound=Placed)
+
+
+def to_yield(
+    first: ItemT,
+    inside: Iterable[ItemT],
+    part_of: Callable[[ItemT], float],
+    fits: Callable[[list[ItemT]], bool],
+) -> list[ItemT]:
+    """The items that are to give their places to `first`, which waits.
+
+    Args:
+        first: of those that wait.
+        inside: the items that have a place, in the order in which they came.
+        part_of: the part of the process that an item takes.
+        fits: whether `first` has room beside these items.
+
+    Returns:
+        Of the tenants with the most room the items that came last, as they have the least to read
+        again. Empty: it has room, or nobody has too much, or all that is too much is not enough.
+    """
+    kept, chosen = list(inside), list[ItemT]()
+    while not fits(kept):
+        one = _next(first, kept, part_of)
+        if one is None:
+            return []
+        kept.remove(one)
+        chosen.append(one)
+    return chosen
+
+
+def _next(first: ItemT, inside: list[ItemT], part_of: Callable[[ItemT], float]) -> ItemT | None:
+    held: defaultdict[str, float] = defaultdict(float)
+    for one in inside:
+        held[one.tenant] += part_of(one) / one.weight
+    wanted = held[first.tenant] + part_of(first) / first.weight
+    chosen: ItemT | None = None
+    for one in inside:
+        is_too_much = held[one.tenant] - part_of(one) / one.weight >= wanted
+        if one.tenant == first.tenant or not one.can_go_on or not is_too_much:
+            continue
+        if chosen is None or held[one.tenant] >= held[chosen.tenant]:
+            chosen = one
+    return chosen
+
+
+FADE = 0.9
+"""Each batch reduces the weight of earlier ones to this share."""
+LEAST_SLOPE = 0.25
+"""The marginal time of work is at least this share of its average time.
+
+So where it can't be told from noise, batches grow by small factors until it can.
+"""
+
+
+class BatchTime:
+    """A line through the batches that ran: a fixed time for each, and the time of its work.
+
+    Fitted by least squares (weights fade with age).
+    """
+
+    def __init__(self) -> None:
+        self._n = self._w = self._t = self._ww = self._wt = 0.0
+
+    def observe(self, work: int, seconds: float) -> None:
+        """Takes note of a batch."""
+        self._n = FADE * self._n + 1
+        self._w = FADE * self._w + work
+        self._t = FADE * self._t + seconds
+        self._ww = FADE * self._ww + work * work
+        self._wt = FADE * self._wt + work * seconds
+
+    def seconds_for(self, work: float) -> float:
+        """How long a batch of `work` takes. 0 if no batch was observed."""
+        return self._fixed_s + work * self._slope
+
+    def work_in(self, seconds: float) -> float:
+        """How much work a batch of `seconds` has, at least 0. Infinite if none was observed."""
+        return max(0.0, seconds - self._fixed_s) / self._slope if self._slope else inf
+
+    def more_work_in(self, seconds: float) -> float:
+        """How much work makes a batch longer by `seconds`. Infinite if none was observed."""
+        return seconds / self._slope if self._slope else inf
+
+    @property
+    def _slope(self) -> float:
+        if not self._w:
+            return 0.0
+        average = self._t / self._w
+        spread = self._n * self._ww - self._w * self._w
+        if spread <= 1e-9 * self._ww:  # all batches are alike
+            return average
+        slope = (self._n * self._wt - self._w * self._t) / spread
+        return min(max(slope, LEAST_SLOPE * average), average)
+
+    @property
+    def _fixed_s(self) -> float:
+        return (self._t - self._slope * self._w) / self._n if self._n else 0.0
+
+
+FILL_S = 0.005
+"""How much longer a batch may take for items that are not why it runs now.
+
+On a GPU that is still free room in a batch of short items. On a CPU it is about one text.
+"""
+TURN_S = 0.02
+"""The longest batch of the lane `batch` while there is interactive traffic, or one item.
+
+An interactive item may have to wait for it.
+"""
+RECENT_S = 60.0
+"""There is interactive traffic for so long after an interactive item came."""
+BATCH_SHARE = 1 / 16
+"""The share of the work that the lane `batch` gets while interactive items wait all the time.
+
+Enough that it never stops. Each turn is one of TURN_S, so an interactive item waits for one more
+short batch at most.
+"""
+URGENT_TURN = 4
+"""At most one batch in so many is for the deadline of a batch job while interactive items wait.
+
+Admission relies on the rest (api/dispatch/admission.py, INTERACTIVE_SHARE).
+"""
+
+
+class BatchLanePolicy:
+    """Knows how long batches take, and the work that is owed to the lane `batch`."""
+
+    def __init__(self) -> None:
+        self._time = BatchTime()
+        self._owed = 0.0
+        self._interactive_s = -inf
+        self._since_urgent = 0
+
+    @property
+    def fill_work(self) -> float:
+        """How much work makes a batch longer by FILL_S. Infinite until a batch was measured."""
+        return self._time.more_work_in(FILL_S)
+
+    def observe_batch(self, work: int, seconds: float) -> None:
+        """Takes note of how long a process took for a batch."""
+        self._time.observe(work, seconds)
+
+    def observe_interactive(self, now_s: float) -> None:
+        """Takes note of an interactive item."""
+        self._interactive_s = max(self._interactive_s, now_s)
+
+    def is_interactive(self, now_s: float) -> bool:
+        """Whether there is interactive traffic."""
+        return now_s - self._interactive_s < RECENT_S
+
+    def turn_work(self, now_s: float) -> float:
+        """How much work a batch of the lane may have now, besides its first item."""
+        return self._time.work_in(TURN_S) if self.is_interactive(now_s) else inf
+
+    def is_owed(self, first: int, budget: int) -> bool:
+        """Whether the lane is owed the work of a turn.
+
+        Args:
+            first: the work of an item that waits. A turn has at least one.
+            budget: the work of a full batch.
+        """
+        return self._owed >= max(first, min(budget, self._time.work_in(TURN_S)))
+
+    def is_urgent(self, now_s: float, earliest_s: float, budget: int) -> bool:
+        """Whether a deadline would pass while one full batch runs, and then one with its item.
+
+        Args:
+            now_s: the time.
+            earliest_s: the earliest deadline in the lane.
+            budget: the work of a full batch.
+        """
+        if self._since_urgent < URGENT_TURN - 1:
+            return False
+        return now_s < earliest_s < now_s + 2 * self._time.seconds_for(budget)
+
+    def observe_interactive_batch(self, interactive: int, filled: int) -> None:
+        """Takes note of a batch while items of the lane wait, and of their part in it. In work."""
+        self._since_urgent += 1
+        self._owed += interactive * BATCH_SHARE / (1 - BATCH_SHARE) - filled
+
+    def observe_turn(self, work: int, *, has_delayed: bool, is_urgent: bool) -> None:
+        """Takes note of a batch of the lane.
+
+        Args:
+            work: of its items.
+            has_delayed: whether interactive items wait.
+            is_urgent: whether a deadline called for it.
+        """
+        self._since_urgent = 0 if is_urgent else self._since_urgent + 1
+        if has_delayed:
+            self._owed -= work
+        elif self._owed > 0:
+            self._owed = max(0.0, self._owed - work)
+
 
 DEATHS_MAX = 3
 DEATHS_ALONE_MAX = 2

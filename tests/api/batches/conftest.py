@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from api.batches import runner as runner_module
-from api.batches import validation
-from api.batches.documents import BatchCreated
-from api.batches.execution import LineExecutor, Progress
-from api.batches.lines import BatchLine
-from api.batches.segments import LineAnswer
+from api.batch_runner import runner as runner_module
+from api.batch_runner import validation
+from api.batch_runner.execution import LineExecutor, Progress
+from api.batch_runner.lines import BatchLine
+from api.batches.documents import BatchCreated, LineAnswer
 from shared.tenants.plan import Caller
 from tests.api.batches.batching import (
     Running,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from api.batches import execution, terms, validation
-from api.batches import runner as runner_module
+from api.batch_runner import execution, terms, validation
+from api.batch_runner import runner as runner_module
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.request import InferenceRequest, InferenceResponse
 from shared.catalog import Catalog

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from api.batches.jsonl import BYTE_ORDER_MARK, Line, LineSplitter
+from api.batch_runner.lines import BYTE_ORDER_MARK, Line, LineSplitter
 
 LONGEST = 20
 PIECES = st.sampled_from(

@@ -10,10 +10,10 @@ import msgspec
 import openai
 import pytest
 
+from api.batch_runner.lines import ENDPOINTS
 from api.batches import service
 from api.batches.documents import BatchCreated
-from api.endpoints import ENDPOINTS
-from api.schemas.openai_batches import BatchBody
+from api.openai.batches import BatchBody
 from tests.api.batches.batching import (
     batching,
     created,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from api.batches import runner as runner_module
+from api.batch_runner import runner as runner_module
+from api.batch_runner.runner import BatchLeases
 from api.batches import service
-from api.batches.lease import BatchLeases
 from api.batches.names import owner_of
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.request import InferenceRequest, InferenceResponse

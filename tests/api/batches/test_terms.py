@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from api.batches import terms
+from api.batch_runner import terms
+from api.batch_runner.terms import CurrentTerms
 from api.batches.documents import BatchCreated
-from api.batches.terms import CurrentTerms
 from shared.stores.key_stores import key_store
 from shared.tenants.directory import StoredKey
 from shared.tenants.plan import Limits, Plan

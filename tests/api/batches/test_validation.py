@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api.batches import validation
+from api.batch_runner import validation
 from api.batches.documents import BatchCreated
 from tests.api.batches.batching import (
     Running,

@@ -15,8 +15,7 @@ from api.limits.limiter import Limiter
 from api.limits.store import Answer, Ask, LimitStore
 from api.predictions.follower import ENDING_S, PredictionFollower
 from shared.catalog_entry import Price
-from shared.message_encoding import encode_reply_body
-from shared.messages import ItemOutcome, Receipt, ReplyBody
+from shared.messages import ItemOutcome, Receipt, ReplyBody, encode_reply_body
 from shared.predictions import Prediction
 from shared.stores.records import Records
 from shared.tasks.embedding import TextInput

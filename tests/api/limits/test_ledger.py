@@ -31,8 +31,7 @@ from api.predictions.follower import PredictionFollower
 from infra.local.redis_server import RedisServer
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Generation, Price
-from shared.message_encoding import encode_reply_body
-from shared.messages import ItemOutcome, Receipt, ReplyBody
+from shared.messages import ItemOutcome, Receipt, ReplyBody, encode_reply_body
 from shared.predictions import Prediction
 from shared.stores.records import Records
 from shared.tasks import Input

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.limits.store import SLOTS_S, Answer, Ask, Kind, LimitStore
-from shared.stores.redis_scripts import load_script
+from shared.stores.redis_client import load_script
 from tests.api.limits.clocks import CLOCK, Clock
 from tests.limits import REDIS_LIMIT_S
 from tests.tiers import examples

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from infra.deploy.plan import DeployPlan, make_plan
-from infra.deploy.platform_variables import Platform
-from infra.deploy.prices import Prices
-from infra.deploy.rates import DemandRates, ModelRate
 from infra.kubernetes.deployment import read_gpu_types
+from infra.planning.deploy.plan import DeployPlan, make_plan
+from infra.planning.deploy.platform_variables import Platform
+from infra.planning.deploy.prices import Prices
+from infra.planning.deploy.rates import DemandRates, ModelRate
 from shared.catalog import Catalog, Model
 
 NO_PRICES = Prices(sources={}, prices={})

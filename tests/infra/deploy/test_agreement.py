@@ -28,12 +28,11 @@ import shared.usage.writer
 import workers.metrics
 from api.routes import health
 from infra import bigquery
-from infra.deploy.platform_variables import INBOX_STRIDE
-from infra.local.provision import provision
+from infra.local.provision_servers import provision
+from infra.planning.deploy.platform_variables import INBOX_STRIDE
 from pubsub_emulator import parse_filter
 from shared.catalog import read_catalog
-from shared.message_encoding import encode_reply
-from shared.messages import Envelope, Reply, ReplyBody
+from shared.messages import Envelope, Reply, ReplyBody, encode_reply
 from shared.topics import batch_subscription_id, workers_subscription_id
 from shared.transport import SubscriptionSettings
 from tests.infra.deploy.manifests import Objects, of_kind, pod, settings_of

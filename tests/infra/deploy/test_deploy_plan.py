@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from infra.deploy.__main__ import main
-from infra.deploy.platform_variables import Platform
-from infra.deploy.show import text
+from infra.planning.deploy.__main__ import main
+from infra.planning.deploy.platform_variables import Platform
+from infra.planning.deploy.show import text
 from shared.errors import ConfigurationError
 from tests.infra.deploy.planning import entry, plan_of, rate
 from tests.infra.test_cli import penstock
 
-EXAMPLE = "infra/deploy/rates.example.yaml"
+EXAMPLE = "infra/planning/deploy/rates.example.yaml"
 MINILM = "all-MiniLM-L6-v2"
 
 

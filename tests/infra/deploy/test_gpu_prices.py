@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from infra import bigquery
-from infra.deploy.gpu_prices import ALWAYS, VIEW_FILE, GpuPrice, gpu_prices, view_sql
-from infra.deploy.prices import EarlierPrice, ListPrice, Prices, Source, read_prices
 from infra.kubernetes.deployment import read_gpu_types
+from infra.planning.deploy.gpu_prices import ALWAYS, VIEW_FILE, GpuPrice, gpu_prices, view_sql
+from infra.planning.deploy.prices import EarlierPrice, ListPrice, Prices, Source, read_prices
 from tests.bigquery_client import connected, rows_of
 
 DAY = dt.date(2026, 11, 15)

@@ -33,10 +33,10 @@ from workers.functions.settings import FunctionSettings
 
 OURS = ("api", "functions", "servers", "worker")
 MODULES = {
-    "api": {"infra.cli", "api.__main__"},
+    "api": {"infra.cli.main", "api.__main__"},
     "functions": {"workers.functions.main"},
     "servers": {
-        "infra.cli",
+        "infra.cli.main",
         "bigquery_emulator.__main__",
         "pubsub_emulator.__main__",
         "infra.local.provision_servers",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from api.inputs import files
+from api.inputs import storage
 from shared.catalog import read_catalog
 from shared.settings import ApiSettings
 from shared.stores import signed_urls as links
@@ -62,8 +62,8 @@ def test_answers_and_files_outlive_what_they_promise(kept_s: dict[str, int], pla
     assert kept_s["answers"] > int(
         api_settings(plan, "europe-west4")["PENSTOCK_IDEMPOTENCY_KEEP_S"] or 0
     )
-    assert kept_s["files"] >= files.KEEP_S
-    assert kept_s["inputs"] >= files.KEEP_S
+    assert kept_s["files"] >= storage.KEEP_S
+    assert kept_s["inputs"] >= storage.KEEP_S
 
 
 def test_inputs_outlive_dead_letters(kept_s: dict[str, int], plan: Plan) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from infra.kubernetes.identity import credentials
-from infra.kubernetes.overlay import write_overlay
+from infra.kubernetes.overlay import credentials, write_overlay
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
 from tests.infra.deploy.manifests import (

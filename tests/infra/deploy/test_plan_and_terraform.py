@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from infra.deploy import costs, platform_variables, show
-from infra.deploy.plan import DeployPlan
-from infra.deploy.platform_variables import Platform
-from infra.deploy.topology import gpu_pools, redis
 from infra.kubernetes.deployment import read_gpu_types
+from infra.planning.deploy import costs, platform_variables, show
+from infra.planning.deploy.plan import DeployPlan
+from infra.planning.deploy.platform_variables import Platform
+from infra.planning.deploy.topology import gpu_pools, redis
 from shared.catalog import read_catalog
 from tests.infra.deploy.planning import plan_of, rate
 from tests.infra.deploy.terraform import REGIONS, Plan, plan_platform

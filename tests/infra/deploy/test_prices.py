@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.deploy.costs import totals, without_price
-from infra.deploy.platform_variables import Platform
-from infra.deploy.prices import ListPrice, Prices, Source, Step, read_prices
+from infra.planning.deploy.costs import totals, without_price
+from infra.planning.deploy.platform_variables import Platform
+from infra.planning.deploy.prices import ListPrice, Prices, Source, Step, read_prices
 from shared.errors import ConfigurationError
 from tests.infra.deploy.planning import entry, plan_of, rate
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from infra.deploy.plan import DeployPlan
-from infra.deploy.platform_variables import Platform
-from infra.deploy.prices import read_prices
+from infra.planning.deploy.plan import DeployPlan
+from infra.planning.deploy.platform_variables import Platform
+from infra.planning.deploy.prices import read_prices
 from shared.blob import SLOT_INLINE_LIMIT_BYTES
 from shared.catalog import Model
 from shared.catalog_entry import Replies

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from prometheus_client import REGISTRY
 
-import api.batches.runner
-import api.http.key_refresh
+import api.batch_runner.runner
+import api.http.auth
 import api.idempotency.store
 import api.metrics
 import infra.row_archive.__main__
@@ -20,7 +20,7 @@ import shared.stores.records
 import shared.tracing.export
 import shared.usage.writer
 import workers.functions.dependencies
-import workers.functions.scheduled
+import workers.functions.main
 import workers.metrics
 from infra.monitoring.alerts import OF_FUNCTIONS, OFF_GOOGLE, alerts
 from infra.monitoring.objectives import DEFAULT_LEAST_BAD_EVENTS, DEFAULT_TARGETS, bounds_of
@@ -30,8 +30,8 @@ from tests.infra.deploy.terraform import Plan, plan_platform
 RUNBOOK = Path("docs/operations.md").read_text(encoding="utf-8")
 EXPORTERS = (
     *(
-        api.batches.runner,
-        api.http.key_refresh,
+        api.batch_runner.runner,
+        api.http.auth,
         api.idempotency.store,
         api.metrics,
         infra.row_archive.__main__,
@@ -41,7 +41,7 @@ EXPORTERS = (
         shared.tracing.export,
         shared.usage.writer,
     ),
-    *(workers.functions.dependencies, workers.functions.scheduled, workers.metrics),
+    *(workers.functions.dependencies, workers.functions.main, workers.metrics),
 )
 """Imported, because that registers their metrics."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.kubernetes.site_scraping import SCRAPE_FILE
+from infra.kubernetes.self_hosted import SCRAPE_FILE
 from shared.catalog import read_catalog
 from shared.kubernetes_names import slug
 from tests.infra.deploy.manifests import Objects, of_kind, workers

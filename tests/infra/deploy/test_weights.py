@@ -15,7 +15,7 @@ from infra.kubernetes.deployment import read_gpu_types
 from shared.kubernetes_names import slug
 from tests.infra.deploy.manifests import Objects, of_kind, pod, render, settings_of, workers
 from tests.infra.deploy.terraform import plan_platform
-from workers.models.prefetched import folder_of, list_of
+from workers.models.source import folder_of, list_of
 
 BUCKET, SECRET = "example-project-penstock-weights", "penstock-hub-token"
 ENTRY = {"task": "embedding", "dimensions": 4, "batch": {"max_tokens": 8}}

@@ -202,7 +202,7 @@ async def test_ledger_that_can_not_grow_ends_the_replay(tmp_path: Path) -> None:
     trace.write_text("at_s,model\n" + "1,mini\n" * 2000 + "1e9,mini\n")
     words = ["--trace", str(trace), "--ledger", str(tmp_path / "ledger")]
     limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
-    limited += "from infra.cli import main; main()"
+    limited += "from infra.cli.main import main; main()"
     async with serving() as api:
         sent = ["load", "--url", api.url, "--max-in-flight", "5000", *words]
         async with commanded("-c", limited, *sent) as process:
@@ -219,7 +219,7 @@ async def test_interrupted_command_keeps_a_whole_ledger(tmp_path: Path) -> None:
     words = ["--trace", str(trace), "--speed", "1000", "--ledger", str(tmp_path / "ledger")]
     async with (
         serving() as api,
-        commanded("-m", "infra.cli", "load", "--url", api.url, *words) as process,
+        commanded("-m", "infra.cli.main", "load", "--url", api.url, *words) as process,
     ):
         while len(api.requests) < 5:
             await api.seen.wait()

@@ -14,10 +14,10 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard as grafana_models
 from typer.testing import CliRunner
 
-from infra.cli import app
-from infra.deploy.prices import read_prices
+from infra.cli.main import app
 from infra.monitoring import objectives
 from infra.monitoring.files import RENDERED, rendered
+from infra.planning.deploy.prices import read_prices
 from tests.infra.monitoring.promql import google_dashboard, grafana
 from tests.limits import START_LIMIT_S
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.kubernetes.trigger_queries import (
+from infra.kubernetes.autoscaling import (
     MetricSource,
     TriggerQueries,
     managed_prometheus,
@@ -25,7 +25,7 @@ from tests.limits import START_LIMIT_S
 
 MODULES = (
     "api.__main__",
-    "api.batches.process",
+    "api.batch_runner.process",
     "workers.__main__",
     "workers.functions.main",
     "workers.functions.__main__",
@@ -43,7 +43,7 @@ print(json.dumps({c._name: [c._type, list(c._labelnames)] for c in REGISTRY._col
 _SAMPLES = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
 FROM_THE_COLLECTOR = "worker"
 """Label of the workers' series: infra/kubernetes/cluster/pod-monitoring.yaml,
-infra/monitoring/scraping.py.
+infra/monitoring/files.py.
 """
 OF_GOOGLE = {
     "pubsub_googleapis_com:subscription_oldest_unacked_message_age",

@@ -12,7 +12,7 @@ import pytest
 from google.cloud import bigquery
 from typer.testing import CliRunner, Result
 
-from infra.cli import app
+from infra.cli.main import app
 from shared.reports.definitions import reports
 from tests.infra.reports import expected
 from tests.infra.reports.conftest import DATASET

@@ -11,8 +11,7 @@ import pytest
 from google.cloud import bigquery
 
 from shared.errors import Unavailable
-from shared.reports.day_tables import DayTables
-from shared.reports.days import BillingDay
+from shared.reports.day_tables import BillingDay, DayTables
 from shared.reports.question import ReportQuestion
 from tests.bigquery_client import rows_of
 from tests.infra.reports import expected

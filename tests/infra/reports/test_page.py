@@ -10,8 +10,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from infra.reports.page import as_html
 from shared.reports.definitions import find_report, reports
-from shared.reports.invoice import invoices
-from shared.reports.invoice_page import invoice_page
+from shared.reports.invoice import invoice_page, invoices
 from shared.reports.question import ask
 from shared.reports.runner import ReportRunner
 from tests.infra.reports.conftest import DATASET, load

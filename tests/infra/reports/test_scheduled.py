@@ -13,10 +13,9 @@ from google.cloud import bigquery
 from prometheus_client import REGISTRY
 from typer.testing import CliRunner, Result
 
-from infra.cli import app
+from infra.cli.main import app
 from shared.errors import Unavailable
-from shared.reports.day_tables import DayTables
-from shared.reports.days import BillingDay, days_asked
+from shared.reports.day_tables import BillingDay, DayTables, days_asked
 from shared.reports.runner import ReportRunner
 from shared.reports.scheduled import RUN_LIMIT_S, ScheduledReports
 from shared.stores.objects import ObjectStore

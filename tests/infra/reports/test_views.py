@@ -9,8 +9,7 @@ from google.api_core.exceptions import BadRequest
 from google.cloud import bigquery
 
 from infra import bigquery as tables
-from shared.reports.day_tables import DayTables
-from shared.reports.days import BillingDay
+from shared.reports.day_tables import BillingDay, DayTables
 from shared.reports.question import ReportQuestion
 from tests.bigquery_client import rows_of
 from tests.infra.reports import expected

@@ -12,9 +12,8 @@ from google.auth.credentials import AnonymousCredentials
 
 from infra.rollout.google import GoogleClient
 from infra.rollout.judge import CanaryJudge
-from infra.rollout.rollout import Rollout
+from infra.rollout.rollout import Rollout, smoke
 from infra.rollout.service import CloudRunService
-from infra.rollout.smoke import smoke
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError, Unavailable
 from tests.infra.rollout.google_apis import KEY, PROJECT, SERVICE, GoogleApis, Region, serving

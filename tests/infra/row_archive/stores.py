@@ -15,7 +15,7 @@ import duckdb
 from infra.row_archive.archive import RowArchive
 from shared.errors import Unavailable
 from shared.stores.objects import ObjectStore
-from shared.usage.object_rows import incoming
+from shared.usage.senders import incoming
 from shared.usage.spool import Fields
 
 

@@ -15,7 +15,7 @@ from infra.row_archive.archive import PASS_OBJECTS, RowArchive
 from infra.row_archive.loads import RowLoader
 from shared.errors import Unavailable
 from shared.stores.objects import ObjectStore
-from shared.usage.object_rows import ObjectSender, incoming
+from shared.usage.senders import ObjectSender, incoming
 from shared.usage.spool import Fields
 from tests.infra.row_archive.stores import (
     FragileStore,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.row_archive.archive import RowArchive
-from infra.row_archive.days import ArchivedDays
+from infra.row_archive.archive import ArchivedDays, RowArchive
 from tests.infra.row_archive.stores import (
     FragileStore,
     KilledError,

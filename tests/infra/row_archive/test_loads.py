@@ -14,8 +14,7 @@ import pytest
 from google.cloud import bigquery
 
 from infra import bigquery as tables
-from infra.row_archive.archive import RowArchive
-from infra.row_archive.days import ArchivedDays
+from infra.row_archive.archive import ArchivedDays, RowArchive
 from infra.row_archive.loads import BigQueryLoader
 from shared.errors import Unavailable
 from shared.reports.definitions import reports
@@ -23,7 +22,7 @@ from shared.reports.question import ReportQuestion
 from shared.reports.runner import ReportRunner
 from shared.stores.objects import ObjectStore
 from shared.usage.bigquery import BigQuerySender
-from shared.usage.object_rows import ObjectSender
+from shared.usage.senders import ObjectSender
 from shared.usage.spool import Fields
 from tests.bigquery_client import connected, rows_of
 from tests.infra.reports import generated

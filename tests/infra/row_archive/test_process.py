@@ -17,7 +17,7 @@ from infra.local.process import answers, free_port
 from infra.row_archive.archive import RowArchive
 from shared.settings import environment_with
 from shared.stores.objects import ObjectStore
-from shared.usage.object_rows import ObjectSender
+from shared.usage.senders import ObjectSender
 from shared.usage.spool import Fields
 from tests.bigquery_client import connected, rows_of
 from tests.infra.row_archive.stores import archive_all, row

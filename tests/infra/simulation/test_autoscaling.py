@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from infra.simulation.recorder import RequestEnd
-from infra.simulation.result import SimulationResult
-from infra.simulation.scenario import read_scenario
-from infra.simulation.world import simulate
+from infra.planning.simulation.recorder import RequestEnd
+from infra.planning.simulation.result import SimulationResult
+from infra.planning.simulation.scenario import read_scenario
+from infra.planning.simulation.world import simulate
 
 NODE_S, POD_S, SEEN_S = 150.0, 60.0, 60.0
 """Node and pod of the shipped scenarios, and what the autoscaler has to see and order them."""

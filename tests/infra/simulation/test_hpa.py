@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from infra.simulation.hpa import HorizontalPodAutoscaler
-from infra.simulation.rules import Behavior
+from infra.planning.simulation.hpa import HorizontalPodAutoscaler
+from infra.planning.simulation.rules import Behavior
 
 FAST = {
     "stabilizationWindowSeconds": 0,

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from infra.simulation.result import SimulationResult
-from infra.simulation.scenario import read_scenario
-from infra.simulation.world import simulate
+from infra.planning.simulation.result import SimulationResult
+from infra.planning.simulation.scenario import read_scenario
+from infra.planning.simulation.world import simulate
 
 START_S = 150.0 + 60.0 + 60.0 + 60.0 + 60.0
 """Node, pod, what the autoscaler has to see and order them, a step of more than four workers, and

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from infra.simulation.keda import Autoscaler
-from infra.simulation.rules import AutoscalerRules
-from infra.simulation.timeseries import TimeSeries
+from infra.planning.simulation.keda import Autoscaler
+from infra.planning.simulation.rules import AutoscalerRules
+from infra.planning.simulation.timeseries import TimeSeries
 
 IN_FLIGHT = "penstock_api_items_in_flight"
 STILL = {

@@ -10,14 +10,14 @@ from prometheus_client import REGISTRY
 
 import api.metrics
 import workers.metrics
-from infra.simulation.keda import Autoscaler
-from infra.simulation.metrics_table import OF_API, OF_WORKERS, UNDELIVERED
-from infra.simulation.rules import AutoscalerRules
-from infra.simulation.stepped_batches import BATCH_JOIN_SHARE, SHARED_WEIGHTS_SHARE
-from infra.simulation.timeseries import TimeSeries
-from infra.simulation.worker import SimulatedWorker
+from infra.planning.simulation.batches import BATCH_JOIN_SHARE, SHARED_WEIGHTS_SHARE
+from infra.planning.simulation.keda import Autoscaler
+from infra.planning.simulation.metrics_table import OF_API, OF_WORKERS, UNDELIVERED
+from infra.planning.simulation.rules import AutoscalerRules
+from infra.planning.simulation.timeseries import TimeSeries
+from infra.planning.simulation.worker import SimulatedWorker
 from shared.errors import ConfigurationError
-from workers.runtime import step_room
+from workers.runtime import step_execution
 from workers.scheduling import lanes as worker_lanes
 from workers.scheduling.busy_ratio import BusyRatio, Lane
 
@@ -45,7 +45,7 @@ def test_a_rule_that_asks_for_an_unknown_metric_is_refused() -> None:
 
 
 def test_constants_are_those_of_workers() -> None:
-    assert step_room.SHARED_WEIGHTS_SHARE == SHARED_WEIGHTS_SHARE
+    assert step_execution.SHARED_WEIGHTS_SHARE == SHARED_WEIGHTS_SHARE
     assert worker_lanes.BATCH_JOIN_SHARE == BATCH_JOIN_SHARE
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.kubernetes.trigger_queries import TriggerQueries, own_prometheus
-from infra.simulation.promql import PromQuery
-from infra.simulation.timeseries import TimeSeries
+from infra.kubernetes.autoscaling import TriggerQueries, own_prometheus
+from infra.planning.simulation.promql import PromQuery
+from infra.planning.simulation.timeseries import TimeSeries
 from shared.catalog import read_catalog
 from shared.topics import batch_subscription_id, workers_subscription_id
 

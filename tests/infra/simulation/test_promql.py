@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.simulation.promql import PromQuery
-from infra.simulation.timeseries import TimeSeries
-from infra.simulation.vectors import increase
+from infra.planning.simulation.promql import PromQuery, increase
+from infra.planning.simulation.timeseries import TimeSeries
 from shared.errors import ConfigurationError
 
 NOW_S = 1000.0

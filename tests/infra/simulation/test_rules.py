@@ -9,7 +9,7 @@ import pytest
 
 from infra.kubernetes.deployment import Deployment
 from infra.kubernetes.overlay import write_overlay
-from infra.simulation.rules import autoscaler_rules, read_rules, rendered
+from infra.planning.simulation.rules import autoscaler_rules, read_rules, rendered
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
 from shared.kubernetes_names import slug

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.simulation.arrivals import arrival_times
-from infra.simulation.scenario import SHIPPED, read_scenario
-from infra.simulation.streams import Burst, Constant, StepArrivals, Wave
-from infra.simulation.world import simulate
+from infra.planning.simulation.events import arrival_times
+from infra.planning.simulation.scenario import SHIPPED, read_scenario
+from infra.planning.simulation.streams import Burst, Constant, StepArrivals, Wave
+from infra.planning.simulation.world import simulate
 from shared.errors import ConfigurationError
 
 GIVEN = """

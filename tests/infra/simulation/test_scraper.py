@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from infra.deploy.prices import read_prices
-from infra.simulation.promql import PromQuery
-from infra.simulation.world import World, deployed_rules
+from infra.planning.deploy.prices import read_prices
+from infra.planning.simulation.promql import PromQuery
+from infra.planning.simulation.world import World, deployed_rules
 from tests.infra.simulation.worlds import scenario
 
 SEEN = PromQuery("count(penstock_worker_busy_ratio{lane='interactive'})")

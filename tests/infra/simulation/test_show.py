@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from infra.cli import app
-from infra.simulation.page import page
-from infra.simulation.show import text
-from infra.simulation.world import simulate
+from infra.cli.main import app
+from infra.planning.simulation.page import page
+from infra.planning.simulation.show import text
+from infra.planning.simulation.world import simulate
 from tests.infra.simulation.worlds import scenario
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from infra.simulation.result import SimulationResult
-from infra.simulation.world import simulate
+from infra.planning.simulation.result import SimulationResult
+from infra.planning.simulation.world import simulate
 from shared.errors import ConfigurationError
 from tests.infra.simulation.worlds import scenario
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.deploy.queueing import erlang_c, mean_wait_s
-from infra.simulation.result import SimulationResult
-from infra.simulation.scenario import Scenario
-from infra.simulation.world import simulate
+from infra.planning.deploy.sizing import erlang_c, mean_wait_s
+from infra.planning.simulation.result import SimulationResult
+from infra.planning.simulation.scenario import Scenario
+from infra.planning.simulation.world import simulate
 from tests.infra.simulation.worlds import scenario
 from tests.tiers import examples
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from infra.simulation.scenario import Scenario, scenario_of
+from infra.planning.simulation.scenario import Scenario, scenario_of
 
 ENTRY: dict[str, Any] = {
     "name": "model",

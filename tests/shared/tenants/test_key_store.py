@@ -10,9 +10,7 @@ import pytest
 import redis
 
 from shared.errors import BadInput, Unavailable
-from shared.stores.key_file import KeyFile
-from shared.stores.key_redis import KeyRedis
-from shared.stores.key_stores import key_store
+from shared.stores.key_stores import KeyFile, KeyRedis, key_store
 from shared.tenants.administration import (
     FORGOTTEN_AFTER_S,
     Administration,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from workers.autotune.idle import await_quiet, idle_core_s
+from workers.autotune.search import await_quiet, idle_core_s
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,7 @@
 import pytest
 
 from workers.autotune.hardware import Machine
-from workers.autotune.prior import prior_rank
+from workers.autotune.search import prior_rank
 from workers.models.backend import Backend
 
 pytestmark = pytest.mark.slow

@@ -11,14 +11,13 @@ import psutil
 import pytest
 
 from infra.local.process import Process, answers, free_port
-from infra.local.provision import provision
-from infra.local.provision_servers import TAKEN
+from infra.local.provision_servers import TAKEN, provision
 from infra.local.rabbitmq_server import RabbitServer
 from shared.catalog import read_catalog
 from shared.errors import Unavailable, UndecodableMessage
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
-from shared.rabbitmq.delays import delays_between
+from shared.rabbitmq.topology import delays_between
 from shared.settings import environment_with
 from shared.topics import WEBHOOKS_SUBSCRIPTION_ID, WEBHOOKS_TOPIC_ID
 from shared.transport import Message, SubscriptionSettings

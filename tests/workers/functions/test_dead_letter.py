@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.message_encoding import encode_reply_body
-from shared.messages import ReplyBody
+from shared.messages import ReplyBody, encode_reply_body
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.functions.receiver import Receiver
 from tests.workers.functions.world import World

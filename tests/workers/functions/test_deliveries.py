@@ -13,7 +13,7 @@ from infra.local.process import free_port
 from shared.errors import Unavailable
 from shared.usage.spool import Fields
 from shared.usage.webhook_delivery import TABLE, WebhookDelivery
-from shared.webhook_urls import WebhookUrlForbidden
+from shared.webhooks import WebhookUrlForbidden
 from workers.functions.deliveries import RETRY_S, Deliveries
 from workers.functions.dependencies import RowTable
 from workers.functions.settings import FunctionSettings

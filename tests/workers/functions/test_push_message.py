@@ -9,7 +9,7 @@ import pytest
 
 from shared.errors import UndecodableMessage
 from shared.transport import Message
-from workers.functions.push_message import read_push
+from workers.functions.handler import read_push
 
 PUBLISHED = "2026-11-21T19:59:19.123456789Z"
 JSON = {"content-type": "application/json"}

@@ -11,14 +11,14 @@ import pytest
 from prometheus_client import REGISTRY
 
 from infra.local.process import free_port
-from infra.local.provision import provision
+from infra.local.provision_servers import provision
 from infra.local.rabbitmq_server import RabbitServer
 from shared.catalog import read_catalog
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
 from shared.topics import jobs_topic_id, workers_subscription_id
 from tests.limits import WAIT_LIMIT_S
-from workers.functions.queue_depths import MESSAGES, QueueDepths
+from workers.functions.consumer import MESSAGES, QueueDepths
 
 CATALOG = read_catalog(Path("models.yaml"))
 MODEL = CATALOG.deployed[0].name

@@ -11,7 +11,7 @@ import pytest
 from google.cloud import bigquery
 from typer.testing import CliRunner
 
-from infra.cli import app
+from infra.cli.main import app
 from infra.local.process import answers, free_port
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.workers.functions.conftest import functions_process

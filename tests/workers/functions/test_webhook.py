@@ -13,8 +13,7 @@ from openai import InvalidWebhookSignatureError, OpenAI
 from redis import Redis
 
 from infra.local.process import free_port
-from shared.message_encoding import encode_reply_body
-from shared.messages import ItemOutcome, Receipt, ReplyBody
+from shared.messages import ItemOutcome, Receipt, ReplyBody, encode_reply_body
 from shared.predictions import encode_end
 from shared.tasks.embedding import EmbeddingResult
 from shared.webhooks import tenant_secrets
@@ -22,7 +21,7 @@ from tests.limits import WAIT_LIMIT_S
 from tests.workers.functions.conftest import SECRETS
 from tests.workers.functions.receiver import Delivery, Receiver
 from tests.workers.functions.world import World
-from workers.functions.delivery_state import DeliveryState
+from workers.functions.deliveries import DeliveryState
 
 pytestmark = pytest.mark.anyio
 

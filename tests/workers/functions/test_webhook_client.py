@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from shared.errors import Unavailable
-from shared.webhook_urls import WebhookUrlForbidden, is_public
+from shared.webhooks import WebhookUrlForbidden, is_public
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.functions.receiver import Receiver
 from tests.workers.functions.tokens import Issuer

@@ -15,8 +15,7 @@ import httpx
 from google.cloud import bigquery
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.message_encoding import decode_reply, encode_job
-from shared.messages import Envelope, Item, Job, JobBody, Reply
+from shared.messages import Envelope, Item, Job, JobBody, Reply, decode_reply, encode_job
 from shared.predictions import Prediction, encode_document
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport

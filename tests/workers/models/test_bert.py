@@ -8,8 +8,7 @@ import pytest
 import torch
 import transformers
 
-from workers.models.embedding.bert import bert_encoder
-from workers.models.embedding.cpu_bf16 import computes_bf16
+from workers.models.embedding.encoder_torch import bert_encoder, computes_bf16
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.models.image.compiled_sizes import cheapest_cover
+from workers.models.image.compilation import cheapest_cover
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.models.embedding.length_bucketing import cut_by_length
+from workers.models.embedding.model import cut_by_length
 
 pytestmark = pytest.mark.slow
 

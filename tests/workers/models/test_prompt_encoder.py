@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from workers.models.base import PreparedImage
-from workers.models.image.prompt_encoder import PromptEncoder
+from workers.models.image.model import PromptEncoder
 
 pytestmark = pytest.mark.slow
 

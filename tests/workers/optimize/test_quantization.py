@@ -10,8 +10,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from workers.optimize.quantization import quantize_calibrated
-from workers.optimize.smoothing import Feed
+from workers.optimize.quantization import Feed, quantize_calibrated
 
 pytestmark = pytest.mark.slow
 

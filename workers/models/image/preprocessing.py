@@ -32,7 +32,7 @@ JOINING = (
     "StableDiffusionXLPipeline",
     "StableDiffusionXLImg2ImgPipeline",
 )
-"""Classes in model_index.json whose pipelines for text are in workers.models.image.family."""
+"""Classes in model_index.json whose pipelines for text are in workers.models.image.joining."""
 
 
 class ImagePreparer:

@@ -7,10 +7,19 @@ write next.
 
 A text that writes alone may write several tokens in a step, of which all but the first were guessed
 (`generation.lookup_tokens`). In company each token of a guess would take time from the others.
+
+Whose prompt is read next, of the texts that are in.
+
+Guesses how a text goes on: as it did after the same words before, in its prompt or in itself.
+
+The model checks a guess in one pass, and what it would not have written is dropped. So a text stays
+what it is, and one that quotes is written in fewer passes. Saxena, Prompt lookup decoding, 2023,
+https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +31,78 @@ from shared.tasks.text import TokenChunk
 from workers.models.base import OutOfMemory, PreparedItem, PreparedPrompt, StepEnd
 from workers.models.device import Device
 from workers.models.text.decoder import Decoder
-from workers.models.text.lookup import Lookup
-from workers.models.text.rows import TokenRow, TokenRows
-from workers.models.text.turns import Turns
+from workers.models.text.slots import TokenRow, TokenRows
 from workers.models.text.vocabulary import Vocabulary
 from workers.models.text.writing import IDS, Writing
+
+_MATCHED_TOKENS = 3
+"""That must be equal. Two occur by chance too often, and a wrong guess costs time."""
+_FIRST_GUESS_TOKENS = 4
+
+
+class Lookup:
+    """The guesses for one text.
+
+    Args:
+        most: tokens of a guess.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._longest = most
+        self._now = min(_FIRST_GUESS_TOKENS, most)
+        self._next: dict[tuple[int, ...], int] = {}
+        """Where a text went on after these tokens, the last time."""
+        self._known = _MATCHED_TOKENS
+
+    def guess(self, ids: Sequence[int], room: int) -> list[int]:
+        """The tokens after `ids`, at most `room`. Empty: the end of `ids` was not there before.
+
+        Args:
+            ids: all tokens of the text so far. Those of the last call, and more.
+            room: the most tokens that are of use.
+        """
+        for at in range(self._known, len(ids)):
+            self._next[tuple(ids[at - _MATCHED_TOKENS : at])] = at
+        self._known = max(self._known, len(ids))
+        found = self._next.get(tuple(ids[-_MATCHED_TOKENS:]))
+        if found is None:
+            return []
+        period = len(ids) - found
+        # What reaches the end of the text goes on with itself.
+        return [ids[found + place % period] for place in range(min(self._now, room))]
+
+    def learn(self, guessed: int, right: int) -> None:
+        """Makes the next guess longer after one that was right, and as long as was right else."""
+        self._now = min(2 * guessed, self._longest) if right == guessed else max(1, right)
+
+
+class Turns:
+    """Owners take turns with parts of their prompts. An owner's own are read as they came.
+
+    In order of arrival alone a short prompt would wait for all the long ones of another owner.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+        """When each owner read last, counted in parts."""
+
+    def order(self, owners: Sequence[str]) -> list[int]:
+        """The places of texts in the order of their turns.
+
+        Args:
+            owners: those of the texts that are to be read, in order of arrival.
+        """
+        self._last = {owner: self._last.get(owner, 0) for owner in owners}
+        read_before: dict[str, int] = {}
+        keys = []
+        for place, owner in enumerate(owners):
+            rank = read_before[owner] = read_before.get(owner, -1) + 1
+            keys.append((rank, self._last[owner], place))
+        return [place for _, _, place in sorted(keys)]
+
+    def took(self, owner: str) -> None:
+        """Notes that a part of a prompt of this owner was read."""
+        self._last[owner] = max(self._last.values(), default=0) + 1
 
 
 class _Text:

@@ -1,8 +1,14 @@
-"""What one item has written: its tokens, their text, and why it ended."""
+"""What one item has written: its tokens, their text, and why it ended.
+
+Finds where a text stops, and how much of it readers may see before that is known.
+
+How long the number is that JSON ends with so far.
+"""
 
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 
 import numpy as np
 from llguidance import LLMatcher
@@ -10,10 +16,68 @@ from llguidance import LLMatcher
 from shared.errors import BadInput, ModelFailed
 from shared.tasks.text import FinishReason, GenerationResult, TokenChunk, TokenLogprob
 from workers.models.base import PreparedPrompt
-from workers.models.text.number_length import NumberLength
 from workers.models.text.sampling import Row, choose, largest, log_probabilities, penalize
-from workers.models.text.stops import StopFinder
 from workers.models.text.vocabulary import Vocabulary
+
+MOST_DIGITS = 20
+"""A double holds 17. A model that repeats itself would write a longer one until its tokens end."""
+_IN_NUMBERS = frozenset("+-.eE")
+
+
+class NumberLength:
+    """Reads JSON as it comes, and counts the digits at its end. Digits in strings do not count."""
+
+    def __init__(self) -> None:
+        self._is_in_string = False
+        self._is_escaped = False
+        self._digits = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the number at the end should not get another digit."""
+        return self._digits >= MOST_DIGITS
+
+    def read(self, text: str) -> None:
+        """Takes more of the text in."""
+        for character in text:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_in_string and character == "\\":
+                self._is_escaped = True
+            elif character == '"':
+                self._is_in_string = not self._is_in_string
+            if self._is_in_string or character not in _IN_NUMBERS:
+                is_digit = not self._is_in_string and "0" <= character <= "9"
+                self._digits = self._digits + 1 if is_digit else 0
+
+
+class StopFinder:
+    """Looks for the first of some stop sequences in a text that grows."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._longest = max((len(stop) for stop in self._stops), default=0)
+
+    def find(self, text: str, known: int) -> int | None:
+        """Where the first stop sequence begins, or None.
+
+        Args:
+            text: all of the text so far.
+            known: its first characters, which have no whole stop sequence.
+        """
+        start = max(0, known - self._longest + 1)
+        found = [at for stop in self._stops if (at := text.find(stop, start)) >= 0]
+        return min(found, default=None)
+
+    def visible(self, text: str) -> int:
+        """How many characters can't be part of a stop sequence that ends later."""
+        first = max(0, len(text) - self._longest + 1) if self._stops else len(text)
+        for at in range(first, len(text)):
+            tail = text[at:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return at
+        return len(text)
+
 
 IDS = np.dtype("<u4")
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from shared.errors import ConfigurationError
 from tests.workers.models.text import tiny
-from workers.models.text.cpu_int4 import round_linear_layers
+from workers.models.text.decoder import round_linear_layers
 from workers.models.text.model import TextModel
 
 pytestmark = pytest.mark.slow

@@ -8,8 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.workers.models.text import tiny
-from workers.models.text.cpu_int4 import round_linear_layers
-from workers.models.text.llama import is_llama, join_linear_layers
+from workers.models.text.decoder import is_llama, join_linear_layers, round_linear_layers
 from workers.models.text.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.slow

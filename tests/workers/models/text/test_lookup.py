@@ -13,8 +13,7 @@ from shared.errors import ModelFailed
 from tests.tiers import examples
 from tests.workers.models.text import tiny
 from workers.models.base import OutOfMemory, PreparedPrompt
-from workers.models.text.lookup import Lookup
-from workers.models.text.model import TextModel
+from workers.models.text.model import Lookup, TextModel
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,7 @@ from shared.tasks.text import GenerationInput
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.text import tiny
 from workers.models.base import PreparedPrompt
-from workers.models.text.chat_template import ChatTemplate
-from workers.models.text.prompts import PromptPreparer
+from workers.models.text.prompts import ChatTemplate, PromptPreparer
 from workers.models.text.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.slow

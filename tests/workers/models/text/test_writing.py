@@ -15,9 +15,8 @@ from shared.tasks.text import GenerationResult, TokenChunk, TokenLogprob
 from tests.workers.models.text import tiny
 from workers.models.base import PreparedPrompt
 from workers.models.text.model import TextModel
-from workers.models.text.stops import StopFinder
 from workers.models.text.vocabulary import Vocabulary
-from workers.models.text.writing import Writing
+from workers.models.text.writing import StopFinder, Writing
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,1 @@
+"""The process that runs batches: `python -m api.batch_runner`."""

@@ -1,0 +1,238 @@
+"""One line of a batch: from its bytes to a request, and from an outcome to a line of an output.
+
+Splits a stream of bytes into the lines of a JSONL file (https://jsonlines.org).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+from pydantic import ValidationError
+
+from api.batches.documents import BatchCreated, LineError
+from api.errors import error_response, to_bad_input
+from api.inputs.json_limits import check_amount
+from api.openai.embeddings import EmbeddingsEndpoint
+from api.openai.endpoint import Endpoint, LineRequest
+from api.openai.generation import ChatEndpoint, CompletionEndpoint
+from api.openai.images import GenerationsEndpoint
+from shared.catalog import Catalog
+from shared.errors import BadInput, PenstockError, UnknownModel
+
+ENDPOINTS: dict[str, Endpoint] = {
+    endpoint.path: endpoint
+    for endpoint in (
+        EmbeddingsEndpoint(),
+        GenerationsEndpoint(),
+        ChatEndpoint(),
+        CompletionEndpoint(),
+    )
+}
+"""By path: those that lines of a batch may name."""
+
+LONGEST_LINE_BYTES = 4 * 1024 * 1024
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_BESIDE_BYTES = len(BYTE_ORDER_MARK) + 1
+"""A mark and a CR, which are not part of the data."""
+
+
+class Line(NamedTuple):
+    """A line that is not blank."""
+
+    number: int
+    """Its number in the file, from 1. Blank lines count."""
+    offset: int
+    """Where it begins in the file, in bytes."""
+    data: bytes | None
+    """Without its end. None: it is too long."""
+
+
+class LineSplitter:
+    """Splits pieces of a file, cut anywhere, into lines. Pure: no I/O.
+
+    A line ends with LF or CRLF, the last one also with the file. Blank lines are left out, as is a
+    byte order mark at the start of the file. No more than one line is held.
+
+    Args:
+        longest_bytes: the data of longer lines is dropped.
+        number: of the first line.
+        offset: where the first line begins in the file.
+    """
+
+    def __init__(
+        self, longest_bytes: int = LONGEST_LINE_BYTES, *, number: int = 1, offset: int = 0
+    ) -> None:
+        self._longest_bytes = longest_bytes
+        self._number = number
+        self._start = offset
+        self._held = bytearray()
+        self._dropped = 0
+        """Bytes of the current line that were dropped, as it is too long."""
+
+    def feed(self, data: bytes) -> list[Line]:
+        """Takes the next piece. Returns the lines that it completes."""
+        lines: list[Line] = []
+        at = 0
+        while (end := data.find(b"\n", at)) >= 0:
+            self._hold(data[at:end])
+            self._end_line(lines, 1)
+            at = end + 1
+        self._hold(data[at:])
+        return lines
+
+    def finish(self) -> list[Line]:
+        """Ends the file. Returns its last line, if it did not end with a line feed."""
+        lines: list[Line] = []
+        self._end_line(lines, 0)
+        return lines
+
+    def _hold(self, data: bytes) -> None:
+        if self._dropped or len(self._held) + len(data) > self._longest_bytes + _BESIDE_BYTES:
+            self._dropped += len(self._held) + len(data)
+            self._held.clear()
+        else:
+            self._held += data
+
+    def _end_line(self, lines: list[Line], end_bytes: int) -> None:
+        size_bytes = self._dropped + len(self._held)
+        data: bytes | None = None if self._dropped else bytes(self._held).removesuffix(b"\r")
+        if data is not None and self._start == 0:
+            data = data.removeprefix(BYTE_ORDER_MARK)
+        if data is not None and len(data) > self._longest_bytes:
+            data = None
+        if data is None or data.strip(b" \t\r"):
+            lines.append(Line(self._number, self._start, data))
+        self._number += 1
+        self._start += size_bytes + end_bytes
+        self._held.clear()
+        self._dropped = 0
+
+
+LONGEST_CUSTOM_ID = 512
+
+
+class LineRefused(BadInput):
+    """A line of the file is wrong."""
+
+    def __init__(self, code: str, message: str, line: int, param: str | None = None) -> None:
+        super().__init__(message, field=param)
+        self.shown = LineError(code, self.message, line, param)
+
+
+class _Fields(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+_decoder = msgspec.json.Decoder(_Fields)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """A validated line."""
+
+    number: int
+    custom_id: str
+    request: LineRequest
+
+
+def read_line(line: Line, batch: BatchCreated, catalog: Catalog) -> BatchLine:
+    """Validates a line as the live route does.
+
+    Raises:
+        LineRefused: something in it is wrong.
+    """
+    fields = _fields_of(line)
+    if not 1 <= len(fields.custom_id) <= LONGEST_CUSTOM_ID:
+        reason = f"custom_id has 1 to {LONGEST_CUSTOM_ID} characters"
+        raise LineRefused("invalid_custom_id", reason, line.number, "custom_id")
+    if fields.method != "POST":
+        raise LineRefused("invalid_method", "method must be POST", line.number, "method")
+    if fields.url != batch.endpoint:
+        reason = f"url must be the endpoint of the batch, {batch.endpoint}"
+        raise LineRefused("mismatched_endpoint", reason, line.number, "url")
+    body = bytes(fields.body)
+    try:
+        check_amount(body)
+        request = ENDPOINTS[batch.endpoint].read(body, catalog, default_seed(batch, line.number))
+        if batch.models is not None and request.model.name not in batch.models:
+            raise UnknownModel(f"the key may not use {request.model.name}", field="model")
+    except (ValidationError, BadInput) as error:
+        wrong = error if isinstance(error, BadInput) else to_bad_input(error)
+        code = "model_not_found" if isinstance(wrong, UnknownModel) else wrong.code
+        param = f"body.{wrong.field}" if wrong.field else "body"
+        raise LineRefused(code, wrong.message, line.number, param) from error
+    return BatchLine(line.number, fields.custom_id, request)
+
+
+def custom_id_of(line: Line) -> str:
+    """The custom_id of a line that was validated before."""
+    return _fields_of(line).custom_id
+
+
+def default_seed(batch: BatchCreated, number: int) -> int:
+    """The seed of a line's images that give none: the same whenever the line is computed again."""
+    digest = hashlib.blake2b(f"{batch.id}-{number}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big")
+
+
+def answered(batch: BatchCreated, line: BatchLine, request_id: str, body: bytes) -> bytes:
+    """The line of the output file with an answer."""
+    return _line(batch, line.number, line.custom_id, 200, request_id, body)
+
+
+def refused(batch: BatchCreated, line: BatchLine, request_id: str, error: PenstockError) -> bytes:
+    """The line of the error file with the response that the live route gives."""
+    response = error_response(error)
+    body = bytes(response.body)
+    return _line(batch, line.number, line.custom_id, response.status_code, request_id, body)
+
+
+def not_run(batch: BatchCreated, number: int, custom_id: str, code: str, message: str) -> bytes:
+    """The line of the error file of a request that was not run, and why."""
+    wrong = {"code": code, "message": message}
+    return msgspec.json.encode(
+        {
+            "id": _id(batch, number),
+            "custom_id": custom_id,
+            "response": None,
+            "error": wrong,
+        }
+    )
+
+
+def _line(
+    batch: BatchCreated, number: int, custom_id: str, status: int, request_id: str, body: bytes
+) -> bytes:
+    response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+    return msgspec.json.encode(
+        {
+            "id": _id(batch, number),
+            "custom_id": custom_id,
+            "response": response,
+            "error": None,
+        }
+    )
+
+
+def _id(batch: BatchCreated, number: int) -> str:
+    return f"batch_req_{batch.id.removeprefix('batch_')}_{number}"
+
+
+def _fields_of(line: Line) -> _Fields:
+    if line.data is None:
+        reason = f"the line is longer than {LONGEST_LINE_BYTES} bytes"
+        raise LineRefused("line_too_long", reason, line.number)
+    try:
+        return _decoder.decode(line.data)
+    except msgspec.ValidationError as error:
+        raise LineRefused("invalid_request", str(error), line.number) from error
+    # Bytes that are not UTF-8 raise a UnicodeDecodeError.
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        reason = f"the line is not valid JSON: {error}"
+        raise LineRefused("invalid_json_line", reason, line.number) from error

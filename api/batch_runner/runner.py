@@ -1,0 +1,331 @@
+"""The runner: leases open batches, runs several at the same time, and announces their ends.
+
+Tenants take turns. A runner has at most one batch of a tenant in hand, the oldest that can go on.
+Where more tenants wait than it has hands, a batch is put back after each segment, and the tenant
+that was served longest ago is next.
+
+A batch whose lines can't run now, such as for a budget that is spent, steps aside: its place goes
+to another batch. It is looked at again after pauses that grow up to LONGEST_PAUSE_S, and goes on
+before newer batches of its tenant.
+
+Bounds what a runner has in flight, and shares it equally among its batches.
+
+Leases of batches in Redis, so that runners do not compute the same lines.
+
+A lease saves work, no more: documents and segments are written once, so two runners of one batch
+could do no harm (api/batches/documents.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client import Counter, Gauge
+
+from api.batch_runner.run import BatchRun, Paused, RunTools, Stop, Window
+from api.batches.documents import BatchCreated, BatchEnded
+from api.batches.names import created_at_s
+from api.batches.store import OpenBatch
+from shared.backoff import backoff
+from shared.errors import PenstockError, Unavailable
+from shared.stores.redis_client import RedisLink, RedisStore, load_script
+from shared.webhook_publisher import WebhookPublisher
+from shared.webhooks import BatchEvent
+
+LEASE_S = 15.0
+"""After the death of a runner its batches wait for so long."""
+
+ERRORS = Counter(
+    "penstock_batch_leases_errors_total",
+    "Round trips to Redis about leases of batches that failed, by operation.",
+    ["operation"],
+)
+UP = Gauge("penstock_batch_leases_redis_up", "1 while Redis is being asked about leases.")
+_RENEW = load_script("shared/stores/lease_renew.lua")
+_RELEASE = load_script("shared/stores/lease_release.lua")
+
+
+class BatchLeases(RedisStore):
+    """The leases of one runner: an async context manager that opens without Redis too.
+
+    Args:
+        redis_url: the Redis that all runners share.
+        holder: the id of this runner.
+        lease_s: a lease ends after this time without renewal.
+    """
+
+    def __init__(self, redis_url: str, holder: str, *, lease_s: float = LEASE_S) -> None:
+        super().__init__(
+            RedisLink(
+                "batches",
+                redis_url,
+                timeout_s=1.0,
+                retry_s=0.25,
+                up=UP,
+                errors=ERRORS,
+                field="records_url",
+            )
+        )
+        self._commands = self._link.commands("the store of leases")
+        self._holder = holder
+        self._lease_s = lease_s
+
+    async def take(self, batch_id: str) -> bool:
+        """Takes or renews a lease. Returns whether it is ours.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        lease_ms = round(self._lease_s * 1000)
+        return bool(
+            await self._commands.run_script(_RENEW, [_key(batch_id)], self._holder, lease_ms)
+        )
+
+    async def keep(self, batch_id: str) -> None:
+        """Renews a lease until another runner has it. While Redis is away it counts as ours."""
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            try:
+                if not await self.take(batch_id):
+                    return
+            except Unavailable as error:
+                facts = {"batch": batch_id, "reason": error.message}
+                log.warning("lease of a batch not renewed", extra=facts)
+
+    async def release(self, batch_id: str) -> None:
+        """Ends a lease. Without Redis it ends by itself."""
+        with contextlib.suppress(Unavailable):
+            await self._commands.run_script(_RELEASE, [_key(batch_id)], self._holder)
+
+
+def _key(batch_id: str) -> str:
+    return f"penstock:batch:{batch_id}:lease"
+
+
+POLL_S = 2.0
+"""Each look lists the open batches, for which buckets charge."""
+MOST_AT_ONCE = 8
+ELSEWHERE_S = 5.0
+"""A batch that another runner holds is left alone for so long."""
+NEVER_CREATED_S = 120.0
+"""A marker without a batch is removed after this time: its creation broke off."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+
+OPEN = Gauge("penstock_batches_open", "Batches of all tenants that are not over.")
+RUNNING = Gauge("penstock_batches_running", "Batches that this runner has in hand.")
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Held:
+    """A batch in the hands of this runner."""
+
+    id: str
+    is_cancelled: bool
+    stop: Stop | None = None
+    task: asyncio.Task[None] | None = None
+    is_next_due: bool = False
+    is_any_waiting: bool = False
+
+    def is_next_one_due(self) -> bool:
+        """Whether more tenants wait than there are hands, or an older batch of this one does."""
+        return self.is_next_due
+
+    def is_anyone_waiting(self) -> bool:
+        """Whether any batch could run in place of this one."""
+        return self.is_any_waiting
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        if self.stop is not None:
+            self.stop.cancel()
+
+
+@dataclass(slots=True)
+class _Patience:
+    """When a batch is looked at again that is held elsewhere, that failed here or stepped aside."""
+
+    pauses: Iterator[float] = field(default_factory=lambda: backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S))
+    until_s: float = 0.0
+    is_aside: bool = False
+    """Whether it has stepped aside. Then a cancellation can end it at once."""
+
+    def wait(self, *, is_aside: bool) -> None:
+        """Waits at least FIRST_PAUSE_S, and longer than the last time."""
+        self.until_s = time.monotonic() + max(FIRST_PAUSE_S, next(self.pauses))
+        self.is_aside = is_aside
+
+
+class BatchRunner:
+    """Runs batches until its task is canceled.
+
+    Args:
+        tools: what runs work with.
+        leases: of this runner.
+        webhooks: announces ends.
+        window: bounds the items in flight.
+    """
+
+    def __init__(
+        self, tools: RunTools, leases: BatchLeases, webhooks: WebhookPublisher, window: Window
+    ) -> None:
+        self._tools = tools
+        self._leases = leases
+        self._webhooks = webhooks
+        self._window = window
+        self._held: dict[str, _Held] = {}
+        self._served_s: dict[str, float] = {}
+        self._patience: dict[str, _Patience] = {}
+        self._attempts: dict[str, dict[int, int]] = {}
+        self._woken = asyncio.Event()
+
+    async def run(self) -> None:
+        """Runs until it is canceled. Then it lets go of its batches, which others take over."""
+        try:
+            while True:
+                try:
+                    await self._take_turns()
+                except PenstockError as error:
+                    log.warning("open batches not read", extra={"reason": error.message})
+                self._woken.clear()
+                try:
+                    async with asyncio.timeout(POLL_S):
+                        await self._woken.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            tasks = [held.task for held in self._held.values() if held.task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _take_turns(self) -> None:
+        opened = await self._tools.store.open()
+        OPEN.set(len(opened))
+        self._forget({one.id for one in opened}, {one.owner for one in opened})
+        for one in opened:
+            held = self._held.get(one.owner)
+            if one.is_cancelled and held is not None and held.id == one.id:
+                held.cancel()
+        due = [one for one in opened if self._is_due(one)]
+        waiting = _oldest_of_each(one for one in due if one.owner not in self._held)
+        waiting.sort(key=lambda one: self._served_s.get(one.owner, 0.0))
+        free = MOST_AT_ONCE - len(self._held)
+        for one in waiting[:free]:
+            self._start(one)
+        self._tell_held(due, is_contended=len(waiting) > free)
+
+    def _is_due(self, one: OpenBatch) -> bool:
+        patience = self._patience.get(one.id)
+        if patience is None or (patience.is_aside and one.is_cancelled):
+            return True
+        return patience.until_s <= time.monotonic()
+
+    def _tell_held(self, due: list[OpenBatch], *, is_contended: bool) -> None:
+        """Tells the batches in hand who waits for their turns."""
+        others: dict[str, list[str]] = {}
+        for one in due:
+            held = self._held.get(one.owner)
+            if held is not None and held.id != one.id:
+                others.setdefault(one.owner, []).append(one.id)
+        for owner, held in self._held.items():
+            # Ids count down: the oldest has the largest.
+            held.is_next_due = is_contended or any(one > held.id for one in others.get(owner, ()))
+            held.is_any_waiting = is_contended or owner in others
+
+    def _start(self, one: OpenBatch) -> None:
+        held = self._held[one.owner] = _Held(one.id, one.is_cancelled)
+        self._served_s[one.owner] = time.monotonic()
+        held.task = asyncio.create_task(self._serve(one, held))
+        held.task.add_done_callback(lambda _: self._put_down(one.owner))
+        RUNNING.set(len(self._held))
+
+    def _put_down(self, owner: str) -> None:
+        del self._held[owner]
+        RUNNING.set(len(self._held))
+        self._woken.set()
+
+    async def _serve(self, one: OpenBatch, held: _Held) -> None:
+        """Runs a batch for one turn. Whatever goes wrong is tried again later."""
+        patience = self._patience.setdefault(one.id, _Patience())
+        try:
+            if not await self._leases.take(one.id):
+                patience.until_s = time.monotonic() + ELSEWHERE_S
+                return
+            try:
+                paused = await self._run(one, held)
+                if paused is not Paused.STUCK:
+                    self._patience.pop(one.id, None)
+                if paused in (Paused.STUCK, Paused.MOVED):
+                    self._patience.setdefault(one.id, _Patience()).wait(is_aside=True)
+            finally:
+                await self._leases.release(one.id)
+        except PenstockError as error:
+            facts = {"batch": one.id, "reason": error.message}
+            log.warning("batch interrupted", extra=facts)
+            patience.wait(is_aside=False)
+        except Exception as error:  # a bug must not cost the other batches their runner
+            log.error("batch failed unexpectedly", extra={"batch": one.id}, exc_info=error)
+            patience.wait(is_aside=False)
+
+    async def _run(self, one: OpenBatch, held: _Held) -> Paused | None:
+        store = self._tools.store
+        state = await store.state(one.owner, one.id)
+        if state is None:
+            if time.time() - created_at_s(one.id) > NEVER_CREATED_S:
+                await store.close(one.owner, one.id)
+            return None
+        ended = state.ended or await self._compute(state.created, held)
+        if not isinstance(ended, BatchEnded):
+            return ended
+        await self._announce(ended)
+        await store.close(one.owner, one.id)
+        log.info("batch over", extra={"batch": one.id, "end": ended.end})
+        return None
+
+    async def _compute(self, batch: BatchCreated, held: _Held) -> BatchEnded | Paused | None:
+        stop = held.stop = Stop(batch.expires_at_s)
+        if held.is_cancelled:
+            stop.cancel()
+        with self._window.share() as share:
+            attempts = self._attempts.setdefault(batch.id, {})
+            run = BatchRun(self._tools, batch, stop, share, held, attempts)
+            running = asyncio.ensure_future(run.run())
+            keeping = asyncio.ensure_future(self._leases.keep(batch.id))
+            try:
+                await asyncio.wait([running, keeping], return_when=asyncio.FIRST_COMPLETED)
+                if running.done():
+                    return running.result()
+                log.warning("lease of a batch lost", extra={"batch": batch.id})
+                return None
+            finally:
+                for task in (running, keeping):
+                    task.cancel()
+                await asyncio.gather(running, keeping, return_exceptions=True)
+
+    async def _announce(self, ended: BatchEnded) -> None:
+        batch = ended.created
+        if batch.webhook:
+            event = BatchEvent(
+                batch=batch.id,
+                tenant=batch.tenant,
+                url=batch.webhook,
+                event=f"batch.{ended.end}",  # type: ignore[arg-type]
+                created_at_s=ended.at_s,
+            )
+            await self._webhooks.publish_batch(event)
+
+    def _forget(self, batches: set[str], owners: set[str]) -> None:
+        self._patience = {one: value for one, value in self._patience.items() if one in batches}
+        self._attempts = {one: value for one, value in self._attempts.items() if one in batches}
+        self._served_s = {one: value for one, value in self._served_s.items() if one in owners}
+
+
+def _oldest_of_each(opened: Iterable[OpenBatch]) -> list[OpenBatch]:
+    """One batch of each owner. The newest come first, so the last one counts."""
+    return list({one.owner: one for one in opened}.values())

@@ -1,0 +1,118 @@
+"""The bodies of requests, as pydantic models that validate and document them.
+
+Fields are those of OpenAI's API (https://platform.openai.com/docs/api-reference). Extensions say
+so. Replies are in openai_replies.py.
+
+The bodies of replies, as structs.
+
+msgspec encodes bytes as JSON without intermediate Python objects. Fields are those of OpenAI's API
+(https://platform.openai.com/docs/api-reference). Extensions say so.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+)
+
+from shared.diffusion_schedulers import SCHEDULER_NAMES
+
+
+class Usage(msgspec.Struct):
+    """Tokens of all inputs, with special tokens. Those of results from the cache count here too."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class ErrorDetail(msgspec.Struct):
+    """What went wrong. `code` is stable, and `param` names the wrong field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReply(msgspec.Struct):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
+LONGEST_URL = 2048
+
+
+LARGEST_SEED = 2**53 - 11
+"""JSON numbers above 2^53 are not exact everywhere, and ten images have consecutive seeds."""
+LONGEST_PROMPT = 32_000
+_WHITE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJAAAATUlEQVR42u3PQQ0AAAgEILV/5zOFDz"
+    "doQCepz6aeExAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQELi3cqoDfaKuZM4AAAAASUVORK5CYI"
+    "I="
+)
+"""A white PNG of 64 x 64 pixels, so that the example works as it is."""
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
+"""OpenAI's bounds."""
+EndUser = Annotated[str, Field(max_length=128)]
+"""Who uses the caller's application. The bound is OpenAI's for `safety_identifier`."""
+CacheKey = Annotated[str, Field(max_length=64)]
+"""OpenAI's bound for `prompt_cache_key`."""
+Option = Annotated[str, Field(max_length=64)]
+"""A choice among a few words. New ones are accepted."""
+ItemId = Annotated[str, Field(max_length=256)]
+"""The id of an answer, of a part of it or of a call. OpenAI's are shorter."""
+OPTIONS_MAX_BYTES = 1024
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, Field(min_length=1)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+
+
+def _known(name: str) -> str:
+    if name not in SCHEDULER_NAMES:
+        raise ValueError(f"{name!r} is not a scheduler; known: {', '.join(SCHEDULER_NAMES)}")
+    return name
+
+
+SchedulerName = Annotated[
+    str, AfterValidator(_known), Field(json_schema_extra={"enum": list(SCHEDULER_NAMES)})
+]
+
+
+def _is_short(options: dict[str, Any]) -> dict[str, Any]:
+    if len(json.dumps(options)) > OPTIONS_MAX_BYTES:
+        raise ValueError(f"longer than {OPTIONS_MAX_BYTES} bytes as JSON")
+    return options
+
+
+Options = Annotated[dict[str, Any], AfterValidator(_is_short)]
+"""Options that have no effect."""
+
+
+class Body(BaseModel):
+    """What callers send: fields we don't know are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def shape_of(value: Any) -> str:
+    """The shape of an input by its first element, so that errors mention only this shape."""
+    first = value[0] if isinstance(value, list) and value else value
+    if isinstance(value, list):
+        return (
+            "token_lists:"
+            if isinstance(first, list)
+            else "tokens:"
+            if isinstance(first, int)
+            else "texts:"
+        )
+    return "text:"

@@ -1,0 +1,519 @@
+"""The bodies of requests for text, as OpenAI's clients send them.
+
+https://platform.openai.com/docs/api-reference/chat and /completions. Extensions say so.
+
+The bodies of answers with text, as structs. Fields are those of OpenAI's API.
+
+Tools in the bodies of requests for text, and which of them the model may or must call.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import from_json
+
+from api.bodies import (
+    Body,
+    CacheKey,
+    EndUser,
+    ItemId,
+    Metadata,
+    Option,
+    Options,
+    Tokens,
+    shape_of,
+)
+
+TOOL_NAME = r"^[A-Za-z0-9_-]{1,64}$"
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool. There are only functions."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class ToolChoice(Body):
+    """The one function that the model is to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(Body):
+    """Some of the tools, of which the model may call one, or must."""
+
+    mode: Literal["auto", "required"]
+    tools: list[ToolChoice] = Field(min_length=1, max_length=128)
+
+
+class AllowedToolChoice(Body):
+    """The tools that count in this request."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+AnyToolChoice = Literal["none", "auto", "required"] | ToolChoice | AllowedToolChoice
+
+
+def allowed_tools(tools: list[Tool] | None, choice: AnyToolChoice | None) -> list[Tool]:
+    """The tools that the model may call."""
+    if choice == "none" or not tools:
+        return []
+    if not isinstance(choice, AllowedToolChoice):
+        return tools
+    names = {one.function.name for one in choice.allowed_tools.tools}
+    return [tool for tool in tools if tool.function.name in names]
+
+
+def forced_tools(
+    tools: list[Tool] | None, choice: AnyToolChoice | None
+) -> list[FunctionTool] | None:
+    """The tools of which the model must call one. None: it need not.
+
+    Raises:
+        ValueError: there is no tool that is chosen.
+    """
+    if choice is None or choice in ("none", "auto"):
+        return None
+    functions = [tool.function for tool in allowed_tools(tools, choice)]
+    if isinstance(choice, ToolChoice):
+        functions = [one for one in functions if one.name == choice.function.name]
+    if not functions:
+        raise ValueError("tool_choice: tools has no such tool")
+    if isinstance(choice, AllowedToolChoice) and choice.allowed_tools.mode == "auto":
+        return None
+    return functions
+
+
+class PromptDetails(msgspec.Struct):
+    """Tokens of the prompt whose keys and values had been computed before."""
+
+    cached_tokens: int = 0
+
+
+class TextUsage(msgspec.Struct):
+    """Tokens that were read and written."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class CalledFunction(msgspec.Struct):
+    """A function, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(msgspec.Struct):
+    """A call that the model asks for."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(msgspec.Struct):
+    """What the model says."""
+
+    content: str | None
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    tool_calls: list[CalledTool] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ShownLogprob(msgspec.Struct):
+    """A token, the bytes of its text, and its log probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ShownTokenLogprob(ShownLogprob):
+    """A token of the text, with the most likely ones at its place."""
+
+    top_logprobs: list[ShownLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log probabilities of all tokens."""
+
+    content: list[ShownTokenLogprob]
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    """One of n answers."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: str
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatReply(msgspec.Struct):
+    """A whole answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: TextUsage
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    """What a message has more than before."""
+
+    role: str = ""
+    content: str | None = None
+    tool_calls: list[dict[str, object]] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    """The news of one choice."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(msgspec.Struct):
+    """One event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: TextUsage | msgspec.UnsetType | None = msgspec.UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log probabilities in the old form: one list for each fact."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    """One of n texts, or what it has more than before."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: CompletionLogprobs | None = None
+
+
+class CompletionReply(msgspec.Struct):
+    """A whole text, or one event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: TextUsage | msgspec.UnsetType | None = msgspec.UNSET
+    object: Literal["text_completion"] = "text_completion"
+
+
+LONGEST_SCHEMA = 64 * 1024
+"""Characters of a JSON schema."""
+MOST_TOOLS = 128
+MOST_CHOICES, MOST_PROMPTS = 8, 8
+"""Of one request. Together MOST_ITEMS of shared/stores/token_streams.py."""
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+LARGEST_INT64 = 2**63 - 1
+
+
+def text_or_list(value: Any) -> str:
+    """The tag of a form, so that errors are about the one that was meant."""
+    return "list:" if isinstance(value, list) else "text:"
+
+
+class TextPart(Body):
+    """A part of a message. Text models read text only."""
+
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
+
+
+class FunctionCall(Body):
+    """What an assistant called. `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call in an earlier message of the assistant."""
+
+    id: ItemId
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        Annotated[
+            Annotated[str, Tag("text:")]
+            | Annotated[list[TextPart], Field(min_length=1), Tag("list:")],
+            Discriminator(text_or_list),
+        ]
+        | None
+    ) = None
+    name: str | None = Field(None, max_length=64)
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: ItemId | None = None
+    refusal: str | None = Field(None, description="What an earlier answer said instead.")
+    annotations: list[Any] | None = Field(
+        None, exclude=True, description="Accepted from earlier answers, and not kept."
+    )
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and self.refusal is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a message of a tool names its tool_call_id")
+        return self
+
+    def to_template(self) -> dict[str, Any]:
+        """The message as chat templates read it: text in one piece, arguments as objects."""
+        found: dict[str, Any] = {
+            # Open models know no developers.
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.text,
+        }
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"type": "function", "id": call.id, "function": _parsed(call.function)}
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id is not None:
+            found["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            found["name"] = self.name
+        return found
+
+    @property
+    def text(self) -> str:
+        """The content in one piece."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or self.refusal or ""
+
+
+def _parsed(call: FunctionCall) -> dict[str, Any]:
+    """The call with its arguments as objects, or as their text where that is no sound JSON."""
+    try:
+        # Its bound on nesting is that of bodies, and it takes no lone surrogates.
+        arguments = from_json(call.arguments, allow_inf_nan=False)
+    except ValueError:
+        arguments = call.arguments
+    return {"name": call.name, "arguments": arguments}
+
+
+class JsonSchema(Body):
+    """A schema that the answer matches."""
+
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What the answer looks like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type json_schema, and that needs it")
+        return self
+
+    def to_schema(self) -> str:
+        """The JSON schema of the answer, as JSON. Empty: any text."""
+        if self.type == "text":
+            return ""
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            return '{"type":"object"}'
+        return json.dumps(self.json_schema.schema_)
+
+
+class StreamOptions(Body):
+    """What a stream tells of."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
+
+
+class _SampledBody(Body):
+    """What all requests for text have."""
+
+    model: str | None = Field(None, description="Default: the first text model of the catalog.")
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Share | None = None
+    top_k: int | None = Field(None, ge=0, le=2**20, description="Extension: 0 keeps all tokens.")
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    seed: int | None = Field(
+        None,
+        ge=-LARGEST_INT64 - 1,
+        le=LARGEST_INT64,
+        description="The same seed gives the same text. Choice i of n uses seed + i.",
+    )
+    stop: (
+        Annotated[
+            Annotated[Stop, Tag("text:")]
+            | Annotated[list[Stop], Field(max_length=4), Tag("list:")],
+            Discriminator(text_or_list),
+        ]
+        | None
+    ) = None
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    max_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: EndUser | None = None
+    safety_identifier: EndUser | None = None
+    metadata: Metadata | None = Field(None, description="Accepted, without effect.")
+    store: bool | None = Field(None, description="Accepted, without effect.")
+    service_tier: Option | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_key: CacheKey | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_retention: Option | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_options: Options | None = Field(None, description="Accepted, without effect.")
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _options_are_of_a_stream(self) -> _SampledBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for stream: true")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop sequences."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+
+class ChatBody(_SampledBody):
+    """A conversation to continue."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "messages": [{"role": "user", "content": "What is a mill?"}],
+                "max_tokens": 16,
+                "temperature": 0,
+            }
+        },
+    )
+
+    messages: list[Message] = Field(min_length=1, max_length=2048)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
+    tool_choice: AnyToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="Accepted, without effect.")
+    reasoning_effort: Option | None = Field(None, description="Accepted, without effect.")
+    verbosity: Option | None = Field(None, description="Accepted, without effect.")
+    modalities: Annotated[list[Literal["text"]], Field(max_length=8)] | None = None
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    moderation: None = None
+    prediction: None = None
+    web_search_options: None = None
+
+    @property
+    def allowed_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return allowed_tools(self.tools, self.tool_choice)
+
+    @property
+    def forced_tools(self) -> list[FunctionTool]:
+        """The tools of which the model must call one. Empty: it need not."""
+        return forced_tools(self.tools, self.tool_choice) or []
+
+    @model_validator(mode="after")
+    def _can_be_forced(self) -> ChatBody:
+        is_forced = forced_tools(self.tools, self.tool_choice) is not None
+        if is_forced and self.response_format is not None and self.response_format.type != "text":
+            raise ValueError("tool_choice: a forced call has no response_format")
+        return self
+
+    @model_validator(mode="after")
+    def _alternatives_need_logprobs(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("give either max_tokens or max_completion_tokens")
+        return self
+
+
+class CompletionBody(_SampledBody):
+    """A prompt to continue, without a chat template."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"prompt": "A mill is", "max_tokens": 16, "temperature": 0}},
+    )
+
+    prompt: Annotated[
+        Annotated[str, Field(min_length=1), Tag("text:")]
+        | Annotated[
+            list[Annotated[str, Field(min_length=1)]],
+            Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True),
+            Tag("texts:"),
+        ]
+        | Annotated[Tokens, Tag("tokens:")]
+        | Annotated[
+            list[Tokens],
+            Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True),
+            Tag("token_lists:"),
+        ],
+        Discriminator(shape_of),
+    ]
+    logprobs: int | None = Field(None, ge=0, le=5)
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None

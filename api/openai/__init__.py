@@ -1,0 +1,1 @@
+"""OpenAI's API: one module per subject, with its bodies, replies and routes."""

@@ -1,0 +1,278 @@
+"""/v1/batches in OpenAI's shape. Batches run in a process of their own (api/batches).
+
+A batch as callers see it, in the shape of OpenAI's API.
+
+The bodies of /v1/batches as OpenAI's clients send and read them.
+
+Source: https://platform.openai.com/docs/api-reference/batch
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import APIRouter, Query
+from pydantic import ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.batches.documents import BatchEnded, BatchState, Counts
+from api.batches.service import PAGE, NewBatch
+from api.bodies import LONGEST_URL, Body, Metadata
+from api.http.openapi import AUTHENTICATED, json_body, responses
+from api.http.request import authenticate
+from shared.errors import BadInput
+from shared.webhooks import WebhookUrlForbidden, parse_webhook_url
+
+
+class OutputExpiresAfter(Body):
+    """How long the output file and the error file are kept."""
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=3600, le=30 * 24 * 3600)
+
+
+class BatchBody(Body):
+    """A batch to run."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "input_file_id": "file-fe5f4d8f6a1b00000000000000000000",
+                "endpoint": "/v1/embeddings",
+                "completion_window": "24h",
+            }
+        },
+    )
+
+    input_file_id: str = Field(description="A file of purpose `batch`.")
+    endpoint: Literal[
+        "/v1/embeddings",
+        "/v1/images/generations",
+        "/v1/chat/completions",
+        "/v1/completions",
+    ] = Field(description="The `url` of all lines.")
+    completion_window: Literal["24h"]
+    metadata: Metadata | None = None
+    output_expires_after: OutputExpiresAfter | None = None
+    webhook: str | None = Field(
+        None,
+        max_length=LONGEST_URL,
+        description="Extension: URL to which the end of the batch is sent, signed.",
+    )
+
+
+class BatchRequestCounts(msgspec.Struct):
+    """How many lines are over. Lines that were left undone have failed."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchErrorItem(msgspec.Struct):
+    """Why a file was refused."""
+
+    code: str
+    message: str
+    line: int | None
+    param: str | None
+
+
+class BatchErrors(msgspec.Struct):
+    """All reasons that are told, 100 at most."""
+
+    data: list[BatchErrorItem]
+    object: Literal["list"] = "list"
+
+
+class InputTokensDetails(msgspec.Struct):
+    """Always 0."""
+
+    cached_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct):
+    """Always 0."""
+
+    reasoning_tokens: int = 0
+
+
+class BatchUsage(msgspec.Struct):
+    """Tokens of the lines that were completed."""
+
+    input_tokens: int
+    total_tokens: int
+    output_tokens: int = 0
+    input_tokens_details: InputTokensDetails = msgspec.field(default_factory=InputTokensDetails)
+    output_tokens_details: OutputTokensDetails = msgspec.field(default_factory=OutputTokensDetails)
+
+
+class BatchObject(msgspec.Struct, kw_only=True):
+    """A batch. Times are Unix seconds."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    status: Literal[
+        "validating",
+        "failed",
+        "in_progress",
+        "finalizing",
+        "completed",
+        "expired",
+        "cancelling",
+        "cancelled",
+    ]
+    created_at: int
+    expires_at: int
+    request_counts: BatchRequestCounts
+    model: str | None = None
+    errors: BatchErrors | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    usage: BatchUsage | None = None
+    metadata: dict[str, str] | None = None
+    completion_window: Literal["24h"] = "24h"
+    object: Literal["batch"] = "batch"
+
+
+class BatchesPage(msgspec.Struct):
+    """One page of batches."""
+
+    data: list[BatchObject]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
+
+
+def shown_batch(state: BatchState) -> BatchObject:
+    """The body of a batch."""
+    created, plan, counts = state.created, state.plan, state.counts or Counts()
+    shown = BatchObject(
+        id=created.id,
+        endpoint=created.endpoint,
+        input_file_id=created.input_file_id,
+        status=state.status,
+        created_at=int(created.created_at_s),
+        expires_at=int(created.expires_at_s),
+        metadata=created.metadata,
+        request_counts=BatchRequestCounts(0, counts.completed, counts.failed),
+        usage=BatchUsage(counts.tokens, counts.tokens) if counts.tokens else None,
+        cancelling_at=_second(state.cancelling_at_s),
+    )
+    if state.ended is not None:
+        return _with_end(shown, state.ended)
+    if plan is not None:
+        shown.request_counts.total = plan.total
+        shown.model, shown.in_progress_at = plan.model, _second(plan.in_progress_at_s)
+    if state.finalizing is not None:
+        shown.finalizing_at = _second(state.finalizing.at_s)
+    return shown
+
+
+def _with_end(shown: BatchObject, ended: BatchEnded) -> BatchObject:
+    shown.request_counts.total = ended.total
+    errors = [BatchErrorItem(one.code, one.message, one.line, one.param) for one in ended.errors]
+    return msgspec.structs.replace(
+        shown,
+        model=ended.plan_model or None,
+        errors=BatchErrors(errors) if errors else None,
+        output_file_id=ended.output_file_id or None,
+        error_file_id=ended.error_file_id or None,
+        in_progress_at=_second(ended.in_progress_at_s),
+        finalizing_at=_second(ended.finalizing_at_s),
+        cancelling_at=_second(ended.cancelling_at_s),
+        **{f"{ended.end}_at": _second(ended.at_s)},
+    )
+
+
+def _second(at_s: float) -> int | None:
+    return int(at_s) if at_s else None
+
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/batches",
+    summary="Create a batch",
+    openapi_extra=json_body(BatchBody),
+    responses=responses(BatchObject, 400, 401, 404, 408, 413, 429, 503),
+)
+async def create_batch(request: Request) -> Response:
+    """Answers at once, with status `validating`. The lines run within 24 hours, at a lower price.
+
+    `webhook` is called at the end, with an event in the shape of OpenAI's.
+    """
+    call = authenticate(request)
+    body = await call.read_json(BatchBody)
+    dependencies = call.dependencies
+    if body.webhook:
+        try:
+            parse_webhook_url(body.webhook, allow_private=dependencies.settings.webhooks_private)
+        except WebhookUrlForbidden as error:
+            raise BadInput(f"webhook: {error.message}", field="webhook") from error
+    keep = body.output_expires_after
+    asked = NewBatch(
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        metadata=body.metadata,
+        output_keep_s=None if keep is None else keep.seconds,
+        webhook=body.webhook or "",
+    )
+    return _json(shown_batch(await dependencies.batches.create(call.caller, asked)))
+
+
+@router.get(
+    "/v1/batches",
+    summary="List batches",
+    openapi_extra=AUTHENTICATED,
+    responses=responses(BatchesPage, 400, 401, 503),
+)
+async def list_batches(
+    request: Request, after: str = "", limit: Annotated[int, Query(ge=1, le=PAGE)] = 20
+) -> Response:
+    """The batches of the tenant, the newest first."""
+    call = authenticate(request)
+    page = await call.dependencies.batches.page(call.tenant, after=after, limit=limit)
+    data = [shown_batch(state) for state in page.batches]
+    first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+    return _json(BatchesPage(data, page.has_more, first_id, last_id))
+
+
+@router.get(
+    "/v1/batches/{batch_id}",
+    summary="Get a batch",
+    openapi_extra=AUTHENTICATED,
+    responses=responses(BatchObject, 401, 404, 503),
+)
+async def get_batch(request: Request, batch_id: str) -> Response:
+    """A batch, with how many of its lines are over."""
+    call = authenticate(request)
+    return _json(shown_batch(await call.dependencies.batches.find(call.tenant, batch_id)))
+
+
+@router.post(
+    "/v1/batches/{batch_id}/cancel",
+    summary="Cancel a batch",
+    openapi_extra=AUTHENTICATED,
+    responses=responses(BatchObject, 400, 401, 404, 503),
+)
+async def cancel_batch(request: Request, batch_id: str) -> Response:
+    """Stops a batch. Lines that are not over get `batch_cancelled` in the error file."""
+    call = authenticate(request)
+    return _json(shown_batch(await call.dependencies.batches.cancel(call.tenant, batch_id)))
+
+
+def _json(reply: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(reply), media_type="application/json")

@@ -1,0 +1,378 @@
+"""POST /v1/chat/completions and /v1/completions, and their streams.
+
+A streamed answer is a prediction: its record is in Redis before its job is published, so any
+instance can go on with the stream.
+
+The events of streamed chats and completions, in OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.bodies import ErrorDetail, ErrorReply
+from api.chat_bodies import (
+    ChatBody,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatReply,
+    CompletionBody,
+    CompletionChoice,
+    CompletionReply,
+)
+from api.errors import ERROR_MAPPINGS, NotFound
+from api.http import openapi
+from api.http.fast_route import IS_HEAD, StreamedRoute
+from api.http.openapi import LAST_EVENT_ID, inference_body, inference_responses, streamed
+from api.http.request import ApiRequest, authenticate, open_request
+from api.openai.generation import (
+    chat_choice,
+    chat_logprobs,
+    chat_reply,
+    completion_logprobs,
+    completion_reply,
+    inputs_of,
+    is_repeatable,
+    model_of,
+    results_of,
+    shown_of,
+    usage_of,
+)
+from api.predictions.creation import PredictionSnapshot
+from api.predictions.event_stream import HeldResponse
+from api.predictions.service import PredictionNotOver
+from api.predictions.text_stream import TextShape, seen_from_id
+from api.replicate.prediction_request import digest_of, new_prediction
+from api.tasks.base import Inputs
+from shared.catalog import Model
+from shared.errors import error_for_code
+from shared.messages import ItemOutcome, reason_of
+from shared.predictions import EVENTS_TYPE
+from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
+from shared.usage.charge import price_of
+
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+def failure_event(code: str, message: str) -> bytes:
+    """An error, as OpenAI's clients raise it."""
+    mapping = ERROR_MAPPINGS.get(code, ERROR_MAPPINGS["internal"])
+    detail = ErrorDetail(message, mapping.type, None, code)
+    return _event(ErrorReply(detail))
+
+
+def _event(body: msgspec.Struct) -> bytes:
+    return b"data: " + _encode(body) + b"\n\n"
+
+
+class ChatEvents:
+    """The events of a chat. `made` is its id."""
+
+    def __init__(self, body: ChatBody, made: str, created_at_s: float, model: Model) -> None:
+        self._body = body
+        self._made = made
+        self._created = int(created_at_s)
+        self._model = model
+        self._has_tools = bool(body.allowed_tools)
+        options = body.stream_options
+        self._has_usage = options is not None and options.include_usage
+
+    def opening(self, index: int) -> bytes:
+        """Who speaks."""
+        return self._chunk(ChatChunkChoice(index, ChatDelta("assistant", "")))
+
+    def delta(
+        self,
+        index: int,
+        before: str,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        at: tuple[int, int],
+    ) -> bytes | None:
+        """More of the message. What may become the call of a tool is held back."""
+        if self._has_tools:
+            text = shown_of(before + text)[len(shown_of(before)) :]
+        told = chat_logprobs(logprobs) if self._body.logprobs and logprobs else None
+        if not text and told is None:
+            return None
+        return self._chunk(ChatChunkChoice(index, ChatDelta(content=text), told))
+
+    def ending(self, index: int, result: GenerationResult) -> list[bytes]:
+        """What was held back, the calls of tools, and why the message ends."""
+        choice = chat_choice(self._body, self._made, index, result)
+        events = []
+        content = choice.message.content or ""
+        if self._has_tools and (rest := content[len(shown_of(result.text)) :]):
+            events.append(self._chunk(ChatChunkChoice(index, ChatDelta(content=rest))))
+        if isinstance(choice.message.tool_calls, list):
+            for number, call in enumerate(choice.message.tool_calls):
+                told = {"index": number} | msgspec.to_builtins(call)
+                delta = ChatDelta(tool_calls=[told])
+                events.append(self._chunk(ChatChunkChoice(index, delta)))
+        ended = ChatChunkChoice(index, ChatDelta(), finish_reason=choice.finish_reason)
+        return [*events, self._chunk(ended)]
+
+    def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
+        """The tokens, if they were asked for."""
+        if not self._has_usage:
+            return [DONE]
+        usage = usage_of(results_of(outcomes, self._model), self._body.n or 1)
+        chunk = ChatChunk(self._made, self._created, self._model.name, [], usage)
+        return [_event(chunk), DONE]
+
+    def failure(self, code: str, message: str) -> bytes:
+        """An error."""
+        return failure_event(code, message)
+
+    def _chunk(self, choice: ChatChunkChoice) -> bytes:
+        chunk = ChatChunk(self._made, self._created, self._model.name, [choice])
+        if self._has_usage:
+            chunk.usage = None
+        return _event(chunk)
+
+
+class CompletionEvents:
+    """The events of a completion. `made` is its id."""
+
+    def __init__(self, body: CompletionBody, made: str, created_at_s: float, model: Model) -> None:
+        self._body = body
+        self._made = made
+        self._created = int(created_at_s)
+        self._model = model
+        options = body.stream_options
+        self._has_usage = options is not None and options.include_usage
+
+    def opening(self, index: int) -> None:
+        """Nothing: a completion begins with its text."""
+
+    def delta(
+        self,
+        index: int,
+        before: str,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        at: tuple[int, int],
+    ) -> bytes | None:
+        """More of the text."""
+        told = None
+        if self._body.logprobs is not None and logprobs:
+            told = completion_logprobs(logprobs, len(before))
+        if not text and told is None:
+            return None
+        return self._chunk(CompletionChoice(index, text, None, told))
+
+    def ending(self, index: int, result: GenerationResult) -> list[bytes]:
+        """Why the text ends."""
+        return [self._chunk(CompletionChoice(index, "", result.finish_reason))]
+
+    def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
+        """The tokens, if they were asked for."""
+        if not self._has_usage:
+            return [DONE]
+        usage = usage_of(results_of(outcomes, self._model), self._body.n or 1)
+        reply = CompletionReply(self._made, self._created, self._model.name, [], usage)
+        return [_event(reply), DONE]
+
+    def failure(self, code: str, message: str) -> bytes:
+        """An error."""
+        return failure_event(code, message)
+
+    def _chunk(self, choice: CompletionChoice) -> bytes:
+        reply = CompletionReply(self._made, self._created, self._model.name, [choice])
+        if self._has_usage:
+            reply.usage = None
+        return _event(reply)
+
+
+router = APIRouter(route_class=StreamedRoute)
+stored_router = APIRouter()
+B = TypeVar("B", ChatBody, CompletionBody)
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+StartingAfter = Annotated[
+    str, Query(description="As `Last-Event-ID`: only events after this one are sent.")
+]
+
+
+class _Endpoint(NamedTuple, Generic[B]):
+    """What differs between the two endpoints."""
+
+    path: str
+    body: type[B]
+    id_prefix: str
+    reply: Callable[[B, str, float, Model, Sequence[ItemOutcome]], msgspec.Struct]
+    events: Callable[[B, str, float, Model], TextShape]
+
+
+CHAT = _Endpoint("/v1/chat/completions", ChatBody, "chatcmpl-", chat_reply, ChatEvents)
+COMPLETION = _Endpoint(
+    "/v1/completions", CompletionBody, "cmpl-", completion_reply, CompletionEvents
+)
+
+
+@router.post(
+    CHAT.path,
+    summary="Continue a chat",
+    openapi_extra=inference_body(ChatBody),
+    responses=streamed(inference_responses(ChatReply)),
+)
+async def create_chat(request: Request) -> Response:
+    """Answers with the whole message, or with `"stream": true` token by token.
+
+    Each event of a stream has an id. The same request with the same `Idempotency-Key` and that id
+    as `Last-Event-ID` goes on behind it, on any instance.
+    """
+    return await _create(request, CHAT)
+
+
+@router.post(
+    COMPLETION.path,
+    summary="Continue a text",
+    openapi_extra=inference_body(CompletionBody),
+    responses=streamed(inference_responses(CompletionReply)),
+)
+async def create_completion(request: Request) -> Response:
+    """Answers as the chat endpoint does, without a chat template."""
+    return await _create(request, COMPLETION)
+
+
+@stored_router.get(
+    "/v1/chat/completions/{completion_id}",
+    summary="Get a streamed chat",
+    openapi_extra={"parameters": [LAST_EVENT_ID]} | openapi.AUTHENTICATED,
+    responses=streamed(openapi.responses(ChatReply, 400, 401, 404, 409, 429, 499, 500, 503, 504)),
+)
+async def read_chat(
+    request: Request, completion_id: str, stream: bool = False, starting_after: StartingAfter = ""
+) -> Response:
+    """The whole answer once it is there. With `stream=true` its events, from any place on."""
+    call = authenticate(request)
+    snapshot = await call.prediction(completion_id)
+    if snapshot.prediction.endpoint != CHAT.path:
+        raise NotFound(f"there is no chat completion {completion_id[:80]!r}")
+    body = ChatBody.model_validate(snapshot.prediction.input)
+    if stream:
+        last_id = request.headers.get("last-event-id", "") or starting_after
+        with ExitStack() as held:
+            held.enter_context(call.dependencies.text_streams.reserved(call.tenant))
+            return _stream(call, CHAT, body, snapshot, last_id, held.pop_all())
+    return _stored(call, CHAT, body, snapshot)
+
+
+async def _create(request: Request, endpoint: _Endpoint[Any]) -> Response:
+    call = open_request(request)
+    body = await call.read_json(endpoint.body)
+    model = model_of(body, call.dependencies.catalog)
+    call.use(model)
+    seed = call.context.key_seed
+    if seed is None:
+        seed = secrets.randbelow(2**53)
+    inputs = inputs_of(body, model, seed)
+    if body.stream:
+        return await _create_stream(call, endpoint, body, model, inputs)
+    repeats = is_repeatable(body) or call.context.key_seed is not None
+    made = endpoint.id_prefix + call.context.request_id.removeprefix("req_")
+    async with call.inferred(model, inputs, is_repeatable=repeats) as response:
+        return _json(
+            endpoint.reply(body, made, call.context.received_at_s, model, response.outcomes)
+        )
+
+
+async def _create_stream(
+    call: ApiRequest,
+    endpoint: _Endpoint[Any],
+    body: ChatBody | CompletionBody,
+    model: Model,
+    inputs: Sequence[GenerationInput],
+) -> Response:
+    dependencies = call.dependencies
+    last_id = call.http.headers.get("last-event-id", "")
+    seen_from_id(last_id, len(inputs))
+    shown = body.model_dump(mode="json", exclude_unset=True, by_alias=True)
+    read = Inputs(inputs, shown, is_list=len(inputs) > 1, is_repeatable=is_repeatable(body))
+    digest = digest_of(json.dumps([model.name, endpoint.path, shown], sort_keys=True))
+    new = new_prediction(call, model, read, digest=digest, owner="penstock", endpoint=endpoint.path)
+    with ExitStack() as held:
+        held.enter_context(dependencies.text_streams.reserved(call.tenant))
+        async with (
+            call.limited(model, inputs) as limited,
+            dependencies.predictions.creating(
+                new, waits=False, hold=limited.hold(new.prediction, dependencies.follower.follow)
+            ) as creation,
+        ):
+            if not creation.is_new:
+                limited.settle(price_of(model, call.context.received_at_s), [])
+        return _stream(call, endpoint, body, creation.snapshot, last_id, held.pop_all())
+
+
+def _stream(
+    call: ApiRequest,
+    endpoint: _Endpoint[Any],
+    body: ChatBody | CompletionBody,
+    snapshot: PredictionSnapshot,
+    last_id: str,
+    held: ExitStack,
+) -> Response:
+    """The events behind `last_id`. Frees what is `held` at the end."""
+    with held:
+        prediction, model = snapshot.prediction, _model_of(call, snapshot)
+        seen = seen_from_id(last_id, _items_of(body))
+        if IS_HEAD in call.http.scope:
+            return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
+        shape = endpoint.events(body, prediction.id, prediction.created_at_s, model)
+        told = call.dependencies.text_streams.follow(
+            snapshot, shape, seen, call.check_key, stays=False
+        )
+        headers = {**_HEADERS, "location": f"{CHAT.path}/{prediction.id}"}
+        if endpoint is not CHAT:
+            del headers["location"]
+        return HeldResponse(told, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+
+
+def _items_of(body: ChatBody | CompletionBody) -> int:
+    prompts = 1
+    if isinstance(body, CompletionBody) and isinstance(body.prompt, list):
+        prompts = 1 if isinstance(body.prompt[0], int) else len(body.prompt)
+    return prompts * (body.n or 1)
+
+
+def _stored(
+    call: ApiRequest, endpoint: _Endpoint[Any], body: ChatBody, snapshot: PredictionSnapshot
+) -> Response:
+    """The whole answer of a prediction.
+
+    Raises:
+        PredictionNotOver: it is being written.
+        PenstockError: it failed.
+    """
+    prediction, record = snapshot
+    if not record.is_over:
+        raise PredictionNotOver("the answer is being written; stream it, or ask again")
+    outcomes = record.reply.outcomes if record.reply is not None else []
+    failed = next((one for one in outcomes if one.error is not None), None)
+    if failed is not None and failed.error is not None:
+        raise error_for_code(failed.error.code, reason_of(failed))
+    if record.state != "succeeded":
+        raise error_for_code("canceled", "the request was canceled")
+    model = _model_of(call, snapshot)
+    return _json(endpoint.reply(body, prediction.id, prediction.created_at_s, model, outcomes))
+
+
+def _model_of(call: ApiRequest, snapshot: PredictionSnapshot) -> Model:
+    model = call.dependencies.catalog.find(snapshot.prediction.model)
+    call.use(model)
+    return model
+
+
+def _json(reply: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(reply), media_type="application/json")

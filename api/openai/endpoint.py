@@ -1,0 +1,69 @@
+"""An endpoint of OpenAI's API that runs a model, apart from HTTP. Routes and batches share it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from api.bodies import Body
+from api.inputs.image_codec import ImageCodec
+from shared.catalog import Catalog, Model
+from shared.messages import ItemOutcome
+from shared.stores.objects import ObjectStore
+from shared.tasks import Input
+
+
+@dataclass(frozen=True, slots=True)
+class LineRequest:
+    """A validated line of a batch: what is to be computed, and by which model."""
+
+    body: Body
+    model: Model
+    inputs: Sequence[Input]
+    is_repeatable: bool
+    reply_bytes: int
+    """An estimate of the size of its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyTools:
+    """What answers are made with."""
+
+    objects: ObjectStore
+    image_codec: ImageCodec
+    deadline_s: float
+    """Unix time at which work on an answer is stopped."""
+
+
+class Endpoint(ABC):
+    """One endpoint that lines of a batch may name."""
+
+    path: ClassVar[str]
+
+    @abstractmethod
+    def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
+        """Validates the body of a line as the route of this endpoint does.
+
+        Args:
+            data: the body as JSON.
+            catalog: the models.
+            default_seed: of images whose body gives no seed.
+
+        Raises:
+            pydantic.ValidationError: the body does not match its schema.
+            BadInput: the model can't compute it, or there is no such model.
+        """
+
+    @abstractmethod
+    async def reply(
+        self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
+    ) -> bytes:
+        """The body of the answer, as JSON in one line.
+
+        Raises:
+            Unavailable: the object store is out of reach.
+            DeadlineExceeded: a picture was not encoded in time.
+            Overloaded: too many pictures wait to be encoded.
+        """

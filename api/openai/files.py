@@ -1,0 +1,296 @@
+"""/v1/files in OpenAI's shape. Replicate's clients upload to the same path, with another field.
+
+The bodies of /v1/files as OpenAI's clients send and read them.
+
+Source: https://platform.openai.com/docs/api-reference/files
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Awaitable
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Query
+from pydantic import ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from api.batches.files import FILE_MAX_BYTES, KEEP_S, PAGE, SHORTEST_KEEP_S, BatchFile
+from api.bodies import Body
+from api.errors import EXPECTED_ERRORS
+from api.http.fast_route import IS_HEAD
+from api.http.openapi import (
+    AUTHENTICATED,
+    Described,
+    binary,
+    empty,
+    errors,
+    of_both_apis,
+    ref_to,
+    responses,
+    success,
+)
+from api.http.request import ApiRequest, authenticate
+from api.http.upload_form import UploadForm, first_field
+from api.problem_details import problem_response
+from api.replicate import models as replicate_models
+from api.replicate.replies import FileReply
+from shared.errors import BadInput
+
+
+class FileForm(Body):
+    """The fields of an upload beside the file, as text."""
+
+    model_config = ConfigDict(populate_by_name=False)
+
+    purpose: Literal["batch"]
+    anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
+    seconds: int | None = Field(None, ge=3600, le=30 * 24 * 3600, alias="expires_after[seconds]")
+
+
+class FileObject(msgspec.Struct):
+    """An uploaded file, or one that a batch wrote. Times are Unix seconds."""
+
+    id: str
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    object: Literal["file"] = "file"
+    status: Literal["uploaded", "processed", "error"] = "processed"
+    status_details: str | None = None
+
+
+class FilesPage(msgspec.Struct):
+    """One page of files."""
+
+    data: list[FileObject]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
+    results: list[dict[str, Any]] = []
+    """The files of Replicate's clients, on the first page."""
+    next: None = None
+    previous: None = None
+
+
+class FileDeleted(msgspec.Struct):
+    """The answer to a deletion."""
+
+    id: str
+    deleted: bool = True
+    object: Literal["file"] = "file"
+
+
+router = APIRouter()
+
+FORM_BYTES = 64 * 1024
+"""What a form may take beside its file."""
+_OF_REPLICATE = frozenset({"content", "metadata"})
+_RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})?")
+_FILE = {"type": "string", "format": "binary"}
+_FIELDS: Described = {
+    "file": _FILE | {"description": "For a batch: JSONL, a request in each line."},
+    "purpose": {"type": "string", "enum": ["batch"], "description": "Goes with `file`."},
+    "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+    "expires_after[seconds]": {"type": "integer", "minimum": SHORTEST_KEEP_S, "maximum": KEEP_S},
+    "content": _FILE | {"description": "For a prediction, as Replicate's clients send it."},
+    "metadata": {"type": "object", "description": "Goes with `content`. Kept with the file."},
+}
+_UPLOAD: Described = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {"type": "object", "properties": _FIELDS},
+                "encoding": {"metadata": {"contentType": "application/json"}},
+            }
+        },
+    }
+}
+_EITHER: Described = {
+    "content": {"application/json": {"schema": {"anyOf": [ref_to(FileObject), ref_to(FileReply)]}}}
+}
+
+
+@router.post(
+    "/v1/files",
+    summary="Upload a file",
+    openapi_extra=_UPLOAD | AUTHENTICATED,
+    responses={
+        200: success("The file.", FileObject),
+        201: success("The file of a prediction, in Replicate's shape.", FileReply),
+        **of_both_apis(400, 401, 408, 413, 422, 429, 503),
+    },
+)
+async def create_file(request: Request) -> Response:
+    """Takes a form with the file of a batch as `file`, and its `purpose`.
+
+    A form with the field `content` is an upload of Replicate's clients.
+    """
+    call = authenticate(request)
+    call.context.streamed_max_bytes = FILE_MAX_BYTES + FORM_BYTES
+    name, replayed = await first_field(request)
+    if name in _OF_REPLICATE:
+        call.context.streamed_max_bytes = 0
+        return await _as_replicate(replayed, replicate_models.create_file(replayed))
+    return _json(await _receive(call, replayed))
+
+
+async def _receive(call: ApiRequest, request: Request) -> FileObject:
+    call.check_charset()
+    files = call.dependencies.batch_files
+    form = UploadForm(request.headers.get("content-type", ""), "file")
+    async with files.upload(call.storage_quota("file"), call.body_bytes) as upload:
+        async for data in request.stream():
+            for piece in form.feed(data):
+                await upload.write(piece)
+        form.finish()
+        fields = FileForm.model_validate(form.fields)
+        if (fields.anchor is None) != (fields.seconds is None):
+            raise BadInput("expires_after: anchor and seconds go together", field="expires_after")
+        upload.filename, upload.keep_s = form.filename or "file", fields.seconds or KEEP_S
+    return _shown(upload.to_file(call.tenant))
+
+
+@router.get(
+    "/v1/files",
+    summary="List files",
+    openapi_extra=AUTHENTICATED,
+    responses=responses(FilesPage, 400, 401, 503),
+)
+async def list_files(
+    request: Request,
+    after: str = "",
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    order: Literal["asc", "desc"] = "desc",
+    purpose: str = "",
+) -> Response:
+    """The files of batches, the newest first, 100 a page at most.
+
+    The first page also has the files of Replicate's clients, as `results`.
+    """
+    call = authenticate(request)
+    page = await call.dependencies.batch_files.page(
+        call.tenant,
+        after=after,
+        limit=min(limit, PAGE),
+        is_ascending=order == "asc",
+        purpose=purpose,
+    )
+    data = [_shown(file) for file in page.files]
+    first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+    results = [] if after else await replicate_models.shown_files(call)
+    return _json(FilesPage(data, page.has_more, first_id, last_id, results=results))
+
+
+@router.get(
+    "/v1/files/{file_id}",
+    summary="Get a file",
+    openapi_extra=AUTHENTICATED,
+    responses={
+        200: success("The file.", FileObject) | _EITHER,
+        **of_both_apis(400, 401, 404, 503),
+    },
+)
+async def get_file(request: Request, file_id: str) -> Response:
+    """What is known of a file. Ids that begin with `file_` are those of Replicate's API."""
+    call = authenticate(request)
+    if file_id.startswith("file_"):
+        return await _as_replicate(request, replicate_models.get_file(request, file_id))
+    return _json(_shown(await call.dependencies.batch_files.find(call.tenant, file_id)))
+
+
+@router.delete(
+    "/v1/files/{file_id}",
+    summary="Delete a file",
+    openapi_extra=AUTHENTICATED,
+    responses={
+        200: success("It is deleted.", FileDeleted),
+        204: empty("It is deleted, in Replicate's shape."),
+        **of_both_apis(400, 401, 404, 503),
+    },
+)
+async def delete_file(request: Request, file_id: str) -> Response:
+    """Deletes a file of batches at once, unless a batch still reads it."""
+    call = authenticate(request)
+    if file_id.startswith("file_"):
+        return await _as_replicate(request, replicate_models.delete_file(request, file_id))
+    files = call.dependencies.batch_files
+    file = await files.find(call.tenant, file_id)
+    await call.dependencies.batches.check_unused(file)
+    await files.delete(file)
+    return _json(FileDeleted(file_id))
+
+
+@router.get(
+    "/v1/files/{file_id}/content",
+    summary="Download a file",
+    openapi_extra=AUTHENTICATED,
+    response_class=Response,
+    responses={
+        200: binary("The bytes of the file.", "application/jsonl", headers=("Accept-Ranges",)),
+        206: binary(
+            "The bytes that `Range` asks for.",
+            "application/jsonl",
+            headers=("Accept-Ranges", "Content-Range"),
+        ),
+        **errors(400, 401, 404, 503),
+    },
+)
+async def get_content(request: Request, file_id: str) -> Response:
+    """The bytes of a file, or those of one `Range: bytes=first-last`, as a stream."""
+    call = authenticate(request)
+    files = call.dependencies.batch_files
+    file = await files.find(call.tenant, file_id)
+    start, end = _asked_range(request.headers.get("range", ""), file.size_bytes)
+    is_part = (start, end) != (0, file.size_bytes)
+    headers = {"accept-ranges": "bytes", "x-content-type-options": "nosniff"}
+    if is_part:
+        headers["content-range"] = f"bytes {start}-{end - 1}/{file.size_bytes}"
+    chunks = _nothing() if request.scope.get(IS_HEAD) else files.read(file, start, end)
+    return StreamingResponse(chunks, 206 if is_part else 200, headers, "application/jsonl")
+
+
+def _asked_range(header: str, size_bytes: int) -> tuple[int, int]:
+    """The first byte and the one after the last. Forms that are not understood mean all of it.
+
+    RFC 9110, 14.2 allows a server to ignore `Range`.
+    """
+    found = _RANGE.fullmatch(header.strip())
+    if found is None:
+        return 0, size_bytes
+    start = int(found[1])
+    end = min(size_bytes, int(found[2]) + 1) if found[2] else size_bytes
+    return (start, end) if start < end else (0, size_bytes)
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    return
+    yield
+
+
+async def _as_replicate(request: Request, answering: Awaitable[Response]) -> Response:
+    try:
+        return await answering
+    except EXPECTED_ERRORS as error:
+        return problem_response(request, error)
+
+
+def _shown(file: BatchFile) -> FileObject:
+    return FileObject(
+        id=file.id,
+        bytes=file.size_bytes,
+        created_at=int(file.created_at_s),
+        expires_at=int(file.expires_at_s),
+        filename=file.filename,
+        purpose=file.purpose,
+    )
+
+
+def _json(reply: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(reply), media_type="application/json")

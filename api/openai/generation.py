@@ -1,0 +1,427 @@
+"""Chat completions and completions in OpenAI's shape: from a body to inputs, and to a reply.
+
+Reads the calls of tools out of a model's text.
+
+Each family of models has been trained on a form of its own, which its chat template shows:
+
+- Hermes, Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one or several.
+- SmolLM2: `<tool_call>[{"name": …, "arguments": {…}}, …]</tool_call>`.
+- Mistral: `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`.
+- Llama 3.1: the text is `{"name": …, "parameters": {…}}`, possibly behind `<|python_tag|>`.
+
+A call that is forced has the form of Llama 3.1, with `arguments`, whatever the family.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+import time
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from api.chat_bodies import (
+    CalledFunction,
+    CalledTool,
+    ChatBody,
+    ChatChoice,
+    ChatLogprobs,
+    ChatMessage,
+    ChatReply,
+    CompletionBody,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionReply,
+    PromptDetails,
+    ShownLogprob,
+    ShownTokenLogprob,
+    TextUsage,
+)
+from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
+from shared.catalog import Catalog, Model
+from shared.errors import BadInput, InputTooLarge, PenstockError
+from shared.messages import ItemOutcome
+from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
+
+_WHOLE, _WITHIN = ("{", "<|python_tag|>"), ("<tool_call>", "[TOOL_CALLS]")
+"""How a text begins that is a call, and what comes before a call."""
+_SIGN = re.compile("|".join(map(re.escape, _WITHIN)))
+_WHOLE_CALL = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?=\{)")
+_CLOSING = re.compile(r"\s*</tool_call>")
+_SPACE = re.compile(r"\s*")
+_decoder = json.JSONDecoder()
+
+
+class _Found(NamedTuple):
+    """Calls, and the place in the text behind them."""
+
+    calls: list[CalledTool]
+    end: int
+
+
+def read_tool_calls(
+    text: str, names: Collection[str], id_seed: str
+) -> tuple[str, list[CalledTool]]:
+    """Splits a text into what the model says and the calls that it asks for.
+
+    A call of a tool that the caller does not have stays text, as does what is no JSON.
+
+    Args:
+        text: as the model wrote it.
+        names: the tools that the caller has.
+        id_seed: makes the ids of the calls. Equal seeds give equal ids, on any instance.
+
+    Returns:
+        The text before, between and after the calls, and the calls in order.
+    """
+    calls: list[CalledTool] = []
+    rest, at = [], 0
+    for start, found in _find_whole(text, names) or _find_within(text, names):
+        calls += found.calls
+        rest.append(text[at:start])
+        at = found.end
+    if not calls:
+        return text, []
+    for number, call in enumerate(calls):
+        call.id = _id_of(f"{id_seed}:{number}")
+    return "".join([*rest, text[at:]]).rstrip(), calls
+
+
+def shown_of(text: str) -> str:
+    """The part of a text so far that is no call, and can't become one with more text.
+
+    It is a beginning of what `read_tool_calls` returns as text, whatever comes.
+    """
+    start = text.lstrip()
+    if not start or any(start.startswith(sign) or sign.startswith(start) for sign in _WHOLE):
+        return ""
+    if found := _SIGN.search(text):
+        return text[: found.start()].rstrip()
+    longest = max(map(len, _WITHIN)) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(sign.startswith(text[-length:]) for sign in _WITHIN):
+            return text[:-length].rstrip()
+    # Space before a call is no part of what is said.
+    return text.rstrip()
+
+
+def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
+    """The JSON schema, as JSON, of a call of one of these tools.
+
+    Args:
+        tools: the name of each, and the schema of its arguments.
+    """
+    forms = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": name},
+                "arguments": {"$ref": f"#/$defs/{name}"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name, _ in tools
+    ]
+    # A schema inside another one refers to its own parts by a longer way.
+    parts = {name: _moved(given or {"type": "object"}, f"#/$defs/{name}") for name, given in tools}
+    whole = forms[0] if len(forms) == 1 else {"anyOf": forms}
+    return json.dumps({**whole, "$defs": parts})
+
+
+def _moved(schema: Any, place: str) -> Any:
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, place) for key, value in schema.items()}
+    target = schema.get("$ref")
+    if isinstance(target, str) and target.startswith("#"):
+        moved["$ref"] = place + target.removeprefix("#")
+    return moved
+
+
+def _find_whole(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
+    """The call that the whole text is, if it is one."""
+    before = _WHOLE_CALL.match(text)
+    found = _calls_at(text, before.end(), names) if before else None
+    return [(0, found)] if found is not None and not text[found.end :].strip() else []
+
+
+def _find_within(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
+    """The calls behind signs, each with the place of its sign."""
+    found: list[tuple[int, _Found]] = []
+    end = 0
+    for sign in _SIGN.finditer(text):
+        if sign.start() < end:
+            continue
+        one = _calls_at(text, sign.end(), names)
+        if one is not None:
+            found.append((sign.start(), one))
+            end = one.end
+    return found
+
+
+def _calls_at(text: str, at: int, names: Collection[str]) -> _Found | None:
+    """The calls in the JSON at a place, an object or a list of them. None if one is no call."""
+    start = _SPACE.match(text, at)
+    try:
+        given, end = _decoder.raw_decode(text, start.end() if start else at)
+    except (ValueError, RecursionError):
+        return None
+    listed = given if isinstance(given, list) else [given]
+    if not listed or not all(_is_call(one, names) for one in listed):
+        return None
+    closing = _CLOSING.match(text, end)
+    return _Found([_call_of(one) for one in listed], closing.end() if closing else end)
+
+
+def _is_call(given: Any, names: Collection[str]) -> bool:
+    return isinstance(given, dict) and isinstance(given.get("name"), str) and given["name"] in names
+
+
+def _call_of(given: dict[str, Any]) -> CalledTool:
+    arguments = given.get("arguments", given.get("parameters", {}))
+    if not isinstance(arguments, str):
+        arguments = msgspec.json.encode(arguments).decode()
+    return CalledTool("", CalledFunction(given["name"], arguments))
+
+
+def _id_of(seed: str) -> str:
+    return f"call_{hashlib.blake2b(seed.encode(), digest_size=12).hexdigest()}"
+
+
+TextBody = ChatBody | CompletionBody
+LARGEST_SEED = 2**53
+_REPLY_BYTES = 512
+
+
+class ChatEndpoint(Endpoint):
+    """Lines whose body is that of POST /v1/chat/completions."""
+
+    path = "/v1/chat/completions"
+
+    def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
+        """One item for each of n answers."""
+        return _line(ChatBody.model_validate_json(data, strict=True), catalog, default_seed)
+
+    async def reply(
+        self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
+    ) -> bytes:
+        """The answers."""
+        body = cast(ChatBody, request.body)
+        made = f"line-{time.time_ns():x}"
+        return msgspec.json.encode(chat_reply(body, made, time.time(), request.model, outcomes))
+
+
+class CompletionEndpoint(Endpoint):
+    """Lines whose body is that of POST /v1/completions."""
+
+    path = "/v1/completions"
+
+    def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
+        """One item for each of n texts of each prompt."""
+        return _line(CompletionBody.model_validate_json(data, strict=True), catalog, default_seed)
+
+    async def reply(
+        self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
+    ) -> bytes:
+        """The texts."""
+        body = cast(CompletionBody, request.body)
+        made = f"line-{time.time_ns():x}"
+        return msgspec.json.encode(
+            completion_reply(body, made, time.time(), request.model, outcomes)
+        )
+
+
+def _line(body: TextBody, catalog: Catalog, default_seed: int) -> LineRequest:
+    if body.stream:
+        raise BadInput("stream: a line of a batch is not streamed", field="stream")
+    model = model_of(body, catalog)
+    inputs = inputs_of(body, model, default_seed)
+    size = model.definition.result_bytes(model)
+    return LineRequest(body, model, inputs, is_repeatable(body), len(inputs) * size + _REPLY_BYTES)
+
+
+def model_of(body: TextBody, catalog: Catalog) -> Model:
+    """The model that a body names, or the first text model of the catalog.
+
+    Raises:
+        UnknownModel: there is no such text model.
+    """
+    return catalog.default("text") if body.model is None else catalog.find(body.model, "text")
+
+
+def is_repeatable(body: TextBody) -> bool:
+    """Whether an equal request gets an equal answer."""
+    return body.seed is not None or body.temperature == 0 or body.top_p == 0
+
+
+def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[GenerationInput]:
+    """The items of a body: n for each prompt, with consecutive seeds.
+
+    Raises:
+        BadInput: the model can't write as much.
+        InputTooLarge: the prompt is too long for the model.
+    """
+    first = _first_of(body, model)
+    # One seed for one text: with the most likely token, always, the seed changes nothing.
+    seed = default_seed if body.seed is None else body.seed
+    start = 0 if is_repeatable(body) and body.seed is None else seed % LARGEST_SEED
+    prompts: Sequence[str | list[int]] = [""]
+    if isinstance(body, CompletionBody):
+        prompts = _prompts_of(body)
+    made = [
+        msgspec.structs.replace(first, prompt=prompt, seed=start + number)
+        for prompt in prompts
+        for number in range(body.n or 1)
+    ]
+    for one in made:
+        if (tokens := one.estimate_work() - one.max_tokens) > 8 * model.generation.context_tokens:
+            raise InputTooLarge(
+                f"about {tokens} tokens; {model.name} reads at most "
+                f"{model.generation.context_tokens}, with those that it writes",
+                field="prompt" if isinstance(body, CompletionBody) else "messages",
+            )
+    return made
+
+
+def _prompts_of(body: CompletionBody) -> Sequence[str | list[int]]:
+    if isinstance(body.prompt, str):
+        return [body.prompt]
+    tokens = [one for one in body.prompt if isinstance(one, int)]
+    return [tokens] if tokens else [one for one in body.prompt if not isinstance(one, int)]
+
+
+def _first_of(body: TextBody, model: Model) -> GenerationInput:
+    limits = model.generation
+    asked = body.max_tokens
+    if isinstance(body, ChatBody):
+        asked = asked or body.max_completion_tokens
+    if asked is not None and asked > limits.longest_tokens:
+        raise BadInput(
+            f"max_tokens: {model.name} writes at most {limits.longest_tokens} tokens, not {asked}",
+            field="max_tokens",
+        )
+    made = GenerationInput(
+        max_tokens=asked or limits.default_tokens,
+        seed=0,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=body.top_k or 0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        stop=body.stops,
+        is_streamed=bool(body.stream),
+    )
+    if isinstance(body, CompletionBody):
+        made.logprobs = -1 if body.logprobs is None else body.logprobs
+        return made
+    made.messages = [message.to_template() for message in body.messages]
+    made.tools = tools_of(body)
+    made.logprobs = (body.top_logprobs or 0) if body.logprobs else -1
+    made.json_schema = "" if body.response_format is None else body.response_format.to_schema()
+    if forced := body.forced_tools:
+        made.json_schema = call_schema([(tool.name, tool.parameters) for tool in forced])
+    return made
+
+
+def tools_of(body: ChatBody) -> list[dict[str, object]]:
+    """The tools as a chat template gets them."""
+    return [tool.model_dump(exclude_none=True) for tool in body.allowed_tools]
+
+
+def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[GenerationResult]:
+    """The results of outcomes, all of which have one."""
+    results = [outcome.result for outcome in outcomes]
+    found = [result for result in results if isinstance(result, GenerationResult)]
+    if len(found) < len(results):
+        raise PenstockError(f"{model.name} gave a result that is no text; this is a bug")
+    return found
+
+
+def usage_of(results: Sequence[GenerationResult], choices: int = 1) -> TextUsage:
+    """The tokens of an answer. The prompt counts once for its n choices, as with OpenAI."""
+    read = sum(result.input_tokens for result in results[::choices])
+    written = sum(result.output_tokens for result in results)
+    cached = sum(result.cached_tokens for result in results[::choices])
+    return TextUsage(read, written, read + written, PromptDetails(cached))
+
+
+def chat_reply(
+    body: ChatBody,
+    made: str,
+    created_at_s: float,
+    model: Model,
+    outcomes: Sequence[ItemOutcome],
+) -> ChatReply:
+    """The reply to a chat, all of whose items have a result. `made` is its id."""
+    results = results_of(outcomes, model)
+    choices = [chat_choice(body, made, index, result) for index, result in enumerate(results)]
+    return ChatReply(made, int(created_at_s), model.name, choices, usage_of(results, body.n or 1))
+
+
+def chat_choice(body: ChatBody, made: str, index: int, result: GenerationResult) -> ChatChoice:
+    """One answer, with the calls of tools that are in its text."""
+    text, calls = result.text, list[CalledTool]()
+    if names := {tool.function.name for tool in body.allowed_tools}:
+        text, calls = read_tool_calls(text, names, f"{made}:{index}")
+    message = ChatMessage(text if text or not calls else None)
+    if calls:
+        message.tool_calls = calls
+    finish_reason = "tool_calls" if calls else result.finish_reason
+    logprobs = chat_logprobs(result.logprobs) if body.logprobs else None
+    return ChatChoice(index, message, finish_reason, logprobs)
+
+
+def chat_logprobs(given: Sequence[TokenLogprob]) -> ChatLogprobs:
+    """Log probabilities as chats show them."""
+    return ChatLogprobs(
+        [
+            ShownTokenLogprob(
+                one.token,
+                one.logprob,
+                list(one.data),
+                [ShownLogprob(top.token, top.logprob, list(top.data)) for top in one.top],
+            )
+            for one in given
+        ]
+    )
+
+
+def completion_reply(
+    body: CompletionBody,
+    made: str,
+    created_at_s: float,
+    model: Model,
+    outcomes: Sequence[ItemOutcome],
+) -> CompletionReply:
+    """The reply to a prompt, all of whose items have a result. `made` is its id."""
+    results = results_of(outcomes, model)
+    choices = [
+        CompletionChoice(
+            index,
+            result.text,
+            result.finish_reason,
+            None if body.logprobs is None else completion_logprobs(result.logprobs, 0),
+        )
+        for index, result in enumerate(results)
+    ]
+    return CompletionReply(
+        made, int(created_at_s), model.name, choices, usage_of(results, body.n or 1)
+    )
+
+
+def completion_logprobs(given: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
+    """Log probabilities as completions show them. `offset`: characters of the text before."""
+    ends = itertools.accumulate((len(one.token) for one in given), initial=offset)
+    return CompletionLogprobs(
+        [one.token for one in given],
+        [one.logprob for one in given],
+        [{top.token: top.logprob for top in one.top} for one in given],
+        list(ends)[:-1],
+    )

@@ -1,0 +1,446 @@
+"""Generated images in OpenAI's shape: from a body to inputs, and from results to a reply.
+
+Reads both forms of an edit request: a form with a file, and JSON with a data: URI.
+
+POST /v1/images/generations (from a prompt) and POST /v1/images/edits (from an image).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import (
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from starlette.datastructures import FormData, UploadFile
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.bodies import (
+    _WHITE,
+    LARGEST_SEED,
+    LONGEST_PROMPT,
+    Body,
+    EndUser,
+    Option,
+    SchedulerName,
+)
+from api.http.fast_route import FastRoute
+from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses
+from api.http.request import ApiRequest, open_request, while_connected
+from api.http.upload_form import MOST_EDIT_FIELDS, closed_form
+from api.inputs.image_codec import data_of_uri
+from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
+from api.tasks.image import check_strength, first_image, size_of
+from shared.blob import Blob
+from shared.catalog import Catalog, Model
+from shared.diffusion_schedulers import SCHEDULER_NAMES
+from shared.errors import BadInput, PenstockError, Unavailable
+from shared.messages import ItemOutcome
+from shared.predictions import MEDIA_TYPES
+from shared.stores.objects import ObjectStore, object_key
+from shared.tasks.image import ImageInput, ImageResult
+
+
+class ImageItem(msgspec.Struct, omit_defaults=True):
+    """One image: base64, or a link that is valid for 60 minutes.
+
+    The same `seed` draws the same image again.
+    """
+
+    seed: int
+    b64_json: bytes | None = None
+    url: str | None = None
+
+
+class ImagesReply(msgspec.Struct):
+    """Images in the order of their seeds."""
+
+    data: list[ImageItem]
+    model: str
+    size: str
+    output_format: str
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+
+class _ImageBody(Body):
+    prompt: str = Field(min_length=1, max_length=LONGEST_PROMPT)
+    model: str | None = Field(None, description="Default: the first image model of the catalog.")
+    n: int = Field(1, ge=1, le=10)
+    size: str = Field(
+        "auto", pattern=r"^(auto|[1-9]\d{0,4}x[1-9]\d{0,4})$", description="WIDTHxHEIGHT, or auto."
+    )
+    response_format: Literal["url", "b64_json"] = "b64_json"
+    output_format: Literal["png", "jpeg", "webp"] = "png"
+    output_compression: int | None = Field(
+        None, ge=0, le=100, description="Quality of jpeg and webp, from 0 to 100."
+    )
+    seed: int | None = Field(
+        None, ge=0, le=LARGEST_SEED, description="Extension: image i of n uses seed + i."
+    )
+    num_inference_steps: int | None = Field(None, ge=1, description="Extension.")
+    guidance_scale: float | None = Field(None, ge=0, le=100, description="Extension.")
+    negative_prompt: str | None = Field(None, max_length=LONGEST_PROMPT, description="Extension.")
+    scheduler: SchedulerName | None = Field(
+        None, description=f"Extension: one of {', '.join(SCHEDULER_NAMES)}."
+    )
+    quality: Option | None = Field(None, description="Accepted, without effect.")
+    style: Option | None = Field(None, description="Accepted, without effect.")
+    background: Option | None = Field(None, description="Accepted, without effect.")
+    moderation: Option | None = Field(None, description="Accepted, without effect.")
+    user: EndUser | None = None
+    safety_identifier: EndUser | None = None
+    stream: bool | None = Field(
+        None,
+        description="Only false. This API does not stream images.",
+        json_schema_extra={"enum": [False, None]},
+    )
+    partial_images: int | None = Field(
+        None, description="Only 0.", json_schema_extra={"enum": [0, None]}
+    )
+
+    @field_validator("stream", "partial_images")
+    @classmethod
+    def _is_not_streamed(cls, value: bool | int | None, info: ValidationInfo) -> bool | int | None:
+        if value:
+            raise ValueError("images are not streamed by this API; leave this field out")
+        return value
+
+    @model_validator(mode="after")
+    def _png_has_no_quality(self) -> _ImageBody:
+        if self.output_compression is not None and self.output_format == "png":
+            raise ValueError("output_compression is for output_format jpeg and webp")
+        return self
+
+
+class GenerationBody(_ImageBody):
+    """A prompt to draw images from."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "prompt": "a large red circle on a white background",
+                "size": "64x64",
+                "seed": 7,
+            }
+        },
+    )
+
+
+class SourceImage(Body):
+    """A source image inside a JSON body."""
+
+    image_url: str = Field(
+        pattern=r"^data:", description="A base64 data: URI. Other URLs are not fetched."
+    )
+
+
+def _as_form(schema: dict[str, Any]) -> None:
+    for field in schema["properties"].values():
+        # A form has no null. Absent fields are not sent.
+        kinds = [kind for kind in field.pop("anyOf", ()) if kind["type"] != "null"]
+        field |= kinds[0] if kinds else {}
+        if "enum" in field:
+            field["enum"] = [value for value in field["enum"] if value is not None]
+        if field.get("default", "") is None:
+            del field["default"]
+    schema["properties"]["image"] = {
+        "type": "string",
+        "format": "binary",
+        "description": "PNG, JPEG or WebP.",
+    }
+    schema["required"].append("image")
+
+
+class EditForm(_ImageBody):
+    """A prompt and a source image, as a form. The file is the field `image`."""
+
+    model_config = ConfigDict(json_schema_extra=_as_form)
+
+    strength: float = Field(0.8, gt=0, le=1, description="Extension: 1 ignores the source image.")
+    input_fidelity: Option | None = Field(None, description="Accepted, without effect.")
+
+
+class EditBody(EditForm):
+    """A prompt and a source image, as JSON."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "prompt": "a large blue circle on a white background",
+                "images": [{"image_url": _WHITE}],
+                "strength": 0.6,
+            }
+        },
+    )
+
+    images: list[SourceImage] = Field(
+        min_length=1, max_length=1, description="Exactly one source image."
+    )
+
+
+IMAGE_FIELDS = ("image", "image[]")
+NO_MASK = "mask: masks are not supported; the whole image is redrawn, as much as `strength` says"
+_LARGEST_FIELD_BYTES = 256 * 1024
+
+
+async def read_edit(call: ApiRequest) -> tuple[EditForm, bytes]:
+    """Returns the validated fields of an edit request, and the bytes of its source image.
+
+    Raises:
+        ValidationError: a field is wrong.
+        BadInput: there is not exactly one image, there is a mask, or the body is neither form nor
+            JSON.
+    """
+    kind = call.http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "multipart/form-data":
+        return await _read_form(call)
+    if kind in ("application/json", ""):
+        body = await call.read_json(EditBody)
+        return body, await data_of_uri(
+            body.images[0].image_url, "images[0].image_url", field="images"
+        )
+    raise BadInput(
+        f"content-type: {kind!r} is neither multipart/form-data nor application/json",
+        field="content-type",
+    )
+
+
+async def _read_form(call: ApiRequest) -> tuple[EditForm, bytes]:
+    call.check_charset()
+    form_limits = {
+        "max_files": 4,
+        "max_fields": MOST_EDIT_FIELDS,
+        "max_part_size": _LARGEST_FIELD_BYTES,
+    }
+    async with closed_form(call.http, **form_limits) as form:
+        data = await _only_image(form)
+        fields = {name: value for name, value in form.items() if name not in IMAGE_FIELDS}
+        if misplaced := [name for name, value in fields.items() if isinstance(value, UploadFile)]:
+            raise BadInput(f"{misplaced[0]}: this field is not a file", field=misplaced[0])
+        # Every field of a form is text, so numbers may be strings here.
+        return EditForm.model_validate(fields), data
+
+
+async def _only_image(form: FormData) -> bytes:
+    if "mask" in form:
+        raise BadInput(NO_MASK, field="mask")
+    images = [value for name in IMAGE_FIELDS for value in form.getlist(name)]
+    if len(images) != 1:
+        raise BadInput(f"image: exactly one file is needed, not {len(images)}", field="image")
+    if not isinstance(images[0], UploadFile):
+        raise BadInput("image: a file is needed, not text", field="image")
+    return await images[0].read()
+
+
+RESULT_LIMIT_BYTES = 64 * 1024 * 1024
+_BYTES_PER_PIXEL = 4
+"""An image in base64, at most: three bytes a pixel, which noise does not compress, and a third."""
+
+
+class GenerationsEndpoint(Endpoint):
+    """Lines whose body is that of POST /v1/images/generations."""
+
+    path = "/v1/images/generations"
+
+    def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
+        """One item for each image. Links end within an hour, so they are refused."""
+        body = GenerationBody.model_validate_json(data, strict=True)
+        if body.response_format == "url":
+            raise BadInput(
+                "response_format: a link would end before the batch is read; use b64_json",
+                field="response_format",
+            )
+        model = model_of(body, catalog)
+        first = first_of(body, model)
+        start = default_seed if body.seed is None else body.seed
+        inputs = consecutive(first, start, body.n)
+        reply_bytes = body.n * first.width * first.height * _BYTES_PER_PIXEL
+        return LineRequest(body, model, inputs, body.seed is not None, reply_bytes)
+
+    async def reply(
+        self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
+    ) -> bytes:
+        """The images as base64."""
+        body = cast(GenerationBody, request.body)
+        results = results_of(outcomes, request.model)
+        items = []
+        for result in results:
+            png = await read_image(tools.objects, result.image)
+            data = await tools.image_codec.encode(
+                png, body.output_format, body.output_compression, tools.deadline_s, is_new=False
+            )
+            items.append(ImageItem(result.seed, b64_json=data))
+        size = f"{results[0].width}x{results[0].height}"
+        return msgspec.json.encode(ImagesReply(items, request.model.name, size, body.output_format))
+
+
+def model_of(body: GenerationBody | EditForm, catalog: Catalog) -> Model:
+    """The model that a body names, or the first image model of the catalog.
+
+    Raises:
+        UnknownModel: there is no such image model.
+    """
+    if body.model is None:
+        return catalog.default("image")
+    return catalog.find(body.model, "image")
+
+
+def size_in(body: GenerationBody | EditForm, model: Model) -> tuple[int, int] | None:
+    """The requested width and height. None for `auto`.
+
+    Raises:
+        BadInput: the model can't produce it.
+    """
+    return None if body.size == "auto" else size_of(body.size, model)
+
+
+def first_of(body: GenerationBody, model: Model) -> ImageInput:
+    """The first image of a body.
+
+    Raises:
+        BadInput: the model can't produce it.
+    """
+    return first_image(body, model, size_in(body, model) or (model.image.width, model.image.height))
+
+
+def consecutive(first: ImageInput, start: int, count: int) -> list[ImageInput]:
+    """The images of a request: like the first one, with the seeds from `start` on."""
+    return [msgspec.structs.replace(first, seed=start + number) for number in range(count)]
+
+
+def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[ImageResult]:
+    """The images of outcomes, all of which have a result."""
+    results = [outcome.result for outcome in outcomes]
+    images = [result for result in results if isinstance(result, ImageResult)]
+    if len(images) < len(results):
+        raise PenstockError(f"{model.name} gave a result that is no image; this is a bug")
+    return images
+
+
+async def read_image(objects: ObjectStore, image: Blob) -> bytes:
+    """The bytes of an image, which may be in the object store.
+
+    Raises:
+        Unavailable: the object store is out of reach, or the image was removed meanwhile.
+    """
+    if image.data is not None:
+        return image.data
+    if image.object_key is None:
+        raise PenstockError("an image has neither bytes nor a key; this is a bug")
+    try:
+        return await objects.get(image.object_key, RESULT_LIMIT_BYTES)
+    except BadInput as error:
+        raise Unavailable("the image is no longer there; send the request again") from error
+
+
+router = APIRouter(route_class=FastRoute)
+
+
+@router.post(
+    "/v1/images/generations",
+    summary="Create images from a prompt",
+    openapi_extra=inference_body(GenerationBody),
+    responses=inference_responses(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens"),
+)
+async def create_images(request: Request) -> Response:
+    """Answers when all images are ready.
+
+    With a seed the same request gives the same images, mostly from the cache.
+    """
+    call = open_request(request)
+    body = await call.read_json(GenerationBody)
+    model = _find_model(call, body)
+    return await _answer(call, body, model, first_of(body, model))
+
+
+@router.post(
+    "/v1/images/edits",
+    summary="Create images from an image and a prompt",
+    description=(
+        "Image-to-image: the source is resized to the output size "
+        "and changed as much as `strength` says."
+    ),
+    openapi_extra=inference_body(EditBody, form=EditForm),
+    responses=inference_responses(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens"),
+)
+async def edit_image(request: Request) -> Response:
+    """Image-to-image: the source is resized, and changed as much as `strength` says."""
+    call = open_request(request)
+    body, data = await read_edit(call)
+    model = _find_model(call, body)
+    call.check_room(model, body.n)
+    image_codec, deadline_s = (
+        call.dependencies.image_codec,
+        call.options.answer_by_s(model.deadline),
+    )
+    preparing = image_codec.prepare_source(
+        data, size_in(body, model), model.image, deadline_s, tenant=call.tenant
+    )
+    source, size = await while_connected(request.receive, preparing)
+    first = first_image(body, model, size)
+    check_strength(first.steps, body.strength)
+    return await _answer(
+        call, body, model, msgspec.structs.replace(first, image=source, strength=body.strength)
+    )
+
+
+def _find_model(call: ApiRequest, body: GenerationBody | EditForm) -> Model:
+    model = model_of(body, call.dependencies.catalog)
+    call.use(model)
+    return model
+
+
+async def _answer(
+    call: ApiRequest, body: GenerationBody | EditForm, model: Model, first: ImageInput
+) -> Response:
+    """Computes n images with consecutive seeds, and answers with them."""
+    key_seed = call.context.key_seed
+    start = first.seed if body.seed is not None or key_seed is None else key_seed
+    inputs = consecutive(first, start, body.n)
+    # A random seed never comes again, so its image is not worth a place in the cache.
+    is_repeatable = body.seed is not None or key_seed is not None
+    deadline_s = call.options.answer_by_s(model.deadline)
+    async with call.inferred(model, inputs, is_repeatable=is_repeatable) as response:
+        images = results_of(response.outcomes, model)
+        items = [await _encode(call, body, result, deadline_s) for result in images]
+    headers = call.context.headers
+    headers["x-penstock-seed"] = ",".join(str(result.seed) for result in images)
+    if (truncated := ImageResult.count_truncated(images)) is not None:
+        headers[TRUNCATED_HEADER] = str(truncated)
+    reply = ImagesReply(items, model.name, f"{first.width}x{first.height}", body.output_format)
+    return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+async def _encode(
+    call: ApiRequest, body: GenerationBody | EditForm, result: ImageResult, deadline_s: float
+) -> ImageItem:
+    """One image in the requested format, as bytes or as a link."""
+    objects = call.dependencies.objects
+    stored_key = result.image.object_key
+    if body.response_format == "url" and body.output_format == "png" and stored_key is not None:
+        return ImageItem(result.seed, url=call.link_to(stored_key, result.image.media_type))
+    png = await read_image(objects, result.image)
+    encoding = call.dependencies.image_codec.encode(
+        png,
+        body.output_format,
+        body.output_compression,
+        deadline_s,
+        is_new=False,
+        tenant=call.tenant,
+    )
+    data = await while_connected(call.http.receive, encoding)
+    if body.response_format == "b64_json":
+        return ImageItem(result.seed, b64_json=data)
+    media_type = MEDIA_TYPES[body.output_format]
+    key = object_key("results", data, media_type)
+    await objects.put(key, data, media_type)
+    return ImageItem(result.seed, url=call.link_to(key, media_type))

@@ -1,0 +1,108 @@
+"""GET /v1/models: the catalog in OpenAI's shape, or in Replicate's for clients of Replicate."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.errors import EXPECTED_ERRORS
+from api.http.dependencies import Dependencies
+from api.http.openapi import (
+    AUTHENTICATED,
+    Responses,
+    of_both_apis,
+    ref_to,
+    responses,
+    success,
+)
+from api.http.request import authenticate
+from api.predictions.creation import is_replicates_client
+from api.problem_details import problem_response
+from api.replicate import models as prediction_models
+from api.replicate.replies import ModelsPage
+from shared.catalog import Model
+
+
+class ModelItem(msgspec.Struct):
+    """A served model."""
+
+    id: str
+    created: int
+    task: str
+    aliases: tuple[str, ...] = ()
+    owned_by: str = "penstock"
+    object: Literal["model"] = "model"
+
+
+class ModelsReply(msgspec.Struct):
+    """All served models."""
+
+    data: list[ModelItem]
+    object: Literal["list"] = "list"
+
+
+router = APIRouter()
+VARIES = {"vary": "user-agent"}
+"""Tells caches that the same path has two responses."""
+
+
+_LISTED: Responses = {
+    200: {
+        **success("The models. Replicate's clients get a page in Replicate's shape.", ModelsReply),
+        "content": {
+            "application/json": {"schema": {"anyOf": [ref_to(ModelsReply), ref_to(ModelsPage)]}}
+        },
+    }
+}
+
+
+@router.get(
+    "/v1/models",
+    summary="List models",
+    openapi_extra=AUTHENTICATED,
+    responses=of_both_apis(401, 422) | _LISTED,
+)
+async def list_models(
+    request: Request, cursor: Annotated[str, Query(include_in_schema=False)] = ""
+) -> Response:
+    """The models that the key may use, in OpenAI's shape.
+
+    Replicate's clients get them in pages of Replicate's shape.
+    """
+    if is_replicates_client(request.headers.get("user-agent", "")):
+        return await _for_replicate(request, cursor)
+    call = authenticate(request)
+    reply = ModelsReply([_item(model, call.dependencies) for model in call.listed_models()])
+    return Response(msgspec.json.encode(reply), headers=VARIES, media_type="application/json")
+
+
+async def _for_replicate(request: Request, cursor: str) -> Response:
+    try:
+        response = await prediction_models.list_models(request, cursor)
+    except EXPECTED_ERRORS as error:
+        response = problem_response(request, error)
+    response.headers.update(VARIES)
+    return response
+
+
+@router.get(
+    "/v1/models/{model}",
+    summary="Get a model",
+    openapi_extra=AUTHENTICATED,
+    responses=responses(ModelItem, 401, 404),
+)
+async def get_model(request: Request, model: str) -> Response:
+    """A model, by its name or an alias."""
+    call = authenticate(request)
+    return Response(
+        msgspec.json.encode(_item(call.listed_model(model), call.dependencies)),
+        media_type="application/json",
+    )
+
+
+def _item(model: Model, dependencies: Dependencies) -> ModelItem:
+    return ModelItem(model.name, int(dependencies.started_at_s), model.task, model.aliases)

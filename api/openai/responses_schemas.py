@@ -1,0 +1,415 @@
+"""The body of requests to /v1/responses, as OpenAI's clients send it.
+
+https://platform.openai.com/docs/api-reference/responses. What it asks for is what a chat asks for,
+so it is read into one.
+
+The bodies of answers of /v1/responses, as structs. Fields are those of OpenAI's API.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from api.bodies import Body, CacheKey, EndUser, ItemId, Metadata, Option, Options
+from api.chat_bodies import MOST_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
+
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class LogprobOfText(msgspec.Struct):
+    """The log probability of a token, in the text of an answer."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[LogprobOfText] = []
+
+
+class OutputText(msgspec.Struct):
+    """What the model says."""
+
+    text: str
+    type: Literal["output_text"] = "output_text"
+    annotations: list[Any] = []
+    logprobs: list[LogprobOfText] = []
+
+
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
+    """A message of the model."""
+
+    id: str
+    content: list[OutputText]
+    status: str = "completed"
+    role: Literal["assistant"] = "assistant"
+
+
+class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
+    """A call that the model asks for. `arguments` is JSON."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str = "completed"
+
+
+OutputItem = OutputMessage | OutputCall
+
+
+class WrittenDetails(msgspec.Struct):
+    """Tokens of a kind that these models do not write."""
+
+    reasoning_tokens: int = 0
+
+
+class InputDetails(msgspec.Struct):
+    """Tokens whose keys and values had been computed before. What is kept costs nothing."""
+
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct):
+    """Tokens that were read and written."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: WrittenDetails
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct):
+    """Why there is no answer."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    """Why the answer ends early."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseReply(msgspec.Struct, kw_only=True):
+    """An answer, whole or on its way."""
+
+    id: str
+    created_at: int
+    model: str
+    status: ResponseStatus
+    output: list[OutputItem] = []
+    usage: ResponseUsage | None = None
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    background: bool = False
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] = {}
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    temperature: float = 1.0
+    text: dict[str, Any] = {}
+    tool_choice: Any = "auto"
+    tools: list[dict[str, Any]] = []
+    top_p: float = 1.0
+    truncation: Literal["disabled"] = "disabled"
+    completed_at: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    max_tool_calls: int | None = None
+    prompt_cache_key: str | None = None
+    reasoning: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["default"] = "default"
+    store: bool = False
+    top_logprobs: int = 0
+    user: str | None = None
+    object: Literal["response"] = "response"
+
+
+class ResponseDeleted(msgspec.Struct):
+    """An answer that is gone."""
+
+    id: str
+    deleted: bool = True
+    object: Literal["response"] = "response"
+
+
+class InputPart(Body):
+    """A part of a message. Text models read text only."""
+
+    type: Literal["input_text", "output_text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
+    annotations: list[Any] | None = Field(
+        None, exclude=True, description="Accepted from earlier answers, and not kept."
+    )
+    logprobs: list[Any] | None = Field(
+        None, exclude=True, description="Accepted from earlier answers, and not kept."
+    )
+
+
+class InputMessage(Body):
+    """A message, also one of an earlier answer."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputPart]
+    id: ItemId | None = None
+    status: Option | None = None
+    phase: Option | None = Field(None, description="Accepted from earlier answers.")
+
+    def to_chat(self) -> dict[str, Any]:
+        """The message of a chat."""
+        return {"role": self.role, "content": _text_of(self.content)}
+
+
+class InputCall(Body):
+    """A call of a function in an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: ItemId
+    name: str
+    arguments: str
+    id: ItemId | None = None
+    status: Option | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        """The message of a chat."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"role": "assistant", "tool_calls": [{"id": self.call_id, "function": function}]}
+
+
+class InputResult(Body):
+    """What a function gave."""
+
+    type: Literal["function_call_output"]
+    call_id: ItemId
+    output: str | list[InputPart]
+    id: ItemId | None = None
+    status: Option | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        """The message of a chat."""
+        content = _text_of(self.output)
+        return {"role": "tool", "tool_call_id": self.call_id, "content": content}
+
+
+def _text_of(content: str | list[InputPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _kind(given: Any) -> str:
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return kind if isinstance(kind, str) else "message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputResult, Tag("function_call_output")],
+    Discriminator(_kind),
+]
+
+
+class ResponseTool(Body):
+    """A function that the model may call. There are no other tools."""
+
+    type: Literal["function"]
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
+    strict: bool | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        """The tool of a chat."""
+        return {
+            "type": "function",
+            "function": self.model_dump(exclude={"type"}, exclude_none=True),
+        }
+
+
+class NamedTool(Body):
+    """The one function that the model is to call."""
+
+    type: Literal["function"]
+    name: str
+
+
+def _named(tool: NamedTool) -> dict[str, Any]:
+    """The tool as chats name it."""
+    return {"type": "function", "function": {"name": tool.name}}
+
+
+class AllowedResponseTools(Body):
+    """Some of the tools, of which the model may call one, or must."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MOST_TOOLS)
+
+
+class TextFormat(Body):
+    """What the text looks like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, pattern=TOOL_NAME)
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("schema belongs to type json_schema, and that needs it")
+        return self
+
+    def to_chat(self) -> dict[str, Any]:
+        """The `response_format` of a chat."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        schema = {"name": self.name or "answer", "schema": self.schema_}
+        return {"type": self.type, "json_schema": schema}
+
+
+class TextOptions(Body):
+    """How the text is written."""
+
+    format: TextFormat | None = None
+    verbosity: Option | None = Field(None, description="Accepted, without effect.")
+
+
+class ResponseStreamOptions(Body):
+    """What a stream tells of."""
+
+    include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
+
+
+class ResponseBody(Body):
+    """A text to continue, with what came before as items."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"input": "What is a mill?", "max_output_tokens": 16, "temperature": 0}
+        },
+    )
+
+    input: Annotated[
+        Annotated[str, Field(min_length=1), Tag("text:")]
+        | Annotated[list[InputItem], Field(min_length=1, max_length=2048), Tag("list:")],
+        Discriminator(text_or_list),
+    ]
+    model: str | None = Field(None, description="Default: the first text model of the catalog.")
+    instructions: str | None = None
+    background: bool | None = Field(None, description="Answer at once, and write on alone.")
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Share | None = None
+    text: TextOptions | None = None
+    tools: list[ResponseTool] | None = Field(None, max_length=MOST_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedResponseTools | None = (
+        None
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Accepted, without effect.")
+    max_tool_calls: int | None = Field(
+        None, ge=1, description="Accepted, without effect: there are no built-in tools."
+    )
+    metadata: Metadata | None = None
+    include: (
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            Field(max_length=8),
+        ]
+        | None
+    ) = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    previous_response_id: ItemId | None = Field(
+        None, description="Its input and its output come before `input`. It was kept."
+    )
+    truncation: Literal["disabled"] | None = None
+    reasoning: Options | None = Field(None, description="Accepted, without effect.")
+    store: bool | None = Field(
+        None, description="true: it is kept, as streamed and background ones always are."
+    )
+    user: EndUser | None = None
+    safety_identifier: EndUser | None = None
+    service_tier: Option | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_key: CacheKey | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_retention: Option | None = Field(None, description="Accepted, without effect.")
+    prompt_cache_options: Options | None = Field(None, description="Accepted, without effect.")
+    context_management: None = None
+    conversation: None = None
+    moderation: None = None
+    prompt: None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is a prediction underneath, which any instance can tell of."""
+        return bool(self.stream or self.background or self.store)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the answer to the request is the whole text, which is kept."""
+        return bool(self.store) and not (self.stream or self.background)
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer has log probabilities."""
+        asked = "message.output_text.logprobs" in (self.include or ())
+        return asked or self.top_logprobs is not None
+
+    @property
+    def items(self) -> list[InputMessage | InputCall | InputResult]:
+        """What it asks about, as items."""
+        if isinstance(self.input, str):
+            return [InputMessage(role="user", content=self.input)]
+        return self.input
+
+    def after(self, earlier: ResponseBody, output: list[dict[str, Any]]) -> ResponseBody:
+        """The same with an earlier request and its output before it.
+
+        Raises:
+            pydantic.ValidationError: these are too many items.
+        """
+        dumped = [
+            one.model_dump(mode="json", exclude_unset=True) for one in (*earlier.items, *self.items)
+        ]
+        split = len(earlier.items)
+        given = self.model_dump(mode="json", exclude_unset=True, by_alias=True)
+        given["input"] = [*dumped[:split], *output, *dumped[split:]]
+        return ResponseBody.model_validate(given)
+
+    def to_chat(self) -> ChatBody:
+        """The chat that asks for the same.
+
+        Raises:
+            pydantic.ValidationError: parts of it don't belong together.
+        """
+        said = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        given: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*said, *(item.to_chat() for item in self.items)],
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "tools": [tool.to_chat() for tool in self.tools] if self.tools else None,
+            "tool_choice": self.tool_choice,
+            "stream": bool(self.stream or self.background),
+        }
+        if self.has_logprobs:
+            given |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        if isinstance(self.tool_choice, NamedTool):
+            given["tool_choice"] = _named(self.tool_choice)
+        elif isinstance(self.tool_choice, AllowedResponseTools):
+            named = [_named(tool) for tool in self.tool_choice.tools]
+            allowed = {"mode": self.tool_choice.mode, "tools": named}
+            given["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
+        if self.text is not None and self.text.format is not None:
+            given["response_format"] = self.text.format.to_chat()
+        return ChatBody.model_validate(given)

@@ -1,0 +1,315 @@
+"""What callers used and were charged: OpenAI's routes, and a summary of the key's tenant.
+
+A key sees its own tenant. A key with the scope `admin` sees all tenants under OpenAI's routes.
+
+The replies about usage: OpenAI's pages of buckets, and a summary of our own.
+
+https://platform.openai.com/docs/api-reference/usage
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.http.openapi import AUTHENTICATED, OF_COSTS, OF_USAGE, SUMMARY, responses
+from api.http.request import ApiRequest, authenticate
+from api.usage.question import Question, read_question, read_range
+from api.usage.rows import UsageLine, UsageQuery
+from api.usage.service import UsageRead
+from shared.tasks import TASKS
+from shared.tasks.base import Unit
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class EmbeddingsUsage(
+    msgspec.Struct, kw_only=True, tag_field="object", tag="organization.usage.embeddings.result"
+):
+    """What models used that are billed by tokens."""
+
+    input_tokens: Count
+    """Of all results that were delivered, from the cache too."""
+    charged_tokens: Amount
+    """What of them is charged."""
+    num_model_requests: Count
+    project_id: str | None
+    """The tenant."""
+    user_id: None = None
+    api_key_id: str | None
+    model: str | None
+
+
+class ImagesUsage(
+    msgspec.Struct, kw_only=True, tag_field="object", tag="organization.usage.images.result"
+):
+    """What models used that are billed by pixel-steps."""
+
+    images: Count
+    """That were delivered, from the cache too."""
+    pixel_steps: Count
+    charged_pixel_steps: Amount
+    num_model_requests: Count
+    source: None = None
+    size: None = None
+    project_id: str | None
+    """The tenant."""
+    user_id: None = None
+    api_key_id: str | None
+    model: str | None
+
+
+class Money(msgspec.Struct, kw_only=True):
+    """An amount."""
+
+    value: Amount
+    currency: Literal["usd"] = "usd"
+
+
+class Costs(msgspec.Struct, kw_only=True, tag_field="object", tag="organization.costs.result"):
+    """What was charged."""
+
+    amount: Money
+    line_item: str | None
+    """The model."""
+    project_id: str | None
+    """The tenant."""
+    api_key_id: str | None
+    organization_id: None = None
+    quantity: None = None
+
+
+class UsageBucket(msgspec.Struct, kw_only=True):
+    """One span of time, empty ones included."""
+
+    object: Literal["bucket"] = "bucket"
+    start_time: Count
+    end_time: Count
+    results: list[EmbeddingsUsage | ImagesUsage | Costs]
+
+
+class UsagePage(msgspec.Struct, kw_only=True):
+    """Buckets in order. `next_page` is the `page` of the next request."""
+
+    object: Literal["page"] = "page"
+    data: list[UsageBucket]
+    has_more: bool
+    next_page: str | None
+
+
+class ModelUsage(msgspec.Struct, kw_only=True):
+    """What one model was used for, or all together."""
+
+    model: str | None
+    """None: all together."""
+    requests: Count
+    refused: Count
+    """Requests that were refused as a whole, with no items."""
+    items: Count
+    succeeded: Count
+    cached: Count
+    """Of the succeeded: from the cache, or joined to an identical item."""
+    tokens: Count
+    charged_tokens: Amount
+    pixel_steps: Count
+    charged_pixel_steps: Amount
+    device_s: Amount
+    cost_usd: Amount
+
+
+class UsageSpan(msgspec.Struct, kw_only=True):
+    """What was used in a span of time."""
+
+    start_time: Count
+    end_time: Count
+    total: ModelUsage
+    models: list[ModelUsage]
+
+
+class UsageReply(msgspec.Struct, kw_only=True):
+    """What a tenant used, by UTC."""
+
+    object: Literal["usage"] = "usage"
+    tenant: str
+    as_of: Amount
+    """Unix time at which the rows were read. Rows come a few seconds after their answers."""
+    today: UsageSpan
+    month: UsageSpan
+    range: UsageSpan | None
+    """From `from` to `to`, where these are given."""
+    budget_usd_per_month: Amount | None
+
+
+router = APIRouter(tags=["usage"])
+DAY_S = 86_400
+_SUMMED = UsageLine._fields[UsageLine._fields.index("requests") :]
+Result = EmbeddingsUsage | ImagesUsage | Costs
+
+
+@router.get(
+    "/v1/usage",
+    summary="Get what you used",
+    openapi_extra={"parameters": SUMMARY} | AUTHENTICATED,
+    responses=responses(UsageReply, 400, 401, 403, 429, 503, headers=("Age",)),
+)
+async def get_usage(request: Request) -> Response:
+    """What your tenant used today and this month (UTC), and between `from` and `to`, by model."""
+    call = authenticate(request)
+    now_s = time.time()
+    now = datetime.fromtimestamp(now_s, UTC)
+    day = now.replace(hour=0, minute=0, second=0, microsecond=0)
+    today_s, month_s = int(day.timestamp()), int(day.replace(day=1).timestamp())
+    asked = read_range(request.query_params, now_s)
+    # The end of the day, so that the same question is asked all day.
+    month = UsageQuery(month_s, today_s + DAY_S, DAY_S, tenants=(call.tenant,), by_model=True)
+    of_month = await call.dependencies.usage.read(month, call.tenant)
+    of_today = (today_s - month_s) // DAY_S
+    reply = UsageReply(
+        tenant=call.tenant,
+        as_of=of_month.read_at_s,
+        today=_span(
+            today_s, month.end_s, [line for line in of_month.lines if line.bucket == of_today]
+        ),
+        month=_span(month_s, month.end_s, of_month.lines),
+        range=None if asked is None else await _range(call, *asked),
+        budget_usd_per_month=call.caller.plan.budget_usd_per_month,
+    )
+    return _json(reply, of_month)
+
+
+async def _range(call: ApiRequest, start_s: int, end_s: int) -> UsageSpan:
+    query = UsageQuery(start_s, end_s, end_s - start_s, tenants=(call.tenant,), by_model=True)
+    return _span(start_s, end_s, (await call.dependencies.usage.read(query, call.tenant)).lines)
+
+
+def _span(start_s: int, end_s: int, lines: Iterable[UsageLine]) -> UsageSpan:
+    by_model: dict[str | None, ModelUsage] = {}
+    total = _nothing(None)
+    for line in lines:
+        for sums in (total, by_model.setdefault(line.model, _nothing(line.model))):
+            for name in _SUMMED:
+                setattr(sums, name, getattr(sums, name) + getattr(line, name))
+    # Requests that were refused before they named a model have none.
+    models = [by_model[name] for name in sorted(by_model, key=str) if name]
+    return UsageSpan(start_time=start_s, end_time=end_s, total=total, models=models)
+
+
+def _nothing(model: str | None) -> ModelUsage:
+    return ModelUsage(model=model, **dict.fromkeys(_SUMMED, 0))
+
+
+@router.get(
+    "/v1/organization/usage/embeddings",
+    summary="Get the usage of embeddings",
+    openapi_extra={"parameters": OF_USAGE} | AUTHENTICATED,
+    responses=responses(UsagePage, 400, 401, 403, 429, 503, headers=("Age",)),
+)
+async def get_embeddings_usage(request: Request) -> Response:
+    """Tokens and requests in buckets of time, of models that are billed by tokens."""
+    return await _page(request, _of_embeddings, unit="tokens")
+
+
+@router.get(
+    "/v1/organization/usage/images",
+    summary="Get the usage of images",
+    openapi_extra={"parameters": OF_USAGE} | AUTHENTICATED,
+    responses=responses(UsagePage, 400, 401, 403, 429, 503, headers=("Age",)),
+)
+async def get_images_usage(request: Request) -> Response:
+    """Images and requests in buckets of time, of models that are billed by pixel-steps."""
+    return await _page(request, _of_images, unit="pixel_steps")
+
+
+@router.get(
+    "/v1/organization/costs",
+    summary="Get what was charged",
+    openapi_extra={"parameters": OF_COSTS} | AUTHENTICATED,
+    responses=responses(UsagePage, 400, 401, 403, 429, 503, headers=("Age",)),
+)
+async def get_costs(request: Request) -> Response:
+    """US dollars in buckets of time, all models together."""
+    return await _page(request, _of_costs, unit=None)
+
+
+async def _page(
+    request: Request, shown: Callable[[UsageLine], Result], *, unit: Unit | None
+) -> Response:
+    call = authenticate(request)
+    scopes = call.caller.scopes
+    tasks = None
+    if unit is not None:
+        tasks = tuple(name for name, task in TASKS.items() if task.unit == unit)
+    question = read_question(
+        request.query_params,
+        tenants=None if scopes is not None and "admin" in scopes else (call.tenant,),
+        tasks=tasks,
+        is_of_costs=unit is None,
+    )
+    usage = await call.dependencies.usage.read(question.query, call.tenant)
+    reply = UsagePage(
+        data=list(_buckets(question, usage, shown)),
+        has_more=question.next_page is not None,
+        next_page=question.next_page,
+    )
+    return _json(reply, usage)
+
+
+def _buckets(
+    question: Question, usage: UsageRead, shown: Callable[[UsageLine], Result]
+) -> Iterator[UsageBucket]:
+    query = question.query
+    results: dict[int, list[Result]] = {}
+    for line in usage.lines:
+        if line.items:
+            results.setdefault(line.bucket, []).append(shown(line))
+    for number, start_s in enumerate(range(query.start_s, query.end_s, query.width_s)):
+        yield UsageBucket(
+            start_time=start_s,
+            end_time=min(start_s + query.width_s, query.end_s),
+            results=results.get(number, []),
+        )
+
+
+def _of_embeddings(line: UsageLine) -> EmbeddingsUsage:
+    return EmbeddingsUsage(
+        input_tokens=line.tokens,
+        charged_tokens=line.charged_tokens,
+        num_model_requests=line.requests,
+        project_id=line.tenant,
+        api_key_id=line.key_id,
+        model=line.model,
+    )
+
+
+def _of_images(line: UsageLine) -> ImagesUsage:
+    return ImagesUsage(
+        images=line.succeeded,
+        pixel_steps=line.pixel_steps,
+        charged_pixel_steps=line.charged_pixel_steps,
+        num_model_requests=line.requests,
+        project_id=line.tenant,
+        api_key_id=line.key_id,
+        model=line.model,
+    )
+
+
+def _of_costs(line: UsageLine) -> Costs:
+    return Costs(
+        amount=Money(value=line.cost_usd),
+        line_item=line.model,
+        project_id=line.tenant,
+        api_key_id=line.key_id,
+    )
+
+
+def _json(reply: Any, usage: UsageRead) -> Response:
+    headers = {"cache-control": "no-store", "age": str(max(0, int(time.time() - usage.read_at_s)))}
+    return Response(msgspec.json.encode(reply), headers=headers, media_type="application/json")

@@ -1,0 +1,1 @@
+"""Replicate's API: predictions, their events, models, files and hardware."""

@@ -1,0 +1,163 @@
+"""What is told of a prediction while it runs and after: its stream of events, and its webhooks."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.http import openapi
+from api.http.dependencies import Dependencies, dependencies_of
+from api.http.fast_route import IS_HEAD
+from api.http.middleware import context_of
+from api.http.openapi import LAST_EVENT_ID
+from api.http.request import authenticate
+from api.predictions.event_stream import EXTRA_KINDS, KINDS, HeldResponse, OutputEvents
+from api.predictions.text_stream import seen_from_id
+from api.problem_details import ProblemRoute
+from api.replicate.replies import WebhookAttemptReply, WebhookAttempts
+from api.tasks import API_TASKS
+from shared.errors import BadInput, UnknownModel
+from shared.predictions import EVENTS_TYPE, Prediction, iso, stream_key
+
+router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
+
+# For the OpenAPI document only. The routes validate, so that errors have our wording.
+LinkExpiry = Annotated[int, Query(ge=0, le=2**53)]
+ExtraEvents = Annotated[
+    str,
+    Query(
+        description=f"Events that Replicate has not, comma-separated: {', '.join(EXTRA_KINDS)}.",
+        json_schema_extra={"pattern": f"^(({'|'.join(EXTRA_KINDS)})(,|$))*$"},
+    ),
+]
+
+
+@router.get(
+    "/predictions/{prediction_id}/webhooks",
+    summary="List the deliveries of a webhook",
+    openapi_extra=openapi.AUTHENTICATED,
+    responses={
+        200: openapi.success("All attempts, oldest first.", WebhookAttempts),
+        **openapi.problems(401, 404, 503),
+    },
+)
+async def list_webhooks(request: Request, prediction_id: str) -> Response:
+    """Each attempt to deliver an event, with the status or the error. The last hundred are kept."""
+    call = authenticate(request)
+    await call.prediction(prediction_id)
+    found = await call.dependencies.predictions.webhook_attempts(call.tenant, prediction_id)
+    results = [
+        WebhookAttemptReply(
+            webhook_id=one.webhook_id,
+            event=one.event,
+            attempt=one.attempt,
+            created_at=iso(one.at_s),
+            duration_ms=round(one.duration_s * 1000, 3),
+            status=one.status,
+            error=one.error,
+        )
+        for one in found
+    ]
+    return Response(msgspec.json.encode(WebhookAttempts(results)), media_type="application/json")
+
+
+@router.post(
+    "/predictions/{prediction_id}/webhooks/replay",
+    summary="Deliver the last event again",
+    status_code=202,
+    response_class=Response,
+    openapi_extra=openapi.AUTHENTICATED,
+    responses={
+        202: openapi.empty("It will be delivered."),
+        **openapi.problems(401, 404, 422, 429, 503),
+        **openapi.not_over(),
+    },
+)
+async def replay_webhook(request: Request, prediction_id: str) -> Response:
+    """Sends `completed` again, under the same `webhook-id`, signed anew.
+
+    Earlier events are not replayed, because the states that they told of are gone.
+    """
+    call = authenticate(request)
+    await call.prediction(prediction_id)
+    await call.dependencies.predictions.replay_webhook(call.tenant, prediction_id)
+    return Response(status_code=202)
+
+
+@router.get(
+    "/predictions/{prediction_id}/stream",
+    summary="Stream a prediction",
+    response_class=Response,
+    openapi_extra={"parameters": [LAST_EVENT_ID]} | openapi.AUTHENTICATED_OR_LINKED,
+    responses={
+        200: openapi.event_stream(*KINDS, *EXTRA_KINDS),
+        **openapi.problems(401, 403, 404, 422, 429, 503),
+    },
+)
+async def stream(
+    request: Request,
+    prediction_id: str,
+    events: ExtraEvents = "",
+    record: str = "",
+    expires: LinkExpiry = 0,
+    signature: str = "",
+) -> Response:
+    """Server-sent events: logs, output, error, done. `Last-Event-ID` resumes a stream.
+
+    With `events=preview`, also what images look like between two steps, as small WebP. With
+    `events=queue`, also the place in line, whenever it changes. The link in `urls.stream` is signed
+    and needs no API key. The output of a text model comes as it is written, piece by piece, and has
+    neither previews nor places in line.
+    """
+    dependencies = dependencies_of(request)
+    if signature and not _sends_key(request):
+        dependencies.url_signer.check(stream_key(record), EVENTS_TYPE, expires, signature)
+        snapshot = await dependencies.predictions.read_linked(record, prediction_id)
+        context_of(request).tenant, check = snapshot.prediction.tenant, _stays_valid
+    else:
+        call = authenticate(request)
+        snapshot, check = await call.prediction(prediction_id), call.check_key
+    extra = _extra_kinds(events)
+    last_id, prediction = request.headers.get("last-event-id", ""), snapshot.prediction
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    with ExitStack() as held:
+        if _is_read_along(dependencies, prediction):
+            texts, seen = dependencies.text_streams, seen_from_id(last_id, 1)
+            held.enter_context(texts.reserved(prediction.tenant))
+            told = texts.follow(snapshot, OutputEvents(), seen, check, stays=True)
+        else:
+            held.enter_context(dependencies.event_streams.reserved(prediction.tenant))
+            told = dependencies.event_streams.follow(snapshot, last_id, check, extra)
+        if IS_HEAD in request.scope:
+            return Response(headers=headers, media_type=EVENTS_TYPE)
+        return HeldResponse(told, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+
+
+def _is_read_along(dependencies: Dependencies, prediction: Prediction) -> bool:
+    """Whether its output comes token by token."""
+    with suppress(UnknownModel):  # gone from the catalog: only its record tells of it
+        model = dependencies.catalog.find(prediction.model)
+        return API_TASKS[model.task].streams_tokens and not prediction.is_list
+    return False
+
+
+def _stays_valid() -> None:
+    """A signed link does not end before its time."""
+
+
+def _sends_key(request: Request) -> bool:
+    """Whether the request has a key, which then decides: a wrong key is told of."""
+    return "authorization" in request.headers or "x-api-key" in request.headers
+
+
+def _extra_kinds(events: str) -> set[str]:
+    extra = set(filter(None, events.split(",")))
+    if unknown := sorted(extra - {*EXTRA_KINDS}):
+        known = ", ".join(EXTRA_KINDS)
+        raise BadInput(f"events: {unknown[0][:40]!r} is none of {known}", field="events")
+    return extra

@@ -1,0 +1,316 @@
+"""The other routes of Replicate's clients: models, account, files, webhook secret.
+
+Models and their versions in Replicate's shape.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.errors import NotFound
+from api.http.openapi import AUTHENTICATED, Described, problems, ref_to, success
+from api.http.request import ApiRequest, authenticate
+from api.http.upload_form import MOST_EDIT_FIELDS, closed_form
+from api.inputs.files import File
+from api.inputs.json_limits import object_in
+from api.predictions.creation import OWNER, find_version, version_of
+from api.problem_details import ProblemRoute
+from api.replicate.replies import (
+    AccountReply,
+    DeploymentReply,
+    DeploymentsPage,
+    Hardware,
+    ReplicateModel,
+    SecretReply,
+    VersionReply,
+    VersionsPage,
+)
+from api.tasks import openapi_schema_of
+from shared.catalog import Model
+from shared.errors import BadInput, ConfigurationError
+from shared.predictions import MEDIA_TYPES, iso
+from shared.webhooks import tenant_secrets
+
+COG_VERSION = "0.16.0"
+"""Whose schemas ours are like: before 0.3.9 clients take every list for an iterator."""
+
+
+def version_body(model: Model, created_at_s: float) -> dict[str, Any]:
+    """The only version of a model, ready for JSON."""
+    return {
+        "id": version_of(model),
+        "created_at": iso(created_at_s),
+        "cog_version": COG_VERSION,
+        "openapi_schema": openapi_schema_of(model),
+    }
+
+
+def model_body(model: Model, owner: str, base_url: str, created_at_s: float) -> dict[str, Any]:
+    """A model in Replicate's shape, ready for JSON."""
+    return {
+        "url": f"{base_url}/v1/models/{owner}/{model.name}",
+        "owner": owner,
+        "name": model.name,
+        "description": f"{model.task}: {model.source}, revision {model.revision}",
+        "visibility": "public",
+        "github_url": None,
+        "paper_url": None,
+        "license_url": None,
+        "run_count": 0,
+        "cover_image_url": None,
+        "default_example": None,
+        "latest_version": version_body(model, created_at_s),
+    }
+
+
+def deployment_body(model: Model, owner: str, created_at_s: float) -> dict[str, Any]:
+    """The only deployment of a model, ready for JSON."""
+    release = {
+        "number": 1,
+        "model": f"{owner}/{model.name}",
+        "version": version_of(model),
+        "created_at": iso(created_at_s),
+        "created_by": None,
+        "configuration": {
+            "hardware": model.gpu.type,
+            "min_instances": model.replicas.min,
+            "max_instances": model.replicas.max,
+        },
+    }
+    return {"owner": owner, "name": model.name, "current_release": release}
+
+
+def hardware_body(kind: str) -> dict[str, Any]:
+    """A GPU type of the catalog in Replicate's shape, ready for JSON."""
+    return {"sku": kind, "name": "CPU" if kind == "none" else f"NVIDIA {kind.upper()} GPU"}
+
+
+router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
+
+PAGE = 25
+_HARDWARE_LIST: Described = {
+    "content": {"application/json": {"schema": {"type": "array", "items": ref_to(Hardware)}}}
+}
+_CURSOR = re.compile(r"\d{1,9}")
+
+
+@router.get("/models", include_in_schema=False)
+async def list_models(request: Request, cursor: str = "") -> Response:
+    """The models that the key may use, in pages.
+
+    Under /v1 only for Replicate's clients (api/openai/models.py).
+    """
+    call = authenticate(request)
+    if cursor and not _CURSOR.fullmatch(cursor):
+        raise BadInput("cursor: not a cursor of this API", field="cursor")
+    dependencies, base_url, first = call.dependencies, call.base_url, int(cursor or 0)
+    models, following = call.listed_models(), first + PAGE
+    shown = models[first:following]
+    pages = {"previous": max(0, first - PAGE) if first else None, "next": None}
+    if following < len(models):
+        pages["next"] = following
+    links = {
+        name: None if at is None else f"{base_url}/v1/models?cursor={at}"
+        for name, at in pages.items()
+    }
+    results = [model_body(model, OWNER, base_url, dependencies.started_at_s) for model in shown]
+    return _json({**links, "results": results})
+
+
+@router.get(
+    "/models/{owner}/{name}",
+    summary="Get a model in Replicate's shape",
+    openapi_extra=AUTHENTICATED,
+    responses={200: success("Done.", ReplicateModel), **problems(401, 404)},
+)
+async def get_model(request: Request, owner: str, name: str) -> Response:
+    """A model of the catalog with its only version. Any owner is accepted."""
+    call = authenticate(request)
+    dependencies = call.dependencies
+    model = call.listed_model(name)
+    return _json(model_body(model, owner, call.base_url, dependencies.started_at_s))
+
+
+@router.get(
+    "/models/{owner}/{name}/versions",
+    summary="List the versions of a model",
+    openapi_extra=AUTHENTICATED,
+    responses={200: success("Done.", VersionsPage), **problems(401, 404)},
+)
+async def list_versions(request: Request, owner: str, name: str) -> Response:
+    """Each model has one version."""
+    call = authenticate(request)
+    versions = [version_body(call.listed_model(name), call.dependencies.started_at_s)]
+    return _json({"previous": None, "next": None, "results": versions})
+
+
+@router.get(
+    "/models/{owner}/{name}/versions/{version}",
+    summary="Get a version of a model",
+    openapi_extra=AUTHENTICATED,
+    responses={200: success("Done.", VersionReply), **problems(401, 404)},
+)
+async def get_version(request: Request, owner: str, name: str, version: str) -> Response:
+    """The version, with the schema of its input and output."""
+    call = authenticate(request)
+    dependencies, model = call.dependencies, call.listed_model(name)
+    try:
+        is_this = find_version(dependencies.catalog, version) is model
+    except BadInput:
+        is_this = False
+    if not is_this:
+        raise NotFound(f"{name} has no version {version[:80]!r}")
+    return _json(version_body(model, dependencies.started_at_s))
+
+
+@router.get(
+    "/deployments",
+    summary="List deployments",
+    openapi_extra=AUTHENTICATED,
+    responses={200: success("Done.", DeploymentsPage), **problems(401)},
+)
+async def list_deployments(request: Request) -> Response:
+    """One deployment for each model that the key may use, all on one page."""
+    call = authenticate(request)
+    started_at_s = call.dependencies.started_at_s
+    found = [deployment_body(model, OWNER, started_at_s) for model in call.listed_models()]
+    return _json({"previous": None, "next": None, "results": found})
+
+
+@router.get(
+    "/deployments/{owner}/{name}",
+    summary="Get a deployment",
+    openapi_extra=AUTHENTICATED,
+    responses={200: success("Done.", DeploymentReply), **problems(401, 404)},
+)
+async def get_deployment(request: Request, owner: str, name: str) -> Response:
+    """Each model of the catalog has one deployment, of the same name."""
+    call = authenticate(request)
+    return _json(deployment_body(call.listed_model(name), owner, call.dependencies.started_at_s))
+
+
+@router.get(
+    "/account",
+    summary="Get your account",
+    openapi_extra=AUTHENTICATED,
+    responses={200: success("Done.", AccountReply), **problems(401)},
+)
+async def get_account(request: Request) -> Response:
+    """The tenant of the key."""
+    tenant = authenticate(request).tenant
+    return _json({"type": "organization", "username": tenant, "name": tenant, "github_url": None})
+
+
+@router.get(
+    "/hardware",
+    summary="List hardware",
+    openapi_extra=AUTHENTICATED,
+    responses={200: success("Done.", Hardware) | _HARDWARE_LIST, **problems(401)},
+)
+async def list_hardware(request: Request) -> Response:
+    """What the models that the key may use run on, each kind once."""
+    models = authenticate(request).listed_models()
+    return _json([hardware_body(kind) for kind in sorted({model.gpu.type for model in models})])
+
+
+@router.post("/files", include_in_schema=False)
+async def create_file(request: Request) -> Response:
+    """Takes a form with the file as `content` and, if wanted, a JSON object as `metadata`.
+
+    Files are kept for a day, and count in what the tenant may store. Below /v1
+    api/openai/files.py is asked first.
+    """
+    call = authenticate(request)
+    call.check_charset()
+    async with closed_form(request, max_files=2, max_fields=MOST_EDIT_FIELDS) as form:
+        content, metadata = form.get("content"), form.get("metadata")
+        if not isinstance(content, UploadFile):
+            raise BadInput("content: a file is needed", field="content")
+        text = await metadata.read() if isinstance(metadata, UploadFile) else metadata
+        file = await call.dependencies.files.add(
+            call.storage_quota("content"),
+            await content.read(),
+            name=content.filename or "file",
+            content_type=content.content_type or "",
+            metadata=object_in(text, "metadata") if text else {},
+        )
+    return _json(_shown(call, file), 201)
+
+
+@router.get("/files/{file_id}", include_in_schema=False)
+async def get_file(request: Request, file_id: str) -> Response:
+    """The file's metadata. `urls.download` is a link to its bytes."""
+    call = authenticate(request)
+    return _json(_shown(call, await call.dependencies.files.find(call.tenant, file_id)))
+
+
+@router.get("/files", include_in_schema=False)
+async def list_files(request: Request) -> Response:
+    """The newest files. Below /v1 api/openai/files.py is asked first."""
+    call = authenticate(request)
+    return _json({"previous": None, "next": None, "results": await shown_files(call)})
+
+
+async def shown_files(call: ApiRequest) -> list[dict[str, Any]]:
+    """The newest files of the caller, as Replicate's clients know them."""
+    return [_shown(call, file) for file in await call.dependencies.files.newest(call.tenant)]
+
+
+@router.delete("/files/{file_id}", include_in_schema=False)
+async def delete_file(request: Request, file_id: str) -> Response:
+    """Deletes a file at once. Links to its bytes end within the hour."""
+    call = authenticate(request)
+    files = call.dependencies.files
+    await files.delete(await files.find(call.tenant, file_id))
+    return Response(status_code=204)
+
+
+@router.get(
+    "/webhooks/default/secret",
+    summary="Get the secret that signs your webhooks",
+    openapi_extra=AUTHENTICATED,
+    responses={200: success("Done.", SecretReply), **problems(401, 404)},
+)
+async def get_secret(request: Request) -> Response:
+    """The secret of this tenant, with which receivers verify signatures."""
+    call = authenticate(request)
+    try:
+        first, *_ = tenant_secrets(call.dependencies.settings.webhook_secrets, call.tenant)
+    except ConfigurationError as error:
+        raise NotFound("webhooks are not set up here: there is no secret") from error
+    return _json({"key": first})
+
+
+def _shown(call: ApiRequest, file: File) -> dict[str, Any]:
+    # An uploaded page or script must not be served as one from this origin.
+    media_type = (
+        file.content_type
+        if file.content_type in MEDIA_TYPES.values()
+        else "application/octet-stream"
+    )
+    return {
+        "id": file.id,
+        "name": file.name,
+        "content_type": file.content_type,
+        "size": file.size,
+        "etag": file.sha256,
+        "checksums": {"sha256": file.sha256},
+        "metadata": file.metadata,
+        "created_at": iso(file.created_at_s),
+        "expires_at": iso(file.expires_at_s),
+        "urls": {
+            "get": f"{call.base_url}/v1/files/{file.id}",
+            "download": call.link_to(file.key, media_type),
+        },
+    }
+
+
+def _json(body: dict[str, Any] | list[dict[str, Any]], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -1,0 +1,301 @@
+"""The Predictions API, as Replicate's clients call it (https://replicate.com/docs/reference/http).
+
+A version is the name of a model in the catalog, or the id that its entry gives; an owner is
+anything, since names are unique here. Every path is served with and without /v1, because clients
+differ in who adds it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Path, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.http import openapi
+from api.http.dependencies import Dependencies
+from api.http.idempotency import REPLAYED
+from api.http.openapi import OF_LIMITS, Responses, problems, success
+from api.http.request import ApiRequest, authenticate, open_request, while_connected
+from api.predictions.creation import OWNER, PredictionSnapshot, find_version
+from api.predictions.service import CALLER_ID
+from api.problem_details import ProblemRoute
+from api.replicate.prediction_request import read_prediction
+from api.replicate.replies import PredictionReply, PredictionsPage
+from api.replicate.schemas import PredictionBody, VersionedBody
+from shared.catalog import Model
+from shared.errors import BadInput
+from shared.predictions import body_of
+from shared.tenants.api_key import holds_key
+from shared.tenants.rules import IS_A_KEY
+from shared.usage.charge import price_of
+
+CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 499, 503, 504)
+"""For routes that create predictions."""
+
+
+def creation_responses() -> Responses:
+    """The responses of a route that creates predictions: a new one, or that of an equal request."""
+    reply = PredictionReply
+    answers: Responses = {
+        200: success(
+            "The prediction that the same request created before.",
+            reply,
+            "Location",
+            "Idempotent-Replayed",
+            *OF_LIMITS,
+        ),
+        201: success("The new prediction.", reply, "Location", *OF_LIMITS),
+    }
+    return answers | problems(*CREATION_ERRORS)
+
+
+router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
+
+EARLY_S = 0.25
+"""Clients that wait n seconds hang up half a second later. The answer is sent this long before
+n."""
+_CURSOR = re.compile(r"([0-9]{1,12}(\.[0-9]{1,9})?)?")
+
+# For the OpenAPI document only. The routes validate, so that errors have our wording.
+Cursor = Annotated[str, Query(json_schema_extra={"pattern": f"^{_CURSOR.pattern}$"})]
+CallerId = Annotated[str, Path(json_schema_extra={"pattern": f"^{CALLER_ID.pattern}$"})]
+_ONE: openapi.Responses = {
+    200: openapi.success("The prediction in its current state.", PredictionReply),
+    **openapi.problems(401, 404, 503),
+}
+
+
+@router.post(
+    "/predictions",
+    summary="Create a prediction",
+    status_code=201,
+    openapi_extra=openapi.prediction_body(VersionedBody),
+    responses=creation_responses(),
+)
+async def create(request: Request) -> Response:
+    """Creates a prediction of the model that `version` names.
+
+    Answers at once, or with `Prefer: wait` when it ends.
+    """
+    call = open_request(request)
+    body = await call.read_json(VersionedBody)
+    model = find_version(call.dependencies.catalog, body.version)
+    return await _create(call, body, model, owner=_owner(body.version))
+
+
+@router.put(
+    "/predictions/{prediction_id}",
+    summary="Create a prediction with an id of your own",
+    status_code=201,
+    openapi_extra=openapi.prediction_body(VersionedBody),
+    responses=creation_responses(),
+)
+async def put(request: Request, prediction_id: CallerId) -> Response:
+    """The same request finds the same prediction again.
+
+    Another request with the same id is refused (422).
+    """
+    call = open_request(request)
+    if not CALLER_ID.fullmatch(prediction_id):
+        raise BadInput(
+            "id: must be 1 to 64 letters, digits, '.', '_' or '-', "
+            "begin with a letter or digit, and not with 'pred_'",
+            field="id",
+        )
+    body = await call.read_json(VersionedBody)
+    model = find_version(call.dependencies.catalog, body.version)
+    return await _create(call, body, model, owner=_owner(body.version), own_id=prediction_id)
+
+
+@router.post(
+    "/models/{owner}/{name}/predictions",
+    summary="Create a prediction of a model",
+    status_code=201,
+    openapi_extra=openapi.prediction_body(PredictionBody),
+    responses=creation_responses(),
+)
+async def create_of_model(request: Request, owner: str, name: str) -> Response:
+    """Creates a prediction of the model `name`. Any owner is accepted."""
+    call = open_request(request)
+    model = call.dependencies.catalog.find(name)
+    return await _create(call, await call.read_json(PredictionBody), model, owner=owner)
+
+
+@router.post(
+    "/deployments/{owner}/{name}/predictions",
+    summary="Create a prediction of a deployment",
+    description=(
+        "Creates a prediction of the model `name`: "
+        "each model of the catalog has one deployment, of the same name."
+    ),
+    status_code=201,
+    openapi_extra=openapi.prediction_body(PredictionBody),
+    responses=creation_responses(),
+)
+async def create_of_deployment(request: Request, owner: str, name: str) -> Response:
+    """Creates a prediction of the model that has the deployment's name."""
+    call = open_request(request)
+    model = call.dependencies.catalog.find(name)
+    body = await call.read_json(PredictionBody)
+    return await _create(call, body, model, owner=owner, deployment=f"{owner}/{name}")
+
+
+@router.get(
+    "/predictions",
+    summary="List your predictions",
+    openapi_extra=openapi.AUTHENTICATED,
+    responses={
+        200: openapi.success("A page of predictions.", PredictionsPage),
+        **openapi.problems(401, 422, 503),
+    },
+)
+async def list_all(request: Request, cursor: Cursor = "") -> Response:
+    """Predictions in pages, newest first. `next` is the URL of the next page.
+
+    Those that the key may not read are left out, so a page may have fewer than others.
+    """
+    call = authenticate(request)
+    if not _CURSOR.fullmatch(cursor):
+        raise BadInput("cursor: not a cursor of this API", field="cursor")
+    found, next_s = await call.dependencies.predictions.page(
+        call.tenant, float(cursor) if cursor else None
+    )
+    following = None if next_s is None else f"{call.base_url}/v1/predictions?cursor={next_s!r}"
+    bodies = [
+        body_of(*snapshot, call.dependencies.url_signer)
+        for snapshot in found
+        if call.lists(snapshot)
+    ]
+    return _json({"previous": None, "next": following, "results": bodies})
+
+
+@router.get(
+    "/predictions/{prediction_id}",
+    summary="Get a prediction",
+    openapi_extra=openapi.AUTHENTICATED,
+    responses=_ONE,
+)
+async def get(request: Request, prediction_id: str) -> Response:
+    """The prediction in its current state."""
+    call = authenticate(request)
+    predictions = call.dependencies.predictions
+    snapshot = await call.prediction(prediction_id)
+    place = await predictions.place(snapshot)
+    return _json(body_of(*snapshot, call.dependencies.url_signer, place))
+
+
+@router.post(
+    "/predictions/{prediction_id}/cancel",
+    summary="Cancel a prediction",
+    openapi_extra=openapi.AUTHENTICATED,
+    responses=_ONE,
+)
+async def cancel(request: Request, prediction_id: str) -> Response:
+    """Ends the prediction now.
+
+    Its worker stops at the next step. A prediction that has ended stays as it is.
+    """
+    call = authenticate(request)
+    await call.prediction(prediction_id)
+    return _answer(
+        call.dependencies, await call.dependencies.predictions.cancel(call.tenant, prediction_id)
+    )
+
+
+@router.delete(
+    "/predictions/{prediction_id}",
+    summary="Delete a prediction",
+    status_code=204,
+    response_class=Response,
+    openapi_extra=openapi.AUTHENTICATED,
+    responses={
+        204: openapi.empty("It is deleted."),
+        **openapi.problems(401, 404, 503),
+        **openapi.not_over(),
+    },
+)
+async def delete(request: Request, prediction_id: str) -> Response:
+    """Deletes a prediction that has ended: record, results, and the log of its webhooks.
+
+    Cancel it first if it has not ended. A result that the cache may answer the same request with is
+    kept as long as the cache keeps it.
+    """
+    call = authenticate(request)
+    dependencies = call.dependencies
+    # The objects go first: without the record nobody would know of them.
+    snapshot = await call.prediction(prediction_id)
+    if snapshot.record.is_over:
+        await dependencies.result_fetcher.delete(snapshot)
+    await dependencies.predictions.delete(call.tenant, prediction_id)
+    return Response(status_code=204)
+
+
+async def _create(
+    call: ApiRequest,
+    body: PredictionBody,
+    model: Model,
+    *,
+    owner: str,
+    own_id: str = "",
+    deployment: str = "",
+) -> Response:
+    dependencies, context = call.dependencies, call.context
+    call.use(model)
+    _check_names(id=own_id, owner=owner, deployment=deployment)
+    new = await read_prediction(
+        call, body, model, owner=owner, own_id=own_id, deployment=deployment
+    )
+    price, wait_s = price_of(model, context.received_at_s), max(0.0, call.options.wait_s - EARLY_S)
+    async with (
+        call.limited(model, [item.input for item in new.items]) as limited,
+        dependencies.predictions.creating(
+            new, waits=wait_s > 0, hold=limited.hold(new.prediction, dependencies.follower.follow)
+        ) as creation,
+    ):
+        if not creation.is_new:
+            limited.settle(price, [])
+        if wait_s:
+            # A caller that hangs up leaves here, and the prediction continues.
+            waiting = creation.wait(wait_s - context.total_ms / 1000)
+            await while_connected(call.http.receive, waiting, call.check_key)
+        if creation.is_new and (reply := creation.snapshot.record.reply) is not None:
+            limited.settle(price, reply.outcomes)
+    return _created(dependencies, creation.snapshot, is_new=creation.is_new)
+
+
+def _check_names(**names: str) -> None:
+    """Refuses names in a path that would keep a key, without repeating it."""
+    for field, name in names.items():
+        if holds_key(name):
+            raise BadInput(f"{field}: {IS_A_KEY}", field=field)
+
+
+def _created(dependencies: Dependencies, snapshot: PredictionSnapshot, *, is_new: bool) -> Response:
+    """The answer to a creation.
+
+    Replicate's clients take `processing` for an end here: it becomes `starting`.
+    """
+    body = body_of(*snapshot, dependencies.url_signer)
+    if body["status"] == "processing":
+        body["status"] = "starting"
+    headers = {"location": body["urls"]["get"]}
+    return _json(body, 201, headers) if is_new else _json(body, 200, headers | {REPLAYED: "true"})
+
+
+def _answer(dependencies: Dependencies, snapshot: PredictionSnapshot) -> Response:
+    return _json(body_of(*snapshot, dependencies.url_signer))
+
+
+def _json(
+    body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def _owner(version: str) -> str:
+    owner, slash, _ = version.partition("/")
+    return owner if slash else OWNER

@@ -1,1 +1,0 @@
-"""What callers send and get, in OpenAI's shapes and in Replicate's."""

@@ -1,0 +1,311 @@
+"""The `penstock` command: the local stack, its servers, the product's processes, reports and load.
+
+Each command imports what it needs when it runs, so that `penstock --help` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, Literal, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from infra.cli import keys
+from infra.cli.canaries.commands import canary
+from infra.load.commands import load
+from infra.local.ports import Ports
+from infra.monitoring.alerts import RUNBOOK
+from infra.monitoring.objectives import (
+    DEFAULT_LEAST_BAD_EVENTS,
+    DEFAULT_TARGETS,
+    DEFAULT_WORKER_HOUR_USD,
+)
+from infra.reports.commands import invoice, report
+from infra.reports.scheduled import run_daily
+from shared.errors import ConfigurationError, PenstockError
+
+STATE_DIR = Path("var")
+"""Where `penstock up` keeps logs, rows and objects."""
+
+Port = Annotated[int, typer.Option(metavar="PORT")]
+BrokerOption = Annotated[
+    Literal["pubsub", "rabbitmq"],
+    typer.Option(help="rabbitmq needs a rabbitmq-server on this machine"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
+
+_FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""For commands whose arguments, `--help` included, go to another program."""
+
+
+class _Commands(TyperGroup):
+    """Turns what ends a command into a message and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PenstockError as error:
+            typer.echo(f"penstock: {error.message}", err=True)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Models behind an HTTPS API, over Pub/Sub.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich" if sys.stdout.isatty() else None,
+)
+app.add_typer(keys.keys, name="keys")
+app.add_typer(keys.tenants, name="tenants")
+app.add_typer(keys.plans, name="plans")
+app.add_typer(canary, name="canary")
+app.command()(report)
+app.command()(invoice)
+app.command()(load)
+app.command()(run_daily)
+
+
+def main() -> None:
+    """Runs one command and exits with its status."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    app(prog_name="penstock")
+
+
+@app.command()
+def up(
+    api_port: Port = Ports.api,
+    pubsub_port: Port = Ports.pubsub,
+    bigquery_port: Port = Ports.bigquery,
+    redis_port: Port = Ports.redis,
+    functions_port: Port = Ports.functions,
+    metrics_port: Annotated[int, typer.Option(metavar="PORT", help="of the API")] = Ports.metrics,
+    health_port: Annotated[int, typer.Option(metavar="PORT", help="of the first worker")] = 8091,
+    rabbitmq_port: Port = Ports.rabbitmq,
+    row_archive_port: Port = Ports.row_archive,
+    broker: BrokerOption = "pubsub",
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="where the API listens; needs keys off loopback")
+    ] = "",
+    tls_cert: Annotated[str, typer.Option(metavar="FILE", help="certificate of the API")] = "",
+    tls_key: Annotated[str, typer.Option(metavar="FILE", help="its key")] = "",
+) -> None:
+    """Start the whole pipeline here and keep it up: what dies is started again."""
+    from infra.local.up import stay_up
+    from shared.settings import given_settings
+
+    health = range(health_port, health_port + 100)
+    ports = Ports(
+        api_port,
+        pubsub_port,
+        bigquery_port,
+        redis_port,
+        health,
+        functions_port,
+        metrics_port,
+        rabbitmq_port,
+        row_archive_port,
+    )
+    named = {
+        "PENSTOCK_HOST": host,
+        "PENSTOCK_TLS_CERT": str(Path(tls_cert).resolve()) if tls_cert else "",
+        "PENSTOCK_TLS_KEY": str(Path(tls_key).resolve()) if tls_key else "",
+    }
+    settings = given_settings() | {name: value for name, value in named.items() if value}
+    raise typer.Exit(stay_up(STATE_DIR, ports, settings, broker))
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="of the image to generate")] = "",
+    edit_prompt: Annotated[
+        str, typer.Option(metavar="TEXT", help="of the edit of that image")
+    ] = "",
+    broker: BrokerOption = "pubsub",
+) -> None:
+    """Start everything, send real input, show the results, stop."""
+    from infra.local.demo import EDIT_PROMPT, PROMPT, run_demo
+
+    made = run_demo(STATE_DIR / "demo", prompt or PROMPT, edit_prompt or EDIT_PROMPT, broker)
+    raise typer.Exit(made)
+
+
+@app.command()
+def monitoring(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="where the files go")],
+    models_file: Annotated[
+        Path, typer.Option(metavar="FILE", help="the models of the local stack")
+    ] = Path("models.yaml"),
+    availability: Annotated[
+        float, typer.Option(help="share of requests that must not fail")
+    ] = DEFAULT_TARGETS["availability"],
+    deadlines: Annotated[
+        float, typer.Option(help="share of items that must be in time")
+    ] = DEFAULT_TARGETS["deadlines"],
+    least_bad_events: Annotated[
+        int, typer.Option(help="in a window, before an alert fires")
+    ] = DEFAULT_LEAST_BAD_EVENTS,
+    worker_hour_usd: Annotated[
+        float, typer.Option(help="what one worker costs in an hour")
+    ] = DEFAULT_WORKER_HOUR_USD,
+    runbook_url: Annotated[
+        str, typer.Option(metavar="URL", help="where docs/operations.md can be read")
+    ] = RUNBOOK,
+) -> None:
+    """Write alerts for Prometheus and dashboards for Grafana."""
+    from infra.monitoring.files import write_for_prometheus
+    from shared.catalog import read_catalog
+
+    files = write_for_prometheus(
+        out,
+        read_catalog(models_file),
+        targets={"availability": availability, "deadlines": deadlines},
+        least_bad_events=least_bad_events,
+        worker_hour_usd=worker_hour_usd,
+        runbook_url=runbook_url,
+    )
+    for file in files:
+        typer.echo(file)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Find missing software and unreachable services, and suggest fixes."""
+    from infra.local.doctor import examine
+
+    raise typer.Exit(examine(as_json=as_json))
+
+
+@app.command(context_settings=_FORWARDED)
+def pubsub(context: typer.Context) -> None:
+    """Serve the embedded Pub/Sub alone (--host --port --rest-port --data-dir)."""
+    _become("pubsub_emulator", {}, context.args)
+
+
+@app.command(context_settings=_FORWARDED)
+def bigquery(context: typer.Context) -> None:
+    """Serve the embedded BigQuery alone (--host --port --data-dir)."""
+    _become("bigquery_emulator", {}, context.args)
+
+
+@app.command()
+def provision(
+    functions_url: Annotated[
+        str, typer.Option(metavar="URL", help="where dead letters and webhooks are pushed to")
+    ] = "",
+    wait_s: Annotated[float, typer.Option(min=0, help="seconds to wait for the servers")] = 120,
+) -> None:
+    """Make topics, subscriptions and tables on embedded servers."""
+    from infra.local.provision_servers import provision_servers
+    from shared.settings import ApiSettings, read_settings
+
+    provision_servers(read_settings(ApiSettings), functions_url, wait_s, typer.echo)
+
+
+@app.command()
+def api() -> None:
+    """Serve the API alone, with the PENSTOCK_* settings."""
+    _become("api", {})
+
+
+@app.command()
+def batches() -> None:
+    """Run batches alone, with the PENSTOCK_* settings of the API."""
+    _become("api.batch_runner", {})
+
+
+@app.command()
+def worker(
+    model: Annotated[str, typer.Option(metavar="MODEL", help="the catalog entry to serve")],
+) -> None:
+    """Run one worker alone, with the PENSTOCK_* settings."""
+    _become("workers", {"PENSTOCK_MODEL": model})
+
+
+@app.command(context_settings=_FORWARDED)
+def optimize(context: typer.Context) -> None:
+    """Make an optimized artifact of a model, and judge it first."""
+    _become("workers.optimize", {}, context.args)
+
+
+@app.command(context_settings=_FORWARDED)
+def weights(context: typer.Context) -> None:
+    """Copy the weights of hub models into a bucket, for all workers (prefetch)."""
+    _become("workers.prefetch", {}, context.args)
+
+
+@app.command(context_settings=_FORWARDED)
+def bench(context: typer.Context) -> None:
+    """Measure the pipeline here, in a checkout (--profile)."""
+    if not Path("bench/__main__.py").is_file():
+        raise ConfigurationError(
+            "there are no benchmarks in this folder: run it at the top of a checkout"
+        )
+    _become("bench", {}, context.args)
+
+
+@app.command(context_settings=_FORWARDED)
+def deploy(context: typer.Context) -> None:
+    """Plan a deployment: resources, quotas and costs, before any apply."""
+    from infra.planning.deploy.__main__ import main as plan
+
+    raise typer.Exit(plan(context.args))
+
+
+@app.command()
+def simulate(
+    scenario: Annotated[str, typer.Argument(help="a file, or the name of a shipped scenario")],
+    models: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="a catalog instead of the scenario's")
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="change a field: cluster.node_start_s=0"),
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="write a page with charts")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a deployment under load: GPUs, latency and cost, with the rules that deploy."""
+    import json
+
+    from infra.planning.simulation.scenario import read_scenario
+    from infra.planning.simulation.show import text
+    from infra.planning.simulation.world import simulate as run
+
+    result = run(read_scenario(scenario, tuple(changes or ())), models_file=models)
+    if page is not None:
+        from infra.planning.simulation.page import write_page
+
+        write_page(result, page)
+    typer.echo(json.dumps(result.as_dict(), indent=2) if as_json else text(result))
+
+
+def _become(module: str, settings: dict[str, str], words: Sequence[str] = ()) -> NoReturn:
+    """Replaces this process with a module's, which gets the signals and sets the exit status.
+
+    Import contracts do not allow importing it here.
+    """
+    from shared.settings import environment_with, given_settings
+
+    sys.stdout.flush()
+    command = [sys.executable, "-m", module, *words]
+    os.execve(command[0], command, environment_with(given_settings() | settings))
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Plans and simulations of a deployment. They share the rules that deploy."""

@@ -1,0 +1,275 @@
+"""The monthly cost table: each row an amount, and what it costs where its price is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from infra.planning.deploy.platform_variables import Platform
+from infra.planning.deploy.prices import Prices
+from infra.planning.deploy.reply_costs import THROUGHPUT, billed_tib, replies_tib, reply_times
+from infra.planning.deploy.sizing import Pool, Site
+from infra.planning.deploy.topology import redis
+from infra.planning.deploy.volumes import DAYS, HOURS, SECONDS, Volume, row_days
+from shared.catalog_entry import Replies
+
+GIB = 2**30
+LEAST_ROW_BYTES = 1024
+GENERAL_DISK_GIB = 50
+"""Boot disk, as infra/terraform/modules/cluster/nodes.tf has it. Others are in gpus.yaml."""
+SIDECAR_CPU, SIDECAR_GIB = 0.5, 0.25
+"""The API's sidecar that collects metrics (infra/terraform/modules/region/api.tf)."""
+REPLIES: Mapping[Replies, str] = {"direct": "direct replies", "slots": "replies to slots"}
+JOB_DELIVERIES = 2
+"""A job goes to the workers' subscription and to the one of the lane `batch`.
+
+What a filter drops is billed too (docs.cloud.google.com/pubsub/docs/subscription-message-filter).
+"""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One row: at the mean rate, and were the peak held for all of the month.
+
+    No amount: `lacks` says what to give.
+    """
+
+    item: str
+    place: str
+    unit: str
+    price_key: str
+    mean: float | None
+    peak: float | None
+    mean_usd: float | None
+    peak_usd: float | None
+    source: str
+    lacks: str = ""
+
+
+def cost_table(
+    sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform, prices: Prices
+) -> list[Cost]:
+    """All rows: of each region, then of what the regions share."""
+    bill = _Bill(prices)
+    for site in sites:
+        _region(bill, site, platform)
+    if platform.domain is not None:
+        bill.add("load balancer, forwarding rule", "", "hour", "balancer/rule", HOURS)
+        bill.add("Cloud Armor, policy and rules", "", "month", "armor/policy", 1)
+    _messages(bill, volumes, platform)
+    _rows(bill, volumes, platform)
+    _objects(bill, volumes, platform)
+    _answers(bill, sites, volumes, platform)
+    return bill.rows
+
+
+class _Bill:
+    """Looks prices up while rows are added.
+
+    Rows of one price share its free amount and its steps.
+    """
+
+    def __init__(self, prices: Prices) -> None:
+        self._prices = prices
+        self._billed: dict[tuple[str, str], list[float]] = {}
+        self.rows: list[Cost] = []
+
+    def add(
+        self,
+        item: str,
+        place: str,
+        unit: str,
+        key: str,
+        mean: float | None,
+        peak: float | None = None,
+        lacks: str = "",
+    ) -> None:
+        price = self._prices.prices.get(key)
+        most = mean if peak is None else peak
+        before = self._billed.setdefault((key, place), [0.0, 0.0])
+        costs: list[float | None] = []
+        for column, amount in enumerate((mean, most)):
+            if not amount:
+                costs.append(amount)  # nothing costs nothing, whatever its price
+                continue
+            if price is None:
+                costs.append(None)
+                continue
+            costs.append(price.cost_usd(place, amount, before[column]))
+            before[column] += amount
+        source = price.source if price is not None and costs[0] is not None else ""
+        self.rows.append(
+            Cost(item, place, unit, key, mean, most, costs[0], costs[1], source, lacks)
+        )
+
+
+def _region(bill: _Bill, site: Site, platform: Platform) -> None:
+    place = site.region
+    for pool in site.pools:
+        kind = _kind(pool, platform)
+        name = f"GPU nodes {pool.name}, {kind.replace('-', ' ')}"
+        bill.add(
+            name,
+            place,
+            "hour",
+            _machine(pool, kind),
+            pool.nodes_mean * HOURS,
+            pool.nodes_peak * HOURS,
+        )
+    bill.add(
+        "general nodes",
+        place,
+        "hour",
+        f"machine/{platform.nodes.general.machine_type}/on-demand",
+        site.general_mean * HOURS,
+        site.general_peak * HOURS,
+    )
+    for type_, (mean, peak) in disks_gib(site).items():
+        bill.add(f"boot disks of nodes, {type_}", place, "GiB-month", f"disk/{type_}", mean, peak)
+    bill.add("GKE, cluster", place, "hour", "gke/cluster", HOURS)
+    cpu, memory = platform.api.cpu + SIDECAR_CPU, platform.api.memory_gib + SIDECAR_GIB
+    mean_s, peak_s = site.api_mean * SECONDS, site.api_peak * SECONDS
+    bill.add("API on Cloud Run, CPU", place, "vCPU-second", "run/cpu", cpu * mean_s, cpu * peak_s)
+    bill.add(
+        "API on Cloud Run, memory",
+        place,
+        "GiB-second",
+        "run/memory",
+        memory * mean_s,
+        memory * peak_s,
+    )
+    for one in redis(platform):
+        if one.region == place:
+            key = f"memorystore/{one.node_type}"
+            bill.add(f"Memorystore of the {one.use}", place, "node-hour", key, one.nodes * HOURS)
+    bill.add("Cloud NAT, gateway", place, "hour", "nat/gateway", HOURS)
+
+
+def disks_gib(site: Site) -> dict[str, tuple[float, float]]:
+    """Boot disks of a region's nodes at the mean and at the peak, by disk type."""
+    found = {
+        "pd-balanced": (GENERAL_DISK_GIB * site.general_mean, GENERAL_DISK_GIB * site.general_peak)
+    }
+    for pool in site.pools:
+        mean, peak = found.get(pool.node.disk_type, (0, 0))
+        size = pool.node.disk_gb
+        found[pool.node.disk_type] = mean + size * pool.nodes_mean, peak + size * pool.nodes_peak
+    return dict(found)
+
+
+def _kind(pool: Pool, platform: Platform) -> str:
+    if pool.gpu.provisioning == "flex-start":
+        return "flex-start"
+    return "spot" if platform.nodes.spot else "on-demand"
+
+
+def _machine(pool: Pool, kind: str) -> str:
+    return f"machine/{pool.machine_type}/{kind}"
+
+
+def on_demand_usd(sites: Sequence[Site], prices: Prices) -> tuple[float, float] | None:
+    """The cost of GPU nodes without spot nodes, at mean and peak. None if a price is missing."""
+    total = [0.0, 0.0]
+    for pool in (pool for site in sites for pool in site.pools):
+        price = prices.prices.get(_machine(pool, "on-demand"))
+        for place, nodes in enumerate((pool.nodes_mean, pool.nodes_peak)):
+            cost = None if price is None else price.cost_usd(pool.region, nodes * HOURS)
+            if cost is None:
+                return None
+            total[place] += cost
+    return total[0], total[1]
+
+
+def _messages(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
+    """Publish and each delivery are billed."""
+    times = 1 + JOB_DELIVERIES
+    jobs = {
+        one.model: None if one.job_bytes is None else billed_tib(one.jobs, one.job_bytes, times)
+        for one in volumes
+    }
+    _traffic(bill, "jobs", times, jobs, "input_bytes")
+    for replies, name in REPLIES.items():
+        billed = {
+            one.model: replies_tib(one, replies, platform)
+            for one in volumes
+            if one.replies == replies
+        }
+        _traffic(bill, name, reply_times(replies, platform), billed, "output_bytes")
+
+
+def _traffic(
+    bill: _Bill, name: str, times: int, billed_tib_of: Mapping[str, float | None], field: str
+) -> None:
+    known = [amount for amount in billed_tib_of.values() if amount is not None]
+    unknown = [model for model, amount in billed_tib_of.items() if amount is None]
+    deliveries = "1 delivery" if times == 2 else f"{times - 1} deliveries"
+    item = f"Pub/Sub, {name}: 1 publish, {deliveries}"
+    amount = None if unknown else sum(known, 0.0)
+    bill.add(item, "", "TiB", THROUGHPUT, amount, lacks=_give(field, unknown))
+
+
+def _rows(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
+    place = platform.dataset_location
+    inserted = sum(one.items * max(LEAST_ROW_BYTES, one.row_bytes) for one in volumes)
+    bill.add("BigQuery, rows inserted", place, "200 MB", "bigquery/insert", inserted / 200e6)
+    kept = sum(one.items * one.row_bytes for one in volumes) * row_days() / DAYS
+    bill.add(
+        f"BigQuery, rows of {row_days():g} days", place, "GiB-month", "bigquery/storage", kept / GIB
+    )
+
+
+def _objects(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
+    place, days = platform.storage_location, platform.objects_days
+    unknown = [one.model for one in volumes if one.results_bytes is None]
+    inputs = sum(one.inputs_bytes for one in volumes) * days.inputs / DAYS / GIB
+    bill.add(f"large inputs of {days.inputs} days", place, "GiB-month", "objects/storage", inputs)
+    results = (
+        None
+        if unknown
+        else sum(one.results_bytes or 0.0 for one in volumes) * days.results / DAYS / GIB
+    )
+    lacks = _give("output_bytes", unknown)
+    bill.add(
+        f"large results of {days.results} days",
+        place,
+        "GiB-month",
+        "objects/storage",
+        results,
+        lacks=lacks,
+    )
+
+
+def _answers(
+    bill: _Bill, sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform
+) -> None:
+    unknown = [one.model for one in volumes if one.answered_bytes is None]
+    lacks = _give("output_bytes", unknown)
+    total = None if unknown else sum(one.answered_bytes or 0.0 for one in volumes) / GIB
+    for site in sites:
+        amount = None if total is None else total * site.share
+        bill.add(
+            "answers to the internet", site.region, "GiB", "egress/internet", amount, lacks=lacks
+        )
+        if platform.domain is not None:
+            bill.add(
+                "load balancer, answers processed",
+                site.region,
+                "GiB",
+                "balancer/data",
+                amount,
+                lacks=lacks,
+            )
+
+
+def _give(field: str, models: Sequence[str]) -> str:
+    return f"give {field} of {', '.join(models)}" if models else ""
+
+
+def totals(rows: Sequence[Cost]) -> tuple[float, float]:
+    """The sums of what has a price, at mean and peak."""
+    return sum(row.mean_usd or 0.0 for row in rows), sum(row.peak_usd or 0.0 for row in rows)
+
+
+def without_price(rows: Sequence[Cost]) -> Iterator[Cost]:
+    """The rows that have none, and so are missing from the totals."""
+    return (row for row in rows if row.mean_usd is None)

@@ -1,0 +1,55 @@
+"""What replies cost on each of the two topics of an inbox."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from infra.planning.deploy.platform_variables import Platform
+from infra.planning.deploy.prices import Prices
+from infra.planning.deploy.volumes import Volume
+from shared.catalog_entry import Replies
+
+TIB = 2**40
+LEAST_BYTES = 1000
+"""Of a publish or delivery, as Pub/Sub bills it."""
+THROUGHPUT = "pubsub/throughput"
+
+
+def billed_tib(messages: float, size_bytes: int, times: int) -> float:
+    """What so many messages are billed for: a publish and deliveries, `times` together."""
+    return messages * times * max(LEAST_BYTES, size_bytes) / TIB
+
+
+def reply_times(replies: Replies, platform: Platform) -> int:
+    """How often a reply is billed: for its publish, and for each subscription of its topic.
+
+    What a filter drops is billed too
+    (docs.cloud.google.com/pubsub/docs/subscription-message-filter).
+    """
+    return 2 if replies == "direct" else 1 + platform.inboxes.made_slots
+
+
+def replies_tib(volume: Volume, replies: Replies, platform: Platform) -> float | None:
+    """What a month of a model's replies would be billed for. None: their size is not known."""
+    size_bytes = volume.reply_bytes[replies]
+    if size_bytes is None:
+        return None
+    return billed_tib(volume.jobs, size_bytes, reply_times(replies, platform))
+
+
+def reply_notes(volumes: Sequence[Volume], platform: Platform, prices: Prices) -> Iterator[str]:
+    """What each model's replies cost on either topic, where rates and prices tell."""
+    price = prices.prices.get(THROUGHPUT)
+    for one in volumes:
+        direct, slots = (replies_tib(one, kind, platform) for kind in ("direct", "slots"))
+        if price is None or not direct or not slots:
+            continue
+        # The free amount is used up by the rest of the traffic, or small.
+        direct_usd = price.cost_usd("", direct, before=price.free)
+        slots_usd = price.cost_usd("", slots, before=price.free)
+        if direct_usd is not None and slots_usd is not None:
+            yield (
+                f"the replies of {one.model}: about {direct_usd:,.2f} USD a month direct, "
+                f"{slots_usd:,.2f} with {platform.inboxes.made_slots} slots; "
+                f"models.yaml has {one.replies}"
+            )

@@ -1,0 +1,364 @@
+"""From rates to workers, GPUs, nodes and API instances, per model, region and node class.
+
+How many workers a load needs, for a target utilization and waits within the deadline.
+
+Workers of one model are the servers of one queue, as all of them pull from one subscription.
+Arrivals are taken as Poisson and service times as exponential (M/M/c). Batches of one model differ
+less than that, and M/D/c waits less than M/M/c at the same load, so what comes out is on the safe
+side. Where items join and leave one by one, the servers are the places of all workers, each as slow
+as in a full worker. Not counted: a request of more items than a batch holds brings them all at
+once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infra.kubernetes.deployment import GpuType, gpu_class, zones_with
+from infra.kubernetes.placement import CPU_ONLY, is_standard
+from infra.planning.deploy.platform_variables import INSTANCES_TO_INBOXES, Platform
+from infra.planning.deploy.rates import DemandRates, ModelRate
+from shared.catalog import Model
+from shared.catalog_entry import Gpu
+from shared.errors import ConfigurationError
+
+
+def servers_needed(
+    load: float,
+    service_s: float,
+    wait_s: float,
+    *,
+    utilization: float,
+    late_share: float,
+    places: int = 1,
+) -> int:
+    """The least number of servers that keeps to both bounds.
+
+    Args:
+        load: offered load in Erlangs: arrivals per second x seconds of one server that each takes.
+        service_s: seconds for which one server is taken at a time, or one of its places.
+        wait_s: seconds that an arrival may wait for a server. Above 0.
+        utilization: the share of its time that a server may be busy, between 0 and 1.
+        late_share: the share of arrivals that may wait longer.
+        places: of a server whose items join and leave one by one. An arrival waits for any place of
+            any server, each of which does its part of the server's work.
+
+    Returns:
+        0 for no load, else at least 1. More load never gives fewer.
+    """
+    if load <= 0:
+        return 0
+    # A load that fills its servers exactly must not need one more because of the last bit.
+    servers = max(1, math.ceil(load / utilization * (1 - 1e-12)))
+    while late(servers * places, load * places, service_s, wait_s) > late_share:
+        servers += 1
+    return servers
+
+
+def late(servers: int, load: float, service_s: float, wait_s: float) -> float:
+    """The share of arrivals that wait longer than `wait_s`: P(W > t) = C(c, a) exp(-(c - a) t / s).
+
+    Source: Gross, Shortle, Thompson, Harris: Fundamentals of Queueing Theory, section "Multiserver
+        queues (M/M/c)".
+    """
+    if load >= servers:
+        return 1.0
+    return erlang_c(servers, load) * math.exp(-(servers - load) * wait_s / service_s)
+
+
+def erlang_c(servers: int, load: float) -> float:
+    """The share of arrivals that find all servers busy (A. K.
+
+    Erlang, 1917), by way of the loss formula B.
+
+    B(0) = 1, B(k) = a B(k-1) / (k + a B(k-1)), and C = B / (1 - (a / c) (1 - B)), for a < c.
+    """
+    lost = 1.0
+    for count in range(1, servers + 1):
+        lost = load * lost / (count + load * lost)
+    return lost / (1 - load / servers * (1 - lost))
+
+
+def mean_wait_s(servers: int, load: float, service_s: float) -> float:
+    """Seconds that an arrival waits on average: C(c, a) s / (c - a), for a < c."""
+    return erlang_c(servers, load) * service_s / (servers - load) if load else 0.0
+
+
+TRIP_S = 0.1
+"""Pub/Sub round trip, p90, 2 x 47 ms: github.com/davidxia/cloud-message-latency (2021)."""
+CPUS_OF_A_WORKER = int(CPU_ONLY["cpu"])
+"""Of a worker without a GPU. It has so many processes, or one for a model that shares weights."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of one model in one region."""
+
+    model: Model
+    region: str
+    rate: ModelRate
+    requests_mean_per_s: float
+    requests_peak_per_s: float
+    computed_peak_per_s: float
+    """Items at the peak that the cache does not answer."""
+    service_s: float
+    """Seconds of one worker that is full for an item, all shares of its GPU taken."""
+    batch: int
+    processes_mean: int
+    processes_peak: int
+    pods_mean: int
+    pods_peak: int
+    answer_s: float
+    """Seconds from request to answer at the peak, without hits: network, mean wait, one batch."""
+
+    @property
+    def batch_s(self) -> float:
+        """Seconds of one worker for a full batch."""
+        return self.batch * self.service_s
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A class of GPU nodes in one region: machines, and how many at the mean and the peak."""
+
+    region: str
+    gpu: Gpu
+    node: GpuType
+    nodes_mean: int
+    nodes_peak: int
+
+    @property
+    def machine_type(self) -> str:
+        """Of each node."""
+        return self.node.machine_type
+
+    @property
+    def name(self) -> str:
+        """Terraform's name of the on-demand pool.
+
+        Its others end in `-spot` and `-on-<overflow>`.
+        """
+        return gpu_class(self.gpu)
+
+
+@dataclass(frozen=True)
+class Site:
+    """The sizing of one region."""
+
+    region: str
+    share: float
+    """Of all requests."""
+    workers: tuple[Workers, ...]
+    pools: tuple[Pool, ...]
+    general_mean: int
+    general_peak: int
+    api_mean: int
+    api_peak: int
+
+
+def size_workers(
+    model: Model, rate: ModelRate, share: float, region: str, rates: DemandRates
+) -> Workers:
+    """Workers for the part `share` of a model's rate.
+
+    Offered load = items per second x (1 - hit share) x seconds per item. As many workers as keep
+    their utilization at the target and let no more than `late_share` wait past the deadline
+    (Erlang C). Time-sharing gives each of n workers an n-th of a GPU: with n places
+    taken an item takes n times as long as with one, and longer by what sharing itself costs.
+    Texts join and leave between steps, so they wait for a place of a worker, not for a batch.
+
+    Raises:
+        ConfigurationError: a full batch alone takes longer than the deadline.
+    """
+    service_s, batch = _service_s(model, rate), batch_items(model, rate)
+    places = batch if model.definition.shares_weights else 1
+    spare_s = _spare_s(model, batch, batch * service_s)
+
+    def processes(requests_per_s: float) -> int:
+        load = requests_per_s * rate.items_per_request * (1 - rate.hit_share) * service_s
+        return servers_needed(
+            load,
+            batch * service_s,
+            spare_s,
+            utilization=rates.target_utilization,
+            late_share=rates.late_share,
+            places=places,
+        )
+
+    peak_per_s, mean_per_s = rate.peak * share, rate.mean_per_s * share
+    computed_per_s = peak_per_s * rate.items_per_request * (1 - rate.hit_share)
+    at_peak, at_mean = processes(peak_per_s), processes(mean_per_s)
+    load = computed_per_s * service_s
+    wait_s = mean_wait_s(at_peak * places, load * places, batch * service_s)
+    return Workers(
+        model=model,
+        region=region,
+        rate=rate,
+        requests_mean_per_s=mean_per_s,
+        requests_peak_per_s=peak_per_s,
+        computed_peak_per_s=computed_per_s,
+        service_s=service_s,
+        batch=batch,
+        processes_mean=at_mean,
+        processes_peak=at_peak,
+        pods_mean=max(model.replicas.min, _pods(model, at_mean)),
+        pods_peak=max(model.replicas.min, _pods(model, at_peak)),
+        answer_s=TRIP_S + wait_s + batch * service_s,
+    )
+
+
+def _service_s(model: Model, rate: ModelRate) -> float:
+    """Seconds for an item on the model's share of a GPU, which may not be the one measured."""
+    share = model.gpu.share if model.gpu.type != "none" else 1
+    service_s = rate.seconds_per_item or 0.0
+    if share == rate.measured_share:
+        return service_s
+    return service_s * share / rate.measured_share / rate.kept_when_sharing
+
+
+def _spare_s(model: Model, batch: int, batch_s: float) -> float:
+    """How long a request may wait for its batch, so that its answer is there by the deadline."""
+    spare_s = model.deadline.default_s - TRIP_S - batch_s
+    if spare_s <= 0:
+        raise ConfigurationError(
+            f"models.{model.name}: seconds_per_item: a full batch of {batch} takes "
+            f"{batch_s:.3g} s on its share of the GPU, the deadline (deadline.default_s) "
+            f"is {model.deadline.default_s:g} s: no number of workers is enough; lower "
+            "batch.max_items or gpu.share",
+            field=f"models.{model.name}.seconds_per_item",
+        )
+    return spare_s
+
+
+def batch_items(model: Model, rate: ModelRate) -> int:
+    """Items of a full batch: as many usual items as the budget holds, at most max_items."""
+    one = model.definition.usual_work(model, rate.tokens_per_item)
+    return (
+        max(1, min(model.batch.max_items, int(model.budget // one)))
+        if one
+        else model.batch.max_items
+    )
+
+
+def _pods(model: Model, processes: int) -> int:
+    has_one_process = model.gpu.type != "none" or model.definition.shares_weights
+    return processes if has_one_process else math.ceil(processes / CPUS_OF_A_WORKER)
+
+
+def size_site(
+    region: str,
+    share: float,
+    workers: Sequence[Workers],
+    rates: DemandRates,
+    platform: Platform,
+    gpus: dict[str, GpuType],
+    buffer: int,
+) -> Site:
+    """The nodes and the API instances of one region, which has the part `share` of all requests.
+
+    Peaks of models are taken to come together. `buffer` places of each class are kept warm beside
+    the workers.
+
+    Raises:
+        ConfigurationError: a model's GPU type, or the one that takes over, is in no zone of the
+            region that the platform's variables allow, or is not sold as they want it.
+    """
+    classes: dict[Gpu, list[Workers]] = {}
+    for one in workers:
+        if one.model.gpu.type != "none":
+            classes.setdefault(one.model.gpu, []).append(one)
+    _check_gpus(region, list(classes), platform, gpus)
+    pools = tuple(_pool(region, members, gpus, buffer) for members in classes.values())
+    without = [one for one in workers if one.model.gpu.type == "none"]
+    fits = _cpu_workers_per_node(platform.nodes.general.machine_type)
+    least = platform.nodes.general.min
+    return Site(
+        region=region,
+        share=share,
+        workers=tuple(workers),
+        pools=pools,
+        general_mean=least + math.ceil(sum(one.pods_mean for one in without) / fits),
+        general_peak=least + math.ceil(sum(one.pods_peak for one in without) / fits),
+        api_mean=_api_instances(workers, rates, platform, at_peak=False),
+        api_peak=_api_instances(workers, rates, platform, at_peak=True),
+    )
+
+
+def _check_gpus(
+    region: str, asked: Sequence[Gpu], platform: Platform, gpus: dict[str, GpuType]
+) -> None:
+    variables = platform.regions[region]
+    among = variables.zones
+    for gpu in asked:
+        zones_with(gpu.type, region, gpus, among)
+        is_sold = platform.nodes.spot or gpus[gpu.type].on_demand
+        if not is_sold and is_standard(gpu) and gpu.type not in variables.reservations:
+            raise ConfigurationError(
+                f"nodes.spot: {gpu.type} is not sold on demand, and nodes.spot is false",
+                field="nodes.spot",
+            )
+    for type_, reservation in variables.reservations.items():
+        if reservation.zone not in gpus[type_].zones_in(region):
+            raise ConfigurationError(
+                f"regions.{region}.reservations.{type_}: {reservation.zone} is no zone of {region} "
+                "that has the GPU (infra/kubernetes/gpus.yaml)",
+                field=f"regions.{region}.reservations",
+            )
+    overflow = platform.overflow_in(region)
+    if asked and overflow is not None:
+        if not gpus[overflow].on_demand:
+            raise ConfigurationError(
+                f"nodes.overflow: {overflow} is not sold on demand", field="nodes.overflow"
+            )
+        if not gpus[overflow].zones_in(region, among):
+            raise ConfigurationError(
+                f"regions.{region}: no zone has {overflow}, which takes over (nodes.overflow); set "
+                f"regions.{region}.overflow to another type, or to none",
+                field=f"regions.{region}.overflow",
+            )
+
+
+def _pool(region: str, members: Sequence[Workers], gpus: dict[str, GpuType], buffer: int) -> Pool:
+    gpu = members[0].model.gpu
+    mean = math.ceil((sum(one.pods_mean for one in members) + buffer) / gpu.share)
+    peak = math.ceil((sum(one.pods_peak for one in members) + buffer) / gpu.share)
+    return Pool(region, gpu, gpus[gpu.type], mean, peak)
+
+
+def _cpu_workers_per_node(machine_type: str) -> int:
+    """Workers without a GPU per general node. One of its vCPUs is for system pods."""
+    tail = machine_type.rpartition("-")[2]
+    if not tail.isdigit():
+        raise ConfigurationError(
+            f"nodes.general.machine_type: {machine_type!r} does not end in its vCPUs, as "
+            "e2-standard-4 does",
+            field="nodes.general.machine_type",
+        )
+    return max(1, (int(tail) - 1) // CPUS_OF_A_WORKER)
+
+
+def _api_instances(
+    workers: Sequence[Workers], rates: DemandRates, platform: Platform, *, at_peak: bool
+) -> int:
+    """By Little's law: requests in flight = rate x seconds until the answer.
+
+    Hits take almost none.
+    """
+    in_flight = asked_per_s = 0.0
+    for one in workers:
+        per_s = one.requests_peak_per_s if at_peak else one.requests_mean_per_s
+        asked_per_s += per_s
+        # A request waits as soon as one of its items is computed.
+        in_flight += (
+            per_s * min(1.0, one.rate.items_per_request * (1 - one.rate.hit_share)) * one.answer_s
+        )
+    by_concurrency = math.ceil(in_flight / platform.api.concurrency)
+    by_rate = math.ceil(asked_per_s / rates.api_requests_per_s) if rates.api_requests_per_s else 0
+    return max(platform.api.min_instances, by_concurrency, by_rate)
+
+
+def inboxes_for(instances: int, runners: int) -> int:
+    """Inboxes of a region whose API has so many instances at most, with so many batch runners."""
+    return (instances + runners) * INSTANCES_TO_INBOXES

@@ -1,0 +1,177 @@
+"""The volumes of a month: messages, rows, objects, answers. Sizes are of encoded messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast, get_args
+
+import msgspec
+
+from infra import bigquery
+from infra.planning.deploy.rates import ModelRate
+from shared.blob import INLINE_LIMIT_BYTES
+from shared.catalog import Model
+from shared.catalog_entry import Replies
+from shared.messages import (
+    Envelope,
+    Item,
+    ItemOutcome,
+    Job,
+    JobBody,
+    Receipt,
+    Reply,
+    ReplyBody,
+    encode_job,
+    encode_reply,
+)
+from shared.tasks import Input, Result
+from shared.topics import direct_id, inbox_topic_id
+from shared.usage.row import row_of
+
+HOURS = 730.0
+"""Of a month: 365 x 24 / 12, as Google's price lists have it."""
+SECONDS = HOURS * 3600
+DAYS = HOURS / 24
+MESSAGE_BYTES = 20 + 16
+"""Timestamp and message id are billed with each message (cloud.google.com/pubsub/pricing)."""
+KINDS: tuple[Replies, ...] = get_args(Replies)
+SLOT: Mapping[Replies, str] = {"direct": "", "slots": "7"}
+NOW_S = 1_790_000_000.25
+"""Any moment: what counts is its length."""
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A month of one model, all regions together.
+
+    None: not known, as the rates do not say how large an item is.
+    """
+
+    model: str
+    requests: float
+    items: float
+    computed: float
+    jobs: float
+    job_bytes: int | None
+    replies: Replies
+    """The topic of an inbox that replies come to."""
+    reply_bytes: Mapping[Replies, int | None]
+    """What a reply would be billed for each time, on either topic."""
+    row_bytes: int
+    inputs_bytes: float
+    """Of inputs that are too large for a message."""
+    results_bytes: float | None
+    """Of results that are."""
+    answered_bytes: float | None
+
+
+def volume(model: Model, rate: ModelRate) -> Volume:
+    """The volumes of a model in a month, at its mean rate. Each item has a row."""
+    requests = rate.mean_per_s * SECONDS
+    items = requests * rate.items_per_request
+    computed = items * (1 - rate.hit_share)
+    per_request = rate.items_per_request * (1 - rate.hit_share)
+    largest = model.definition.largest_job(model)
+    jobs = requests * max(min(1.0, per_request), per_request / largest)
+    in_job = max(1, round(computed / jobs)) if jobs else 1
+    replies = {kind: reply_bytes(model, rate.output_bytes, in_job, kind) for kind in KINDS}
+    return Volume(
+        model=model.name,
+        requests=requests,
+        items=items,
+        computed=computed,
+        jobs=jobs,
+        job_bytes=None if rate.input_bytes is None else job_bytes(model, rate.input_bytes, in_job),
+        replies=model.replies,
+        reply_bytes=replies,
+        row_bytes=row_bytes(model),
+        inputs_bytes=computed * _apart(model, rate.input_bytes, INLINE_LIMIT_BYTES),
+        results_bytes=None
+        if replies[model.replies] is None
+        else computed * _apart(model, rate.output_bytes, model.reply_limit_bytes),
+        answered_bytes=None if rate.output_bytes is None else items * rate.output_bytes,
+    )
+
+
+def _apart(model: Model, size_bytes: int | None, limit_bytes: int) -> int:
+    """Bytes that lie in the object store instead of a message. Texts and vectors never do."""
+    is_apart = size_bytes is not None and size_bytes > limit_bytes and model.definition.stores_blobs
+    return size_bytes or 0 if is_apart else 0
+
+
+def job_bytes(model: Model, input_bytes: int, items: int) -> int:
+    """What a job is billed for: body, attributes, and what every message has."""
+    given = cast(Input, model.definition.sample_input(model, input_bytes))
+    job = Job(
+        _envelope(model),
+        JobBody([Item(index, given, cache_key="0" * 64) for index in range(items)]),
+    )
+    return _billed(*encode_job(job))
+
+
+def reply_bytes(model: Model, output_bytes: int | None, items: int, replies: Replies) -> int | None:
+    """What a reply is billed for each time that it is published or delivered. None: not known."""
+    model = model.model_copy(update={"replies": replies})
+    receipt = Receipt("miss", NOW_S, NOW_S, NOW_S, 10.25, 100.25, 8, 100)
+    result = cast(Result | None, model.definition.sample_result(model, output_bytes))
+    if result is None:
+        return None
+    outcomes = [ItemOutcome(index, "succeeded", receipt, result) for index in range(items)]
+    body = ReplyBody(outcomes, worker="worker-" + "0" * 24, device="NVIDIA L4", replied_at_s=NOW_S)
+    return _billed(*encode_reply(Reply("req_" + "0" * 32, 0, SLOT[replies], body)))
+
+
+def row_bytes(model: Model) -> int:
+    """Stored size of a row: 8 bytes per number or time, 2 + length per string (BigQuery's docs)."""
+    receipt = Receipt("miss", NOW_S, NOW_S, NOW_S, 10.25, 100.25, 8, 100)
+    outcome = ItemOutcome(0, "succeeded", receipt)
+    facts = {
+        "worker": "worker-" + "0" * 24,
+        "device": "NVIDIA L4",
+        "region": "europe-west4",
+        "device_share": 1.0,
+        "gpu_type": "l4",
+        "spot": True,
+    }
+    row = msgspec.structs.asdict(
+        row_of(_envelope(model), outcome, model, replied_at_s=NOW_S, **facts)
+    )
+    return sum(
+        2 + len(value) if isinstance(value, str) else 8
+        for value in row.values()
+        if value is not None
+    )
+
+
+def row_days() -> float:
+    """Days after which a row is dropped: the partition's expiration."""
+    return float(bigquery.table_options()["timePartitioning"]["expirationMs"]) / 86_400_000
+
+
+def _envelope(model: Model) -> Envelope:
+    return Envelope(
+        request_id="req_" + "0" * 32,
+        part=0,
+        model=model.name,
+        tenant="default",
+        inbox=inbox_topic_id("17") if model.replies == "slots" else direct_id("17"),
+        slot=SLOT[model.replies],
+        deadline_s=NOW_S,
+        received_at_s=NOW_S,
+        published_at_s=NOW_S,
+        api_instance="api-" + "0" * 24,
+        traceparent="00-" + "0" * 32 + "-" + "0" * 16 + "-01",
+        cache_key="0" * 64,
+        key_id="0" * 12,
+        plan="standard",
+        user_agent_family="openai-python",
+    )
+
+
+def _billed(data: bytes, attributes: dict[str, str]) -> int:
+    return (
+        len(data)
+        + sum(len(name) + len(value) for name, value in attributes.items())
+        + MESSAGE_BYTES
+    )

@@ -1,0 +1,60 @@
+"""The metrics that rules may ask for: one row each. A new metric of a rule needs a row here.
+
+A row has the values of one target at a time, with the labels that tell them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from infra.planning.simulation.api_site import ApiSite
+from infra.planning.simulation.worker import SimulatedWorker
+
+Labels = tuple[tuple[str, str], ...]
+Values = tuple[tuple[Labels, float], ...]
+
+INTERACTIVE: Labels = (("lane", "interactive"),)
+BATCH: Labels = (("lane", "batch"),)
+BUSY_DIGITS = 3
+"""As DIGITS of workers/scheduling/busy_ratio.py."""
+
+
+def _busy_ratio(worker: SimulatedWorker, now_s: float) -> Values:
+    interactive, batch = worker.busy_ratio(now_s)
+    return (
+        (INTERACTIVE, round(interactive, BUSY_DIGITS)),
+        (BATCH, round(batch, BUSY_DIGITS)),
+    )
+
+
+OF_WORKERS: dict[str, Callable[[SimulatedWorker, float], Values]] = {
+    "penstock_worker_inference_seconds_sum": lambda one, now_s: (((), one.inference_s),),
+    "penstock_worker_spare_seconds_total": lambda one, now_s: (((), one.spare_s),),
+    "penstock_worker_inference_seconds_count": lambda one, now_s: (((), one.batches),),
+    "penstock_worker_batch_items_sum": lambda one, now_s: (((), one.items),),
+    "penstock_worker_batch_items_count": lambda one, now_s: (((), one.batches),),
+    "penstock_worker_items_waiting": lambda one, now_s: (((), sum(map(len, one.held))),),
+    "penstock_worker_busy_ratio": _busy_ratio,
+}
+"""Of each pod, labeled `worker`, `pod` and `location` besides: as workers/metrics.py has them."""
+
+OF_API: dict[str, Callable[[ApiSite], Values]] = {
+    "penstock_api_items_in_flight": lambda site: (
+        (INTERACTIVE, site.interactive),
+        (BATCH, site.batch),
+    ),
+    "penstock_api_items_shed_total": lambda site: (
+        (INTERACTIVE, site.shed[0]),
+        (BATCH, site.shed[1]),
+    ),
+    "penstock_api_items_admitted_total": lambda site: (
+        (INTERACTIVE, site.admitted[0]),
+        (BATCH, site.admitted[1]),
+    ),
+}
+"""Of each region's API, labeled `model` and `location` besides: as api/metrics.py has them."""
+
+UNDELIVERED = "pubsub_googleapis_com:subscription_num_undelivered_messages"
+"""Of each subscription, labeled `subscription_id` and `monitored_resource`."""
+
+KNOWN = frozenset((*OF_WORKERS, *OF_API, UNDELIVERED))

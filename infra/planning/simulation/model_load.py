@@ -1,0 +1,74 @@
+"""The requests for a model in a scenario, and what its workers take for them."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from infra.planning.simulation.streams import Arrivals, Entry, Seconds
+
+
+class StepsLoad(Entry):
+    """What a worker takes where items join and leave between steps."""
+
+    count: float = Field(gt=0)
+    """Steps of an item, on average."""
+    spread: Literal["none", "exponential"] = "exponential"
+    """How their number varies."""
+    fixed_s: Seconds
+    """Seconds of a step that do not depend on its items."""
+    per_item_s: Seconds
+    """More for each item that is in."""
+    first_s: Seconds = 0.0
+    """An item's first step, in which the others wait: a prompt is read."""
+
+    def step_s(self, items: int) -> float:
+        """Seconds of a step of a worker that is alone on its GPU."""
+        return self.fixed_s + self.per_item_s * items
+
+    @property
+    def first_work(self) -> int:
+        """Of how many items a step would take as long as a first step, at least 1."""
+        more_s = max(0.0, self.first_s - self.fixed_s)
+        return max(1, round(more_s / self.per_item_s)) if self.per_item_s else 1
+
+    def item_s(self, places: int) -> float:
+        """Seconds that an item takes of a worker whose places are all taken."""
+        return self.first_s + self.count * self.step_s(places) / places
+
+
+class ModelLoad(Entry):
+    """The requests for one model, and what its workers take."""
+
+    arrivals: tuple[Arrivals, ...] = Field(min_length=1)
+    seconds_per_item: float | None = Field(None, gt=0)
+    """Seconds of one worker for an item in a full batch, alone on its GPU. Or there are `steps`."""
+    steps: StepsLoad | None = None
+    """Where items join and leave between steps. None: a worker computes whole batches."""
+    fixed_s: Seconds = 0.0
+    """Seconds of a batch that do not depend on its items."""
+    measured: str
+    """Where the seconds come from: command, GPU and day."""
+    kept_when_sharing: float = Field(1.0, gt=0, le=1)
+    """The share of a GPU's rate that is left when several workers use it at once."""
+    spread: Literal["none", "exponential"] = "none"
+    """How seconds of batches vary. `exponential` is for comparisons with theory."""
+    items_per_request: int = Field(1, ge=1, le=16)
+    batch_lane_share: float = Field(0.0, ge=0, le=1)
+    """Of the requests, those of the lane `batch`."""
+    deadline_s: float | None = Field(None, gt=0)
+    """Default: the catalog's."""
+    start_replicas: int | None = Field(None, ge=0)
+    """Of each region, ready at the start. Default: replicas.min."""
+
+    @model_validator(mode="after")
+    def _takes_time(self) -> Self:
+        if (self.seconds_per_item is None) == (self.steps is None):
+            raise ValueError("a model has either seconds_per_item or steps")
+        return self
+
+    def batch_s(self, items: int) -> float:
+        """Seconds of a worker that is alone on its GPU for a batch."""
+        assert self.seconds_per_item is not None, "checked when it was read; this is a bug"
+        return self.fixed_s + self.seconds_per_item * items

@@ -1,0 +1,175 @@
+"""What came out of a run, and the figures that sum it up."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from infra.planning.simulation.recorder import Recorder, RequestEnd
+from infra.planning.simulation.scenario import Scenario
+
+HOUR_S, DAY_S = 3600.0, 86400.0
+
+
+@dataclass(frozen=True)
+class FleetCost:
+    """The nodes of one GPU class in one region."""
+
+    gpu_class: str
+    region: str
+    node_s: float
+    gpu_busy_s: float
+    dollars_per_h: float | None
+    """Of one node. None: no price is known there."""
+
+
+@dataclass(frozen=True)
+class ReplicaRange:
+    """Replicas over time, all regions together, after the scenario has settled."""
+
+    least: int
+    most: int
+    mean: float
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """The figures of one model."""
+
+    model: str
+    arrived: int
+    served: int
+    refused: int
+    expired: int
+    lost: int
+    open: int
+    deadline_s: float
+    p50_s: float | None
+    """Seconds until the answer, of served requests. None: there are none."""
+    p95_s: float | None
+    p99_s: float | None
+    queue_p95_s: float | None
+    replicas: ReplicaRange
+
+    @property
+    def within_deadline(self) -> float:
+        """The share of all requests that was answered in time."""
+        return self.served / max(1, self.arrived - self.open)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of a run."""
+
+    models: tuple[ModelSummary, ...]
+    gpus_most: int
+    gpus_mean: float
+    gpu_hours: float
+    gpu_busy_share: float
+    """Of paid GPU time, that in which the GPU computed."""
+    worker_busy_share: float
+    """Of the time of ready workers, that in which they computed."""
+    worker_work_share: float
+    """Of what ready workers could do, that which they did. Less where steps had room for more."""
+    dollars: float | None
+    """Of GPU nodes. None: a price is not known."""
+    dollars_per_day: float | None
+    workers_lost: dict[str, int]
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """A finished run."""
+
+    scenario: Scenario
+    deadlines_s: dict[str, float]
+    recorder: Recorder
+    fleets: tuple[FleetCost, ...]
+
+    @cached_property
+    def summary(self) -> Summary:
+        """The figures that sum it up."""
+        gpus = self.gpus_over_time
+        hours = sum(fleet.node_s for fleet in self.fleets) / HOUR_S
+        busy_s = sum(fleet.gpu_busy_s for fleet in self.fleets)
+        dollars = self._dollars()
+        days = self.scenario.duration_s / DAY_S
+        recorder = self.recorder
+        return Summary(
+            models=tuple(self._of_model(model) for model in self.scenario.models),
+            gpus_most=max(gpus.values(), default=0),
+            gpus_mean=hours * HOUR_S / self.scenario.duration_s,
+            gpu_hours=hours,
+            gpu_busy_share=busy_s / (hours * HOUR_S) if hours else 0.0,
+            worker_busy_share=recorder.worker_busy_s / max(1e-9, recorder.worker_ready_s),
+            worker_work_share=recorder.worker_work_s / max(1e-9, recorder.worker_ready_s),
+            dollars=dollars,
+            dollars_per_day=None if dollars is None else dollars / days,
+            workers_lost=dict(recorder.lost_workers),
+        )
+
+    @cached_property
+    def gpus_over_time(self) -> dict[float, int]:
+        """Paid nodes, by the seconds of samples."""
+        found: dict[float, int] = {}
+        for sample in self.recorder.gpu_samples:
+            found[sample.at_s] = found.get(sample.at_s, 0) + sample.nodes
+        return found
+
+    def replicas_over_time(self, model: str) -> dict[float, int]:
+        """Replicas of all regions, by the seconds of samples."""
+        found: dict[float, int] = {}
+        for sample in self.recorder.samples:
+            if sample.model == model:
+                found[sample.at_s] = found.get(sample.at_s, 0) + sample.replicas
+        return found
+
+    def _dollars(self) -> float | None:
+        total = 0.0
+        for fleet in self.fleets:
+            if fleet.dollars_per_h is None:
+                return None
+            total += fleet.node_s / HOUR_S * fleet.dollars_per_h
+        return total
+
+    def _of_model(self, model: str) -> ModelSummary:
+        record = self.recorder.models[model]
+        ends = record.outcomes
+        settled = [
+            count
+            for at_s, count in self.replicas_over_time(model).items()
+            if at_s >= min(self.scenario.settle_s, self.scenario.duration_s)
+        ]
+        p50_s, p95_s, p99_s = _percentiles(record.answer_s, (50, 95, 99))
+        (queue_p95_s,) = _percentiles(record.queue_s, (95,))
+        return ModelSummary(
+            model=model,
+            arrived=record.arrived,
+            served=ends[RequestEnd.SERVED],
+            refused=ends[RequestEnd.REFUSED],
+            expired=ends[RequestEnd.EXPIRED],
+            lost=ends[RequestEnd.LOST],
+            open=ends[RequestEnd.OPEN],
+            deadline_s=self.deadlines_s[model],
+            p50_s=p50_s,
+            p95_s=p95_s,
+            p99_s=p99_s,
+            queue_p95_s=queue_p95_s,
+            replicas=ReplicaRange(min(settled), max(settled), sum(settled) / len(settled)),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures, for a program."""
+        found = asdict(self.summary)
+        for one, summary in zip(found["models"], self.summary.models, strict=True):
+            one["within_deadline"] = summary.within_deadline
+        return found
+
+
+def _percentiles(values: Any, which: tuple[int, ...]) -> tuple[float | None, ...]:
+    if not len(values):
+        return (None,) * len(which)
+    return tuple(float(value) for value in np.percentile(np.asarray(values), which))

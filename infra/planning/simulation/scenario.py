@@ -1,0 +1,285 @@
+"""A scenario: what arrives, what serves it, and what goes wrong. Read from YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from infra.planning.deploy.platform_variables import ApiVariable
+from infra.planning.simulation.model_load import ModelLoad
+from infra.planning.simulation.streams import Entry, Seconds
+from shared.errors import ConfigurationError
+
+SHIPPED = Path(__file__).parent / "scenarios"
+
+MOST_BASES = 8
+
+
+class ScenarioRegion(Entry):
+    """A region of the deployment."""
+
+    share: float = Field(gt=0, le=1)
+    """Of all requests."""
+    max_gpus: int | None = Field(None, ge=0)
+    """Quota or stock of GPU nodes. Default: no bound."""
+
+
+class Cluster(Entry):
+    """Times of nodes and pods, and what is kept. docs/simulation.md has the sources."""
+
+    node_start_s: Seconds = 150.0
+    """From the order of a GPU node until pods can start on it."""
+    pod_start_s: Seconds = 60.0
+    """From its place on a node until a worker is warm and pulls."""
+    node_idle_s: Seconds = 600.0
+    """A node without workers is deleted then: cluster-autoscaler's scale-down-unneeded-time."""
+    tick_s: float = Field(10.0, gt=0)
+    """How often the cluster autoscaler looks. Its scan-interval."""
+    buffer: int = Field(1, ge=0)
+    """Places kept warm for each GPU class, as `python -m infra.kubernetes --buffer`."""
+    spot: bool = True
+    spot_notice_s: Seconds = 30.0
+    """From the notice of a spot node to its end."""
+    spot_losses_per_node_day: float = Field(0.0, ge=0)
+    """Losses of single spot nodes, at random."""
+
+
+class ScenarioApi(Entry):
+    """The API of each region."""
+
+    max_instances: int = Field(ApiVariable().max_instances, ge=1)
+    concurrency: int = Field(ApiVariable().concurrency, ge=1)
+    trip_s: Seconds = 0.1
+    """Both ways over Pub/Sub, as in infra/planning/deploy/sizing.py (TRIP_S)."""
+
+
+class ScenarioBroker(Entry):
+    """How Pub/Sub gives jobs to workers."""
+
+    delivery: Literal["random", "idle_first"] = "random"
+    """`random`: to any worker whose flow control has room. Pub/Sub promises nothing better."""
+    lease_s: Seconds = 20.0
+    """Of a job that a worker has (PubSubTransport.subscribe). It is renewed after each third."""
+    batches_held: int = Field(2, ge=1)
+    """Flow control of a worker, in full batches: one that runs, the others wait for it."""
+
+
+class Metrics(Entry):
+    """When queries see what."""
+
+    scrape_s: float = Field(10.0, gt=0)
+    """PodMonitoring and the API's collector (infra/kubernetes/cluster/pod-monitoring.yaml)."""
+    age_s: Seconds = 5.0
+    """From a scrape until queries see it."""
+    has_stale_markers: bool = False
+    """Whether queries see at once that a target is gone. Prometheus does, Google's backend does
+    not (cloud.google.com/stackdriver/docs/managed-prometheus/promql-differences).
+    """
+    pubsub_sample_s: float = Field(60.0, gt=0)
+    """Pub/Sub samples its gauges so often."""
+    pubsub_age_s: Seconds = 120.0
+    """And they are visible that much later (cloud.google.com/monitoring/api/metrics_gcp)."""
+
+
+class SpotLoss(Entry):
+    """A share of all spot nodes gets its notice at once."""
+
+    kind: Literal["spot_loss"]
+    at_s: Seconds
+    share: float = Field(gt=0, le=1)
+    region: str | None = None
+    """None: all."""
+
+
+class StockOut(Entry):
+    """No GPU node can be had for a while."""
+
+    kind: Literal["stock_out"]
+    at_s: Seconds
+    for_s: float = Field(gt=0)
+    gpu: str | None = None
+    """A type of models.yaml. None: all."""
+    region: str | None = None
+
+
+class RegionLoss(Entry):
+    """A region is gone for a while: API, nodes and workers. Callers go to the others."""
+
+    kind: Literal["region_loss"]
+    at_s: Seconds
+    for_s: float = Field(gt=0)
+    region: str
+
+
+class MetricsOutage(Entry):
+    """Metrics are away for a while."""
+
+    kind: Literal["metrics_outage"]
+    at_s: Seconds
+    for_s: float = Field(gt=0)
+    what: Literal["endpoint", "samples"] = "endpoint"
+    """`endpoint`: queries fail. `samples`: they are answered, but nothing new is scraped."""
+    metrics: tuple[str, ...] = ()
+    """Of samples: only metrics whose name starts so. Empty: all."""
+
+
+class RolloutEvent(Entry):
+    """A new version of a model's workers, rolled out as the Deployment says."""
+
+    kind: Literal["rollout"]
+    at_s: Seconds
+    model: str
+
+
+class SetReplicas(Entry):
+    """Somebody sets how many workers a model has in each region, in place of the autoscaler."""
+
+    kind: Literal["set_replicas"]
+    at_s: Seconds
+    model: str
+    count: int = Field(ge=0)
+    is_kill: bool = False
+    """Whether workers that are too many die at once, with jobs in hand, instead of draining."""
+
+
+Event = Annotated[
+    SpotLoss | StockOut | RegionLoss | MetricsOutage | RolloutEvent | SetReplicas,
+    Field(discriminator="kind"),
+]
+
+
+class Scenario(Entry):
+    """All that a simulation needs besides the rules that deploy."""
+
+    about: str = ""
+    duration_s: float = Field(gt=0)
+    settle_s: Seconds = 600.0
+    """Replicas are judged after this."""
+    seed: int = 0
+    catalog: Path | tuple[dict[str, Any], ...] = Path("models.yaml")
+    """A catalog's file, relative to the scenario's, or its entries."""
+    models: dict[str, ModelLoad] = Field(min_length=1)
+    """By the catalog's names. Models without an entry are not simulated."""
+    regions: dict[str, ScenarioRegion] = Field(
+        {"us-central1": ScenarioRegion(share=1.0)}, min_length=1
+    )
+    cluster: Cluster = Cluster()
+    api: ScenarioApi = ScenarioApi()
+    broker: ScenarioBroker = ScenarioBroker()
+    metrics: Metrics = Metrics()
+    events: tuple[Event, ...] = ()
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> Self:
+        if abs(sum(region.share for region in self.regions.values()) - 1) > 1e-6:
+            raise ValueError("the shares of the regions add up to 1")
+        for event in self.events:
+            region = getattr(event, "region", None)
+            if region is not None and region not in self.regions:
+                raise ValueError(f"events: {event.kind}: no region {region!r}")
+            model = getattr(event, "model", None)
+            if model is not None and model not in self.models:
+                raise ValueError(f"events: {event.kind}: no model {model!r}")
+        return self
+
+
+def read_scenario(name: str, changes: tuple[str, ...] = ()) -> Scenario:
+    """Reads a scenario.
+
+    A file may have a `base`: another file, whose fields hold where it says nothing.
+
+    Args:
+        name: a file, or the name of a shipped scenario.
+        changes: `key=value`, with dots between keys. A value is YAML.
+
+    Raises:
+        ConfigurationError: it can't be read, or a field is wrong. The message names the field.
+    """
+    path = Path(name)
+    if not path.suffix and (SHIPPED / f"{name}.yaml").is_file():
+        path = SHIPPED / f"{name}.yaml"
+    given = _read(path)
+    for change in changes:
+        given = _changed(given, change)
+    return scenario_of(given, str(path))
+
+
+def _read(path: Path, nested: int = 0) -> Any:
+    """The content of a file, with what it has from its `base`."""
+    if nested > MOST_BASES:
+        raise ConfigurationError(f"{path}: base: more than {MOST_BASES} of them", field="base")
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        known = ", ".join(sorted(one.stem for one in SHIPPED.glob("*.yaml")))
+        raise ConfigurationError(
+            f"{path}: {error.strerror}; shipped scenarios: {known}", field="scenario"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: {error}", field="scenario") from error
+    given = _with_paths(given, path.parent)
+    if isinstance(given, dict) and isinstance(base := given.pop("base", None), Path):
+        return _merged(_read(base, nested + 1), given)
+    return given
+
+
+def _merged(base: Any, over: Any) -> Any:
+    if isinstance(base, dict) and isinstance(over, dict):
+        return base | {key: _merged(base.get(key), value) for key, value in over.items()}
+    return over
+
+
+def scenario_of(given: object, where: str = "scenario") -> Scenario:
+    """Checks a scenario.
+
+    Raises:
+        ConfigurationError: a field is wrong.
+    """
+    try:
+        return Scenario.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "file"
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ConfigurationError(f"{where}: {field}: {reason}", field=field) from error
+
+
+def _changed(given: Any, change: str) -> Any:
+    key, is_set, value = change.partition("=")
+    if not is_set or not key:
+        raise ConfigurationError(f"--set {change}: the form is KEY=VALUE", field="set")
+    try:
+        return _with(given, key.split("."), yaml.safe_load(value))
+    except (KeyError, IndexError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"--set {change}: no such field", field=key) from error
+
+
+def _with(given: Any, keys: list[str], value: Any) -> Any:
+    if not keys:
+        return value
+    if isinstance(given, list):
+        place = int(keys[0])
+        return [*given[:place], _with(given[place], keys[1:], value), *given[place + 1 :]]
+    # A model's name may have dots: the longest key that is there wins.
+    for length in range(len(keys), 0, -1):
+        name = ".".join(keys[:length])
+        if name in (given or {}):
+            return {**given, name: _with(given[name], keys[length:], value)}
+    return {**(given or {}), keys[0]: _with({}, keys[1:], value)}
+
+
+def _with_paths(given: Any, folder: Path) -> Any:
+    """Files of a scenario are relative to it."""
+    if isinstance(given, dict):
+        if isinstance(given.get("catalog"), str):
+            given = given | {"catalog": folder / given["catalog"]}
+        return {
+            key: folder / value
+            if key in ("file", "base") and isinstance(value, str)
+            else _with_paths(value, folder)
+            for key, value in given.items()
+        }
+    return [_with_paths(one, folder) for one in given] if isinstance(given, list) else given

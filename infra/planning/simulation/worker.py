@@ -1,0 +1,205 @@
+"""Nodes, and workers on them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import simpy
+
+from infra.planning.simulation.api_site import SimulatedJob
+from shared.step_time import StepTime
+
+BUSY_FADE_S = 30.0
+"""As FADE_S of workers/scheduling/busy_ratio.py."""
+
+Steps = Generator[simpy.Event, Any, None]
+"""A process of the simulation."""
+
+
+@dataclass(slots=True)
+class Inside:
+    """What is in a batch that items join between steps."""
+
+    time: StepTime
+    """What the worker has learned of its steps."""
+    share_s: float = 0.0
+    """What an item that was in all the time has had of it."""
+    spare_s: float = 0.0
+    """Of that, what was spare."""
+    spare_part: float = 0.0
+    """Of each second now, what counts as spare."""
+    work_part: float = 0.0
+    """And what a full worker would do in it, in truth."""
+    steps_per_s: float = 0.0
+    """0: a prompt is read."""
+
+
+class Node:
+    """A machine with one GPU, which `places` workers share in time."""
+
+    __slots__ = (
+        "busy",
+        "busy_s",
+        "is_ready",
+        "is_spot",
+        "ordered_s",
+        "places",
+        "since_s",
+        "workers",
+    )
+
+    def __init__(self, places: int, is_spot: bool) -> None:
+        self.places = places
+        self.is_spot = is_spot
+        self.is_ready = False
+        self.workers: list[SimulatedWorker] = []
+        self.busy = 0
+        """Workers that compute right now."""
+        self.busy_s = 0.0
+        """Seconds in which at least one did."""
+        self.ordered_s = 0.0
+        self.since_s = 0.0
+        """Since when nobody is on it, or somebody computes."""
+
+    @property
+    def free(self) -> int:
+        """Places for more workers."""
+        return self.places - len(self.workers)
+
+
+class SimulatedWorker:
+    """One pod. It pulls jobs up to its flow control, and runs what it holds in batches."""
+
+    __slots__ = (
+        "batch_done",
+        "batches",
+        "busy_average",
+        "busy_parts",
+        "busy_s",
+        "busy_since_s",
+        "drained",
+        "evict",
+        "held",
+        "held_items",
+        "inference_s",
+        "inside",
+        "is_draining",
+        "is_gone",
+        "is_new",
+        "is_ready",
+        "is_spread",
+        "items",
+        "model",
+        "name",
+        "node",
+        "open_at",
+        "placed",
+        "ready_s",
+        "region",
+        "running",
+        "running_s",
+        "spare_s",
+        "started_s",
+        "step_time",
+        "work_s",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        region: str,
+        model: str,
+        *,
+        placed: simpy.Event,
+        is_spread: bool,
+        evict: Callable[[SimulatedWorker, str], None],
+    ) -> None:
+        self.name = name
+        self.region = region
+        self.model = model
+        self.placed = placed
+        """Comes when it has a place on a node."""
+        self.is_spread = is_spread
+        self.evict = partial(evict, self)
+        """Tells its Deployment that its node goes, and why."""
+        self.node: Node | None = None
+        self.is_ready = self.is_draining = self.is_gone = False
+        self.is_new = True
+        """Whether it has the newest version of its Deployment."""
+        self.ready_s = -1.0
+        self.held: tuple[deque[SimulatedJob], deque[SimulatedJob]] = (deque(), deque())
+        """Jobs of each lane that wait here: interactive, batch."""
+        self.held_items = [0, 0]
+        self.running: list[SimulatedJob] = []
+        self.running_s = 0.0
+        self.started_s = 0.0
+        self.batch_done: simpy.Event | None = None
+        self.drained: simpy.Event | None = None
+        self.open_at = -1
+        """Its place among the workers with room."""
+        self.inside: Inside | None = None
+        """Where items join between steps."""
+        self.step_time: StepTime | None = None
+        """What it has learned of its steps, from its first one on."""
+        self.inference_s = self.spare_s = 0.0
+        self.items = self.batches = 0
+        """Counters of its metrics."""
+        self.busy_s = 0.0
+        """In which it computed."""
+        self.work_s = 0.0
+        """In which a full one would have done as much."""
+        self.busy_parts = (0.0, 0.0)
+        """Of what it computes, the share of each lane."""
+        self.busy_average = (0.0, 0.0)
+        self.busy_since_s = 0.0
+
+    def occupy(self, now_s: float) -> None:
+        """It begins to compute on its GPU."""
+        node = self.node
+        assert node is not None
+        if node.busy == 0:
+            node.since_s = now_s
+        node.busy += 1
+
+    def vacate(self, now_s: float) -> None:
+        """It computes no more."""
+        node = self.node
+        assert node is not None
+        node.busy -= 1
+        if node.busy == 0:
+            node.busy_s += now_s - node.since_s
+        self.set_busy((0.0, 0.0), now_s)
+
+    def settle(self, now_s: float) -> None:
+        """Counts what it did in what it computes now."""
+        if self.running:
+            passed_s, self.started_s = now_s - self.started_s, now_s
+            self.busy_s += passed_s
+            self.work_s += passed_s * (1.0 if self.inside is None else self.inside.work_part)
+
+    def slowed(self, kept_when_sharing: float) -> float:
+        """How many times longer all takes now, because others compute on the same GPU."""
+        node = self.node
+        assert node is not None
+        return 1.0 if node.busy <= 1 else node.busy / kept_when_sharing
+
+    def set_busy(self, parts: tuple[float, float], now_s: float) -> None:
+        """It computes for each lane, by parts of what a full one does, or not at all (0, 0)."""
+        self.busy_average = self.busy_ratio(now_s)
+        self.busy_since_s, self.busy_parts = now_s, parts
+
+    def busy_ratio(self, now_s: float) -> tuple[float, float]:
+        """For each lane, what penstock_worker_busy_ratio shows."""
+        fade = math.exp((self.busy_since_s - now_s) / BUSY_FADE_S)
+        (interactive, batch), (old, old_batch) = self.busy_parts, self.busy_average
+        return interactive + (old - interactive) * fade, batch + (old_batch - batch) * fade
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it pulls jobs."""
+        return self.is_ready and not self.is_draining and not self.is_gone
