@@ -47,12 +47,12 @@ class ErrorReply(msgspec.Struct):
     error: ErrorDetail
 
 
-LONGEST_URL = 2048
+MAX_URL_CHARS = 2048
 
 
-LARGEST_SEED = 2**53 - 11
+MAX_SEED = 2**53 - 11
 """JSON numbers above 2^53 are not exact everywhere, and ten images have consecutive seeds."""
-LONGEST_PROMPT = 32_000
+MAX_PROMPT_CHARS = 32_000
 _WHITE = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJAAAATUlEQVR42u3PQQ0AAAgEILV/5zOFDz"
     "doQCepz6aeExAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQELi3cqoDfaKuZM4AAAAASUVORK5CYI"

@@ -244,15 +244,15 @@ class CompletionReply(msgspec.Struct):
     object: Literal["text_completion"] = "text_completion"
 
 
-LONGEST_SCHEMA = 64 * 1024
+MAX_SCHEMA = 64 * 1024
 """Characters of a JSON schema."""
-MOST_TOOLS = 128
-MOST_CHOICES, MOST_PROMPTS = 8, 8
-"""Of one request. Together MOST_ITEMS of shared/stores/token_streams.py."""
+MAX_TOOLS = 128
+MAX_CHOICES, MAX_PROMPTS = 8, 8
+"""Of one request. Together MAX_ITEMS of shared/stores/token_streams.py."""
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
-LARGEST_INT64 = 2**63 - 1
+MAX_INT64 = 2**63 - 1
 
 
 def text_or_list(value: Any) -> str:
@@ -396,8 +396,8 @@ class _SampledBody(Body):
     presence_penalty: Penalty | None = None
     seed: int | None = Field(
         None,
-        ge=-LARGEST_INT64 - 1,
-        le=LARGEST_INT64,
+        ge=-MAX_INT64 - 1,
+        le=MAX_INT64,
         description="The same seed gives the same text. Choice i of n uses seed + i.",
     )
     stop: (
@@ -408,7 +408,7 @@ class _SampledBody(Body):
         ]
         | None
     ) = None
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -452,7 +452,7 @@ class ChatBody(_SampledBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Accepted, without effect.")
     reasoning_effort: Option | None = Field(None, description="Accepted, without effect.")
@@ -502,13 +502,13 @@ class CompletionBody(_SampledBody):
         Annotated[str, Field(min_length=1), Tag("text:")]
         | Annotated[
             list[Annotated[str, Field(min_length=1)]],
-            Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True),
+            Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
             Tag("texts:"),
         ]
         | Annotated[Tokens, Tag("tokens:")]
         | Annotated[
             list[Tokens],
-            Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True),
+            Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
             Tag("token_lists:"),
         ],
         Discriminator(shape_of),

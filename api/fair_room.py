@@ -11,7 +11,7 @@ Pure: no clock, no I/O. Three rules, from the first that applies:
 
 A request is let in with all of its items as soon as one fits. Otherwise large requests would never
 get in beside small ones. Only the guaranteed part counts items exactly. The state has one entry for
-each tenant with items here, and there are at most MOST_OVER times the bound, plus one request.
+each tenant with items here, and there are at most MAX_OVER times the bound, plus one request.
 
 What a request wants from the workers.
 """
@@ -46,7 +46,7 @@ Items leave at the rate of the workers, so the reserve is what other tenants can
 before something leaves. An eighth of 512 items is 64 requests of one text. More would be taken from
 a tenant whose neighbors send little.
 """
-MOST_OVER = 2
+MAX_OVER = 2
 """Beyond the bound times this, nobody is let in. It takes as many tenants as the bound has
 items."""
 
@@ -125,7 +125,7 @@ class FairRoom:
         if is_below_share and self.total < self.bound:
             return 0.0
         guaranteed = max(1.0, self.bound * RESERVE * part)
-        if own + asked.items <= guaranteed and self.total < self.bound * MOST_OVER:
+        if own + asked.items <= guaranteed and self.total < self.bound * MAX_OVER:
             return 0.0
         until_share = 0.0 if is_below_share else (own - self.bound * part + 1) / part
         until_bound = self.total - self.bound + 1

@@ -86,7 +86,7 @@ TENANTS = Gauge(
     "Tenants with items that wait for workers, as of the last quarter of a second.",
     ["model", "lane"],
 )
-LARGEST_TENANT = Gauge(
+MAX_TENANT = Gauge(
     "penstock_api_largest_tenant_items",
     "Items of the tenant that has most of them waiting, as of the last quarter of a second.",
     ["model", "lane"],

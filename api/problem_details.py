@@ -31,7 +31,7 @@ from api.errors import (
 )
 from shared.errors import BadInput, PenstockError
 
-MOST_FIELDS = 100
+MAX_FIELDS = 100
 """How many invalid fields one response names."""
 UNPROCESSABLE = frozenset(
     {"invalid_input", "input_too_large", "context_length_exceeded", "storage_quota_exceeded"}
@@ -145,7 +145,7 @@ def _fields(
     error: ValidationError | RequestValidationError, prefix: str = ""
 ) -> list[InvalidField]:
     found = []
-    for one in error.errors()[:MOST_FIELDS]:
+    for one in error.errors()[:MAX_FIELDS]:
         where, reason = describe(one)
         found.append(InvalidField(one["type"], f"{prefix}{where}".rstrip(".") or "body", reason))
     return found

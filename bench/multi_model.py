@@ -50,7 +50,7 @@ ROUNDS = 3
 LAYOUTS = (1, 2)
 """Model processes: the budget is that of each, so with two of them either model may have one."""
 LIMIT_S = 120.0
-MOST_PER_S = 1000
+MAX_PER_S = 1000
 """More than two cores embed."""
 
 
@@ -178,7 +178,7 @@ def _drive(
     do.
     """
     mix, send_s = random.Random(1), LEAD_LIMIT_S + seconds
-    drawn = islice(_endless(texts), int(send_s * MOST_PER_S))
+    drawn = islice(_endless(texts), int(send_s * MAX_PER_S))
     asked = [(RARE if mix.random() < rare_share else model, text) for text in drawn]
     bodies = [embedding_bodies(name, [text])[0] for name, text in asked]
     before_s = worker.children_cpu_s()

@@ -1,7 +1,7 @@
 """Waits of callers when a model process, a worker or an API instance dies.
 
 Nobody repeats a request here. What peers do when their model process is killed stands in
-docs/performance.md.
+docs/explanation/performance.md.
 """
 
 from __future__ import annotations

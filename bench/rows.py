@@ -35,10 +35,10 @@ BACKLOG = RATE_PER_S * OUTAGE_S
 STEADY_S = 20.0
 ANSWER_MS = 100
 """How long the service takes for an insertAll."""
-MOST_BESIDE = 20_000_000
+MAX_BESIDE = 20_000_000
 """Room for rows before and after the outage."""
 CHUNK = 100_000
-MOST_UNSAFE = 5000
+MAX_UNSAFE = 5000
 """Rows that are not on disk yet. A worker takes no more jobs then, and neither does this."""
 DRAIN_LIMIT_S = 1200.0
 MIB = 2**20
@@ -50,7 +50,7 @@ def run(backlog: int = BACKLOG) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         folder, port = Path(name), free_port()
         os.sched_setaffinity(0, cores[-1:])  # inherited by the sink
-        words = [str(port), str(ANSWER_MS), str(backlog + MOST_BESIDE)]
+        words = [str(port), str(ANSWER_MS), str(backlog + MAX_BESIDE)]
         try:
             with Process("sink", [sys.executable, "-m", "bench.row_sink", *words], folder) as sink:
                 sink.wait_ready(lambda: listens(port), START_LIMIT_S)
@@ -125,7 +125,7 @@ class _Run:
                 for _ in range(BURST):
                     self._unsafe += 1
                     writer.write(self._traffic.row(), self._is_safe)
-                await asyncio.sleep(0 if self._unsafe < MOST_UNSAFE else 0.05)
+                await asyncio.sleep(0 if self._unsafe < MAX_UNSAFE else 0.05)
             await asyncio.to_thread(self._until_packed)
         return time.monotonic() - began_s
 

@@ -1,8 +1,8 @@
 """The simulator beside the real stack, with the same arrivals: answer times and goodput.
 
 Workers with one process of one thread each draw pictures. What a batch takes is measured first,
-as docs/simulation.md tells users to measure theirs. Then requests come at the times of a trace,
-which the simulator gets too, while workers are added and killed.
+as docs/explanation/simulation.md tells users to measure theirs. Then requests come at the times of
+a trace, which the simulator gets too, while workers are added and killed.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ VARIABLES: Mapping[str, Mapping[str, str]] = {
     ALL: {"OTEL_TRACES_SAMPLER_ARG": "1"},
 }
 TRACED = ("API", "worker, I/O")
-LEAST_PERCENT = 98.0
+MIN_PERCENT = 98.0
 """Of the throughput without tracing, at the default ratio. The added CPU may be the rest.
 
 Throughput follows whatever else the machine does. CPU time does so less.
@@ -62,13 +62,13 @@ def run() -> Outcome:
                 f"throughput with {name}, of that",
                 statistics.median(shares),
                 "%",
-                *((">=", LEAST_PERCENT) if is_default else ()),
+                *((">=", MIN_PERCENT) if is_default else ()),
             ),
             Figure(
                 f"added CPU with {name}, of all parts' CPU",
                 100 * added_ms / _mean(rounds, OFF, "all parts"),
                 "%",
-                *(("<=", 100 - LEAST_PERCENT) if is_default else ()),
+                *(("<=", 100 - MIN_PERCENT) if is_default else ()),
             ),
         ]
     for part in (*TRACED, "all parts"):

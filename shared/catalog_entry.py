@@ -51,15 +51,15 @@ class Batch(_Entry):
     max_items: Positive = 64
 
 
-LONGEST_DEADLINE_S = 86_400
+MAX_DEADLINE_S = 86_400
 """No model, and no caller, asks for more."""
 
 
 class Deadline(_Entry):
     """Seconds from receipt to answer: the default, and the longest that a caller may ask for."""
 
-    default_s: float = Field(30.0, gt=0, le=LONGEST_DEADLINE_S)
-    longest_s: float = Field(300.0, gt=0, le=LONGEST_DEADLINE_S)
+    default_s: float = Field(30.0, gt=0, le=MAX_DEADLINE_S)
+    longest_s: float = Field(300.0, gt=0, le=MAX_DEADLINE_S)
 
 
 class Cache(_Entry):
@@ -76,7 +76,7 @@ class Cache(_Entry):
 
 GpuTypeName = Literal["l4", "a100", "a100-80gb", "h100", "rtx-pro-6000", "t4"]
 """Of infra/kubernetes/gpus.yaml, which says what each of them is. A test compares the two."""
-MOST_SHARES: dict[str, int] = {"l4": 22, "a100": 36, "t4": 14}
+MAX_SHARES: dict[str, int] = {"l4": 22, "a100": 36, "t4": 14}
 """The most workers that may share a GPU: each gets 1 GiB of its memory at least, after the part
 that CUDA contexts need. GKE allows 48, which larger GPUs reach first. A test compares them with the
 memory in infra/kubernetes/gpus.yaml.
@@ -96,7 +96,7 @@ class Gpu(_Entry):
 
     @model_validator(mode="after")
     def _memory_is_enough_to_share(self) -> Self:
-        most = MOST_SHARES.get(self.type, 48)
+        most = MAX_SHARES.get(self.type, 48)
         if self.share > most:
             raise ValueError(
                 f"share: {self.share} workers on one {self.type} get less than 1 GiB of its memory "

@@ -23,7 +23,7 @@ caller (a body, an event, a record, a webhook) takes that one.
 
 from __future__ import annotations
 
-LONGEST_MESSAGE = 8000
+MAX_MESSAGE_CHARS = 8000
 """Characters. Messages repeat input of callers, and appear in responses, replies, records and logs.
 """
 
@@ -46,7 +46,7 @@ class PenstockError(Exception):
         self, message: str | None = None, *, field: str | None = None, public: str | None = None
     ) -> None:
         words = message or public or (type(self).__doc__ or "").split("\n", 1)[0]
-        self.message = words[:LONGEST_MESSAGE]
+        self.message = words[:MAX_MESSAGE_CHARS]
         self.field = field
         self._public = public
         super().__init__(self.message)

@@ -270,8 +270,8 @@ def _text(value: str | int | float) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-LONGEST_ATTRIBUTE_BYTES = 1024
-LONGEST_DATA_BYTES = 9 * 1024 * 1024
+MAX_ATTRIBUTE_BYTES = 1024
+MAX_DATA_BYTES = 9 * 1024 * 1024
 """Pub/Sub takes 10 MB of data and attributes together (https://cloud.google.com/pubsub/quotas)."""
 
 _encoder = msgspec.json.Encoder()
@@ -366,16 +366,13 @@ def decode_reply(data: bytes, attributes: Mapping[str, str]) -> Reply:
 
 
 def _check_carried(data: bytes, attributes: Mapping[str, str]) -> None:
-    if len(data) > LONGEST_DATA_BYTES:
+    if len(data) > MAX_DATA_BYTES:
         raise UndecodableMessage(
             f"data: {len(data)} bytes are too long for a message", field="data"
         )
     for name, value in attributes.items():
         # A character has four bytes at most, so only long values are counted.
-        if (
-            len(value) * 4 > LONGEST_ATTRIBUTE_BYTES
-            and len(value.encode()) > LONGEST_ATTRIBUTE_BYTES
-        ):
+        if len(value) * 4 > MAX_ATTRIBUTE_BYTES and len(value.encode()) > MAX_ATTRIBUTE_BYTES:
             raise UndecodableMessage(
                 f"attributes: {name} is too long for a message", field="attributes"
             )

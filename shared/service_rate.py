@@ -15,7 +15,7 @@ from shared.tasks.base import FirstGuesses
 
 PRIOR_ITEMS = 4.0
 """The weight of the previous estimate against new measurements, in items."""
-SHORTEST_WINDOW_S, WINDOW_TURNS = 2.0, 8.0
+MIN_WINDOW_S, WINDOW_TURNS = 2.0, 8.0
 """Measurements fade within a window of this many seconds, or this many service times."""
 QUEUED_FROM = 2.5
 """An item that stays this many service times was in a queue: one batch runs while another waits."""
@@ -24,7 +24,7 @@ IDLE_FADE_S = 120.0
 NEWEST_WEIGHT = 0.1
 """The weight of the newest value in the moving average `service_s`."""
 
-LEAST_MARGIN, MOST_MARGIN, MARGIN_STEP = 1.25, 2.0, 1.2
+MIN_MARGIN, MAX_MARGIN, MARGIN_STEP = 1.25, 2.0, 1.2
 """Estimated waits are multiplied by a margin, which grows while answers come late. On shared cores
 the rate changes within one deadline, and a late answer is wasted work."""
 MARGIN_FADE_S = 30.0
@@ -45,7 +45,7 @@ class ServiceRate:
         """Whether `item_s` was not measured, or so long ago that it says little."""
         self.service_s = guesses.batch_s
         """The service time: seconds that the model takes for an item and its batch."""
-        self.margin = LEAST_MARGIN
+        self.margin = MIN_MARGIN
         """The factor for estimated waits."""
         self._busy_s, self._items = PRIOR_ITEMS * self.item_s, PRIOR_ITEMS
         self._last_s = self._updated_s = 0.0
@@ -74,16 +74,16 @@ class ServiceRate:
             self._updated_s = now_s
         gap_s = max(0.0, now_s - self._last_s)
         self._last_s = now_s
-        fade = math.exp(-gap_s / max(SHORTEST_WINDOW_S, WINDOW_TURNS * self.service_s))
+        fade = math.exp(-gap_s / max(MIN_WINDOW_S, WINDOW_TURNS * self.service_s))
         self._busy_s = self._busy_s * fade + gap_s
         self._items = self._items * fade + items
-        self.margin = LEAST_MARGIN + (self.margin - LEAST_MARGIN) * math.exp(-gap_s / MARGIN_FADE_S)
+        self.margin = MIN_MARGIN + (self.margin - MIN_MARGIN) * math.exp(-gap_s / MARGIN_FADE_S)
 
     def record_late(self, now_s: float) -> None:
         """Records items that missed their deadline. Of items that are late together, one counts."""
         if now_s - self._late_s >= self.service_s:
             self._late_s = now_s
-            self.margin = min(self.margin * MARGIN_STEP, MOST_MARGIN)
+            self.margin = min(self.margin * MARGIN_STEP, MAX_MARGIN)
 
     def _update(self, in_flight: int) -> None:
         measured_s = self._busy_s / self._items

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 LOW = 0.25
 """Of steps with like work, so many are shorter than what counts as usual. Slow ones had a reason,
 such as other work on the same cores, that says nothing of the model."""
-LEAST_RATE = 0.02
+MIN_RATE = 0.02
 """How fast what is usual follows new steps, once there were many."""
-LEAST_STEPS = 3
+MIN_STEPS = 3
 """From so many on, steps with like work say something."""
 SLOWED = 2.0
 """A step that takes up to so many times what is usual was slowed by others on the same device, and
@@ -34,7 +34,7 @@ class _Usual:
 
     def observe(self, work: float, seconds: float) -> None:
         """Moves by a quantile's step, and never beyond what was observed."""
-        rate = max(LEAST_RATE, 1 / (self.steps + 1))
+        rate = max(MIN_RATE, 1 / (self.steps + 1))
         self.work += rate * (work - self.work)
         if seconds < self.seconds:
             self.seconds = max(seconds, self.seconds * (1 - rate * (1 - LOW)))
@@ -83,7 +83,7 @@ class StepTime:
     @property
     def fixed_s(self) -> float:
         """Seconds of a step that its work does not change. 0 before the first."""
-        known = [one for one in self._usual.values() if one.steps >= LEAST_STEPS]
+        known = [one for one in self._usual.values() if one.steps >= MIN_STEPS]
         known = known or list(self._usual.values())
         if not known:
             return 0.0

@@ -97,7 +97,7 @@ def _address_in(host: str) -> IPv4Address | IPv6Address | None:
 EventName = Literal["start", "output", "logs", "completed"]
 BUDGET_WARNING = "budget.warning"
 PREFIX = "whsec_"
-SHORTEST_KEY_BYTES = 24
+MIN_KEY_BYTES = 24
 """What Standard Webhooks asks for at least."""
 
 
@@ -236,7 +236,7 @@ def _key(secret: str) -> bytes:
         raise ConfigurationError(
             f"PENSTOCK_WEBHOOK_SECRETS: {error}", field="webhook_secrets"
         ) from error
-    if not secret.startswith(PREFIX) or len(key) < SHORTEST_KEY_BYTES:
-        words = f"a secret is {PREFIX} and base64 of {SHORTEST_KEY_BYTES} bytes or more"
+    if not secret.startswith(PREFIX) or len(key) < MIN_KEY_BYTES:
+        words = f"a secret is {PREFIX} and base64 of {MIN_KEY_BYTES} bytes or more"
         raise ConfigurationError(f"PENSTOCK_WEBHOOK_SECRETS: {words}", field="webhook_secrets")
     return key

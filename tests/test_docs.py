@@ -20,11 +20,16 @@ DECISIONS = sorted((ROOT / "docs/decisions").glob("0*.md"))
 MAX_DECISION_WORDS = 500
 PATH_TO_THE_ACK = (
     "README.md",
-    "docs/architecture.md",
+    "docs/explanation/architecture.md",
     "workers/worker.py",
     "workers/jobs/consumer.py",
     "workers/jobs/completion.py",
     "workers/jobs/registry.py",
+)
+PATH_TO_A_FIRST_CHANGE = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "api/openai/embeddings.py",
 )
 MAX_HOPS = 5
 
@@ -113,8 +118,17 @@ def test_five_hops_lead_from_the_readme_to_the_ack() -> None:
     assert "subscription.ack(" in (ROOT / PATH_TO_THE_ACK[-1]).read_text()
 
 
+def test_the_readme_leads_to_an_error_message_and_its_test() -> None:
+    for here, there in pairwise(PATH_TO_A_FIRST_CHANGE):
+        assert there in leads_to(Path(here)), f"{here} does not lead to {there}"
+    assert "tests/api/test_bad_input.py" in leads_to(Path("CONTRIBUTING.md"))
+    message = "{model.name} has {model.dimensions}, not {body.dimensions}"
+    assert message in (ROOT / PATH_TO_A_FIRST_CHANGE[-1]).read_text()
+    assert "has 384, not 385" in (ROOT / "tests/api/test_bad_input.py").read_text()
+
+
 def test_forms_of_a_text_are_defined_where_the_document_says() -> None:
-    text = (ROOT / "docs/architecture.md").read_text()
+    text = (ROOT / "docs/explanation/architecture.md").read_text()
     rows = re.findall(r"^\| (`[A-Z][^|]+) \| `([\w./]+)` \|", text, re.MULTILINE)
     assert rows
     for names, path in rows:

@@ -23,8 +23,8 @@ from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError,
 from shared.stores.objects import ObjectStore
 from shared.tenants.plan import Caller
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
-LONGEST_RESERVED_PAUSE_S = 5.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
+MAX_RESERVED_PAUSE_S = 5.0
 """A budget that requests in other processes have reserved is asked again after this time."""
 STALLED_S = 30.0
 """A batch of which no line has ended for so long steps aside, if another batch waits."""
@@ -141,7 +141,7 @@ class LineExecutor:
         Returns:
             None if it has to wait for a later turn.
         """
-        pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while time.time() < batch.expires_at_s:
             attempt = progress.attempts.get(line.number, 0)
             request = _request(batch, line, attempt, is_run_again)
@@ -157,7 +157,7 @@ class LineExecutor:
                     return None
                 left_s = max(0.0, batch.expires_at_s - time.time())
                 if await self._pause(error, caller, line, next(pauses), left_s):
-                    pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+                    pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
                 continue
             except PenstockError as error:
                 progress.note_end(line)
@@ -179,7 +179,7 @@ class LineExecutor:
         if isinstance(error, BudgetReserved):
             model = line.request.model
             account = self.limiter.account(caller, model.name, model.definition.unit)
-            longest_s = min(drawn_s, LONGEST_RESERVED_PAUSE_S, left_s)
+            longest_s = min(drawn_s, MAX_RESERVED_PAUSE_S, left_s)
             return await self.limiter.wait_released(account, longest_s)
         await asyncio.sleep(min(_pause_s(error, drawn_s), left_s))
         return False

@@ -33,7 +33,7 @@ ENDPOINTS: dict[str, Endpoint] = {
 }
 """By path: those that lines of a batch may name."""
 
-LONGEST_LINE_BYTES = 4 * 1024 * 1024
+MAX_LINE_BYTES = 4 * 1024 * 1024
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BESIDE_BYTES = len(BYTE_ORDER_MARK) + 1
 """A mark and a CR, which are not part of the data."""
@@ -63,7 +63,7 @@ class LineSplitter:
     """
 
     def __init__(
-        self, longest_bytes: int = LONGEST_LINE_BYTES, *, number: int = 1, offset: int = 0
+        self, longest_bytes: int = MAX_LINE_BYTES, *, number: int = 1, offset: int = 0
     ) -> None:
         self._longest_bytes = longest_bytes
         self._number = number
@@ -111,7 +111,7 @@ class LineSplitter:
         self._dropped = 0
 
 
-LONGEST_CUSTOM_ID = 512
+MAX_CUSTOM_ID_CHARS = 512
 
 
 class LineRefused(BadInput):
@@ -148,8 +148,8 @@ def read_line(line: Line, batch: BatchCreated, catalog: Catalog) -> BatchLine:
         LineRefused: something in it is wrong.
     """
     fields = _fields_of(line)
-    if not 1 <= len(fields.custom_id) <= LONGEST_CUSTOM_ID:
-        reason = f"custom_id has 1 to {LONGEST_CUSTOM_ID} characters"
+    if not 1 <= len(fields.custom_id) <= MAX_CUSTOM_ID_CHARS:
+        reason = f"custom_id has 1 to {MAX_CUSTOM_ID_CHARS} characters"
         raise LineRefused("invalid_custom_id", reason, line.number, "custom_id")
     if fields.method != "POST":
         raise LineRefused("invalid_method", "method must be POST", line.number, "method")
@@ -226,7 +226,7 @@ def _id(batch: BatchCreated, number: int) -> str:
 
 def _fields_of(line: Line) -> _Fields:
     if line.data is None:
-        reason = f"the line is longer than {LONGEST_LINE_BYTES} bytes"
+        reason = f"the line is longer than {MAX_LINE_BYTES} bytes"
         raise LineRefused("line_too_long", reason, line.number)
     try:
         return _decoder.decode(line.data)

@@ -5,7 +5,7 @@ Where more tenants wait than it has hands, a batch is put back after each segmen
 that was served longest ago is next.
 
 A batch whose lines can't run now, such as for a budget that is spent, steps aside: its place goes
-to another batch. It is looked at again after pauses that grow up to LONGEST_PAUSE_S, and goes on
+to another batch. It is looked at again after pauses that grow up to MAX_PAUSE_S, and goes on
 before newer batches of its tenant.
 
 Bounds what a runner has in flight, and shares it equally among its batches.
@@ -109,12 +109,12 @@ def _key(batch_id: str) -> str:
 
 POLL_S = 2.0
 """Each look lists the open batches, for which buckets charge."""
-MOST_AT_ONCE = 8
+MAX_AT_ONCE = 8
 ELSEWHERE_S = 5.0
 """A batch that another runner holds is left alone for so long."""
 NEVER_CREATED_S = 120.0
 """A marker without a batch is removed after this time: its creation broke off."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 OPEN = Gauge("penstock_batches_open", "Batches of all tenants that are not over.")
 RUNNING = Gauge("penstock_batches_running", "Batches that this runner has in hand.")
@@ -150,7 +150,7 @@ class _Held:
 class _Patience:
     """When a batch is looked at again that is held elsewhere, that failed here or stepped aside."""
 
-    pauses: Iterator[float] = field(default_factory=lambda: backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S))
+    pauses: Iterator[float] = field(default_factory=lambda: backoff(FIRST_PAUSE_S, MAX_PAUSE_S))
     until_s: float = 0.0
     is_aside: bool = False
     """Whether it has stepped aside. Then a cancellation can end it at once."""
@@ -215,7 +215,7 @@ class BatchRunner:
         due = [one for one in opened if self._is_due(one)]
         waiting = _oldest_of_each(one for one in due if one.owner not in self._held)
         waiting.sort(key=lambda one: self._served_s.get(one.owner, 0.0))
-        free = MOST_AT_ONCE - len(self._held)
+        free = MAX_AT_ONCE - len(self._held)
         for one in waiting[:free]:
             self._start(one)
         self._tell_held(due, is_contended=len(waiting) > free)

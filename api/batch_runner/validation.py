@@ -12,10 +12,10 @@ from api.batches.documents import BatchCreated, BatchPlan, LineBlock, LineError
 from api.batches.files import BatchFile, BatchFiles
 from shared.catalog import Catalog
 
-MOST_LINES = 50_000
-MOST_INPUTS = 50_000
+MAX_LINES = 50_000
+MAX_INPUTS = 50_000
 """Texts, or images, in all lines together, as in OpenAI's API."""
-MOST_ERRORS = 100
+MAX_ERRORS = 100
 """How many errors are told. Nothing is read after the last of them."""
 SEGMENT_LINES = 1000
 SEGMENT_INPUT_BYTES = 4 * 1024 * 1024
@@ -70,14 +70,14 @@ class _Checks:
             if index % _LINES_AT_A_TIME == 0:
                 await asyncio.sleep(0)
             self.lines += 1
-            if self.lines > MOST_LINES:
-                reason = f"the file has more than {MOST_LINES} lines"
+            if self.lines > MAX_LINES:
+                reason = f"the file has more than {MAX_LINES} lines"
                 raise FileRefused([LineError("too_many_tasks", reason)])
             try:
                 self._check(read_line(line, self.batch, self.catalog), line)
             except LineRefused as error:
                 self.errors.append(error.shown)
-                if len(self.errors) >= MOST_ERRORS:
+                if len(self.errors) >= MAX_ERRORS:
                     raise FileRefused(self.errors) from error
 
     def plan(self) -> BatchPlan:
@@ -107,8 +107,8 @@ class _Checks:
             reason = f"all lines of a batch have one model, here {self.model}"
             raise LineRefused("mismatched_model", reason, line.number, "body.model")
         self.inputs += len(found.request.inputs)
-        if self.inputs > MOST_INPUTS:
-            reason = f"the lines have more than {MOST_INPUTS} inputs together"
+        if self.inputs > MAX_INPUTS:
+            reason = f"the lines have more than {MAX_INPUTS} inputs together"
             raise FileRefused([LineError("too_many_inputs", reason, line.number)])
         self._plan_line(found, line)
 

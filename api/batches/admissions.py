@@ -22,10 +22,10 @@ from shared.stores.objects import ObjectStore
 
 KEPT = 1000
 """Admissions that are kept. A number is not used again while an instance may still try to write it:
-nobody admits so many batches within LONGEST_S.
+nobody admits so many batches within MAX_S.
 """
-LONGEST_S = 10.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.2
+MAX_S = 10.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 0.2
 _LAST = 10**12 - 1
 _MAX_BYTES = 1024 * 1024
 _ids = msgspec.json.Decoder(list[str])
@@ -62,13 +62,13 @@ class Admissions:
             Whether it is admitted. If not, it may have a marker all the same.
 
         Raises:
-            Overloaded: other instances were faster for LONGEST_S.
+            Overloaded: other instances were faster for MAX_S.
             Unavailable: the object store is out of reach.
         """
         # Instances of one process would only take the numbers from each other.
         turn = self._turns.setdefault(owner, asyncio.Lock())
         try:
-            async with asyncio.timeout(LONGEST_S), turn:
+            async with asyncio.timeout(MAX_S), turn:
                 return await self._admit(owner, batch_id, most, mark)
         except TimeoutError as error:
             raise Overloaded("too many of your batches are being created at once") from error
@@ -77,7 +77,7 @@ class Admissions:
         self, owner: str, batch_id: str, most: int, mark: Callable[[], Awaitable[None]]
     ) -> bool:
         is_marked = False
-        for pause_s in backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S):
+        for pause_s in backoff(FIRST_PAUSE_S, MAX_PAUSE_S):
             last, open_ids = await self._state(owner)
             # The store said no, but it was written. Or another one counted it as the first state.
             if batch_id in open_ids:

@@ -16,7 +16,7 @@ import msgspec
 
 from api.batches.names import FILES, is_file_id, new_file_id, owner_of
 from api.errors import NotFound
-from api.inputs.storage import MOST_FILES, Quota, Reservation, Storage
+from api.inputs.storage import MAX_FILES, Quota, Reservation, Storage
 from shared.errors import BadInput
 from shared.stores.objects import ObjectStore, ObjectWriter, StoredObject
 
@@ -24,7 +24,7 @@ FILE_MAX_BYTES = 200 * 1024 * 1024
 """What OpenAI takes for a batch."""
 KEEP_S = 30 * 24 * 3600
 """OpenAI's default for files of batches."""
-SHORTEST_KEEP_S = 3600
+MIN_KEEP_S = 3600
 READ_BYTES = 1024 * 1024
 PAGE = 100
 JSONL = "application/jsonl"
@@ -185,7 +185,7 @@ class BatchFiles:
 
     async def _stored(self, tenant: str) -> list[StoredObject]:
         # Two objects for each file, and room for outputs, which are never refused.
-        return await self._objects.listing(f"{FILES}/{owner_of(tenant)}", 4 * MOST_FILES)
+        return await self._objects.listing(f"{FILES}/{owner_of(tenant)}", 4 * MAX_FILES)
 
     async def _read_document(self, tenant: str, file_id: str) -> BatchFile | None:
         key = _document_key(tenant, file_id)

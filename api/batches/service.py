@@ -14,7 +14,7 @@ from api.batches.store import BatchStore
 from shared.errors import BadInput, Overloaded
 from shared.tenants.plan import Caller
 
-MOST_OPEN = 50
+MAX_OPEN = 50
 """Batches of a tenant that are not over."""
 FULL_RETRY_S = 60.0
 INPUT_KEEP_S = 3600
@@ -86,9 +86,9 @@ class Batches:
             key_limits=caller.key_limits,
             models=None if caller.models is None else sorted(caller.models),
         )
-        if not await self._store.create(created, MOST_OPEN):
+        if not await self._store.create(created, MAX_OPEN):
             raise Overloaded(
-                f"{MOST_OPEN} of your batches are not over, the most that are taken on",
+                f"{MAX_OPEN} of your batches are not over, the most that are taken on",
                 retry_after_s=FULL_RETRY_S,
             )
         return BatchState(created)

@@ -30,9 +30,9 @@ from api.errors import NotFound
 from shared.errors import BadInput
 from shared.stores.objects import ObjectStore, StoredObject
 
-MOST_OPEN_OF_ALL = 20_000
+MAX_OPEN_OF_ALL = 20_000
 """Markers that are read at a time."""
-MOST_SEGMENTS = 50_000
+MAX_SEGMENTS = 50_000
 _DOCUMENT_MAX_BYTES = 16 * 1024 * 1024
 _HALF_SEGMENT_MAX_BYTES = 256 * 1024 * 1024
 """A larger one is not read, and its lines are computed again."""
@@ -164,7 +164,7 @@ class BatchStore:
         """
         folder = f"{OPEN}/{owner}" if owner else OPEN
         marks: dict[tuple[str, str], set[str]] = {}
-        for one in await self._objects.listing(folder, MOST_OPEN_OF_ALL):
+        for one in await self._objects.listing(folder, MAX_OPEN_OF_ALL):
             *_, of, batch_id, mark = one.key.split("/")
             marks.setdefault((of, batch_id), set()).add(mark)
         return [
@@ -189,7 +189,7 @@ class BatchStore:
         Raises:
             Unavailable: the object store is out of reach.
         """
-        return await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/segments", MOST_SEGMENTS)
+        return await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/segments", MAX_SEGMENTS)
 
     async def add_segment(self, owner: str, batch_id: str, index: int, data: bytes) -> bool:
         """Writes a segment unless it exists. Returns whether it did.

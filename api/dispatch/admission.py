@@ -22,7 +22,7 @@ from shared.errors import Overloaded
 from shared.service_rate import ServiceRate
 from shared.tasks.base import FirstGuesses
 
-SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.25, 60.0
+MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
 """Bounds of `Retry-After`. OpenAI's clients 1.x and 2.x ignore more than 60 s."""
 BATCH_SHARE = 0.5
 """The size of the batch lane's rooms, compared with those of the interactive lane."""
@@ -248,5 +248,5 @@ def _turns_until_earlier(lanes: _Lanes, demand: Demand, ahead: float, turns: flo
 
 
 def _full(reason: str, retry_after_s: float) -> Overloaded:
-    bounded_s = min(max(retry_after_s, SHORTEST_RETRY_S), LONGEST_RETRY_S)
+    bounded_s = min(max(retry_after_s, MIN_RETRY_S), MAX_RETRY_S)
     return Overloaded(f"{reason}; try again in {bounded_s:.2g} s", retry_after_s=bounded_s)

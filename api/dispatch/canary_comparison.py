@@ -32,11 +32,11 @@ TENANT = "penstock-canary"
 """Whose such requests are, in rows and for fair shares."""
 AT_ONCE = 4
 """Comparisons under way in this process. What comes meanwhile is not compared."""
-LARGEST_REQUEST = 16
+MAX_REQUEST = 16
 """Items of a request that are compared, at most."""
 
 COMPARE_LIMIT_S = 30.0
-LARGEST_PICTURE_BYTES = 64 * 1024 * 1024
+MAX_PICTURE_BYTES = 64 * 1024 * 1024
 
 Dispatch = Callable[[InferenceRequest], Awaitable[InferenceResponse]]
 
@@ -94,7 +94,7 @@ class CanaryComparisons:
             return
         compared = [
             (again, result)
-            for given, result in zip(asked.inputs, results[:LARGEST_REQUEST], strict=False)
+            for given, result in zip(asked.inputs, results[:MAX_REQUEST], strict=False)
             if (again := given.for_comparison()) is not None
         ]
         if not compared:
@@ -141,7 +141,7 @@ class CanaryComparisons:
     async def _bytes_of(self, blob: Blob) -> bytes:
         if blob.data is not None:
             return blob.data
-        return await self._objects.get(blob.object_key or "", LARGEST_PICTURE_BYTES)
+        return await self._objects.get(blob.object_key or "", MAX_PICTURE_BYTES)
 
 
 def _tolerance_of(canary: Model) -> Tolerance:

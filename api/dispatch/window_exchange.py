@@ -29,7 +29,7 @@ PAUSE_S, PAUSE_PER_INSTANCE_S = 0.25, 0.01
 """Between two exchanges: the shortest, and for each other instance."""
 LEASE_PAUSES = 8
 """After so many pauses without word an instance counts as dead."""
-MOST_TENANTS = 32
+MAX_TENANTS = 32
 """The tenants with the most items are told one by one. Of the others only the weights are."""
 REDIS_LIMIT_S, REDIS_RETRY_S = 1.0, 0.25
 
@@ -125,7 +125,7 @@ class WindowExchange:
         model, lane = key[0], key[1] or "interactive"
         now = told_of(window)
         metrics.TENANTS.labels(model, lane).set(window.tenants)
-        metrics.LARGEST_TENANT.labels(model, lane).set(now.tenants[0][2] if now.tenants else 0)
+        metrics.MAX_TENANT.labels(model, lane).set(now.tenants[0][2] if now.tenants else 0)
         told = b"" if window.is_idle else msgspec.json.encode(now)
         (self._told.add if told else self._told.discard)(key)
         lease_s = LEASE_PAUSES * self._pause_s
@@ -152,7 +152,7 @@ class WindowExchange:
 def told_of(window: ModelWindow) -> Told:
     """What to tell of a window."""
     tenants = list(window.items_by_tenant())
-    largest = heapq.nlargest(MOST_TENANTS, tenants, key=lambda one: one[2])
+    largest = heapq.nlargest(MAX_TENANTS, tenants, key=lambda one: one[2])
     others = sum(weight for _, weight, _ in tenants) - sum(weight for _, weight, _ in largest)
     return Told(window.size, window.published, largest, max(0.0, others))
 

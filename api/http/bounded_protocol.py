@@ -28,7 +28,7 @@ HEAD_LIMIT_BYTES = 64 * 1024
 """The limit of Google's load balancer."""
 CHUNK_FRAME_BYTES = 24
 """The overhead of a chunk of a body. Longer chunk extensions and trailers count as head."""
-MOST_PIPELINED = 16
+MAX_PIPELINED = 16
 """Requests that wait behind the current one. A single read may contain ten thousand."""
 UNREAD_LIMIT_S = 60
 """After this time without any reads by the peer the connection is closed."""
@@ -36,7 +36,7 @@ UNREAD_MAX_BYTES = 256 * 1024 * 1024
 """The memory for all unread answers together."""
 RESERVED_FILES = 128
 """File descriptors that are reserved for the process itself."""
-LARGEST_PORT = 65535
+MAX_PORT = 65535
 _HOST = re.compile(
     rb"(?:\[(?P<ipv6>[0-9A-Fa-f:.]{2,45})\]"
     rb"|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2}){1,255})"
@@ -139,9 +139,9 @@ class BoundedHttp(HttpToolsProtocol):
         if reason := self._wrong_host():
             self._error = BadInput(f"host: {reason}", field="host")
             raise self._error
-        if len(self.pipeline) >= MOST_PIPELINED:
+        if len(self.pipeline) >= MAX_PIPELINED:
             self._error = BadInput(
-                f"more than {MOST_PIPELINED} pipelined requests wait on this connection"
+                f"more than {MAX_PIPELINED} pipelined requests wait on this connection"
             )
             raise self._error
         self._disarm()
@@ -280,7 +280,7 @@ def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
 def _is_host(value: bytes) -> bool:
     """Whether this is `uri-host [ ":" port ]` (RFC 9110, 7.2; RFC 3986, 3.2.2), and not empty."""
     found = _HOST.fullmatch(value)
-    if found is None or int(found["port"] or 0) > LARGEST_PORT:
+    if found is None or int(found["port"] or 0) > MAX_PORT:
         return False
     if found["ipv6"] is None:
         return True

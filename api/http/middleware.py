@@ -39,13 +39,13 @@ from shared.tracing.spans import STAGE, Attributes, Span, begin, read_headers, s
 
 log = logging.getLogger(__name__)
 
-LARGEST_SHARE = 0.75
+MAX_SHARE = 0.75
 """The rest is left for the others."""
 
 
 def share_of(most: int) -> int:
     """What one tenant may take of `most`."""
-    return max(1, int(most * LARGEST_SHARE))
+    return max(1, int(most * MAX_SHARE))
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ SMALL_BODY_BYTES = 64 * 1024
 STREAMED_BODY_BYTES = MEMORY_BYTES + 1024 * 1024
 """What a body takes that is passed on piece by piece."""
 FULL_RETRY_S = 1.0
-BODY_GRACE_S, LEAST_BYTES_PER_S = 60.0, 8192
+BODY_GRACE_S, MIN_BYTES_PER_S = 60.0, 8192
 """A body may take this long, plus the time for its bytes at this rate. So a trickle ends."""
 CLIENT_GONE = 499
 RECORDED_METHODS = frozenset({"POST", "PUT"})
@@ -244,15 +244,13 @@ class _Exchange:
         largest_bytes = streamed or self._bodies.largest_bytes
         if self._declared_bytes > largest_bytes:
             raise _too_large(largest_bytes)
-        left_s = BODY_GRACE_S + self._body_bytes / LEAST_BYTES_PER_S - self.context.total_ms / 1000
+        left_s = BODY_GRACE_S + self._body_bytes / MIN_BYTES_PER_S - self.context.total_ms / 1000
         try:
             async with asyncio.timeout(min(BODY_IDLE_S, left_s)):
                 message = await self._receive()
         except TimeoutError as error:
             if left_s < BODY_IDLE_S:
-                raise TooSlow(
-                    f"the body arrives slower than {LEAST_BYTES_PER_S} bytes/s"
-                ) from error
+                raise TooSlow(f"the body arrives slower than {MIN_BYTES_PER_S} bytes/s") from error
             raise TooSlow(f"no more of the body arrived for {BODY_IDLE_S:g} s") from error
         size = len(message.get("body", b""))
         if size and self._encoding not in ("", "identity"):

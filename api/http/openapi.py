@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from api.bodies import (
     ErrorReply,
 )
-from api.http.request_options import LONGEST_KEY, LONGEST_MS
+from api.http.request_options import MAX_KEY_CHARS, MAX_MS
 from api.problem_details import Problem
 from api.usage.question import COST_GROUPS, COST_LIMITS, GROUPS, LIMITS, WIDTHS_S
 
@@ -38,7 +38,7 @@ def _header_parameter(name: str, description: str, schema: Described) -> Describ
     }
 
 
-_MILLISECONDS = {"type": "integer", "minimum": 1, "maximum": LONGEST_MS}
+_MILLISECONDS = {"type": "integer", "minimum": 1, "maximum": MAX_MS}
 _DEADLINE = _header_parameter(
     "X-Penstock-Deadline-Ms",
     "Milliseconds from receipt to the answer. Later it is 504. "
@@ -60,7 +60,7 @@ _KEY = _header_parameter(
     "Idempotency-Key",
     "The same request with the same key is computed once. "
     "Its answer is repeated for a day, or until newer answers need its place.",
-    {"type": "string", "pattern": rf"^[\x21-\x7e]{{1,{LONGEST_KEY}}}$"},
+    {"type": "string", "pattern": rf"^[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}$"},
 )
 _LANE = _header_parameter(
     "X-Penstock-Lane",

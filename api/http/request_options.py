@@ -17,10 +17,10 @@ from functools import lru_cache
 from typing import Any
 
 from api.dispatch.request import RequestOptions
-from shared.catalog_entry import LONGEST_DEADLINE_S
+from shared.catalog_entry import MAX_DEADLINE_S
 from shared.errors import BadInput
 
-LONGEST_READ = 256
+MAX_READ = 256
 OTHER = "other"
 _FAMILIES = (
     ("langchain", "langchain"),
@@ -58,7 +58,7 @@ FAMILIES = frozenset({family for _, family in _FAMILIES} | {OTHER})
 @lru_cache(maxsize=512)
 def family_of(user_agent: str) -> str:
     """The kind of client that sends this header. Empty without one, `other` if it is unknown."""
-    found = user_agent[:LONGEST_READ].strip().lower()
+    found = user_agent[:MAX_READ].strip().lower()
     if not found:
         return ""
     if found == "node":  # what fetch of Node sends
@@ -71,15 +71,15 @@ QUEUE_HEADER = "x-penstock-queue-limit-ms"
 LANE_HEADER = "x-penstock-lane"
 CANCEL_AFTER_HEADER = "cancel-after"
 IDEMPOTENCY_HEADER = "idempotency-key"
-LONGEST_MS = LONGEST_DEADLINE_S * 1000
-LONGEST_KEY = 255
-LONGEST_WAIT_S = 60.0
+MAX_MS = MAX_DEADLINE_S * 1000
+MAX_KEY_CHARS = 255
+MAX_WAIT_S = 60.0
 _SHOWN = 40
 """How many characters of an invalid value its error repeats."""
 _MS = re.compile(r"[0-9]{1,12}")
 _CANCEL_AFTER = re.compile(r"(?=[0-9])(?:([0-9]{1,3})h)?(?:([0-9]{1,5})m)?(?:([0-9]{1,6})s?)?")
 _WAIT = re.compile(r"wait(?:\s*=\s*\"?([0-9]+)\"?)?(?:\s*;.*)?", re.IGNORECASE)
-_KEY = re.compile(rf"[\x21-\x7e]{{1,{LONGEST_KEY}}}")
+_KEY = re.compile(rf"[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}")
 
 
 def read_options(headers: Iterable[tuple[bytes, bytes]], received_at_s: float) -> RequestOptions:
@@ -114,8 +114,8 @@ def _joined(name: bytes, first: str, second: str) -> str:
 
 def _milliseconds(header: str, option: str) -> Callable[[str], dict[str, Any]]:
     def read(text: str) -> dict[str, Any]:
-        if not (_MS.fullmatch(text) and 1 <= int(text) <= LONGEST_MS):
-            raise _refusal(header, text, f"a whole number of milliseconds from 1 to {LONGEST_MS}")
+        if not (_MS.fullmatch(text) and 1 <= int(text) <= MAX_MS):
+            raise _refusal(header, text, f"a whole number of milliseconds from 1 to {MAX_MS}")
         return {option: int(text) / 1000}
 
     return read
@@ -125,8 +125,8 @@ def _cancel_after(text: str) -> dict[str, Any]:
     found = _CANCEL_AFTER.fullmatch(text)
     hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0)
     asked_s = (hours * 60 + minutes) * 60 + seconds
-    if not 1 <= asked_s <= LONGEST_DEADLINE_S:
-        reason = f"a time such as 30s, 5m or 1h30m, from 1s to {LONGEST_DEADLINE_S // 3600}h"
+    if not 1 <= asked_s <= MAX_DEADLINE_S:
+        reason = f"a time such as 30s, 5m or 1h30m, from 1s to {MAX_DEADLINE_S // 3600}h"
         raise _refusal(CANCEL_AFTER_HEADER, text, reason)
     return {"cancel_after_s": float(asked_s)}
 
@@ -139,7 +139,7 @@ def _lane(text: str) -> dict[str, Any]:
 
 def _idempotency_key(text: str) -> dict[str, Any]:
     if not _KEY.fullmatch(text):
-        raise _refusal(IDEMPOTENCY_HEADER, text, f"1 to {LONGEST_KEY} visible ASCII characters")
+        raise _refusal(IDEMPOTENCY_HEADER, text, f"1 to {MAX_KEY_CHARS} visible ASCII characters")
     return {"idempotency_key": text}
 
 
@@ -157,9 +157,9 @@ def _prefer(text: str) -> dict[str, Any]:
         asked = found[1]
         # There may be any number of digits, so they are counted before they are parsed.
         return {
-            "wait_s": LONGEST_WAIT_S
+            "wait_s": MAX_WAIT_S
             if asked is None or len(asked) > 4
-            else min(float(asked), LONGEST_WAIT_S)
+            else min(float(asked), MAX_WAIT_S)
         }
     return {}
 

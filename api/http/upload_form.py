@@ -24,7 +24,7 @@ from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-MOST_EDIT_FIELDS = 64
+MAX_EDIT_FIELDS = 64
 
 
 @asynccontextmanager
@@ -56,8 +56,8 @@ async def closed_form(request: Request, **limits: int) -> AsyncIterator[FormData
                 file.close()
 
 
-MOST_FIELDS = 16
-LONGEST_FIELD_BYTES = 4096
+MAX_FIELDS = 16
+MAX_FIELD_BYTES = 4096
 _PEEK_BYTES = 4096
 _FIRST_NAME = re.compile(rb"""content-disposition:[^\r\n]*?[ ;]name="?([^";\r\n]*)["\r\n;]""", re.I)
 
@@ -156,7 +156,7 @@ class UploadForm:
             return
         if b"filename" in options:
             raise BadInput(f"{name[:80]}: this field is not a file", field=name[:80])
-        if not name or name in self.fields or len(self.fields) >= MOST_FIELDS:
+        if not name or name in self.fields or len(self.fields) >= MAX_FIELDS:
             raise BadInput(f"{name[:80] or 'a field'}: without a name, repeated or too many")
         self._name = name
 
@@ -165,8 +165,8 @@ class UploadForm:
             self._pieces.append(data[start:end])
             return
         self._value += data[start:end]
-        if len(self._value) > LONGEST_FIELD_BYTES:
-            raise BadInput(f"{self._name[:80]}: longer than {LONGEST_FIELD_BYTES} bytes")
+        if len(self._value) > MAX_FIELD_BYTES:
+            raise BadInput(f"{self._name[:80]}: longer than {MAX_FIELD_BYTES} bytes")
 
     def _end_part(self) -> None:
         if self._name is not None:

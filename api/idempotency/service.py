@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 STORED_STATUSES = frozenset({*range(200, 300), 400, 422})
 """These depend only on the request. 401, 404 and 413 depend on API keys, catalog and settings."""
-FIRST_POLL_S, LONGEST_POLL_S = 0.05, 0.25
+FIRST_POLL_S, MAX_POLL_S = 0.05, 0.25
 """Pauses between two reads of a key that another instance has claimed."""
 MAX_WAITING = 1000
 """The most requests that wait for others at a time."""
@@ -133,7 +133,7 @@ class IdempotencyService:
             KeyInUse: the other request is not done after `wait_s`, or too many requests wait.
             Unavailable: Redis is out of reach, or the stored response can't be read.
         """
-        ends_s, pauses = _now_s() + wait_s, backoff(FIRST_POLL_S, LONGEST_POLL_S)
+        ends_s, pauses = _now_s() + wait_s, backoff(FIRST_POLL_S, MAX_POLL_S)
         while True:
             running = self._running.get(request.name)
             if running is None:

@@ -223,7 +223,7 @@ IDLE_S = 30.0
 """After this idle time a process exits."""
 FIRST_SERVICE_S, NEWEST_WEIGHT = 0.3, 0.2
 """Seconds per image: the first guess, and the weight of the newest value in the moving average."""
-SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.25, 60.0
+MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
 
 
 @dataclass(slots=True)
@@ -356,7 +356,7 @@ class CodecPool:
         else:
             return
         metrics.IMAGES.labels("shed").inc()
-        bounded_s = min(max(retry_after_s, SHORTEST_RETRY_S), LONGEST_RETRY_S)
+        bounded_s = min(max(retry_after_s, MIN_RETRY_S), MAX_RETRY_S)
         raise Overloaded(f"{reason}; try again in {bounded_s:.2g} s", retry_after_s=bounded_s)
 
     async def _acquire_process(self, task: _Task) -> None:

@@ -20,8 +20,8 @@ from api.inputs.storage import KEEP_S, KEPT_FILES, LATEST_S, LISTED, Quota, Stor
 from shared.errors import BadInput
 from shared.stores.objects import ObjectStore
 
-LARGEST_BYTES = 64 * 1024 * 1024
-MOST_LISTED = 100
+MAX_BYTES = 64 * 1024 * 1024
+MAX_LISTED = 100
 _METADATA_LIMIT_BYTES = 64 * 1024
 _ID = re.compile(r"file_[0-9a-f]{24}")
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}")
@@ -113,12 +113,12 @@ class Files:
         return file
 
     async def newest(self, tenant: str) -> list[File]:
-        """The files of this tenant, newest first, MOST_LISTED at most.
+        """The files of this tenant, newest first, MAX_LISTED at most.
 
         Raises:
             Unavailable: the object store is out of reach.
         """
-        found = await self._objects.listing(_folder_of(tenant), MOST_LISTED)
+        found = await self._objects.listing(_folder_of(tenant), MAX_LISTED)
         ids = [one.key.rpartition("_")[2] for one in found]
         files = await asyncio.gather(*(self._found(tenant, f"file_{one}") for one in ids))
         return [file for file in files if file is not None]
@@ -164,7 +164,7 @@ class Files:
         Raises:
             Unavailable: the object store is out of reach.
         """
-        return await self._objects.get(file.key, LARGEST_BYTES)
+        return await self._objects.get(file.key, MAX_BYTES)
 
 
 def _folder_of(tenant: str) -> str:

@@ -13,13 +13,13 @@ import msgspec
 
 from shared.errors import BadInput, InputTooLarge
 
-MOST_VALUES = 300_000
+MAX_VALUES = 300_000
 """Numbers and strings in one body. OpenAI's API accepts as many token ids."""
-MOST_STRINGS = 20_000
+MAX_STRINGS = 20_000
 """Strings and field names in one body. Each of them may be an unknown field."""
 SURELY_FEW = 1000
 """Bodies with at most this many commas are not checked further."""
-MOST_NESTED = 100
+MAX_NESTED = 100
 """Levels of nesting. Pydantic has a limit of 200."""
 # Possessive, and with an optional end: the expression reads each byte only once.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
@@ -40,19 +40,19 @@ def check_amount(body: bytes) -> None:
         strings += 1
         commas += body.count(b",", end, found.start())
         end = found.end()
-        if strings > MOST_STRINGS or commas >= MOST_VALUES:
+        if strings > MAX_STRINGS or commas >= MAX_VALUES:
             break
-    if strings > MOST_STRINGS:
-        raise InputTooLarge(f"the body has more than {MOST_STRINGS} strings and field names")
-    if commas + body.count(b",", end) >= MOST_VALUES:
-        raise InputTooLarge(f"the body has more than {MOST_VALUES} values")
+    if strings > MAX_STRINGS:
+        raise InputTooLarge(f"the body has more than {MAX_STRINGS} strings and field names")
+    if commas + body.count(b",", end) >= MAX_VALUES:
+        raise InputTooLarge(f"the body has more than {MAX_VALUES} values")
 
 
 def object_in(text: str | bytes, field: str) -> dict[str, Any]:
     """Parses a JSON object that can be encoded as JSON again. Errors name it by `field`.
 
     Raises:
-        BadInput: it is not a JSON object, or nests deeper than MOST_NESTED.
+        BadInput: it is not a JSON object, or nests deeper than MAX_NESTED.
     """
     try:
         found = msgspec.json.decode(text)
@@ -61,7 +61,7 @@ def object_in(text: str | bytes, field: str) -> dict[str, Any]:
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise BadInput(f"{field}: not valid JSON: {error}", field=field) from error
     except RecursionError as error:
-        raise BadInput(f"{field}: nested deeper than {MOST_NESTED} levels", field=field) from error
+        raise BadInput(f"{field}: nested deeper than {MAX_NESTED} levels", field=field) from error
     if not isinstance(found, dict):
         raise BadInput(f"{field}: must be a JSON object", field=field)
     return found
@@ -69,7 +69,7 @@ def object_in(text: str | bytes, field: str) -> dict[str, Any]:
 
 def _check_depth(found: object) -> None:
     level = [found]
-    for _ in range(MOST_NESTED):
+    for _ in range(MAX_NESTED):
         level = [
             inner
             for one in level

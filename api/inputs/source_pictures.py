@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import parse_qsl, unquote
 
-from api.bodies import LONGEST_URL
+from api.bodies import MAX_URL_CHARS
 from api.errors import NotFound
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec, data_of_uri
@@ -76,8 +76,8 @@ class SourcePictures:
             return await data_of_uri(url, "image", field="image")
         if not url.startswith(f"{caller.base_url}/"):
             raise BadInput(f"image: {FOREIGN}", field="image")
-        if len(url) > LONGEST_URL:  # it becomes part of the record
-            raise BadInput(f"image: longer than {LONGEST_URL} characters", field="image")
+        if len(url) > MAX_URL_CHARS:  # it becomes part of the record
+            raise BadInput(f"image: longer than {MAX_URL_CHARS} characters", field="image")
         # The rest is a path and a query. It is split by hand, because urlsplit raises on `//[`.
         path, _, query_text = url.removeprefix(caller.base_url).partition("#")[0].partition("?")
         folder, _, name = unquote(path.removeprefix("/").removeprefix("v1/")).partition("/")

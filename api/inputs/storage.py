@@ -36,7 +36,7 @@ KEEP_S = 24 * 3600
 BATCH_FILES, KEPT_FILES = "batches/files", "files/kept"
 LISTED = "files/of"
 RESERVED = "files/reserved"
-MOST_FILES = 10_000
+MAX_FILES = 10_000
 """Of a tenant. Each upload lists them."""
 RESERVED_S, RENEW_S = 600.0, 300.0
 """How long a reservation counts, and when one that is still needed is written again."""
@@ -112,9 +112,9 @@ class Storage:
         """
         owner = owner_of(tenant)
         batch_files, kept_files, reserved = await asyncio.gather(
-            self.objects.listing(f"{BATCH_FILES}/{owner}", 4 * MOST_FILES),
-            self.objects.listing(f"{KEPT_FILES}/{owner}", 4 * MOST_FILES),
-            self.objects.listing(f"{RESERVED}/{owner}", MOST_FILES),
+            self.objects.listing(f"{BATCH_FILES}/{owner}", 4 * MAX_FILES),
+            self.objects.listing(f"{KEPT_FILES}/{owner}", 4 * MAX_FILES),
+            self.objects.listing(f"{RESERVED}/{owner}", MAX_FILES),
         )
         stored, now_s = [*batch_files, *kept_files], self.clock()
         names = [one.key.rpartition("/")[2] for one in reserved if one.key != except_key]
@@ -180,7 +180,7 @@ class Storage:
         now_s, removed = self.clock(), 0
         for folder in (BATCH_FILES, KEPT_FILES):
             files: dict[str, list[StoredObject]] = {}
-            for one in await self.objects.listing(f"{folder}/{owner}", 2 * MOST_FILES):
+            for one in await self.objects.listing(f"{folder}/{owner}", 2 * MAX_FILES):
                 files.setdefault(one.key.rpartition("/")[0], []).append(one)
             for parts in files.values():
                 if await self._is_expired(parts, now_s):
@@ -188,7 +188,7 @@ class Storage:
                     keys = sorted((one.key for one in parts), reverse=True)
                     removed += await self._remove(folder, keys)
         for folder, is_over in ((LISTED, _is_listed_no_more), (RESERVED, _is_left_behind)):
-            found = await self.objects.listing(f"{folder}/{owner}", 2 * MOST_FILES)
+            found = await self.objects.listing(f"{folder}/{owner}", 2 * MAX_FILES)
             keys = [one.key for one in found if is_over(one.key.rpartition("/")[2], now_s)]
             removed += await self._remove(folder, keys)
         return removed
@@ -279,9 +279,9 @@ class Reservation:
                 f"above the {max_bytes} bytes that you may store; {what_to_do}",
                 field=field,
             )
-        if use.files > MOST_FILES:
+        if use.files > MAX_FILES:
             raise StorageFull(
-                f"{field}: {use.files - 1} files are stored for you, and {MOST_FILES} is the most "
+                f"{field}: {use.files - 1} files are stored for you, and {MAX_FILES} is the most "
                 f"that you may store; {what_to_do}",
                 field=field,
             )

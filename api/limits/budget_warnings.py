@@ -19,8 +19,8 @@ from shared.webhooks import BudgetEvent
 
 log = logging.getLogger(__name__)
 
-MOST_TOLD = 10_000
-MOST_TELLING = 64
+MAX_TOLD = 10_000
+MAX_TELLING = 64
 CLOSE_LIMIT_S = 1.0
 
 
@@ -68,8 +68,8 @@ class BudgetWarnings:
         for share in plan.warn_at_shares:
             warning = _Warning(counter.key, counter.period, share)
             is_reached = is_refused or counter.used >= share * counter.limit
-            if is_reached and warning not in self._told and len(self._telling) < MOST_TELLING:
-                if len(self._told) >= MOST_TOLD:
+            if is_reached and warning not in self._told and len(self._telling) < MAX_TELLING:
+                if len(self._told) >= MAX_TOLD:
                     self._told.clear()  # Redis knows them too
                 self._told.add(warning)
                 event = BudgetEvent(

@@ -33,7 +33,7 @@ from shared.tasks.base import Unit
 from shared.tenants.plan import Caller, Limits, Plan, Rates
 from shared.transport import Publisher
 
-MOST_ACCOUNTS = 8192
+MAX_ACCOUNTS = 8192
 """Callers by model that are kept. The oldest is made again when it is needed."""
 
 
@@ -79,7 +79,7 @@ class Accounts:
         ):
             self._accounts.pop(name, None)
             account = self._accounts[name] = self._made(caller, model, unit, month)
-            if len(self._accounts) > MOST_ACCOUNTS:
+            if len(self._accounts) > MAX_ACCOUNTS:
                 del self._accounts[next(iter(self._accounts))]
         return account
 
@@ -200,7 +200,7 @@ class Accounts:
 
 
 REGISTER_S = SLOTS_S / 3
-MOST_ASKS = 64
+MAX_ASKS = 64
 """Limits in one call of the script that gives back."""
 TOTALS_OVERLAP_MS = 1000
 IDLE_S = 300.0
@@ -482,8 +482,8 @@ class Limiter:
         """
         self._touched = {counter for counter in self._touched if not counter.is_idle}
         due = [counter for counter in self._touched if counter.is_due(now_s)]
-        for start in range(0, len(due), MOST_ASKS):
-            part = due[start : start + MOST_ASKS]
+        for start in range(0, len(due), MAX_ASKS):
+            part = due[start : start + MAX_ASKS]
             sent_s = self._clock()
             asks = [counter.ask(0, sent_s) for counter in part]
             try:

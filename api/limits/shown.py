@@ -12,7 +12,7 @@ from typing import NamedTuple
 from api.errors import BudgetExceeded, BudgetReserved, RateLimited
 from api.limits.counters import Counter, MonthCounter
 
-SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.25, 60.0
+MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
 """Bounds of `Retry-After`, as for an instance that is full (api/dispatch/admission.py)."""
 RESERVED_RETRY_S = 1.0
 """When to ask again for a budget of which what is left is reserved: most requests end sooner."""
@@ -72,10 +72,10 @@ def refusal(refused: Sequence[Need], now_s: float) -> RateLimited:
             f"Request too large for the limit of {counter.subject}: "
             f"limit {counter.limit:.0f}, requested {amount:.0f} {name}",
             unit=counter.unit,
-            retry_after_s=LONGEST_RETRY_S,
+            retry_after_s=MAX_RETRY_S,
             is_final=True,
         )
-    retry_s = min(max(counter.retry_after_s(now_s), SHORTEST_RETRY_S), LONGEST_RETRY_S)
+    retry_s = min(max(counter.retry_after_s(now_s), MIN_RETRY_S), MAX_RETRY_S)
     return RateLimited(
         f"Rate limit reached for {counter.subject}: limit {counter.limit:.0f}, "
         f"used {counter.used:.0f}, requested {amount:.0f}. "
@@ -101,6 +101,6 @@ def _over_budget(counter: Counter, amount: float, now_s: float) -> BudgetExceede
         f"requested {amount:.10g}. It starts anew with the next month (UTC).",
         unit=counter.unit,
         # 0: it is more than the whole budget, so nobody was asked when the next month begins.
-        retry_after_s=counter.retry_after_s(now_s) or LONGEST_RETRY_S,
+        retry_after_s=counter.retry_after_s(now_s) or MAX_RETRY_S,
         is_final=True,
     )

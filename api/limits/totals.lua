@@ -5,9 +5,9 @@
 -- Returns the time in ms, how many changed since, and of the latest: key, month, used of it, used of
 -- the month before.
 
-local MOST_KEPT = 100000
+local MAX_KEPT = 100000
 
-redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -MOST_KEPT - 1)
+redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -MAX_KEPT - 1)
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 local totals = {}
 local changed = redis.call('ZREVRANGEBYSCORE', KEYS[1], '+inf', ARGV[1], 'LIMIT', 0, ARGV[2])

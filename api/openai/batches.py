@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from api.batches.documents import BatchEnded, BatchState, Counts
 from api.batches.service import PAGE, NewBatch
-from api.bodies import LONGEST_URL, Body, Metadata
+from api.bodies import MAX_URL_CHARS, Body, Metadata
 from api.http.openapi import AUTHENTICATED, json_body, responses
 from api.http.request import authenticate
 from shared.errors import BadInput
@@ -58,7 +58,7 @@ class BatchBody(Body):
     output_expires_after: OutputExpiresAfter | None = None
     webhook: str | None = Field(
         None,
-        max_length=LONGEST_URL,
+        max_length=MAX_URL_CHARS,
         description="Extension: URL to which the end of the batch is sent, signed.",
     )
 

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from api.batches.files import FILE_MAX_BYTES, KEEP_S, PAGE, SHORTEST_KEEP_S, BatchFile
+from api.batches.files import FILE_MAX_BYTES, KEEP_S, MIN_KEEP_S, PAGE, BatchFile
 from api.bodies import Body
 from api.errors import EXPECTED_ERRORS
 from api.http.fast_route import IS_HEAD
@@ -97,7 +97,7 @@ _FIELDS: Described = {
     "file": _FILE | {"description": "For a batch: JSONL, a request in each line."},
     "purpose": {"type": "string", "enum": ["batch"], "description": "Goes with `file`."},
     "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-    "expires_after[seconds]": {"type": "integer", "minimum": SHORTEST_KEEP_S, "maximum": KEEP_S},
+    "expires_after[seconds]": {"type": "integer", "minimum": MIN_KEEP_S, "maximum": KEEP_S},
     "content": _FILE | {"description": "For a prediction, as Replicate's clients send it."},
     "metadata": {"type": "object", "description": "Goes with `content`. Kept with the file."},
 }

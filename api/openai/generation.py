@@ -196,7 +196,7 @@ def _id_of(seed: str) -> str:
 
 
 TextBody = ChatBody | CompletionBody
-LARGEST_SEED = 2**53
+MAX_SEED = 2**53
 _REPLY_BYTES = 512
 
 
@@ -271,7 +271,7 @@ def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[Generatio
     first = _first_of(body, model)
     # One seed for one text: with the most likely token, always, the seed changes nothing.
     seed = default_seed if body.seed is None else body.seed
-    start = 0 if is_repeatable(body) and body.seed is None else seed % LARGEST_SEED
+    start = 0 if is_repeatable(body) and body.seed is None else seed % MAX_SEED
     prompts: Sequence[str | list[int]] = [""]
     if isinstance(body, CompletionBody):
         prompts = _prompts_of(body)

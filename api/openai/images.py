@@ -26,8 +26,8 @@ from starlette.responses import Response
 
 from api.bodies import (
     _WHITE,
-    LARGEST_SEED,
-    LONGEST_PROMPT,
+    MAX_PROMPT_CHARS,
+    MAX_SEED,
     Body,
     EndUser,
     Option,
@@ -36,7 +36,7 @@ from api.bodies import (
 from api.http.fast_route import FastRoute
 from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses
 from api.http.request import ApiRequest, open_request, while_connected
-from api.http.upload_form import MOST_EDIT_FIELDS, closed_form
+from api.http.upload_form import MAX_EDIT_FIELDS, closed_form
 from api.inputs.image_codec import data_of_uri
 from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
 from api.tasks.image import check_strength, first_image, size_of
@@ -72,7 +72,7 @@ class ImagesReply(msgspec.Struct):
 
 
 class _ImageBody(Body):
-    prompt: str = Field(min_length=1, max_length=LONGEST_PROMPT)
+    prompt: str = Field(min_length=1, max_length=MAX_PROMPT_CHARS)
     model: str | None = Field(None, description="Default: the first image model of the catalog.")
     n: int = Field(1, ge=1, le=10)
     size: str = Field(
@@ -84,11 +84,11 @@ class _ImageBody(Body):
         None, ge=0, le=100, description="Quality of jpeg and webp, from 0 to 100."
     )
     seed: int | None = Field(
-        None, ge=0, le=LARGEST_SEED, description="Extension: image i of n uses seed + i."
+        None, ge=0, le=MAX_SEED, description="Extension: image i of n uses seed + i."
     )
     num_inference_steps: int | None = Field(None, ge=1, description="Extension.")
     guidance_scale: float | None = Field(None, ge=0, le=100, description="Extension.")
-    negative_prompt: str | None = Field(None, max_length=LONGEST_PROMPT, description="Extension.")
+    negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS, description="Extension.")
     scheduler: SchedulerName | None = Field(
         None, description=f"Extension: one of {', '.join(SCHEDULER_NAMES)}."
     )
@@ -189,7 +189,7 @@ class EditBody(EditForm):
 
 IMAGE_FIELDS = ("image", "image[]")
 NO_MASK = "mask: masks are not supported; the whole image is redrawn, as much as `strength` says"
-_LARGEST_FIELD_BYTES = 256 * 1024
+_MAX_FIELD_BYTES = 256 * 1024
 
 
 async def read_edit(call: ApiRequest) -> tuple[EditForm, bytes]:
@@ -218,8 +218,8 @@ async def _read_form(call: ApiRequest) -> tuple[EditForm, bytes]:
     call.check_charset()
     form_limits = {
         "max_files": 4,
-        "max_fields": MOST_EDIT_FIELDS,
-        "max_part_size": _LARGEST_FIELD_BYTES,
+        "max_fields": MAX_EDIT_FIELDS,
+        "max_part_size": _MAX_FIELD_BYTES,
     }
     async with closed_form(call.http, **form_limits) as form:
         data = await _only_image(form)

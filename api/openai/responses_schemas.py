@@ -14,7 +14,7 @@ import msgspec
 from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from api.bodies import Body, CacheKey, EndUser, ItemId, Metadata, Option, Options
-from api.chat_bodies import MOST_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
+from api.chat_bodies import MAX_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
@@ -250,7 +250,7 @@ class AllowedResponseTools(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1, max_length=MOST_TOOLS)
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
 class TextFormat(Body):
@@ -312,7 +312,7 @@ class ResponseBody(Body):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Share | None = None
     text: TextOptions | None = None
-    tools: list[ResponseTool] | None = Field(None, max_length=MOST_TOOLS)
+    tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedResponseTools | None = (
         None
     )

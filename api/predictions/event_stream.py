@@ -44,7 +44,7 @@ from shared.tasks.text import GenerationResult, TokenLogprob
 
 MAX_STREAMS = 256
 """The room per instance. Each stream reads its record twice a second."""
-LONGEST_S = 290.0
+MAX_S = 290.0
 """Below the 300 s after which Cloud Run ends a response. Clients reconnect by themselves."""
 HEARTBEAT_S = 10.0
 """After this pause a comment is sent, so that proxies keep the connection open."""
@@ -122,7 +122,7 @@ class EventStreams:
         check: Callable[[], object],
         extra: Collection[str] = (),
     ) -> AsyncGenerator[bytes]:
-        """Yields the events after `last_id` (empty: all) to the last one, for at most LONGEST_S.
+        """Yields the events after `last_id` (empty: all) to the last one, for at most MAX_S.
 
         Args:
             snapshot: the prediction.
@@ -146,7 +146,7 @@ class EventStreams:
         extra: Collection[str],
     ) -> AsyncGenerator[bytes]:
         place, sent_s = Place.from_id(last_id), time.monotonic()
-        until_s, told = sent_s + LONGEST_S, None
+        until_s, told = sent_s + MAX_S, None
         while True:
             if QUEUE in extra:
                 queued = await self._predictions.place(snapshot)

@@ -41,9 +41,9 @@ READ_EVERY_S = 0.05
 """Workers write as often."""
 SURE_SHARE = 0.8
 """Of the time between tokens: before it has passed, nobody looks for the next ones."""
-LONGEST_GAP_S = 0.5
+MAX_GAP_S = 0.5
 """A model that is slower than this is read as if it were not."""
-MOST_IN_A_ROUND_TRIP = 128
+MAX_IN_A_ROUND_TRIP = 128
 
 
 class ReadPace:
@@ -64,7 +64,7 @@ class ReadPace:
 
     def is_due(self, now_s: float) -> bool:
         """Whether it is time to look."""
-        pause_s = SURE_SHARE * min(*self._gaps_s, LONGEST_GAP_S)
+        pause_s = SURE_SHARE * min(*self._gaps_s, MAX_GAP_S)
         return self._found_s is None or now_s >= self._found_s + pause_s
 
 
@@ -133,8 +133,8 @@ class TokenReader:
         while self._readers:
             began_s = time.monotonic()
             due = [one for one in self._readers if not one.tokens and one.pace.is_due(began_s)]
-            for first in range(0, len(due), MOST_IN_A_ROUND_TRIP):
-                await self._read(due[first : first + MOST_IN_A_ROUND_TRIP])
+            for first in range(0, len(due), MAX_IN_A_ROUND_TRIP):
+                await self._read(due[first : first + MAX_IN_A_ROUND_TRIP])
             await asyncio.sleep(max(0.0, began_s + READ_EVERY_S - time.monotonic()))
 
     async def _read(self, due: list[_Reader]) -> None:
@@ -157,14 +157,14 @@ class TokenReader:
         due = [one for one in records if now_s - self._marked_s.get(one, 0.0) > READER_S / 3]
         await asyncio.gather(*map(self._streams.mark_read, due))  # in one round trip
         self._marked_s |= dict.fromkeys(due, now_s)
-        if len(self._marked_s) > 2 * len(self._readers) + MOST_IN_A_ROUND_TRIP:
+        if len(self._marked_s) > 2 * len(self._readers) + MAX_IN_A_ROUND_TRIP:
             current = {reader.record for reader in self._readers}
             self._marked_s = {one: at for one, at in self._marked_s.items() if one in current}
 
 
 MAX_STREAMS = 2048
 """The room per instance. A stream costs a part of a round trip every READ_EVERY_S."""
-LONGEST_S = 290.0
+MAX_S = 290.0
 """Below the 300 s after which Cloud Run ends a response. Readers go on with another request."""
 HEARTBEAT_S, HEARTBEAT = 10.0, b": keep-alive\n"
 """After this pause a comment is sent, so that proxies keep the connection open.
@@ -320,7 +320,7 @@ class TextStreams:
         *,
         stays: bool,
     ) -> AsyncGenerator[bytes]:
-        """Yields the events of a prediction's texts, for at most LONGEST_S.
+        """Yields the events of a prediction's texts, for at most MAX_S.
 
         A reader that may not go on, since its key was revoked, gets the error as the last event.
         Then the texts end as if it had hung up, at what it was sent.
@@ -354,7 +354,7 @@ class TextStreams:
     async def _events(
         self, snapshot: PredictionSnapshot, stream: _Stream, watch: _Watch
     ) -> AsyncGenerator[bytes]:
-        prediction, until_s = snapshot.prediction, time.monotonic() + LONGEST_S
+        prediction, until_s = snapshot.prediction, time.monotonic() + MAX_S
         following = self._reader.follow(prediction.record, len(stream.texts), watch.every_s)
         async with contextlib.aclosing(following) as news:
             async for found in news:

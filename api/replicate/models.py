@@ -17,7 +17,7 @@ from starlette.responses import Response
 from api.errors import NotFound
 from api.http.openapi import AUTHENTICATED, Described, problems, ref_to, success
 from api.http.request import ApiRequest, authenticate
-from api.http.upload_form import MOST_EDIT_FIELDS, closed_form
+from api.http.upload_form import MAX_EDIT_FIELDS, closed_form
 from api.inputs.files import File
 from api.inputs.json_limits import object_in
 from api.predictions.creation import OWNER, find_version, version_of
@@ -229,7 +229,7 @@ async def create_file(request: Request) -> Response:
     """
     call = authenticate(request)
     call.check_charset()
-    async with closed_form(request, max_files=2, max_fields=MOST_EDIT_FIELDS) as form:
+    async with closed_form(request, max_files=2, max_fields=MAX_EDIT_FIELDS) as form:
         content, metadata = form.get("content"), form.get("metadata")
         if not isinstance(content, UploadFile):
             raise BadInput("content: a file is needed", field="content")

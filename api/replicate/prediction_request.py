@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from api.bodies import LONGEST_URL
+from api.bodies import MAX_URL_CHARS
 from api.dispatch.job_sender import OUTCOME_BYTES
 from api.http.request import ApiRequest, while_connected
 from api.inputs.source_pictures import PictureCaller
@@ -165,7 +165,7 @@ async def _digest(body: PredictionBody, model: Model) -> str:
     """A digest of the body and the model. Equal requests have the same."""
     given = body.model_dump(exclude={"version"})
     image = given["input"].get("image")
-    if isinstance(image, str) and len(image) > LONGEST_URL:
+    if isinstance(image, str) and len(image) > MAX_URL_CHARS:
         # Encoding 20 MB of image as JSON would block the event loop for 130 ms, so its digest
         # replaces it.
         given["input"]["image"] = await asyncio.to_thread(digest_of, image)

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from api.bodies import LONGEST_URL, Body
+from api.bodies import MAX_URL_CHARS, Body
 
 WebhookEvent = Literal["start", "output", "logs", "completed"]
 WEBHOOK_EVENTS: tuple[WebhookEvent, ...] = ("start", "output", "logs", "completed")
-Url = Annotated[str, Field(pattern=r"^https?://[^\s/]", max_length=LONGEST_URL)]
+Url = Annotated[str, Field(pattern=r"^https?://[^\s/]", max_length=MAX_URL_CHARS)]
 
 
 class PredictionBody(Body):

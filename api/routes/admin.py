@@ -35,8 +35,8 @@ from shared.tenants.directory import Name, Scope, StoredKey
 from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Limits, Plan
 
-LONGEST_EXPIRY_S = 10 * 366 * 86_400
-Seconds = Annotated[int, msgspec.Meta(ge=1, le=LONGEST_EXPIRY_S)]
+MAX_EXPIRY_S = 10 * 366 * 86_400
+Seconds = Annotated[int, msgspec.Meta(ge=1, le=MAX_EXPIRY_S)]
 
 
 class NewKeyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -16,7 +16,7 @@ from shared.stores.signed_urls import VALID_S
 
 router = APIRouter()
 ANY_BYTES = "application/octet-stream"
-LONGEST_S = 30.0
+MAX_S = 30.0
 """The time limit for encoding an image in another format, since links have no deadline."""
 
 
@@ -39,7 +39,7 @@ async def get_object(
     """The bytes of a result, while the link is valid."""
     dependencies = dependencies_of(request)
     dependencies.url_signer.check(key, type, expires, signature)
-    fetching = dependencies.result_fetcher.fetch(key, type, time.time() + LONGEST_S)
+    fetching = dependencies.result_fetcher.fetch(key, type, time.time() + MAX_S)
     data = await while_connected(request.receive, fetching)
     headers = {
         "cache-control": f"private, max-age={VALID_S}, immutable",

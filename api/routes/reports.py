@@ -1,4 +1,4 @@
-"""Reports for the console and for programs: those of docs/reports.md that the key may see.
+"""Reports for the console and programs: those of docs/reference/reports.md that the key may see.
 
 A key sees its own tenant's rows. A key with the scope `admin` sees all tenants and all reports.
 

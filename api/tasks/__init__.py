@@ -13,7 +13,7 @@ from shared.errors import BadInput
 from shared.tasks import TASKS
 
 API_TASKS: dict[str, ApiTask] = {name: import_module(f"{__name__}.{name}").TASK for name in TASKS}
-MOST_FIELDS = 100
+MAX_FIELDS = 100
 
 
 async def read_inputs(
@@ -33,9 +33,9 @@ async def read_inputs(
         DeadlineExceeded: the source picture was not decoded in time.
         Unavailable: the object store is out of reach.
     """
-    if len(given) > MOST_FIELDS:
+    if len(given) > MAX_FIELDS:
         raise BadInput(
-            f"input: {len(given)} fields; at most {MOST_FIELDS} are allowed", field="input"
+            f"input: {len(given)} fields; at most {MAX_FIELDS} are allowed", field="input"
         )
     with errors_in_input():
         return await API_TASKS[model.task].read(given, model, caller, pictures)

@@ -77,9 +77,9 @@ def _check_tokenizer(tokenizer: str | None, model: Model) -> None:
         raise BadInput(f"tokenizer: {reason}", field="tokenizer")
 
 
-MOST_TEXTS = 128
+MAX_TEXTS = 128
 """A prediction is one message, its answer another: both are to stay far below Pub/Sub's 10 MB."""
-MOST_TEXT_BYTES = 1024 * 1024
+MAX_TEXT_BYTES = 1024 * 1024
 _VECTOR = {"type": "array", "items": {"type": "number"}}
 
 
@@ -134,13 +134,13 @@ def check_texts(texts: list[str]) -> None:
         BadInput: there are too many.
         InputTooLarge: they are too long.
     """
-    if len(texts) > MOST_TEXTS:
+    if len(texts) > MAX_TEXTS:
         raise BadInput(
-            f"texts: {len(texts)} texts; at most {MOST_TEXTS} are allowed in a prediction",
+            f"texts: {len(texts)} texts; at most {MAX_TEXTS} are allowed in a prediction",
             field="texts",
         )
-    if sum(len(text.encode()) for text in texts) > MOST_TEXT_BYTES:
-        raise InputTooLarge(f"texts: together longer than {MOST_TEXT_BYTES} bytes", field="texts")
+    if sum(len(text.encode()) for text in texts) > MAX_TEXT_BYTES:
+        raise InputTooLarge(f"texts: together longer than {MAX_TEXT_BYTES} bytes", field="texts")
 
 
 TASK = EmbeddingApi()

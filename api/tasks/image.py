@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import msgspec
 from pydantic import Field, model_validator
 
-from api.bodies import LARGEST_SEED, LONGEST_PROMPT, Body, SchedulerName
+from api.bodies import MAX_PROMPT_CHARS, MAX_SEED, Body, SchedulerName
 from api.inputs.source_pictures import PictureCaller, SourcePictures
 from api.tasks.base import ApiTask, Inputs
 from shared.catalog import Model
@@ -117,8 +117,8 @@ USUAL_STRENGTH = 0.8
 class PictureInput(Body):
     """The input of image models. With `image` it is image-to-image at `strength`."""
 
-    prompt: str = Field(min_length=1, max_length=LONGEST_PROMPT)
-    negative_prompt: str | None = Field(None, max_length=LONGEST_PROMPT)
+    prompt: str = Field(min_length=1, max_length=MAX_PROMPT_CHARS)
+    negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS)
     image: str | None = Field(
         None, description="A base64 data: URI, or the URL of a file or result of this API."
     )
@@ -134,7 +134,7 @@ class PictureInput(Body):
     num_outputs: int = Field(1, ge=1, le=4, description="Image i uses seed + i.")
     num_inference_steps: int | None = Field(None, ge=1)
     guidance_scale: float | None = Field(None, ge=0, le=100)
-    seed: int | None = Field(None, ge=0, le=LARGEST_SEED)
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
     scheduler: SchedulerName | None = Field(
         None, description=f"One of {', '.join(SCHEDULER_NAMES)}."
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from api.bodies import LARGEST_SEED, Body, Text
+from api.bodies import MAX_SEED, Body, Text
 from api.chat_bodies import Message, Share, Stop
 from api.inputs.source_pictures import PictureCaller, SourcePictures
 from api.tasks.base import ApiTask, Inputs
@@ -29,7 +29,7 @@ class TextToContinue(Body):
     )
     top_p: Share = 1.0
     top_k: int = Field(0, ge=0, le=2**20, description="0 keeps all tokens.")
-    seed: int | None = Field(None, ge=0, le=LARGEST_SEED)
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
     stop: Annotated[list[Stop], Field(max_length=4)] | None = None
 
     @model_validator(mode="after")
@@ -61,7 +61,7 @@ class TextApi(ApiTask):
         seed = parsed.seed if parsed.seed is not None else 0
         made = GenerationInput(
             max_tokens=parsed.max_tokens or limits.default_tokens,
-            seed=seed if is_repeatable else secrets.randbelow(LARGEST_SEED),
+            seed=seed if is_repeatable else secrets.randbelow(MAX_SEED),
             messages=[message.to_template() for message in parsed.messages or ()],
             prompt=parsed.prompt or "",
             temperature=parsed.temperature,

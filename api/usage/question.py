@@ -24,7 +24,7 @@ COST_LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 180)}
 GROUPS = {"project_id": "by_tenant", "api_key_id": "by_key", "model": "by_model"}
 COST_GROUPS = {"project_id": "by_tenant", "api_key_id": "by_key", "line_item": "by_model"}
 KEPT_S = ROWS_KEPT_DAYS * 86_400
-MOST_NAMES = 100
+MAX_NAMES = 100
 _PAGE = re.compile(r"page_([0-9]{1,11})")
 _WHOLE = re.compile(r"[0-9]{1,11}")
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
@@ -154,8 +154,8 @@ def _groups(given: QueryParams, known: dict[str, str]) -> set[str]:
 
 def _names(given: QueryParams, field: str) -> tuple[str, ...] | None:
     found = _list(given, field)
-    if len(found) > MOST_NAMES or any(len(name) > 256 for name in found):
-        raise BadInput(f"{field}: at most {MOST_NAMES} names of 256 characters", field=field)
+    if len(found) > MAX_NAMES or any(len(name) > 256 for name in found):
+        raise BadInput(f"{field}: at most {MAX_NAMES} names of 256 characters", field=field)
     return tuple(sorted(set(found))) or None
 
 

@@ -13,7 +13,7 @@ from shared.reports.runner import ReportResult, ReportRunner, translated_errors
 from shared.usage.bigquery import open_client
 
 QUERY_LIMIT_S = 20.0
-MOST_ROWS = 5_000
+MAX_ROWS = 5_000
 """Of an answer. A page has no use for more."""
 
 
@@ -75,6 +75,6 @@ class ReportService:
             self._place.dataset,
             self._place.most_bytes,
             budgets_usd,
-            most_rows=MOST_ROWS,
+            most_rows=MAX_ROWS,
         )
         return runner.run(report, question, limit_s=QUERY_LIMIT_S)

@@ -11,7 +11,7 @@ from shared.errors import BadInput, Unavailable
 from shared.usage.bigquery import open_client, public_reason, run_query
 
 QUERY_LIMIT_S = 20.0
-MOST_LINES = 10_000
+MAX_LINES = 10_000
 
 
 class UsageQuery(NamedTuple):
@@ -78,7 +78,7 @@ class UsageRows:
         """The lines of all buckets that have any, in order.
 
         Raises:
-            BadInput: there are more than MOST_LINES.
+            BadInput: there are more than MAX_LINES.
             Unavailable: BigQuery is out of reach, or refused.
         """
         from google.api_core.exceptions import GoogleAPIError
@@ -103,9 +103,9 @@ class UsageRows:
                 f"the usage can't be read now: {reason}",
                 public=public_reason(reason, "the usage can't be read now; try again"),
             ) from error
-        if len(lines) > MOST_LINES:
+        if len(lines) > MAX_LINES:
             raise BadInput(
-                f"group_by: more than {MOST_LINES} groups; ask for fewer buckets", field="group_by"
+                f"group_by: more than {MAX_LINES} groups; ask for fewer buckets", field="group_by"
             )
         return lines
 
@@ -121,7 +121,7 @@ def _parameters(query: UsageQuery) -> list[Any]:
         scalar("until", "TIMESTAMP", datetime.fromtimestamp(query.end_s, UTC)),
         scalar("start", "INT64", query.start_s),
         scalar("width", "INT64", query.width_s),
-        scalar("most", "INT64", MOST_LINES + 1),
+        scalar("most", "INT64", MAX_LINES + 1),
         *(
             scalar(name, "BOOL", getattr(query, name))
             for name in ("by_tenant", "by_model", "by_key")

@@ -15,7 +15,7 @@ from api.usage.rows import UsageLine, UsageQuery, UsageRows
 from api.usage.turns import Turns
 
 KEEP_S = 10.0
-MOST_KEPT = 256
+MAX_KEPT = 256
 
 
 class UsageRead(NamedTuple):
@@ -56,7 +56,7 @@ class UsageService:
             kept = asyncio.create_task(self._read(query, tenant))
             self._kept.pop(query, None)
             self._kept[query] = kept
-            if len(self._kept) > MOST_KEPT:
+            if len(self._kept) > MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
         # The answer is for others too, so a caller who hangs up does not stop it.
         return await asyncio.shield(kept)

@@ -1,5 +1,5 @@
 """The same model behind other servers, each set up as its documentation says.
 
 `python -m bench.peers` measures them and Penstock with one load generator and writes the table of
-docs/performance.md.
+docs/explanation/performance.md.
 """

@@ -31,8 +31,8 @@ from bench.report import Outcome, keep, machine
 from infra import text_table
 from shared.errors import PenstockError
 
-PAGE = Path("docs/performance.md")
-README = Path("README.md")
+PAGE = Path("docs/explanation/performance.md")
+README = Path("docs/explanation/performance.md")
 IN_FLIGHT = (1, 8, 32, 128, 512)
 QUICK_IN_FLIGHT = (1, 32, 128)
 REPEATS = (0.0, 0.4)

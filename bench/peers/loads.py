@@ -19,7 +19,7 @@ ONCE = (8, 512)
 REPEATS_AT = 32
 OPEN_SEND_S = 4.0
 OPEN_CONNECTIONS = 1024
-MOST_PER_S = 1200
+MAX_PER_S = 1200
 """Texts that are drawn per second of sending. No contender answers more."""
 BLOCK = 20
 """So many texts in a row have exactly bench.load.texts.MIX: slow and fast see the same mix."""
@@ -56,7 +56,7 @@ class Load:
 
     def texts(self, source: Texts, seed: int) -> list[str]:
         """New texts at each call, at least as many as the fastest contender can use."""
-        count = self.in_flight + int(self.send_s * (self.rate_per_s * 2 or MOST_PER_S))
+        count = self.in_flight + int(self.send_s * (self.rate_per_s * 2 or MAX_PER_S))
         fresh = (text for _ in range(count) for text in source.mixed(BLOCK))
         return list(_with_repeats(fresh, count, self.repeats, random.Random(seed)))
 

@@ -28,7 +28,7 @@ Made = TypeVar("Made")
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="the public part of the key")]
 Fields = Annotated[
-    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="as in docs/keys.md")
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="as in docs/how-to/keys.md")
 ]
 DEFAULT_OVERLAP = "24h"
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}

@@ -27,7 +27,7 @@ from infra.kubernetes.deployment import Deployment
 from shared.catalog import Model
 from shared.topics import batch_subscription_id, workers_subscription_id
 
-MOST_UTILIZATION = 0.9
+MAX_UTILIZATION = 0.9
 """The part of their time that workers spend on batches, where only they tell how busy they are."""
 PATIENT_SHARE = 0.5
 """Of the longest deadline: in this time is done what nobody waits for on a connection."""
@@ -37,7 +37,7 @@ ARRIVED = "90s"
 """Arrivals are averaged over this time. A shorter one jumps with chance."""
 MEASURED = "30m"
 """Seconds per item are averaged over this time. It is longer than metrics are usually lost."""
-LARGEST_STEP = 4
+MAX_STEP = 4
 """Arrivals count up to so many times what workers do. Callers who hang up at once cost no GPUs."""
 QUIET = "10m"
 """A model without arrivals for this long may have no workers."""
@@ -123,7 +123,7 @@ class TriggerQueries:
             f"sum(rate(penstock_api_items_{name}_total{asked}))" for name in ("admitted", "shed")
         )
         arrived = f"({admitted} + {shed}) * ({self._item_s()})"
-        most = f"{LARGEST_STEP} * (({self._busy_workers()} or vector(0)) + 1)"
+        most = f"{MAX_STEP} * (({self._busy_workers()} or vector(0)) + 1)"
         return f"({arrived} < {most}) or ({most} and {admitted})"
 
     def work(self) -> str:
@@ -138,7 +138,7 @@ class TriggerQueries:
             f'sum({in_flight}"interactive"}}) / {self._model.deadline.default_s:g}'
             f' + sum({in_flight}"batch"}}) / {patient_s(self._model):g}'
         )
-        return f"({busy}) / {MOST_UTILIZATION:g} + ({waiting}) * ({self._item_s()})"
+        return f"({busy}) / {MAX_UTILIZATION:g} + ({waiting}) * ({self._item_s()})"
 
     def messages(self) -> str | None:
         """Seconds of work in the messages of both lanes. None: nothing counts them."""

@@ -218,7 +218,7 @@ class SelfHostedSite(_Part):
     objects: Annotated[VolumeObjects | BucketObjects, Field(discriminator="kind")]
     dataset: Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+$")] = "penstock"
     keys_secret: Name = "penstock-keys"
-    """Has `keys.json`, the directory of API keys (docs/keys.md)."""
+    """Has `keys.json`, the directory of API keys (docs/how-to/keys.md)."""
     signing_secret: Name = "penstock-signing"
     """Has PENSTOCK_SECRET and PENSTOCK_WEBHOOK_SECRETS, as variables."""
     api: SiteApi = SiteApi()

@@ -66,7 +66,7 @@ class Day:
     """What a day promises.
 
     Args:
-        requests: of the whole day: 1.4 million in what docs/simulation.md calls `day`.
+        requests: of the whole day: 1.4 million in what docs/explanation/simulation.md calls `day`.
         tenants: the k-th has a share of 1 / k ** zipf.
         models: by name.
         seed: of all that is drawn.

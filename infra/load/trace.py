@@ -18,8 +18,8 @@ import msgspec
 
 from shared.errors import ConfigurationError
 
-MOST_ITEMS = 256
-LARGEST_SIZE = 10_000
+MAX_ITEMS = 256
+MAX_SIZE = 10_000
 FIELD = "file"
 
 
@@ -34,11 +34,11 @@ class Arrival(msgspec.Struct, frozen=True, omit_defaults=True):
     """Empty: the first model that is replayed."""
     input: str = ""
     """A text or a prompt. Empty: one is made from `group` and `size`."""
-    size: Annotated[int, msgspec.Meta(ge=0, le=LARGEST_SIZE)] = 0
+    size: Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)] = 0
     """Words of a text, or steps of an image. 0: a usual one."""
     group: str = ""
     """Requests of one group have the same input, and an image the same seed. Empty: of its own."""
-    items: Annotated[int, msgspec.Meta(ge=1, le=MOST_ITEMS)] = 1
+    items: Annotated[int, msgspec.Meta(ge=1, le=MAX_ITEMS)] = 1
     """Texts or images."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """What the caller asks for. None: the default of the model."""

@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 MODEL = "smollm2-135m"
 QUESTION = "What is the capital of France? Answer with one short sentence."
-LONGEST_TOKENS = 48
+MAX_TOKENS = 48
 _MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": QUESTION}]
 _ENTRY = {
     "name": MODEL,
@@ -22,7 +22,7 @@ _ENTRY = {
     "batch": {"max_tokens": 8192, "max_items": 16},
     "generation": {
         "context_tokens": 1024,
-        "default_tokens": LONGEST_TOKENS,
+        "default_tokens": MAX_TOKENS,
         "longest_tokens": 256,
         "chunk_tokens": 256,
     },
@@ -78,7 +78,7 @@ def stream_answer(client: openai.OpenAI) -> StreamedAnswer:
     with client.chat.completions.create(
         model=MODEL,
         messages=_MESSAGES,
-        max_completion_tokens=LONGEST_TOKENS,
+        max_completion_tokens=MAX_TOKENS,
         temperature=0,
         stream=True,
     ) as events:
@@ -97,5 +97,5 @@ def ask_again(client: openai.OpenAI) -> Any:
     The likeliest tokens are taken, so there is one answer, and it is cached.
     """
     return client.chat.completions.with_raw_response.create(
-        model=MODEL, messages=_MESSAGES, max_completion_tokens=LONGEST_TOKENS, temperature=0
+        model=MODEL, messages=_MESSAGES, max_completion_tokens=MAX_TOKENS, temperature=0
     )

@@ -123,6 +123,7 @@ def _show(finding: Diagnosis) -> None:
 def _findings() -> Iterator[Diagnosis]:
     yield _python()
     yield _packages()
+    yield _torch_build()
     yield _redis_server()
     yield _ports()
     yield _disk()
@@ -161,6 +162,17 @@ def _installed(name: str) -> str | None:
         return importlib.metadata.version(name).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _torch_build() -> Diagnosis:
+    """Says for what the installed torch is built, without importing it."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return Diagnosis("torch", "not installed", INSTALL)
+    with_cuda = any((Path(one) / "nvidia").is_dir() for one in sys.path)
+    build = "for CUDA" if with_cuda and not version.endswith("+cpu") else "for CPUs"
+    return Diagnosis("torch", f"{version}, built {build}")
 
 
 def _redis_server() -> Diagnosis:

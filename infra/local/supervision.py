@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from infra.local.process import Process
 from shared.errors import Unavailable
 
-MOST_DEATHS = 5
+MAX_DEATHS = 5
 WINDOW_S = 600.0
-"""A part that dies more often than MOST_DEATHS times within this time is not started again."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""A part that dies more often than MAX_DEATHS times within this time is not started again."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Before a part is started again. Each death within WINDOW_S doubles it."""
 
 
@@ -71,7 +71,7 @@ class _Watched:
         self._part = part
         self._tell = tell
         self._clock = clock
-        self._deaths_s: deque[float] = deque(maxlen=MOST_DEATHS + 1)
+        self._deaths_s: deque[float] = deque(maxlen=MAX_DEATHS + 1)
         self._start_s: float | None = None
         """When it is to be started. None: it runs."""
         self._ready_by_s: float | None = None
@@ -100,12 +100,12 @@ class _Watched:
         process.stop()
         self._deaths_s.append(now_s)
         deaths = sum(now_s - at_s < WINDOW_S for at_s in self._deaths_s)
-        if deaths > MOST_DEATHS:
+        if deaths > MAX_DEATHS:
             return f"{told}\n{process.name} died {deaths} times within {WINDOW_S:g} s"
         # Without jitter: nobody else comes back at the same time.
-        pause_s = min(FIRST_PAUSE_S * 2.0 ** (deaths - 1), LONGEST_PAUSE_S)
+        pause_s = min(FIRST_PAUSE_S * 2.0 ** (deaths - 1), MAX_PAUSE_S)
         self._start_s = now_s + pause_s
-        self._tell("died", f"{told}\n  starts again in {pause_s:g} s ({deaths} of {MOST_DEATHS})")
+        self._tell("died", f"{told}\n  starts again in {pause_s:g} s ({deaths} of {MAX_DEATHS})")
         return None
 
     def _start(self) -> str | None:

@@ -31,7 +31,7 @@ KEYS_FILE = "keys.json"
 FIRST_KEY = KeyRequest("default", "first")
 PLAIN = (
     "others can reach the API without TLS, so keys travel as plain text: give --tls-cert and "
-    "--tls-key, or put a proxy before it (docs/self-hosting.md)"
+    "--tls-key, or put a proxy before it (docs/how-to/self-hosting.md)"
 )
 
 

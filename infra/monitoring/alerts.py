@@ -1,4 +1,4 @@
-"""All alerts that do not need Google's own metrics. docs/operations.md has a part for each.
+"""All alerts that do not need Google's own metrics. docs/how-to/operations.md has a part for each.
 
 Terraform adds those about each model's Pub/Sub subscriptions (platform/monitoring.tf).
 """
@@ -11,7 +11,7 @@ from typing import Literal
 
 from infra.monitoring.objectives import FAST, OBJECTIVES, SLOW, Bounds, burns
 
-RUNBOOK = "docs/operations.md"
+RUNBOOK = "docs/how-to/operations.md"
 
 
 @dataclass(frozen=True)

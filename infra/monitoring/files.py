@@ -99,7 +99,7 @@ def write_for_prometheus(
         targets: by objective, the share of events that must be good.
         least_bad_events: so many must lie in a window before an alert fires.
         worker_hour_usd: what one worker costs in an hour.
-        runbook_url: where docs/operations.md can be read.
+        runbook_url: where docs/how-to/operations.md can be read.
 
     Returns:
         The files.

@@ -41,7 +41,7 @@ def rules(bounds: Bounds, form: Form, runbook_url: str = RUNBOOK) -> dict[str, A
         bounds: targets in numbers.
         form: a file for Prometheus' `rule_files`, an object of Prometheus Operator, or one of
             Google's Managed Prometheus.
-        runbook_url: where docs/operations.md can be read.
+        runbook_url: where docs/how-to/operations.md can be read.
     """
     groups = {"groups": _groups(bounds, runbook_url)}
     if form == "file":

@@ -14,7 +14,7 @@ from shared.errors import BadInput
 from shared.reports.plots import Drawing, drawings
 from shared.reports.runner import USD_PER_TIB, ReportResult
 
-MOST_LINES = 500
+MAX_LINES = 500
 """Of a table. CSV and Parquet have all."""
 LONG = 40
 """Characters of a cell that is broken into lines."""
@@ -158,11 +158,11 @@ def _table(result: ReportResult) -> str:
         return "<p>There are no rows.</p>"
     heads = "".join(f'<th scope="col">{_escaped(head)}</th>' for head in result.heads)
     lines = []
-    for row in result.rows[:MOST_LINES]:
+    for row in result.rows[:MAX_LINES]:
         lines.append(f"<tr>{''.join(map(_td, row))}</tr>")
     more = ""
-    if len(result.rows) > MOST_LINES:
-        more = f'<p class="meta">The first {MOST_LINES} of {len(result.rows):,} lines.</p>'
+    if len(result.rows) > MAX_LINES:
+        more = f'<p class="meta">The first {MAX_LINES} of {len(result.rows):,} lines.</p>'
     return (
         f'<div class="table" tabindex="0" role="region" aria-label="{_escaped(_name(result))}">'
         f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>{more}"

@@ -1,4 +1,6 @@
-"""`python -m infra.reports.reference`: writes reports, views and columns into docs/reports.md.
+"""Writes reports, views and columns into docs/reference/reports.md.
+
+It is `python -m infra.reports.reference`.
 
 To be run after a change of a report's head. A test compares them.
 """
@@ -11,7 +13,7 @@ from pathlib import Path
 from infra.bigquery import view_columns, view_title
 from shared.reports.definitions import Report, reports
 
-DOCUMENT = Path("docs/reports.md")
+DOCUMENT = Path("docs/reference/reports.md")
 BEGIN = "<!-- reports: begin, written by `python -m infra.reports.reference` -->\n"
 END = "<!-- reports: end -->\n"
 VIEWS = ("usage_hourly", "latency_hourly", "costs_daily", "worker_hours_hourly", "rows")

@@ -10,12 +10,12 @@ from typing import Any
 from shared.reports.budgets import read_budgets
 from shared.reports.definitions import find_report
 from shared.reports.question import ask
-from shared.reports.runner import MOST_BYTES, ReportRunner, opened_runner
+from shared.reports.runner import MAX_BYTES, ReportRunner, opened_runner
 from shared.settings import ApiSettings, Settings, read_settings
 
 
 @contextmanager
-def configured_runner(most_bytes: int = MOST_BYTES) -> Iterator[ReportRunner]:
+def configured_runner(most_bytes: int = MAX_BYTES) -> Iterator[ReportRunner]:
     """A runner for the BigQuery and the directory of keys that PENSTOCK_* name.
 
     Raises:

@@ -29,7 +29,7 @@ from shared.stores.objects import ObjectStore
 TABLES = ("rows", "worker_hours", "webhook_deliveries")
 MERGED_AFTER = timedelta(days=2)
 """Rows of a day come late after an outage. Its files are merged when that is over."""
-LONGEST_PAUSE_S = 30.0
+MAX_PAUSE_S = 30.0
 
 FAILURES = Counter(
     "penstock_row_archive_failures_total", "Passes that ended early; their rows are kept"
@@ -108,12 +108,12 @@ async def _passes(
     """Passes until stopped. The one that runs then is finished."""
     loader = _loader(settings) if settings.archive_loads else None
     tables = [_Table(objects, table, loader) for table in TABLES]
-    pauses = backoff(1.0, LONGEST_PAUSE_S)
+    pauses = backoff(1.0, MAX_PAUSE_S)
     while not stopped.is_set():
         began_s = time.monotonic()
         # One table that fails keeps no rows of another one waiting.
         if all([await table.take(stopped) for table in tables]):
-            pauses = backoff(1.0, LONGEST_PAUSE_S)
+            pauses = backoff(1.0, MAX_PAUSE_S)
             pause_s = settings.archive_every_s - (time.monotonic() - began_s)
         else:
             pause_s = next(pauses)

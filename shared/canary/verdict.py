@@ -16,7 +16,7 @@ from shared.catalog_entry import Canary
 
 FALSE_ALARM = 1e-5
 """How unlikely what was seen must be. It is small because the question is asked every second."""
-LEAST_ITEMS = 50
+MIN_ITEMS = 50
 """Items of the other revision that a comparison of times needs."""
 P95 = 0.95
 SLACK_S = 0.05
@@ -140,7 +140,7 @@ def _too_many_failed(counts: CanaryCounts, rules: Canary) -> str:
 
 def _too_slow(counts: CanaryCounts, rules: Canary) -> str:
     usual_s = counts.stable.p95_s
-    if usual_s is None or counts.stable.bins.total() < LEAST_ITEMS:
+    if usual_s is None or counts.stable.bins.total() < MIN_ITEMS:
         return ""
     limit_s = max(usual_s * rules.p95_ratio, usual_s + SLACK_S)
     bins = counts.canary.bins

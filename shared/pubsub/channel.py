@@ -70,7 +70,7 @@ REFUSED_CALLER = frozenset(
     {StatusCode.PERMISSION_DENIED, StatusCode.UNAUTHENTICATED, StatusCode.UNIMPLEMENTED}
 )
 
-_SHORTEST_ATTEMPT_S = 0.05
+_MIN_ATTEMPT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class Method:
         loop = asyncio.get_running_loop()
         pauses = backoff()
         while True:
-            left_s = max(_SHORTEST_ATTEMPT_S, end_s - loop.time())
+            left_s = max(_MIN_ATTEMPT_S, end_s - loop.time())
             try:
                 return await self.once(request, min(left_s, longest_attempt_s))
             except aio.AioRpcError as error:

@@ -34,7 +34,7 @@ REQUEST_LIMIT_BYTES = 500_000
 https://docs.cloud.google.com/pubsub/quotas#resource_limits
 """
 QUEUE_LIMIT_IDS = 50_000
-LONGEST_LEASE_S = 3600.0
+MAX_LEASE_S = 3600.0
 """After this a message counts as lost however alive its holder is, as in Google's own clients."""
 EXTENSION_PART = 0.7
 """Of the ack deadline: how long an extension lasts. Two thirds of it are for pauses of the loop and
@@ -232,7 +232,7 @@ class Leases:
     def _drop_lost(self) -> None:
         now_s = asyncio.get_running_loop().time()
         for ack_id, lease in list(self._held.items()):
-            if lease.until_s < now_s or now_s - lease.since_s > LONGEST_LEASE_S:
+            if lease.until_s < now_s or now_s - lease.since_s > MAX_LEASE_S:
                 del self._held[ack_id]
                 lease.message.lost = True
                 self.lost += 1

@@ -28,7 +28,7 @@ from shared.backoff import backoff
 from shared.errors import BadInput, InputTooLarge, Overloaded, PenstockError, Unavailable
 from shared.rabbitmq.connection import (
     BROKEN,
-    LONGEST_PAUSE_S,
+    MAX_PAUSE_S,
     BrokerConnection,
     broker_url,
     translate,
@@ -146,7 +146,7 @@ class ConfirmedPublisher:
         failure: PenstockError = Unavailable(f"{what}: no answer within {timeout_s:g} s")
         try:
             async with asyncio.timeout(timeout_s):
-                for pause_s in backoff(longest_s=LONGEST_PAUSE_S):
+                for pause_s in backoff(longest_s=MAX_PAUSE_S):
                     try:
                         confirmed = await self._send_once(
                             self._exchange, topic_id, data, properties, limit_s

@@ -44,7 +44,7 @@ def broker_url(broker: str) -> URL:
 
 
 CONNECT_LIMIT_S = 5.0
-LONGEST_PAUSE_S = 2.0
+MAX_PAUSE_S = 2.0
 """Between attempts to connect. A broker that restarts is back in seconds."""
 HEARTBEAT_S = 10
 """The broker and the client drop a connection from which nothing came for two or three of these.
@@ -80,7 +80,7 @@ class BrokerConnection:
         self._url = url.update_query(heartbeat=HEARTBEAT_S, name=name)
         self._current: Connection | None = None
         self._lock = asyncio.Lock()
-        self._pauses = backoff(longest_s=LONGEST_PAUSE_S)
+        self._pauses = backoff(longest_s=MAX_PAUSE_S)
         self._is_closed = False
 
     async def channel(self, *, confirms: bool = False) -> Channel:
@@ -129,7 +129,7 @@ class BrokerConnection:
                     # Whoever waits for the lock must not try again at once.
                     await asyncio.sleep(next(self._pauses))
                     raise
-                self._pauses = backoff(longest_s=LONGEST_PAUSE_S)
+                self._pauses = backoff(longest_s=MAX_PAUSE_S)
             return self._current
 
 

@@ -21,7 +21,7 @@ from aiormq.abc import DeliveredMessage
 
 from shared.backoff import backoff
 from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
-from shared.rabbitmq.connection import BROKEN, LONGEST_PAUSE_S, translate
+from shared.rabbitmq.connection import BROKEN, MAX_PAUSE_S, translate
 from shared.rabbitmq.properties import message_of
 from shared.rabbitmq.waits import (
     ANSWER_LIMIT_S,
@@ -290,14 +290,14 @@ class QueueSubscription:
             self._runs.settle(_tag(held))
 
     async def _consume(self) -> None:
-        pauses, refusals = backoff(longest_s=LONGEST_PAUSE_S), 0
+        pauses, refusals = backoff(longest_s=MAX_PAUSE_S), 0
         while not self._is_stopped:
             error = await self._consume_on_one_channel()
             self._lose_all()
             if self._is_stopped:
                 return
             if error is None:
-                pauses, refusals = backoff(longest_s=LONGEST_PAUSE_S), 0
+                pauses, refusals = backoff(longest_s=MAX_PAUSE_S), 0
             elif isinstance(error, BadInput | ConfigurationError):
                 refusals += 1
                 if refusals >= REFUSALS:

@@ -15,7 +15,7 @@ from aiormq import Channel, ChannelInvalidStateError
 
 ANSWER_LIMIT_S = 5.0
 """How long the broker may take to answer before it is asked again, the first time."""
-LONGEST_ANSWER_LIMIT_S = 60.0
+MAX_ANSWER_LIMIT_S = 60.0
 """A broker that is slow, and not deaf, must not be asked ever more."""
 CLOSE_LIMIT_S = 2.0
 
@@ -76,7 +76,7 @@ async def close_channel(channel: Channel) -> None:
 
 def longer(limit_s: float) -> float:
     """The limit of the next answer, after none came within `limit_s`."""
-    return min(2 * limit_s, LONGEST_ANSWER_LIMIT_S)
+    return min(2 * limit_s, MAX_ANSWER_LIMIT_S)
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shared.errors import BadInput
 from shared.reports.runner import (
-    MOST_BYTES,
-    MOST_ROWS,
+    MAX_BYTES,
+    MAX_ROWS,
     QUERY_LIMIT_S,
     RETRY_LIMIT_S,
     translated_errors,
@@ -32,7 +32,7 @@ from shared.reports.question import find_zone
 
 AGAIN_DAYS = 3
 """Days before the last one that a scheduled run does again, as rows may come late."""
-MOST_DAYS = 31
+MAX_DAYS = 31
 """What one call may ask for. A month fits."""
 SETTLING = timedelta(minutes=5)
 """How long the rows of an hour may take to arrive before it is judged."""
@@ -78,8 +78,8 @@ def days_asked(asked: Mapping[str, object], tz: str, now: datetime) -> list[Bill
     if first > last:
         raise BadInput(f"from: {first} is after {last}", field="from")
     days = (last - first).days + 1
-    if days > MOST_DAYS:
-        raise BadInput(f"from: {days} days are more than {MOST_DAYS}; ask in parts", field="from")
+    if days > MAX_DAYS:
+        raise BadInput(f"from: {days} days are more than {MAX_DAYS}; ask in parts", field="from")
     return [BillingDay(first + timedelta(days=number), tz) for number in range(days)]
 
 
@@ -166,8 +166,8 @@ class DayTables:
         self,
         client: Client,
         dataset: str,
-        most_bytes: int = MOST_BYTES,
-        most_rows: int = MOST_ROWS,
+        most_bytes: int = MAX_BYTES,
+        most_rows: int = MAX_ROWS,
     ) -> None:
         self._client = client
         self._dataset = dataset

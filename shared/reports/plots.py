@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from shared.reports.definitions import Plot, PlotKind
 from shared.reports.runner import ReportResult
 
-MOST_SERIES = 8
+MAX_SERIES = 8
 """Colors that can be told apart. The smallest series are drawn together."""
-MOST_BARS = 24
+MAX_BARS = 24
 """Names along an axis that can be read. The smallest ones are drawn together."""
 OTHERS = "others"
 _WEEKDAYS = ("", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
@@ -88,14 +88,14 @@ def _cells(result: ReportResult, plot: Plot) -> _Cells:
 def _fewest_colors(
     cells: _Cells,
 ) -> _Cells:
-    kept = _largest(((name, value) for (name, _), value in cells.items()), MOST_SERIES)
+    kept = _largest(((name, value) for (name, _), value in cells.items()), MAX_SERIES)
     return _added(
         ((name if name in kept else OTHERS, x), value) for (name, x), value in cells.items()
     )
 
 
 def _fewest_bars(cells: _Cells) -> _Cells:
-    kept = _largest(((x, value) for (_, x), value in cells.items()), MOST_BARS)
+    kept = _largest(((x, value) for (_, x), value in cells.items()), MAX_BARS)
     return _added(((name, x if x in kept else OTHERS), value) for (name, x), value in cells.items())
 
 

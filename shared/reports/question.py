@@ -11,8 +11,8 @@ from zoneinfo import ZoneInfo, available_timezones
 from shared.errors import BadInput
 from shared.reports.definitions import Report
 
-MOST_NAMES = 1000
-LONGEST_NAME = 256
+MAX_NAMES = 1000
+MAX_NAME_CHARS = 256
 MAX_DAYS = 3660
 """Of a range. A report with a line for each day, or hour, has lines of days without rows too."""
 ROWS_KEPT_DAYS = 400
@@ -165,8 +165,8 @@ def _date(text: str) -> date | None:
 def _names(names: tuple[str, ...] | None, field: str) -> tuple[str, ...] | None:
     if names is None:
         return None
-    if not 1 <= len(names) <= MOST_NAMES or any(len(name) > LONGEST_NAME for name in names):
+    if not 1 <= len(names) <= MAX_NAMES or any(len(name) > MAX_NAME_CHARS for name in names):
         raise BadInput(
-            f"{field}: 1 to {MOST_NAMES} names of at most {LONGEST_NAME} characters", field=field
+            f"{field}: 1 to {MAX_NAMES} names of at most {MAX_NAME_CHARS} characters", field=field
         )
     return tuple(sorted(set(names)))

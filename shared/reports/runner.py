@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from google.cloud.bigquery import Client
     from google.cloud.bigquery.table import RowIterator
 
-MOST_BYTES = 20 * 1024**3
+MAX_BYTES = 20 * 1024**3
 """What a report may read if nothing else is said."""
 USD_PER_TIB = 6.25
 """Of on-demand queries in the US, without the first TiB of a month, which is free. Source:
@@ -24,7 +24,7 @@ https://cloud.google.com/bigquery/pricing (2023-07 and later); other regions may
 QUERY_LIMIT_S = 60.0
 RETRY_LIMIT_S = 5.0
 """The default of the client is ten minutes, too long for somebody who waits."""
-MOST_ROWS = 200_000
+MAX_ROWS = 200_000
 INVALID_ZONE = "Invalid time zone"
 WRONG_ZONE = "tz: it is not a time zone such as Europe/Berlin"
 
@@ -72,9 +72,9 @@ class ReportRunner:
         self,
         client: Client,
         dataset: str,
-        most_bytes: int = MOST_BYTES,
+        most_bytes: int = MAX_BYTES,
         budgets_usd: Mapping[str, float] | None = None,
-        most_rows: int = MOST_ROWS,
+        most_rows: int = MAX_ROWS,
     ) -> None:
         self._client = client
         self._dataset = dataset
@@ -196,7 +196,7 @@ def opened_runner(
     project: str,
     dataset: str,
     endpoint: str,
-    most_bytes: int = MOST_BYTES,
+    most_bytes: int = MAX_BYTES,
     budgets_usd: Mapping[str, float] | None = None,
 ) -> Iterator[ReportRunner]:
     """A runner with a client of its own. With an endpoint it asks an embedded BigQuery.

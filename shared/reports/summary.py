@@ -12,7 +12,7 @@ from zoneinfo import ZoneInfo
 
 from shared.reports.day_tables import Anomaly, BillingDay
 
-MOST_LINES = 10
+MAX_LINES = 10
 """Tenants, models and anomalies that a summary names. The tables have the others."""
 _FIGURES = ("cost_usd", "week_ago_usd", "month_usd", "requests", "items", "errors")
 _HEADS = ("Charged", "Week before", "Month so far", "Requests", "Items", "Errors")
@@ -77,11 +77,11 @@ def _added(
 def _largest(
     lines: list[tuple[str, Mapping[str, float]]],
 ) -> list[tuple[str, Mapping[str, float]]]:
-    if len(lines) <= MOST_LINES:
+    if len(lines) <= MAX_LINES:
         return lines
-    rest = lines[MOST_LINES:]
+    rest = lines[MAX_LINES:]
     others = {figure: sum(line[figure] for _, line in rest) for figure in _ALL}
-    return [*lines[:MOST_LINES], (f"{len(rest)} others", others)]
+    return [*lines[:MAX_LINES], (f"{len(rest)} others", others)]
 
 
 def as_text(summary: Summary) -> str:
@@ -162,7 +162,7 @@ def _notes(summary: Summary) -> list[str]:
 def _anomalies(summary: Summary) -> list[str]:
     zone = ZoneInfo(summary.day.tz)
     lines = []
-    for one in summary.anomalies[:MOST_LINES]:
+    for one in summary.anomalies[:MAX_LINES]:
         is_cost = one.measure == "cost_usd"
         shown = _usd if is_cost else "{:,.0f}".format
         what = f"{shown(one.value)} charged" if is_cost else f"{shown(one.value)} errors"
@@ -171,7 +171,7 @@ def _anomalies(summary: Summary) -> list[str]:
             f"{one.hour.astimezone(zone):%H:%M} {who}: {what}, usually {shown(one.low)} to"
             f" {shown(one.high)}"
         )
-    if more := len(summary.anomalies) - MOST_LINES:
+    if more := len(summary.anomalies) - MAX_LINES:
         lines += [f"{more} more in the table anomalies"] if more > 0 else []
     return lines
 

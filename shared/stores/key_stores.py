@@ -35,10 +35,10 @@ from redis.connection import parse_url
 from shared.catalog import Catalog
 from shared.errors import ConfigurationError, Unavailable
 from shared.stores.redis_client import RedisLink, RedisStore, load_script
-from shared.tenants.directory import MOST_KEYS
+from shared.tenants.directory import MAX_KEYS
 from shared.tenants.key_store import (
     HOW_TO_START,
-    MOST_ACTS,
+    MAX_ACTS,
     Act,
     KeysReadOnly,
     KeyStore,
@@ -118,7 +118,7 @@ class KeyRedis(RedisStore):
         Raises:
             Unavailable: Redis did not answer. It may have done so all the same.
         """
-        args = (version, secrets.token_hex(8), data, msgspec.json.encode(act), MOST_ACTS)
+        args = (version, secrets.token_hex(8), data, msgspec.json.encode(act), MAX_ACTS)
         done = await self._commands.run_script(_REPLACE, [self._directory, self._audit], *args)
         return bool(done)
 
@@ -143,7 +143,7 @@ class KeyRedis(RedisStore):
         """
         if used_s:
             pairs = [word for pair in used_s.items() for word in pair]
-            await self._commands.run_script(_USES, [self._used], 2 * MOST_KEYS, *pairs)
+            await self._commands.run_script(_USES, [self._used], 2 * MAX_KEYS, *pairs)
 
     async def uses(self) -> dict[str, int]:
         """When keys were last used, by id in Unix seconds.
@@ -270,7 +270,7 @@ class KeyFile:
         except OSError as error:
             raise Unavailable(f"{self._audit}: {error.strerror or error}") from error
         end = min(int(before.partition("-")[0]), len(lines)) if before else len(lines)
-        found = range(max(0, end - min(limit, MOST_ACTS)), end)
+        found = range(max(0, end - min(limit, MAX_ACTS)), end)
         return [
             NotedAct(str(number), msgspec.json.decode(lines[number], type=Act))
             for number in reversed(found)

@@ -16,7 +16,7 @@ from shared.stores.redis_client import Commands, load_script
 WATCHED_S = 5
 """For so long after a reader said that it watches, previews are drawn."""
 KEPT_S = 120
-MOST_KEPT = 16
+MAX_KEPT = 16
 """Previews of one prediction. Each has some kilobytes."""
 
 _ADD = load_script("shared/stores/preview_add.lua")
@@ -76,9 +76,7 @@ class PreviewStore:
         _, stream = self.keys_of(record)
         keys = (f"{self._prefix}record:{record}", stream)
         with contextlib.suppress(Unavailable):
-            await self._commands.run_script(
-                _ADD, keys, MOST_KEPT, KEPT_S, index, step, steps, image
-            )
+            await self._commands.run_script(_ADD, keys, MAX_KEPT, KEPT_S, index, step, steps, image)
 
 
 def _preview(cursor: str, fields: dict[bytes, bytes]) -> Preview:

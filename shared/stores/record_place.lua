@@ -6,7 +6,7 @@
 -- Returns the position from 1, how many left lately, and in how many seconds; nothing if it does not
 -- wait. The last two are texts, since Redis cuts numbers.
 
-local MOST_CHECKED = 256 -- predictions ahead; those behind them count without a check
+local MAX_CHECKED = 256 -- predictions ahead; those behind them count without a check
 local FADE_S = 30
 local PACE_KEPT_S = 60
 
@@ -14,7 +14,7 @@ local now, before = tonumber(ARGV[1]), '(' .. ARGV[2]
 if redis.call('HGET', KEYS[1], 'state') ~= 'starting' then return {} end
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', ARGV[1])
 local gone = 0
-local ahead = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', before, 'LIMIT', 0, MOST_CHECKED)
+local ahead = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', before, 'LIMIT', 0, MAX_CHECKED)
 for _, each in ipairs(ahead) do
   if redis.call('HGET', each, 'state') ~= 'starting' then
     redis.call('ZREM', KEYS[2], each)

@@ -181,7 +181,7 @@ A single one may be a hiccup of this machine.
 """
 CONNECT_LIMIT_S = 1.0
 """Limit of the background retry, which may have to resolve a name and do a TLS handshake."""
-LONGEST_RETRY_S = 2.0
+MAX_RETRY_S = 2.0
 Argument: TypeAlias = str | bytes | float
 log = logging.getLogger(__name__)
 
@@ -320,7 +320,7 @@ class RedisLink:
         """Waits until the breaker opens, then retries until Redis answers in time."""
         while True:
             await self._tripped.wait()
-            for pause_s in backoff(self._retry_s, LONGEST_RETRY_S):
+            for pause_s in backoff(self._retry_s, MAX_RETRY_S):
                 if await self._answers_in_time():
                     break
                 await asyncio.sleep(pause_s)

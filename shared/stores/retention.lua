@@ -8,7 +8,7 @@
 --   <store>:ends             entries, by the time at which they expire
 
 local ENTRY_BYTES = 1024  -- what an entry takes besides its content: key, fields, index entries
-local MOST_DROPPED = 1000 -- entries dropped by one call, which takes Redis some milliseconds
+local MAX_DROPPED = 1000 -- entries dropped by one call, which takes Redis some milliseconds
 
 -- Called for each entry that is dropped. A store with more indexes replaces this function.
 local function forget(store, key, tenant) end
@@ -60,7 +60,7 @@ end
 local function make_room(store, wanted, budget, now)
   local dropped = 0
   while tonumber(redis.call('GET', store .. ':bytes') or 0) + wanted > budget
-    and dropped < MOST_DROPPED do
+    and dropped < MAX_DROPPED do
     local largest = redis.call('ZREVRANGE', store .. ':bytes_of', 0, 0)[1]
     local key = largest and oldest(store, largest, now, 1)[1]
     if not key then return false, dropped end
@@ -74,7 +74,7 @@ end
 -- Returns whether they did, and how many entries were dropped.
 local function replace_own(store, tenant, wanted, now)
   local freed, own = 0, {}
-  for _, key in ipairs(oldest(store, tenant, now, MOST_DROPPED)) do
+  for _, key in ipairs(oldest(store, tenant, now, MAX_DROPPED)) do
     freed = freed + counted(store, key)
     table.insert(own, key)
     if freed >= wanted then

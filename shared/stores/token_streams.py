@@ -31,7 +31,7 @@ KEPT_S = 600
 
 READER_S = 10
 """For so long after a reader said that it reads along, it counts as there."""
-MOST_ITEMS = 64
+MAX_ITEMS = 64
 """Of a prediction that is streamed. The API refuses more (api/chat_bodies.py)."""
 
 _APPEND = load_script("shared/stores/token_append.lua")
@@ -79,7 +79,7 @@ class TokenStreams:
 
     def keys_of(self, record: str) -> list[str]:
         """The keys that belong to a record."""
-        return [self._reader_key(record), *(self._key(record, at) for at in range(MOST_ITEMS))]
+        return [self._reader_key(record), *(self._key(record, at) for at in range(MAX_ITEMS))]
 
     def _key(self, record: str, index: int) -> str:
         return f"{self._prefix}tokens:{record}:{index}"

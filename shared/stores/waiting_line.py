@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shared.stores.redis_client import Commands, load_script
 
-LEAST_LEFT = 1.0
+MIN_LEFT = 1.0
 """So many must have left the line for an estimate."""
 
 _PLACE = load_script("shared/stores/record_place.lua")
@@ -63,5 +63,5 @@ class WaitingLines:
         if not found:
             return None
         position, left, seconds = int(found[0]), float(found[1]), float(found[2])
-        estimated_s = round(position * seconds / left, 3) if left >= LEAST_LEFT else None
+        estimated_s = round(position * seconds / left, 3) if left >= MIN_LEFT else None
         return QueuePlace(position, estimated_s)

@@ -9,11 +9,11 @@ import msgspec
 from shared.errors import Overloaded, Unavailable
 from shared.stores.redis_client import Commands, load_script
 
-MOST_KEPT = 100
+MAX_KEPT = 100
 KEPT_S = 2 * 24 * 3600
 """Longer than an event is retried."""
 REPLAY_EVERY_S = 5
-LONGEST_REASON = 200
+MAX_REASON_CHARS = 200
 
 _ADD = load_script("shared/stores/webhook_log_add.lua")
 
@@ -62,11 +62,11 @@ class WebhookLog:
         log, attempts, _ = self.keys_of(record)
         keys = (f"{self._prefix}record:{record}", log, attempts)
         if attempt.error is not None:
-            attempt.error = attempt.error[:LONGEST_REASON]
+            attempt.error = attempt.error[:MAX_REASON_CHARS]
         entry = msgspec.json.encode(attempt)
         with contextlib.suppress(Unavailable):
             number = await self._commands.run_script(
-                _ADD, keys, attempt.webhook_id, entry, MOST_KEPT, KEPT_S
+                _ADD, keys, attempt.webhook_id, entry, MAX_KEPT, KEPT_S
             )
             return int(number) or None
         return None

@@ -1,7 +1,7 @@
 """The registry of tasks.
 
 Each task has one file here, and one of the same name in api/tasks and workers/tasks.
-docs/adding-a-task.md shows how to add one.
+docs/how-to/adding-a-task.md shows how to add one.
 """
 
 from __future__ import annotations

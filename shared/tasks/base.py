@@ -12,7 +12,7 @@ import msgspec
 from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog_entry import CatalogEntry, Tolerance
 
-LARGEST_JOB_ITEMS = 16
+MAX_JOB_ITEMS = 16
 Unit: TypeAlias = Literal["tokens", "pixel_steps"]
 LinkTo = Callable[[str | None], str]
 """Gives the URL of a result in the object store by its key. None: the result is in its record."""
@@ -182,7 +182,7 @@ class Task(ABC):
 
     def largest_job(self, entry: CatalogEntry) -> int:
         """How many items a job may have, so that its reply stays below INLINE_LIMIT_BYTES."""
-        return max(1, min(LARGEST_JOB_ITEMS, INLINE_LIMIT_BYTES // self.result_bytes(entry)))
+        return max(1, min(MAX_JOB_ITEMS, INLINE_LIMIT_BYTES // self.result_bytes(entry)))
 
     @abstractmethod
     def usual_work(self, entry: CatalogEntry, tokens: float | None) -> float | None:

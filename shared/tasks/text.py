@@ -59,7 +59,7 @@ FinishReason = Literal["stop", "length"]
 """`stop`: the model ended its text, or a stop sequence came. `length`: max_tokens were reached."""
 TEMPLATE_TOKENS = 8
 """What a chat template adds to a message, roughly."""
-MOST_TEMPLATE_TOKENS = 512
+MAX_TEMPLATE_TOKENS = 512
 """What a chat template writes by itself at most: a system message, the date, how to call tools. The
 frame of a message has fewer tokens than its JSON has bytes.
 """
@@ -158,7 +158,7 @@ class GenerationInput(TaskInput, tag="generation"):
         messages, tools = (
             bound_tokens(msgspec.json.encode(part).decode()) for part in (self.messages, self.tools)
         )
-        return messages + TOOLS_INDENTED * tools + MOST_TEMPLATE_TOKENS
+        return messages + TOOLS_INDENTED * tools + MAX_TEMPLATE_TOKENS
 
     def cache_form(self) -> tuple[object, ...]:
         """All fields but `is_streamed`, which changes nothing in the text."""

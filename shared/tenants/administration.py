@@ -49,8 +49,8 @@ from shared.tenants.rules import (
 )
 
 ATTEMPTS = 40
-LONGEST_PAUSE_S = 0.2
-LONGEST_OVERLAP_S = 30 * 86_400
+MAX_PAUSE_S = 0.2
+MAX_OVERLAP_S = 30 * 86_400
 FORGOTTEN_AFTER_S = 90 * 86_400
 """Keys that were revoked or expired this long ago are dropped when a key is created."""
 MAX_NAMED = 5
@@ -191,8 +191,8 @@ class Administration:
             KeysReadOnly: keys can't be changed here.
             Unavailable: the store is out of reach.
         """
-        if not 0 <= overlap_s <= LONGEST_OVERLAP_S:
-            raise BadInput(f"overlap: 0 to {LONGEST_OVERLAP_S} seconds", field="overlap_s")
+        if not 0 <= overlap_s <= MAX_OVERLAP_S:
+            raise BadInput(f"overlap: 0 to {MAX_OVERLAP_S} seconds", field="overlap_s")
         now_s = int(self._clock())
         key: ApiKey | None = None
 
@@ -330,7 +330,7 @@ class Administration:
     ) -> None:
         if self._store.read_only:
             raise KeysReadOnly(self._store.read_only)
-        pauses = backoff(0.01, LONGEST_PAUSE_S)
+        pauses = backoff(0.01, MAX_PAUSE_S)
         for _ in range(ATTEMPTS):
             stored = await self._store.read()
             assert stored is not None, "without a version it is always read; this is a bug"

@@ -28,9 +28,9 @@ from shared.errors import ConfigurationError
 from shared.tenants.api_key import ID_PATTERN, SALT_BYTES, ApiKey, hash_of
 from shared.tenants.plan import DEFAULT_PLAN, Caller, Limits, Plan
 
-LONGEST_TENANT_BYTES = 256
+MAX_TENANT_BYTES = 256
 """The tenant is an attribute of each message. Attributes have at most 1,024 bytes."""
-MOST_KEYS = 10_000
+MAX_KEYS = 10_000
 DEFAULT_PLAN_NAME = "default"
 HASH_BYTES = 32
 Scope: TypeAlias = Literal[
@@ -271,8 +271,8 @@ def mistake_in(data: bytes, source: str, mistake: Mistake) -> ConfigurationError
 
 
 def _mistakes(document: Document) -> Iterator[Mistake]:
-    if len(document.keys) > MOST_KEYS:
-        yield Mistake(("keys",), f"more than {MOST_KEYS}")
+    if len(document.keys) > MAX_KEYS:
+        yield Mistake(("keys",), f"more than {MAX_KEYS}")
     for tenant, stored in document.tenants.items():
         if reason := tenant_mistake(tenant):
             yield Mistake(("tenants", tenant), reason)
@@ -291,9 +291,9 @@ def _mistakes(document: Document) -> Iterator[Mistake]:
 
 def tenant_mistake(tenant: str) -> str:
     """Why this is no name of a tenant. Empty if it is one."""
-    if tenant and tenant.isprintable() and len(tenant.encode()) <= LONGEST_TENANT_BYTES:
+    if tenant and tenant.isprintable() and len(tenant.encode()) <= MAX_TENANT_BYTES:
         return ""
-    return f"a tenant's name is printable and has 1 to {LONGEST_TENANT_BYTES} bytes"
+    return f"a tenant's name is printable and has 1 to {MAX_TENANT_BYTES} bytes"
 
 
 def _wrong(source: str, line: int, place: str, reason: str) -> ConfigurationError:

@@ -10,7 +10,7 @@ import msgspec
 
 from shared.errors import PenstockError, Unavailable
 
-MOST_ACTS = 10_000
+MAX_ACTS = 10_000
 """Acts of administration that a store keeps."""
 
 

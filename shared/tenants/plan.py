@@ -15,8 +15,8 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Priority: TypeAlias = Literal["interactive", "batch"]
 OnOutage = Annotated[str, msgspec.Meta(pattern="^(deny|allow)$")]
 LIGHTEST, HEAVIEST = 0.01, 1000.0
-MOST_WARNINGS = 8
-LONGEST_WEBHOOK = 2048
+MAX_WARNINGS = 8
+MAX_WEBHOOK_CHARS = 2048
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,10 +60,10 @@ class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rates of single models, by their names in the catalog, besides those of all models."""
     warn_at_shares: Annotated[
         tuple[Annotated[float, msgspec.Meta(gt=0, le=1)], ...],
-        msgspec.Meta(max_length=MOST_WARNINGS),
+        msgspec.Meta(max_length=MAX_WARNINGS),
     ] = (0.8, 1.0)
     """Shares of the budget at which the webhook is called, each once a month."""
-    budget_webhook: Annotated[str, msgspec.Meta(max_length=LONGEST_WEBHOOK)] = ""
+    budget_webhook: Annotated[str, msgspec.Meta(max_length=MAX_WEBHOOK_CHARS)] = ""
     """The URL that is told. Empty: none."""
     on_limit_store_outage: OnOutage = "deny"
     """What becomes of requests with a budget while Redis is away, on an instance that does not know

@@ -39,7 +39,7 @@ from shared.tracing.spans import Attributes, Kind, TraceContext
 
 CLOSE_LIMIT_S = 2.0
 """For the spans that are left when the process ends. The API has 10 s after SIGTERM in all."""
-MOST_LINKS = 8
+MAX_LINKS = 8
 """Each costs 8 µs, and a batch of 32 jobs would have a thousand."""
 QUEUE_SPANS = 2048
 """The default of OTEL_BSP_MAX_QUEUE_SIZE. About 2 MB."""
@@ -92,7 +92,7 @@ class OtlpTracer:
             resource=resource,
             id_generator=self._ids,
             shutdown_on_exit=False,  # without a limit; see close
-            span_limits=SpanLimits(max_links=MOST_LINKS),
+            span_limits=SpanLimits(max_links=MAX_LINKS),
         )
         provider.add_span_processor(self._queue)
         self._sampler = provider.sampler
@@ -119,7 +119,7 @@ class OtlpTracer:
             name,
             context=_context_of(parent),
             kind=_KINDS[kind],
-            links=[Link(_span_context(one)) for one in links[:MOST_LINKS]],
+            links=[Link(_span_context(one)) for one in links[:MAX_LINKS]],
             start_time=_nanoseconds(started_s),
         )
         found, tracestate = span.get_span_context(), parent.tracestate if parent else ""

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Protocol
 
-LONGEST_TRACESTATE = 512
+MAX_TRACESTATE_CHARS = 512
 """Characters. The standard asks to pass on that many, and an attribute has at most 1,024 bytes."""
-MOST_MEMBERS = 32
+MAX_MEMBERS = 32
 _TRACEPARENT = re.compile(
     r"(?!ff)([0-9a-f]{2})-((?!0{32})[0-9a-f]{32})-((?!0{16})[0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
 )
@@ -102,13 +102,13 @@ def read_attributes(attributes: Mapping[str, str]) -> TraceContext | None:
 
 def _bounded(tracestate: str) -> str:
     """The members that fit, first ones first. Empty if one is malformed or there are too many."""
-    members = [member.strip(" \t") for member in tracestate.split(",", MOST_MEMBERS + 1)]
+    members = [member.strip(" \t") for member in tracestate.split(",", MAX_MEMBERS + 1)]
     members = [member for member in members if member]
     found = [_MEMBER.fullmatch(member) for member in members]
     keys = {one[1] for one in found if one is not None}
-    if len(members) > MOST_MEMBERS or len(keys) < len(members):
+    if len(members) > MAX_MEMBERS or len(keys) < len(members):
         return ""
-    while len(text := ",".join(members)) > LONGEST_TRACESTATE:
+    while len(text := ",".join(members)) > MAX_TRACESTATE_CHARS:
         members.pop()
     return text
 

@@ -74,7 +74,7 @@ PACKED_AT_ONCE = 50
 """Segments that are compressed between two looks at rows in memory. It takes about 0.1 s."""
 SLOW_DISK_S = 0.1
 """A write that takes longer holds the event loop up: the thread takes over."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0
 CLOSE_LIMIT_S = 5.0
 """So long `close` waits for a write of the other thread."""
 
@@ -104,7 +104,7 @@ class Journal:
         self._in_flight: list[RowBatch] = []
         self._is_disk_up = True
         self._retry_disk_at_s = 0.0
-        self._disk_pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._disk_pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         self._is_losing = False
         # At the end two threads put rows on disk: the writer's, which may hang in a request, and
         # that of `close`.
@@ -178,7 +178,7 @@ class Journal:
             log.warning("disk does not take rows; they wait in memory", extra={"reason": reason})
 
     def _disk_worked(self) -> None:
-        self._disk_pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._disk_pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         if not self._is_disk_up:
             self._is_disk_up = True
             DISK_UP.set(1)

@@ -27,7 +27,7 @@ from prometheus_client import Counter, Gauge
 from shared.backoff import backoff
 from shared.errors import Unavailable
 from shared.settings import SPOOL_MAX_BYTES
-from shared.usage.journal import BATCH_ROWS, FIRST_PAUSE_S, LONGEST_PAUSE_S, Journal, RowBatch
+from shared.usage.journal import BATCH_ROWS, FIRST_PAUSE_S, MAX_PAUSE_S, Journal, RowBatch
 from shared.usage.row import Row
 from shared.usage.senders import RowSender
 from shared.usage.spool import Fields, Spool
@@ -189,7 +189,7 @@ class RowWriter:
 
     def _run(self) -> None:
         """Sends rows until closed: full segments at once, the open one after it lingered."""
-        pauses, takes_open = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), True
+        pauses, takes_open = backoff(FIRST_PAUSE_S, MAX_PAUSE_S), True
         while not self._is_over():
             try:
                 is_sent = self._send(takes_open or self._is_hurried)
@@ -201,7 +201,7 @@ class RowWriter:
             except Exception as error:  # a bug must cost a pause, not all rows that follow
                 log.error("sending rows failed; this is a bug", exc_info=error)
             else:
-                pauses, takes_open = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), not is_sent
+                pauses, takes_open = backoff(FIRST_PAUSE_S, MAX_PAUSE_S), not is_sent
                 if not is_sent and self._give_up_s is not None:
                     return
                 if not is_sent:
@@ -253,7 +253,7 @@ class RowWriter:
         with changed:
             changed.notify_all()  # for callers of flush
             # Bounded, so that segments another process left behind are found in time too.
-            changed.wait_for(lambda: journal.waiting or self._is_hurried, LONGEST_PAUSE_S)
+            changed.wait_for(lambda: journal.waiting or self._is_hurried, MAX_PAUSE_S)
             changed.wait_for(lambda: journal.is_full or self._is_hurried, self._sender.linger_s)
             if journal.is_short_of_disk:
                 changed.wait_for(lambda: self._is_hurried, HURRY_S)

@@ -69,7 +69,7 @@ def png_of(given: ImageInput) -> bytes:
 
 LAST_WORD = "END"
 """A text that stops by itself ends with it."""
-LONGEST_PROMPT_WORDS = 10
+MAX_PROMPT_WORDS = 10
 """What an image's prompts lose beyond is told, as a real worker tells it of tokens."""
 
 
@@ -268,7 +268,7 @@ def _result(given: Input) -> Result:
         image = Blob("image/png", data=png_of(given))
         pixel_steps = given.width * given.height * given.steps
         left_out = max(
-            0, len(given.prompt.split()) + len(given.negative_prompt.split()) - LONGEST_PROMPT_WORDS
+            0, len(given.prompt.split()) + len(given.negative_prompt.split()) - MAX_PROMPT_WORDS
         )
         return ImageResult(image, given.width, given.height, given.seed, pixel_steps, left_out)
     if isinstance(given, GenerationInput):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
-from api.dispatch.admission import LONGEST_RETRY_S, SHORTEST_RETRY_S, Admission
+from api.dispatch.admission import MAX_RETRY_S, MIN_RETRY_S, Admission
 from api.fair_room import Demand
 from shared.catalog import Model, read_catalog
 from shared.errors import Overloaded
@@ -249,10 +249,10 @@ def test_measurements_fade_while_idle() -> None:
 
 def test_retry_is_bounded() -> None:
     admission, _ = measured(10.0)
-    assert refused(admission, TEXT.name, 1, remaining_s=5) == LONGEST_RETRY_S
+    assert refused(admission, TEXT.name, 1, remaining_s=5) == MAX_RETRY_S
     admission = Admission(max_in_flight=1)
     admission.admit(Demand("m", 1))
-    assert refused(admission, "m", 1) == SHORTEST_RETRY_S
+    assert refused(admission, "m", 1) == MIN_RETRY_S
 
 
 @settings(deadline=None)
@@ -269,7 +269,7 @@ def test_after_its_wait_a_refused_request_is_let_in(
     try:
         admission.admit(Demand(TEXT.name, items, lane=lane), remaining_s=remaining_s)
     except Overloaded as error:
-        if error.retry_after_s == LONGEST_RETRY_S:
+        if error.retry_after_s == MAX_RETRY_S:
             return
         ends_s, left = clock.now_s + error.retry_after_s, 100
         while left and clock.now_s + item_s <= ends_s:

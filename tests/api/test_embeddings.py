@@ -6,7 +6,7 @@ import numpy as np
 import openai
 import pytest
 
-from shared.tasks.base import LARGEST_JOB_ITEMS
+from shared.tasks.base import MAX_JOB_ITEMS
 from shared.tasks.embedding import TextInput, TokensInput
 from tests.api.fake_worker import vector_of
 from tests.api.harness import TEXT_MODEL, ApiUnderTest
@@ -78,7 +78,7 @@ async def test_long_list_travels_in_small_jobs_and_keeps_its_order(api: ApiUnder
         assert np.array_equal(np.float32(item.embedding), vector_of(TextInput(text)))
     sizes = [len(job.body.items) for job in api.worker.jobs]
     assert sum(sizes) == 50
-    assert max(sizes) <= LARGEST_JOB_ITEMS
+    assert max(sizes) <= MAX_JOB_ITEMS
     assert max(sizes) - min(sizes) <= 1
     assert sorted(job.envelope.part for job in api.worker.jobs) == list(range(len(sizes)))
 

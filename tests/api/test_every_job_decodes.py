@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 EXAMPLES = examples(500)
 LATE = {503, 504}
 JOBS = {jobs_topic_id(model.name) for model in CATALOG.models}
-LONGEST_DATA_BYTES, LONGEST_NAME_BYTES, LONGEST_VALUE_BYTES = 10_000_000, 256, 1024
+MAX_DATA_BYTES, MAX_NAME_BYTES, MAX_VALUE_BYTES = 10_000_000, 256, 1024
 """Of a message; https://cloud.google.com/pubsub/quotas."""
 
 
@@ -103,7 +103,7 @@ async def test_every_job_that_is_published_can_be_read(
     sent, broker.jobs = broker.jobs, []
     for data, attributes in sent:
         assert decode_job(data, attributes).body.items
-        assert len(data) < LONGEST_DATA_BYTES
-        assert max(len(name.encode()) for name in attributes) <= LONGEST_NAME_BYTES
-        assert max(len(value.encode()) for value in attributes.values()) <= LONGEST_VALUE_BYTES
+        assert len(data) < MAX_DATA_BYTES
+        assert max(len(name.encode()) for name in attributes) <= MAX_NAME_BYTES
+        assert max(len(value.encode()) for value in attributes.values()) <= MAX_VALUE_BYTES
     assert 200 <= status < 500 or status in LATE, answer[:500]

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from api.fair_room import MOST_OVER, RESERVE, Demand, FairRoom
+from api.fair_room import MAX_OVER, RESERVE, Demand, FairRoom
 from tests.tiers import examples
 
 BOUND = 64
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 4.0, "e": 0.01, "f": 1000.0}
-LARGEST_REQUEST = 48
+MAX_REQUEST = 48
 
 
 def demand(tenant: str, items: int, weight: float | None = None) -> Demand:
@@ -96,14 +96,14 @@ def test_there_is_an_end_however_many_tenants_come() -> None:
         one = demand(f"tenant {number}", 1)
         if not room.turns_to_wait(one):
             room.take(one)
-    assert len(room) == MOST_OVER * BOUND
+    assert len(room) == MAX_OVER * BOUND
 
 
 @settings(deadline=None)
 @given(
     held=st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 200), min_size=1),
     tenant=st.sampled_from("abcdef"),
-    items=st.integers(1, LARGEST_REQUEST),
+    items=st.integers(1, MAX_REQUEST),
     enough=st.floats(0, 400),
 )
 def test_ahead_is_what_leaves_in_fair_order(
@@ -134,14 +134,14 @@ class SharedRoom(RuleBasedStateMachine):
     def weight_here(self, *tenants: str) -> float:
         return sum(WEIGHTS[tenant] for tenant in {*tenants, *(+self.held)})
 
-    @rule(tenant=st.sampled_from("abcdef"), items=st.integers(1, LARGEST_REQUEST))
+    @rule(tenant=st.sampled_from("abcdef"), items=st.integers(1, MAX_REQUEST))
     def ask(self, tenant: str, items: int) -> None:
         own, total = self.held[tenant], self.held.total()
         part = WEIGHTS[tenant] / self.weight_here(tenant)
         turns = self.room.turns_to_wait(demand(tenant, items))
         is_idle = total < BOUND * (1 - RESERVE)
         is_below_share = total < BOUND and own < BOUND * part * (1 - 1e-9)
-        is_guaranteed = total < MOST_OVER * BOUND and own + items <= max(1, BOUND * RESERVE * part)
+        is_guaranteed = total < MAX_OVER * BOUND and own + items <= max(1, BOUND * RESERVE * part)
         if is_idle or is_below_share or is_guaranteed:
             assert turns == 0
         if turns:
@@ -168,10 +168,10 @@ class SharedRoom(RuleBasedStateMachine):
 
     @invariant()
     def nobody_passes_the_bound(self) -> None:
-        assert self.room.total < MOST_OVER * BOUND + LARGEST_REQUEST
+        assert self.room.total < MAX_OVER * BOUND + MAX_REQUEST
         for tenant in +self.held:
             others = self.held.total() - self.held[tenant]
-            assert self.held[tenant] < BOUND + LARGEST_REQUEST or others == 0
+            assert self.held[tenant] < BOUND + MAX_REQUEST or others == 0
 
     def teardown(self) -> None:
         for tenant, items in (+self.held).items():

@@ -12,7 +12,7 @@ from shared.blob import INLINE_LIMIT_BYTES
 from shared.errors import PenstockError
 from shared.stores.signed_urls import VALID_S, UrlSigner
 from shared.tasks.image import ImageInput
-from tests.api.fake_worker import LONGEST_PROMPT_WORDS, png_of
+from tests.api.fake_worker import MAX_PROMPT_WORDS, png_of
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest
 
 pytestmark = pytest.mark.anyio
@@ -240,7 +240,7 @@ async def test_result_that_is_gone_from_the_store_is_not_found(api: ApiUnderTest
     assert response.json()["error"]["code"] == "not_found"
 
 
-LONG_PROMPT = "red " * (LONGEST_PROMPT_WORDS + 4)
+LONG_PROMPT = "red " * (MAX_PROMPT_WORDS + 4)
 LEFT_OUT = "x-penstock-truncated-tokens"
 
 

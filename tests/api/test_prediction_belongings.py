@@ -9,7 +9,7 @@ from replicate.client import Client
 
 from shared.predictions import decode_end
 from shared.stores.records import Records
-from shared.stores.webhook_log import MOST_KEPT, WebhookAttempt
+from shared.stores.webhook_log import MAX_KEPT, WebhookAttempt
 from shared.tenants.plan import Plan
 from shared.topics import WEBHOOKS_TOPIC_ID
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
@@ -145,7 +145,7 @@ async def test_attempts_of_webhooks_are_told_to_their_tenant_only(
     api: ApiUnderTest, records: Records
 ) -> None:
     name = await made(api, HOOKED)
-    for status in range(MOST_KEPT + 1):
+    for status in range(MAX_KEPT + 1):
         await records.webhook_log.add(
             name,
             WebhookAttempt(
@@ -155,14 +155,14 @@ async def test_attempts_of_webhooks_are_told_to_their_tenant_only(
     path = f"/v1/predictions/{name}/webhooks"
     assert (await api.http.get(path, headers=OTHER)).status_code == 404
     found = (await api.http.get(path)).json()["results"]
-    assert len(found) == MOST_KEPT
+    assert len(found) == MAX_KEPT
     assert found[-1] == {
         "webhook_id": "msg_1",
         "event": "completed",
-        "attempt": MOST_KEPT + 1,
+        "attempt": MAX_KEPT + 1,
         "created_at": "1970-01-01T00:00:01.500Z",
         "duration_ms": 250.0,
-        "status": MOST_KEPT,
+        "status": MAX_KEPT,
         "error": None,
     }
 

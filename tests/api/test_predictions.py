@@ -12,7 +12,7 @@ import pytest
 
 from shared.stores.records import Records
 from shared.tasks.embedding import TextInput
-from tests.api.fake_worker import LONGEST_PROMPT_WORDS, vector_of
+from tests.api.fake_worker import MAX_PROMPT_WORDS, vector_of
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, admitted, until_over
 from tests.keys import bearer, keys_url
@@ -89,7 +89,7 @@ async def test_wait_that_ends_early_answers_starting_and_get_says_processing(
 async def test_what_a_prompt_lost_is_told(api: ApiUnderTest) -> None:
     path, prompt = (
         f"/v1/models/any/{IMAGE_MODEL.name}/predictions",
-        "red " * (LONGEST_PROMPT_WORDS + 4),
+        "red " * (MAX_PROMPT_WORDS + 4),
     )
     for given, left_out in ((prompt, 4), ("red", 0)):
         body = {"input": {"prompt": given, "num_outputs": 2}}

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 LONGEST = "q" * 128
 HASHED = re.compile(r"sha256:[0-9a-f]{32}")
-MOST_ITEMS = 2048
+MAX_ITEMS = 2048
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def rows_by_worker(job: Job) -> list[Row]:
 async def test_bigquery_takes_the_rows_of_the_longest_ids(
     api: ApiUnderTest, tmp_path: Path
 ) -> None:
-    texts = {"model": TEXT_MODEL.name, "input": [str(number) for number in range(MOST_ITEMS)]}
+    texts = {"model": TEXT_MODEL.name, "input": [str(number) for number in range(MAX_ITEMS)]}
     for given in (LONGEST, LONGEST * 40):
         headers = {"x-request-id": given}
         for _ in range(2):  # computed, then from the cache

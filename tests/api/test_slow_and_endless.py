@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from api.http.bounded_protocol import HEAD_LIMIT_BYTES, MOST_PIPELINED
+from api.http.bounded_protocol import HEAD_LIMIT_BYTES, MAX_PIPELINED
 from api.http.middleware import SMALL_BODY_BYTES
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.keys import key_for, keys_url
@@ -201,7 +201,7 @@ async def test_body_that_nobody_reads_is_not_read_for_ever(tmp_path: Path) -> No
 
 async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
     async with _api(tmp_path) as api, peer_of(api) as peer:
-        paths = [f"/nowhere/{number}" for number in range(MOST_PIPELINED)]
+        paths = [f"/nowhere/{number}" for number in range(MAX_PIPELINED)]
         await peer.send(
             b"".join(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode() for path in paths)
         )
@@ -215,12 +215,12 @@ async def test_too_many_pipelined_requests_are_refused(tmp_path: Path) -> None:
         api.worker.go.clear()
         first = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
         await peer.send(
-            first + b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n" * (MOST_PIPELINED + 1)
+            first + b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n" * (MAX_PIPELINED + 1)
         )
         said = await peer.said()
         api.worker.go.set()
         assert said.startswith(b"HTTP/1.1 400")
-        assert b"more than %d pipelined requests" % MOST_PIPELINED in said
+        assert b"more than %d pipelined requests" % MAX_PIPELINED in said
         await api.until_idle()
 
 
@@ -427,9 +427,9 @@ async def test_many_offers_at_once_are_bounded_as_requests_are(tmp_path: Path) -
     async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(
             (b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n" + OFFER + b"\r\n")
-            * (MOST_PIPELINED + 2)
+            * (MAX_PIPELINED + 2)
         )
-        assert b"more than %d pipelined requests" % MOST_PIPELINED in await peer.said()
+        assert b"more than %d pipelined requests" % MAX_PIPELINED in await peer.said()
 
 
 async def test_bodies_are_bounded_together(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ async def test_an_upload_of_unknown_size_gets_what_is_left(storage: Storage) -> 
 async def test_files_have_a_bound_in_number(
     storage: Storage, objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_FILES", 2)
+    monkeypatch.setattr(module, "MAX_FILES", 2)
     files = Files(objects, storage)
     for _ in range(2):
         await files.add(quota(), b"a", name="a", content_type="")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from api.tasks import MOST_FIELDS
+from api.tasks import MAX_FIELDS
 from shared.catalog import Model
 from shared.tasks.embedding import TextInput
 from shared.tasks.similarity import SimilarityInput
@@ -88,7 +88,7 @@ async def test_a_list_even_of_one_score(api: ApiUnderTest) -> None:
         ({"query": "a", "texts": ["b", "c" * 65537]}, "pair 1 has a text longer than 65536 bytes"),
         ({"query": "a" * 65536, "texts": ["b"] * 16}, "together longer than"),
         ({"text": "a"}, "input.text: unknown parameter"),
-        ({str(number): "a" for number in range(MOST_FIELDS + 1)}, "101 fields; at most 100"),
+        ({str(number): "a" for number in range(MAX_FIELDS + 1)}, "101 fields; at most 100"),
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",
 )

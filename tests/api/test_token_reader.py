@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from api.predictions.text_stream import LONGEST_GAP_S, READ_EVERY_S, ReadPace
+from api.predictions.text_stream import MAX_GAP_S, READ_EVERY_S, ReadPace
 
 
 def looks(pace: ReadPace, tokens_s: list[float]) -> tuple[int, float]:
@@ -54,4 +54,4 @@ def test_a_model_that_gets_faster_is_late_once_and_by_a_part_of_the_longest_gap(
     slow_s = [2.0 * number for number in range(1, 5)]
     written_s = slow_s + [slow_s[-1] + 0.05 * number for number in range(1, 20)]
     _, latest_s = looks(ReadPace(), written_s)
-    assert READ_EVERY_S < latest_s < LONGEST_GAP_S
+    assert READ_EVERY_S < latest_s < MAX_GAP_S

@@ -12,7 +12,7 @@ import redis
 from api.dispatch.model_window import Elsewhere, ModelWindow, PublishWindow, digest_of
 from api.dispatch.window_exchange import (
     LEASE_PAUSES,
-    MOST_TENANTS,
+    MAX_TENANTS,
     PAUSE_S,
     WindowExchange,
     combined,
@@ -171,10 +171,10 @@ async def test_what_is_told_has_a_bound() -> None:
     for demand in demands:
         await window.take(demand, FAR_S)
     told = told_of(window)
-    assert len(told.tenants) == MOST_TENANTS
+    assert len(told.tenants) == MAX_TENANTS
     assert min(items for _, _, items in told.tenants) == 49
-    assert told.other_weights == 1000 - MOST_TENANTS
-    assert combined([told, told]).other_weights == 2 * (1000 - MOST_TENANTS)
+    assert told.other_weights == 1000 - MAX_TENANTS
+    assert combined([told, told]).other_weights == 2 * (1000 - MAX_TENANTS)
     for demand in demands:
         window.release(demand)
 

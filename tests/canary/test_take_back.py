@@ -10,12 +10,12 @@ from tests.canary.world import CANARY, MODEL, CanaryWorld, Fault, running_world
 
 pytestmark = pytest.mark.anyio
 AT_ONCE = 20
-MOST_ROUNDS = 200
+MAX_ROUNDS = 200
 
 
 async def ask_until_taken_back(world: CanaryWorld) -> int:
     """Sends requests, all of which must be answered. Returns how many were sent."""
-    for sent in range(1, MOST_ROUNDS + 1):
+    for sent in range(1, MAX_ROUNDS + 1):
         answers = await world.ask_many(AT_ONCE)
         assert {answer.status_code for answer in answers} == {200}
         if await world.taken_back():

@@ -14,7 +14,7 @@ from functools import partial
 
 from tests.faults.world import APIS, ARCHIVE, INSTANCE_LINKS, SERVERS, WORKERS, World
 
-SHORTEST_S, LONGEST_S = 0.3, 3.0
+MIN_S, MAX_S = 0.3, 3.0
 """How long a fault lasts before it is healed."""
 CALM_S = 1.0
 """Between the end of a fault and the next, at least."""
@@ -52,7 +52,7 @@ def faults(seed: int, count: int, *, has_archive: bool = False) -> Iterator[Faul
         all_kinds = kinds(has_archive=has_archive)
         bag = bag or drawn.sample(all_kinds, len(all_kinds))
         kind, target = bag.pop()
-        yield Fault(kind, target, drawn.uniform(SHORTEST_S, LONGEST_S))
+        yield Fault(kind, target, drawn.uniform(MIN_S, MAX_S))
 
 
 async def inject(world: World, plan: Iterator[Fault], say: Callable[[str], None]) -> Counter[str]:

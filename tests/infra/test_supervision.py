@@ -10,8 +10,8 @@ import pytest
 from infra.local.process import Process
 from infra.local.supervision import (
     FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    MOST_DEATHS,
+    MAX_DEATHS,
+    MAX_PAUSE_S,
     WINDOW_S,
     SupervisedPart,
     Supervisor,
@@ -79,19 +79,19 @@ def test_log_still_says_why_the_last_one_ended(run: Callable[..., World], tmp_pa
 
 def test_pauses_grow_and_it_ends_when_a_part_dies_too_often(run: Callable[..., World]) -> None:
     world = run()
-    pauses = [world.pause_after_death() for _ in range(MOST_DEATHS)]
-    assert pauses == [min(FIRST_PAUSE_S * 2**n, LONGEST_PAUSE_S) for n in range(MOST_DEATHS)]
+    pauses = [world.pause_after_death() for _ in range(MAX_DEATHS)]
+    assert pauses == [min(FIRST_PAUSE_S * 2**n, MAX_PAUSE_S) for n in range(MAX_DEATHS)]
     world.process.kill()
     failure = world.supervisor.look()
     assert failure is not None
     assert failure.startswith("part was ended by SIGKILL; ")
-    assert failure.endswith(f"part died {MOST_DEATHS + 1} times within 600 s")
+    assert failure.endswith(f"part died {MAX_DEATHS + 1} times within 600 s")
     assert not world.process.is_running
 
 
 def test_deaths_long_ago_are_forgiven(run: Callable[..., World]) -> None:
     world = run()
-    for _ in range(2 * MOST_DEATHS):
+    for _ in range(2 * MAX_DEATHS):
         assert world.pause_after_death() == FIRST_PAUSE_S
         world.now_s += WINDOW_S
         assert world.supervisor.look() is None

@@ -154,7 +154,7 @@ def test_every_part_comes_back_while_requests_go_on(tmp_path: Path) -> None:
 
 
 def test_part_that_dies_too_often_ends_everything(tmp_path: Path, servers: dict[str, str]) -> None:
-    never_again = "from infra.local import supervision; supervision.MOST_DEATHS = 0"
+    never_again = "from infra.local import supervision; supervision.MAX_DEATHS = 0"
     program = ["-c", f"{never_again}; from infra.cli.main import main; main()"]
     with running_up(tmp_path, servers, program=program) as up:
         worker, batches = pid_of(up, "worker-mini"), pid_of(up, "batches")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shared.errors import BadInput
 from shared.reports.day_tables import (
     AGAIN_DAYS,
-    MOST_DAYS,
+    MAX_DAYS,
     SETTLING,
     BillingDay,
     days_asked,
@@ -68,7 +68,7 @@ def test_days_follow_each_other_and_are_over(tz: str, now: datetime) -> None:
     days = days_asked({}, tz, now)
     assert all(one.until == other.since for one, other in pairwise(days))
     assert days[-1].until <= now < days[-1].until + timedelta(days=2)
-    assert len(days) <= MOST_DAYS
+    assert len(days) <= MAX_DAYS
 
 
 @given(ZONES, MOMENTS)

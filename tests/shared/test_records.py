@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from shared.messages import ReplyBody
-from shared.stores.previews import KEPT_S, MOST_KEPT
+from shared.stores.previews import KEPT_S, MAX_KEPT
 from shared.stores.record_state import OVER, Claim, Finish, State, record_id
 from shared.stores.records import Records
 from tests.tiers import examples
@@ -260,10 +260,10 @@ async def test_previews_are_bounded_and_expire(records: Records, redis_url: str)
     assert not await records.progress("req_1", 1, 20)
     await previews.watch("req_1")
     assert await records.progress("req_1", 2, 20)
-    for step in range(MOST_KEPT + 5):
+    for step in range(MAX_KEPT + 5):
         await previews.add("req_1", 0, step, 99, b"picture")
     kept = await previews.after("req_1", "")
-    assert [one.step for one in kept] == list(range(5, MOST_KEPT + 5))
+    assert [one.step for one in kept] == list(range(5, MAX_KEPT + 5))
     assert await previews.after("req_1", kept[-2].cursor) == [kept[-1]]
     async with redis.asyncio.Redis.from_url(redis_url) as client:
         for key in previews.keys_of("req_1"):

@@ -26,7 +26,7 @@ from shared.usage.journal import Journal, RowBatch
 from shared.usage.spool import Fields, Segment, Spool
 from tests.tiers import examples
 
-SMALL = {"BATCH_ROWS": 3, "MEMORY_ROWS": 6, "FIRST_PAUSE_S": 0.0, "LONGEST_PAUSE_S": 0.0}
+SMALL = {"BATCH_ROWS": 3, "MEMORY_ROWS": 6, "FIRST_PAUSE_S": 0.0, "MAX_PAUSE_S": 0.0}
 """Bounds that a few rows reach, and a disk that is due again at once."""
 
 

@@ -1,4 +1,4 @@
-"""What of a step is spare: against steps whose fixed time is known, and those of docs/text.md."""
+"""What of a step is spare: against steps with a known fixed time, and docs/reference/text.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.step_time import StepTime
 
 PLACES = 16
 TEXTS_MS = {1: 21.8, 2: 26.5, 4: 24.8, 8: 29.8, 16: 43.6}
-"""A step of so many texts in bf16 (docs/text.md). A prompt of 256 tokens took 213."""
+"""A step of so many texts in bf16 (docs/reference/text.md). A prompt of 256 tokens took 213."""
 PROMPT_TOKENS, PROMPT_MS = 256, 213.0
 
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared.stores.records import Records
-from shared.stores.token_streams import MOST_ITEMS, Delivered, Written
+from shared.stores.token_streams import MAX_ITEMS, Delivered, Written
 from shared.tasks.text import TokenChunk
 from tests.limits import WAIT_LIMIT_S
 from tests.tiers import examples
@@ -59,14 +59,14 @@ async def test_only_the_latest_claim_may_append(redis_url: str) -> None:
 async def test_a_deleted_prediction_leaves_no_tokens(redis_url: str) -> None:
     async with Records(redis_url) as records:
         record, streams = await claimed(records), records.tokens
-        items = range(MOST_ITEMS)
+        items = range(MAX_ITEMS)
         await streams.append([Written(record, item, 1, chunk(0, item)) for item in items])
         await streams.mark_read(record)
         assert await streams.is_read(record)
         await records.finish(record, "succeeded", b'{"outcomes":[]}')
         assert await records.delete(record, 0.0)
         found = await streams.read([(record, item, 0) for item in items])
-        assert [chunks for chunks, _ in found] == [[]] * MOST_ITEMS
+        assert [chunks for chunks, _ in found] == [[]] * MAX_ITEMS
         assert not await streams.is_read(record)
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.tracing.spans import (
-    LONGEST_TRACESTATE,
-    MOST_MEMBERS,
+    MAX_MEMBERS,
+    MAX_TRACESTATE_CHARS,
     TraceContext,
     current,
     entered,
@@ -75,10 +75,10 @@ def test_later_version_is_passed_on_as_this_one(traceparent: str) -> None:
         ("a=1,b=\x7f", ""),
         ("a=é", ""),
         (
-            ",".join(f"k{n}=1" for n in range(MOST_MEMBERS)),
-            ",".join(f"k{n}=1" for n in range(MOST_MEMBERS)),
+            ",".join(f"k{n}=1" for n in range(MAX_MEMBERS)),
+            ",".join(f"k{n}=1" for n in range(MAX_MEMBERS)),
         ),
-        (",".join(f"k{n}=1" for n in range(MOST_MEMBERS + 1)), ""),
+        (",".join(f"k{n}=1" for n in range(MAX_MEMBERS + 1)), ""),
         (f"a=1,b={'x' * 250},c={'y' * 250},d=2", f"a=1,b={'x' * 250},c={'y' * 250}"),
         (f"a={'x' * 256},b={'y' * 255}", f"a={'x' * 256}"),
     ],
@@ -102,7 +102,7 @@ def test_no_header_raises(traceparent: str, tracestate: str) -> None:
     read_context(traceparent, tracestate)
     context = read_context(PARENT, tracestate)
     assert context is not None
-    assert len(context.tracestate) <= LONGEST_TRACESTATE
+    assert len(context.tracestate) <= MAX_TRACESTATE_CHARS
     # What is passed on is read again as it is, so the next process sees the same.
     assert read_attributes(context.attributes()) == context
 

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, TraceIdRatioBased
 from prometheus_client import REGISTRY
 
-from shared.tracing.export import CLOSE_LIMIT_S, MOST_LINKS, QUEUE_SPANS, OtlpTracer
+from shared.tracing.export import CLOSE_LIMIT_S, MAX_LINKS, QUEUE_SPANS, OtlpTracer
 from shared.tracing.spans import install, record
 from tests.kept_spans import new_trace
 from tests.limits import WAIT_LIMIT_S
@@ -114,7 +114,7 @@ def test_trace_that_begins_here_has_the_id_that_it_was_sampled_by() -> None:
 
 
 def test_span_arrives_as_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    linked = [new_trace() for _ in range(MOST_LINKS + 5)]
+    linked = [new_trace() for _ in range(MAX_LINKS + 5)]
     parent = new_trace()
     with running_collector() as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
@@ -133,7 +133,7 @@ def test_span_arrives_as_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     # Clocks of two machines may disagree, but no span ends before it starts.
     assert (span.start_ns, span.end_ns) == (2_250_000_000, 2_250_000_000)
     assert span.attributes == {**facts, "error.type": "bad"}
-    assert span.links == [(one.trace_id, one.span_id) for one in linked[:MOST_LINKS]]
+    assert span.links == [(one.trace_id, one.span_id) for one in linked[:MAX_LINKS]]
 
 
 def test_spans_about_messages_name_the_broker() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.scheduling.lanes import LEAST_SLOPE, BatchTime
+from workers.scheduling.lanes import MIN_SLOPE, BatchTime
 
 
 def test_nothing_is_bounded_before_the_first_batch() -> None:
@@ -52,4 +52,4 @@ def test_least_slope_bounds_what_noise_may_say() -> None:
     for work, seconds in ((100, 0.2), (1000, 0.1), (2000, 0.05)):
         time.observe(work, seconds)
     average = 0.9 * 0.9 * 0.2 + 0.9 * 0.1 + 0.05, 0.81 * 100 + 0.9 * 1000 + 2000
-    assert time.more_work_in(1.0) == pytest.approx(average[1] / average[0] / LEAST_SLOPE)
+    assert time.more_work_in(1.0) == pytest.approx(average[1] / average[0] / MIN_SLOPE)

@@ -34,7 +34,7 @@ from workers.jobs.cancellation import JobCallback
 from workers.models.base import PreparedPrompt, StepEnd
 from workers.models.device import Device
 from workers.models.text.model import TextModel
-from workers.models.text.slots import LEAST_SHARED_TOKENS
+from workers.models.text.slots import MIN_SHARED_TOKENS
 from workers.runtime.protocol import (
     HEADER,
     Chunks,
@@ -224,7 +224,7 @@ def test_a_dropped_text_writes_no_more_and_changes_no_other(
 def test_a_text_that_joins_in_the_row_of_a_dropped_one_is_written_as_if_alone(
     folder: Path,
 ) -> None:
-    leaving = list(range(40, 40 + 2 * LEAST_SHARED_TOKENS))
+    leaving = list(range(40, 40 + 2 * MIN_SHARED_TOKENS))
     prompts = [PROMPTS[0], leaving, PROMPTS[2], [8, 50], [6, 51]]
     items = [tiny.prompt(ids, 40, owner="t") for ids in prompts]
     # It begins as the text that left, so its keys and values are used again.

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.scheduling.model_scheduler import (
-    SHORTEST_WAIT_S,
+    MIN_WAIT_S,
     SWITCH_SHARE,
     URGENT_SHARE,
     Idle,
@@ -86,7 +86,7 @@ def test_a_model_that_is_not_resident_is_due_after_the_wait() -> None:
 
 def test_more_processes_shorten_the_wait_to_its_floor() -> None:
     assert scheduler(1, 1, processes=2).switch_wait_s == pytest.approx(1 / SWITCH_SHARE)
-    assert scheduler(0, 0).switch_wait_s == SHORTEST_WAIT_S
+    assert scheduler(0, 0).switch_wait_s == MIN_WAIT_S
 
 
 def test_a_model_that_another_process_serves_is_not_due() -> None:

@@ -29,7 +29,7 @@ from workers.models.embedding.tokenization import TextPreparer
 from workers.optimize.calibration import calibration_texts, prepare_texts
 from workers.runtime.template import die_with_parent
 
-LEAST_PRIORITY = 19
+MIN_PRIORITY = 19
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def main() -> int:
     # A worker that is killed can't end it, and the next worker would measure beside it.
     die_with_parent()
     if given.behind:
-        os.nice(LEAST_PRIORITY)
+        os.nice(MIN_PRIORITY)
     entry = Model.model_validate_json(given.model)
     tuning = msgspec.json.decode(given.settings, type=TuningSettings)
     try:

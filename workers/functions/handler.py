@@ -140,7 +140,7 @@ def _unix_s(moment: Any) -> float:
 HANDLE_LIMIT_S = 50.0
 """Pub/Sub waits 60 s for an answer and then sends the message again, while we would still be at it.
 """
-LONGEST_BODY_BYTES = 16 * 1024 * 1024
+MAX_BODY_BYTES = 16 * 1024 * 1024
 """The largest message has 10 MB, which is a third more in base64."""
 LOGGED_CHARACTERS = 128
 
@@ -236,7 +236,7 @@ async def handle_message(message: Message, function: str, handle: Handler) -> st
     return ""
 
 
-async def read_body(request: Request, longest_bytes: int = LONGEST_BODY_BYTES) -> bytes:
+async def read_body(request: Request, longest_bytes: int = MAX_BODY_BYTES) -> bytes:
     """The body of a call.
 
     Raises:

@@ -44,7 +44,7 @@ from workers.functions.handler import (
 from workers.functions.push_auth import PushAuthenticator, PushRefused
 from workers.functions.settings import FunctionSettings
 
-LONGEST_BODY_BYTES = 4096
+MAX_BODY_BYTES = 4096
 GRACE_S = 30.0
 """What a run may take beyond its own limit, for the step that it is at."""
 
@@ -69,7 +69,7 @@ async def handle_scheduled(
     run = "daily"
     try:
         await authenticator.check(request.headers.get("authorization", ""))
-        asked = _asked(await read_body(request, LONGEST_BODY_BYTES))
+        asked = _asked(await read_body(request, MAX_BODY_BYTES))
         if "only" in asked:
             run = "anomalies"
         async with asyncio.timeout(RUN_LIMIT_S + GRACE_S):

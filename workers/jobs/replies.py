@@ -35,7 +35,7 @@ from workers.jobs.spans import reply_span
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 4.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 4.0
 
 
 class LargeResults:
@@ -98,7 +98,7 @@ class LargeResults:
         Retries while the store is unavailable, which costs less than a new image.
         """
         until_s = min(deadline_s, time.time() + self._keep_limit_s)
-        pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while True:
             try:
                 return await self._objects.put(key, data, media_type)

@@ -21,7 +21,7 @@ _WINDOW_S = 0.3
 """Computing that is judged together."""
 _FREE = 0.75
 """The least part of its time that a thread has a core, unless there are too many."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 4.0, 64.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 4.0, 64.0
 """Until there may be more threads. It doubles when these are too many again."""
 
 
@@ -95,7 +95,7 @@ class CpuThreads:
         if cores < _FREE * count and count > 1:
             self._count = max(1, int(cores + 1 - _FREE))
             self._more_at_s = now_s + self._pause_s
-            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
         elif count == most:
             self._pause_s = _FIRST_PAUSE_S
         elif now_s >= self._more_at_s:

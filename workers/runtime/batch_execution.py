@@ -33,7 +33,7 @@ FIRST_PREVIEW_S = 0.25
 """A batch that ends sooner has none."""
 WATCH_VALID_S = 2.0
 """The I/O process repeats a Watch every half second while somebody watches."""
-MOST_PREVIEWED = 8
+MAX_PREVIEWED = 8
 """Places of a batch that are previewed at a time."""
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class StepReporter:
 
     def _preview(self, step: int, steps: int, began_s: float) -> None:
         watched = set(self._watched)
-        inside = [at for at, place in enumerate(self.places) if place in watched][:MOST_PREVIEWED]
+        inside = [at for at, place in enumerate(self.places) if place in watched][:MAX_PREVIEWED]
         if self.previewer is None or not inside:
             return
         try:

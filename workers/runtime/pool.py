@@ -38,7 +38,7 @@ CPU_PROCESSES_MAX = 4
 START_TIMEOUT_S = 180.0
 START_TRIES = 5
 """How many starts in a row may fail after a death before the process is given up."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 16.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 16.0
 
 log = logging.getLogger(__name__)
 
@@ -250,7 +250,7 @@ class PooledProcess:
             self._settled.set()
 
     async def _keep_alive(self) -> None:
-        failures, pauses = 0, backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        failures, pauses = 0, backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while True:
             try:
                 self._child = await ModelClient.start(self._launch)
@@ -269,7 +269,7 @@ class PooledProcess:
                 )
                 await asyncio.sleep(next(pauses))
                 continue
-            failures, pauses = 0, backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+            failures, pauses = 0, backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
             self._log_ready(self._child)
             self._settled.set()
             reason = await self._child.serve(on_end=self._settled.clear)

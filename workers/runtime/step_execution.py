@@ -29,7 +29,7 @@ from workers.models.base import (
 )
 from workers.runtime.batch_execution import (
     FIRST_PREVIEW_S,
-    MOST_PREVIEWED,
+    MAX_PREVIEWED,
     PREVIEW_EVERY_S,
     PREVIEW_SHARE,
     PROGRESS_EVERY_S,
@@ -96,7 +96,7 @@ class StepPictures:
             self._draw(progress, now_s)
 
     def _draw(self, progress: dict[int, tuple[int, int]], began_s: float) -> None:
-        for place in sorted(self._watched & progress.keys())[:MOST_PREVIEWED]:
+        for place in sorted(self._watched & progress.keys())[:MAX_PREVIEWED]:
             picture = self._drawn(place)
             if picture is not None:
                 self._send(ItemPicture(self._number, place, *progress[place], picture))
@@ -117,7 +117,7 @@ class StepPictures:
 
 SHARED_WEIGHTS_SHARE = 0.5
 """The guess for a model whose steps read all weights once: a step that writes a token of each place
-takes twice the fixed time. SmolLM2-135M: 16 texts 1.8 to 4.1 times one (docs/text.md)."""
+takes twice the fixed time. SmolLM2-135M: 16 texts 1.8 to 4.1 times one (docs/reference/text.md)."""
 
 
 class StepRoom:

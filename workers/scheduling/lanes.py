@@ -110,7 +110,7 @@ def _next(first: ItemT, inside: list[ItemT], part_of: Callable[[ItemT], float]) 
 
 FADE = 0.9
 """Each batch reduces the weight of earlier ones to this share."""
-LEAST_SLOPE = 0.25
+MIN_SLOPE = 0.25
 """The marginal time of work is at least this share of its average time.
 
 So where it can't be told from noise, batches grow by small factors until it can.
@@ -155,7 +155,7 @@ class BatchTime:
         if spread <= 1e-9 * self._ww:  # all batches are alike
             return average
         slope = (self._n * self._wt - self._w * self._t) / spread
-        return min(max(slope, LEAST_SLOPE * average), average)
+        return min(max(slope, MIN_SLOPE * average), average)
 
     @property
     def _fixed_s(self) -> float:

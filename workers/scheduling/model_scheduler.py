@@ -35,7 +35,7 @@ SWITCH_SHARE = 0.06
 Leaves room below a tenth for other costs of a switch, such as cold caches.
 """
 URGENT_SHARE = 0.5
-SHORTEST_WAIT_S = 2.0
+MIN_WAIT_S = 2.0
 """A floor for models that load quickly.
 
 Several batches of one model in a row are fuller than alternating ones.
@@ -83,7 +83,7 @@ class ModelScheduler:
     @property
     def switch_wait_s(self) -> float:
         """How long a job waits at most until its model is due."""
-        return max(SHORTEST_WAIT_S, self._wait_s(SWITCH_SHARE))
+        return max(MIN_WAIT_S, self._wait_s(SWITCH_SHARE))
 
     def choose(
         self,
@@ -121,7 +121,7 @@ class ModelScheduler:
         deadline_s = queue.earliest_deadline_s(now_s + self._load_s[model])
         # Time for the batch that runs then, and for the job's own.
         urgent_s = deadline_s - self._load_s[model] - 2 * self._batch_s
-        allowed_s = self._served_s[model] + max(SHORTEST_WAIT_S, self._wait_s(URGENT_SHARE))
+        allowed_s = self._served_s[model] + max(MIN_WAIT_S, self._wait_s(URGENT_SHARE))
         return min(usual_s, max(urgent_s, allowed_s))
 
     def _worth_s(self, model: int, queue: QueueState, free_since_s: float) -> float:

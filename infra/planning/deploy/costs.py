@@ -14,7 +14,7 @@ from infra.planning.deploy.volumes import DAYS, HOURS, SECONDS, Volume, row_days
 from shared.catalog_entry import Replies
 
 GIB = 2**30
-LEAST_ROW_BYTES = 1024
+MIN_ROW_BYTES = 1024
 GENERAL_DISK_GIB = 50
 """Boot disk, as infra/terraform/modules/cluster/nodes.tf has it. Others are in gpus.yaml."""
 SIDECAR_CPU, SIDECAR_GIB = 0.5, 0.25
@@ -210,7 +210,7 @@ def _traffic(
 
 def _rows(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
     place = platform.dataset_location
-    inserted = sum(one.items * max(LEAST_ROW_BYTES, one.row_bytes) for one in volumes)
+    inserted = sum(one.items * max(MIN_ROW_BYTES, one.row_bytes) for one in volumes)
     bill.add("BigQuery, rows inserted", place, "200 MB", "bigquery/insert", inserted / 200e6)
     kept = sum(one.items * one.row_bytes for one in volumes) * row_days() / DAYS
     bill.add(

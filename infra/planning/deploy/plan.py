@@ -19,7 +19,7 @@ from infra.planning.deploy.costs import (
 )
 from infra.planning.deploy.platform_variables import (
     INBOX_STRIDE,
-    MOST_REPLY_SUBSCRIPTIONS,
+    MAX_REPLY_SUBSCRIPTIONS,
     Platform,
 )
 from infra.planning.deploy.prices import Prices, Source
@@ -304,7 +304,7 @@ def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[
     inboxes = at_least(
         "inboxes.per_region", platform.inboxes.per_region, _inboxes_of_region(instances, platform)
     )
-    most_slots = max(1, MOST_REPLY_SUBSCRIPTIONS // (inboxes * len(sites)) - 1)
+    most_slots = max(1, MAX_REPLY_SUBSCRIPTIONS // (inboxes * len(sites)) - 1)
     slots: dict[str, int] = {}
     for name in ("slots", "kept_slots"):
         given = getattr(platform.inboxes, name)

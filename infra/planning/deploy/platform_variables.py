@@ -17,9 +17,9 @@ from infra.kubernetes.deployment import GpuReservation
 from shared.catalog_entry import GpuTypeName
 from shared.errors import ConfigurationError
 
-MOST_REPLY_SUBSCRIPTIONS = 9000
+MAX_REPLY_SUBSCRIPTIONS = 9000
 """The limit of reply subscriptions, of a project's 10,000. Terraform has the same limit."""
-MOST_REGIONS = 16
+MAX_REGIONS = 16
 INBOX_STRIDE = 1000
 """A region's inboxes are numbered from this times its index. Terraform has the same stride."""
 INSTANCES_TO_INBOXES = 2
@@ -132,7 +132,7 @@ class ObjectsDays(_Variable):
 class Region(_Variable):
     """One entry of Terraform's `regions`."""
 
-    index: int = Field(0, ge=0, lt=MOST_REGIONS)
+    index: int = Field(0, ge=0, lt=MAX_REGIONS)
     max_gpus: int | None = Field(None, ge=1)
     overflow: Literal[GpuTypeName, "none"] | None = None
     """Instead of nodes.overflow."""
@@ -179,13 +179,13 @@ class Platform(_Variable):
         Raises:
             ConfigurationError: there are more than 16, which is what the addresses are cut for.
         """
-        if len(names) > MOST_REGIONS:
+        if len(names) > MAX_REGIONS:
             raise ConfigurationError(
-                f"--region: {len(names)} regions; {MOST_REGIONS} at most", field="regions"
+                f"--region: {len(names)} regions; {MAX_REGIONS} at most", field="regions"
             )
         free = iter(
             sorted(
-                set(range(MOST_REGIONS))
+                set(range(MAX_REGIONS))
                 - {self.regions[name].index for name in names if name in self.regions}
             )
         )

@@ -10,14 +10,14 @@ from infra.planning.deploy.volumes import Volume
 from shared.catalog_entry import Replies
 
 TIB = 2**40
-LEAST_BYTES = 1000
+MIN_BYTES = 1000
 """Of a publish or delivery, as Pub/Sub bills it."""
 THROUGHPUT = "pubsub/throughput"
 
 
 def billed_tib(messages: float, size_bytes: int, times: int) -> float:
     """What so many messages are billed for: a publish and deliveries, `times` together."""
-    return messages * times * max(LEAST_BYTES, size_bytes) / TIB
+    return messages * times * max(MIN_BYTES, size_bytes) / TIB
 
 
 def reply_times(replies: Replies, platform: Platform) -> int:

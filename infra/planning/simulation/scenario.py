@@ -15,7 +15,7 @@ from shared.errors import ConfigurationError
 
 SHIPPED = Path(__file__).parent / "scenarios"
 
-MOST_BASES = 8
+MAX_BASES = 8
 
 
 class ScenarioRegion(Entry):
@@ -28,7 +28,7 @@ class ScenarioRegion(Entry):
 
 
 class Cluster(Entry):
-    """Times of nodes and pods, and what is kept. docs/simulation.md has the sources."""
+    """Times of nodes and pods, and what is kept. docs/explanation/simulation.md has the sources."""
 
     node_start_s: Seconds = 150.0
     """From the order of a GPU node until pods can start on it."""
@@ -209,8 +209,8 @@ def read_scenario(name: str, changes: tuple[str, ...] = ()) -> Scenario:
 
 def _read(path: Path, nested: int = 0) -> Any:
     """The content of a file, with what it has from its `base`."""
-    if nested > MOST_BASES:
-        raise ConfigurationError(f"{path}: base: more than {MOST_BASES} of them", field="base")
+    if nested > MAX_BASES:
+        raise ConfigurationError(f"{path}: base: more than {MAX_BASES} of them", field="base")
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -37,7 +37,7 @@ SAMPLES = 1440
 """Of a run, for what is shown over time."""
 MARGIN_S = 60.0
 """Series are kept for longer than queries look back."""
-LEAST_SAMPLE_S = 5.0
+MIN_SAMPLE_S = 5.0
 
 Rules = Mapping[str, Mapping[str, WorkerRules]]
 """By region and model."""
@@ -242,7 +242,7 @@ class World:
         return self.parts.sites[name, self._chance.choices(up, shares)[0]]
 
     def _sample(self) -> Steps:
-        period_s = max(LEAST_SAMPLE_S, self.scenario.duration_s / SAMPLES)
+        period_s = max(MIN_SAMPLE_S, self.scenario.duration_s / SAMPLES)
         while True:
             self._take_samples()
             yield self.env.timeout(period_s)

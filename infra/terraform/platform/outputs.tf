@@ -4,7 +4,7 @@ output "address" {
 }
 
 output "api_keys_secret" {
-  description = "Secret with the directory of API keys, tenants and plans (docs/keys.md)."
+  description = "Secret with the directory of API keys, tenants and plans (docs/how-to/keys.md)."
   value       = google_secret_manager_secret.default["api-keys"].secret_id
 }
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from api.batches import admissions
 from api.batches.files import BatchFile, BatchFiles
 from api.batches.names import ADMISSIONS, new_file_id, owner_of
-from api.batches.service import MOST_OPEN, Batches, NewBatch
+from api.batches.service import MAX_OPEN, Batches, NewBatch
 from api.batches.store import BatchStore
 from api.inputs.storage import Storage
 from shared.errors import Overloaded, Unavailable
@@ -90,8 +90,8 @@ async def test_no_more_batches_are_open_than_the_bound(tmp_path: Path) -> None:
     objects = ObjectStore(f"file://{tmp_path}")
     instances, file = _instances(objects, 3), await _file(objects)
     store = BatchStore(objects)
-    made = await _created(instances, file, MOST_OPEN + 15)
-    assert len(made) == len(set(made)) == MOST_OPEN
+    made = await _created(instances, file, MAX_OPEN + 15)
+    assert len(made) == len(set(made)) == MAX_OPEN
     assert {one.id for one in await store.open(OWNER)} == set(made), "refused ones leave nothing"
     for batch_id in made[:7]:
         await store.close(OWNER, batch_id)
@@ -135,10 +135,10 @@ async def test_creation_that_broke_off_takes_no_room(tmp_path: Path) -> None:
     objects = ObjectStore(f"file://{tmp_path}")
     (instance,), file = _instances(objects, 1), await _file(objects)
     assert len(await _created([instance], file, 1)) == 1
-    for number in range(MOST_OPEN):
+    for number in range(MAX_OPEN):
         key = f"batches/open/{OWNER}/batch_{number:032x}/open"
         await objects.create(key, b"{}", "application/json")
-    assert len(await _created([instance], file, MOST_OPEN)) == MOST_OPEN - 1
+    assert len(await _created([instance], file, MAX_OPEN)) == MAX_OPEN - 1
 
 
 async def test_old_admissions_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ async def test_admission_waits_for_a_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others are always faster."""
-    monkeypatch.setattr(admissions, "LONGEST_S", 0.05)
+    monkeypatch.setattr(admissions, "MAX_S", 0.05)
     objects = ObjectStore(f"file://{tmp_path}")
     (instance,), file = _instances(objects, 1), await _file(objects)
 

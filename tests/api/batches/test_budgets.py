@@ -48,7 +48,7 @@ RESERVED_USD, SPENT_USD = 21.0, 1.5
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(runner_module, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(runner_module, "MAX_PAUSE_S", 0.05)
     monkeypatch.setattr(terms, "REFRESH_S", 0.0)
 
 
@@ -134,7 +134,7 @@ async def test_batch_that_stepped_aside_is_canceled_at_once(
 async def test_spent_budgets_of_many_tenants_leave_hands_to_others(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "MOST_AT_ONCE", 1)
+    monkeypatch.setattr(runner_module, "MAX_AT_ONCE", 1)
     url = _keys(tmp_path, plan_usd=0.0)
     async with batching(tmp_path, redis_url, catalog=PRICED, keys_url=url) as (api, _):
         poor, other = api.openai(api_key=key_for("rich")), api.openai(api_key=key_for("other"))
@@ -152,7 +152,7 @@ async def test_batch_that_can_not_move_steps_aside_for_another_one_of_its_tenant
 ) -> None:
     """As if the worker of the one model were gone: what is wrong lasts, and it is no budget."""
     monkeypatch.setattr(execution, "STALLED_S", 0.2)
-    monkeypatch.setattr(execution, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(execution, "MAX_PAUSE_S", 0.05)
     real, is_back, late = Dispatcher.dispatch, asyncio.Event(), list[str]()
 
     async def dispatch(self: Dispatcher, request: InferenceRequest) -> InferenceResponse:

@@ -222,7 +222,7 @@ async def test_expired_files_make_room(tenants: ApiUnderTest) -> None:
 async def test_tenant_has_a_bound_of_files(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "MOST_FILES", 2)
+    monkeypatch.setattr(storage, "MAX_FILES", 2)
     client = api.openai()
     for _ in range(2):
         await uploaded(client)

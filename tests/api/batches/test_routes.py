@@ -121,7 +121,7 @@ async def test_input_of_an_open_batch_is_not_deleted(api: ApiUnderTest) -> None:
 async def test_tenant_has_a_bound_of_open_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "MOST_OPEN", 2)
+    monkeypatch.setattr(service, "MAX_OPEN", 2)
     settings = settings_for(tmp_path, keys_url=keys_url(tmp_path, a="alice", b="bob"))
     async with running_api(settings) as api:
         alice, bob = api.openai(api_key=key_for("a")), api.openai(api_key=key_for("b"))

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.anyio
 async def test_tenants_take_turns(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "MOST_AT_ONCE", 1)
+    monkeypatch.setattr(runner_module, "MAX_AT_ONCE", 1)
     async with batching(tmp_path, redis_url, keys_url=keys_url(tmp_path, a="alice", b="bob")) as (
         api,
         _,

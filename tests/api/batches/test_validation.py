@@ -82,10 +82,10 @@ async def test_errors_that_are_told_are_bounded(api: ApiUnderTest) -> None:
 
 async def test_bounds_of_a_file(api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     client = api.openai()
-    monkeypatch.setattr(validation, "MOST_LINES", 3)
+    monkeypatch.setattr(validation, "MAX_LINES", 3)
     done = await until(client, await created(client, jsonl(line(str(n)) for n in range(4))))
     assert [one.code for one in done.errors.data] == ["too_many_tasks"]
-    monkeypatch.setattr(validation, "MOST_INPUTS", 3)
+    monkeypatch.setattr(validation, "MAX_INPUTS", 3)
     both = jsonl(line(str(n), input=["a", "b"]) for n in range(2))
     done = await until(client, await created(client, both))
     assert [one.code for one in done.errors.data] == ["too_many_inputs"]

@@ -32,7 +32,7 @@ BIGQUERY = os.environ["PENSTOCK_CLIENTS_BIGQUERY"]
 WRONG_KEY = "wrong-" + "0" * 40
 LIMIT_S = 60.0
 """For one answer: usually well under a second, a few where images are drawn."""
-LEAST_COSINE = 0.9999
+MIN_COSINE = 0.9999
 """Of two vectors of one text. They may be from batches of different lengths, in bf16."""
 PNG = b"\x89PNG\r\n"
 PROMPT = "a large red circle on a white background"
@@ -216,7 +216,7 @@ def assert_same(got: Sequence[Sequence[float]], expected: Sequence[Sequence[floa
     for number, (one, other) in enumerate(zip(got, expected, strict=True)):
         assert len(one) == len(other), f"vector {number}: {len(one)} dimensions, not {len(other)}"
         cosine = sum(a * b for a, b in zip(one, other, strict=True))
-        assert cosine >= LEAST_COSINE, f"vector {number}: cosine {cosine:.4f}"
+        assert cosine >= MIN_COSINE, f"vector {number}: cosine {cosine:.4f}"
         assert math.isclose(math.hypot(*one), 1, abs_tol=1e-3), f"vector {number}: not of length 1"
 
 

@@ -15,7 +15,7 @@ from infra.kubernetes.deployment import Deployment, GpuType, read_gpu_types
 from infra.kubernetes.overlay import write_overlay
 from infra.kubernetes.placement import SHARED_MEMORY
 from shared.catalog import read_catalog
-from shared.catalog_entry import MOST_SHARES, GpuTypeName
+from shared.catalog_entry import MAX_SHARES, GpuTypeName
 from shared.errors import ConfigurationError
 from shared.kubernetes_names import slug
 from tests.infra.deploy.manifests import (
@@ -181,7 +181,7 @@ def test_catalog_and_nodes_know_the_same_gpus() -> None:
     types = read_gpu_types()
     assert set(types) == set(get_args(GpuTypeName))
     for name, node in types.items():
-        most = MOST_SHARES.get(name, 48)
+        most = MAX_SHARES.get(name, 48)
         assert most == min(48, int(SHARED_MEMORY * node.gpu_memory_gib)), name
 
 

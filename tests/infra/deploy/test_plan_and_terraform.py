@@ -160,7 +160,7 @@ def test_single_defaults_are_those_of_terraform(variable: str) -> None:
 
 def test_bound_of_the_slots_is_that_of_terraform() -> None:
     assert (
-        f"length(var.regions) <= {platform_variables.MOST_REPLY_SUBSCRIPTIONS}"
+        f"length(var.regions) <= {platform_variables.MAX_REPLY_SUBSCRIPTIONS}"
         in OPTIONS.read_text()
     )
 

@@ -12,7 +12,7 @@ from shared.catalog import Model
 from shared.catalog_entry import Replies
 from tests.infra.deploy.planning import entry, plan_of, rate
 
-LEAST_REPLY_BYTES = 1000
+MIN_REPLY_BYTES = 1000
 
 
 def painter(replies: Replies = "slots") -> Model:
@@ -54,7 +54,7 @@ def test_a_vector_is_billed_twice_whatever_the_slots() -> None:
 def test_a_picture_costs_each_slot_no_more_than_the_least(output_bytes: int) -> None:
     plan = planned(painter(), output_bytes)
     costs = {cost.item: cost.mean for cost in plan.costs}
-    least = 200 * 730 * 3600 * LEAST_REPLY_BYTES / 2**40
+    least = 200 * 730 * 3600 * MIN_REPLY_BYTES / 2**40
     assert costs["Pub/Sub, replies to slots: 1 publish, 8 deliveries"] == pytest.approx(9 * least)
     stored = costs["large results of 7 days"]
     assert stored == pytest.approx(200 * 730 * 3600 * output_bytes * 7 * 24 / 730 / 2**30)

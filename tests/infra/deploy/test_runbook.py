@@ -27,7 +27,7 @@ from infra.monitoring.objectives import DEFAULT_LEAST_BAD_EVENTS, DEFAULT_TARGET
 from shared.catalog import read_catalog
 from tests.infra.deploy.terraform import Plan, plan_platform
 
-RUNBOOK = Path("docs/operations.md").read_text(encoding="utf-8")
+RUNBOOK = Path("docs/how-to/operations.md").read_text(encoding="utf-8")
 EXPORTERS = (
     *(
         api.batch_runner.runner,
@@ -76,7 +76,7 @@ def test_alerts_name_the_part_that_explains_them(plan: Plan) -> None:
         (documentation,) = policy["documentation"]
         said = documentation["content"].removeprefix("What it means and what to do: ")
         document, _, anchor = said.partition("#")
-        assert (document, anchor in ANCHORS) == ("docs/operations.md", True), said
+        assert (document, anchor in ANCHORS) == ("docs/how-to/operations.md", True), said
         assert documentation["links"] == []
 
 

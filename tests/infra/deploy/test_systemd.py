@@ -18,7 +18,7 @@ from workers.functions.settings import FunctionSettings
 FOLDER = Path("infra/systemd")
 COMMON = FOLDER / "penstock-.service.d/common.conf"
 BIN = "/opt/penstock/.venv/bin/"
-MOST_EXPOSURE = 25
+MAX_EXPOSURE = 25
 """Of 100, by `systemd-analyze security`. Without common.conf it is 90 to 95."""
 UNITS = sorted(path.name for path in FOLDER.glob("penstock-*.service"))
 KINDS: Mapping[str, type[Settings]] = {
@@ -67,7 +67,7 @@ def test_systemd_finds_nothing_wrong(units: Path) -> None:
 @pytest.mark.parametrize("unit", UNITS)
 def test_unit_is_hardened(units: Path, unit: str) -> None:
     done = run(
-        *("systemd-analyze", "security", "--offline=true", f"--threshold={MOST_EXPOSURE}"),
+        *("systemd-analyze", "security", "--offline=true", f"--threshold={MAX_EXPOSURE}"),
         instance(unit),
         SYSTEMD_UNIT_PATH=f"{units}:",
     )

@@ -26,7 +26,7 @@ FIRST: Wrong = {
     "alerts": [
         ({"emails": ["oncall"]}, "alerts.emails"),
         ({"emails": ["oncall@example"]}, "alerts.emails"),
-        ({"runbook_url": "docs/operations.md"}, "alerts.runbook_url"),
+        ({"runbook_url": "docs/how-to/operations.md"}, "alerts.runbook_url"),
         ({"oldest_job_s": 0}, "alerts.oldest_job_s"),
     ],
     "api": [

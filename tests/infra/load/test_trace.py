@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.load.trace import (
-    LARGEST_SIZE,
-    MOST_ITEMS,
+    MAX_ITEMS,
+    MAX_SIZE,
     Arrival,
     read_times,
     read_trace,
@@ -24,9 +24,9 @@ arrivals = st.builds(
     tenant=st.text(max_size=8),
     model=st.text(max_size=8),
     input=st.text(max_size=20),
-    size=st.integers(0, LARGEST_SIZE),
+    size=st.integers(0, MAX_SIZE),
     group=st.text(max_size=4),
-    items=st.integers(1, MOST_ITEMS),
+    items=st.integers(1, MAX_ITEMS),
     deadline_s=st.none() | st.floats(0.001, 1e4),
     cancel_after_s=st.none() | st.floats(0, 1e4),
     lane=st.sampled_from(["", "interactive", "batch"]),

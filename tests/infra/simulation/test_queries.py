@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.kubernetes.autoscaling import LARGEST_STEP, TriggerQueries, managed_prometheus
+from infra.kubernetes.autoscaling import MAX_STEP, TriggerQueries, managed_prometheus
 from infra.planning.simulation.promql import PromQuery
 from infra.planning.simulation.timeseries import TimeSeries
 from shared.catalog import read_catalog
@@ -104,9 +104,9 @@ def test_what_waits_takes_workers_by_its_deadline() -> None:
 
 def test_callers_who_hang_up_buy_no_gpus() -> None:
     # A thousand a second, of which no worker ever gets one done.
-    assert World().api(per_s=1000.0).ask(QUERIES.arrivals()) == LARGEST_STEP
+    assert World().api(per_s=1000.0).ask(QUERIES.arrivals()) == MAX_STEP
     busy = World().api(per_s=1000.0).worker("a", 1.0)
-    assert busy.ask(QUERIES.arrivals()) == 2 * LARGEST_STEP
+    assert busy.ask(QUERIES.arrivals()) == 2 * MAX_STEP
 
 
 def test_arrivals_are_seconds_of_work() -> None:

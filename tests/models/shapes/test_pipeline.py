@@ -18,7 +18,7 @@ from shared.catalog import read_catalog
 
 pytestmark = pytest.mark.slow
 
-LARGEST_BYTES = 12_000_000
+MAX_BYTES = 12_000_000
 OTHER_WEIGHTS = {".bin", ".ckpt", ".pt", ".pth", ".pkl"}
 
 
@@ -34,9 +34,7 @@ def table(kept: dict[str, Any]) -> dict[str, Tally]:
 
 
 def test_folder_is_small() -> None:
-    assert (
-        sum(path.stat().st_size for path in PIPELINE.rglob("*") if path.is_file()) <= LARGEST_BYTES
-    )
+    assert sum(path.stat().st_size for path in PIPELINE.rglob("*") if path.is_file()) <= MAX_BYTES
 
 
 def test_weights_are_fp16_safetensors() -> None:

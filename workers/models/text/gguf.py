@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shared.errors import ConfigurationError
 
-LONGEST_S = 900.0
+MAX_S = 900.0
 """Seconds for one file. One of 98 MB takes about 10 s on two cores."""
 _FORMAT = 1
 """Increased when the folders get another content."""
@@ -52,9 +52,7 @@ def _convert_apart(path: Path, folder: Path) -> None:
     words = [sys.executable, "-m", "workers.models.text.gguf", str(path), str(folder)]
     root = Path(__file__).resolve().parents[3]
     try:
-        subprocess.run(
-            words, check=True, capture_output=True, text=True, timeout=LONGEST_S, cwd=root
-        )
+        subprocess.run(words, check=True, capture_output=True, text=True, timeout=MAX_S, cwd=root)
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or ["it failed"])[-1]
         raise ConfigurationError(f"{path}: {reason}", field="source") from error

@@ -32,9 +32,9 @@ from shared.tasks.text import GenerationInput
 from workers.models.base import PreparedItem, PreparedPrompt
 from workers.models.text.vocabulary import Vocabulary
 
-LONGEST_TEXT = 4 * 1024 * 1024
+MAX_TEXT_CHARS = 4 * 1024 * 1024
 """Characters of a rendered conversation, and of any text that a template makes on its way."""
-LONGEST_S = 2.0
+MAX_S = 2.0
 """Seconds for one conversation. Usual ones take less than a millisecond."""
 _OPERATORS = frozenset({"+", "*", "**", "%"})
 
@@ -123,14 +123,14 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def restart(self) -> None:
         """Begins a conversation."""
-        self._until_s = self._clock() + LONGEST_S
+        self._until_s = self._clock() + MAX_S
 
     def check(self, length: int) -> None:
         """Fails if a text is too long, or the time is over."""
-        if length > LONGEST_TEXT:
-            raise SecurityError(f"it makes more than {LONGEST_TEXT} characters")
+        if length > MAX_TEXT_CHARS:
+            raise SecurityError(f"it makes more than {MAX_TEXT_CHARS} characters")
         if self._clock() > self._until_s:
-            raise SecurityError(f"it takes more than {LONGEST_S:g} s")
+            raise SecurityError(f"it takes more than {MAX_S:g} s")
 
     def _tick(self) -> str:
         self.check(0)
@@ -165,7 +165,7 @@ def _product_length(operator: str, left: Any, right: Any) -> int:
     if operator == "**" and len(numbers) == 2:
         return abs(numbers[0]).bit_length() * max(numbers[1], 0)
     if operator == "%" and isinstance(left, str):
-        return LONGEST_TEXT + 1  # a width in the format makes any length
+        return MAX_TEXT_CHARS + 1  # a width in the format makes any length
     return 0
 
 
@@ -211,9 +211,9 @@ def _to_json(
     )
 
 
-MOST_BYTES = 32 * 1024
+MAX_BYTES = 32 * 1024
 """Of the schema as JSON. One of this size takes up to about 0.2 s to read."""
-MOST_CHARACTERS = 4096
+MAX_CHARACTERS = 4096
 """Of a constant, a pattern or a name, as JSON has it: a control character is six of them. One of
 this length takes 2 ms at each token, and one of 60,000 takes 35 ms."""
 _NOT_MATCHED = frozenset({"description", "title", "$comment", "$id", "$schema"})
@@ -226,16 +226,16 @@ def check_size(json_schema: str) -> None:
         ValueError: the schema, or a text in it, is too large, or it is no JSON.
     """
     size_bytes = len(json_schema.encode())
-    if size_bytes > MOST_BYTES:
-        raise ValueError(f"it has {size_bytes} bytes, and at most {MOST_BYTES} are supported")
+    if size_bytes > MAX_BYTES:
+        raise ValueError(f"it has {size_bytes} bytes, and at most {MAX_BYTES} are supported")
     try:
         longest = max(map(_json_length, _matched_texts(json.loads(json_schema))), default=0)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if longest > MOST_CHARACTERS:
+    if longest > MAX_CHARACTERS:
         raise ValueError(
             f"a constant, pattern or name in it has {longest} characters as JSON, and "
-            f"at most {MOST_CHARACTERS} are supported"
+            f"at most {MAX_CHARACTERS} are supported"
         )
 
 

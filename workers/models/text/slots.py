@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from shared.errors import ConfigurationError
 
-LEAST_SHARED_TOKENS = 8
+MIN_SHARED_TOKENS = 8
 """Copying fewer tokens costs more than reading them."""
 
 
@@ -58,7 +58,7 @@ class TokenRows:
             key=lambda pair: (pair[0], not pair[1].is_taken, -pair[1].number),
             default=(0, oldest),
         )
-        if shared < LEAST_SHARED_TOKENS:
+        if shared < MIN_SHARED_TOKENS:
             return oldest, None, 0
         # A row that is much longer may serve others again, so it is copied.
         if not best.is_taken and (best is oldest or len(best.ids) <= 2 * shared):

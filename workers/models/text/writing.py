@@ -19,7 +19,7 @@ from workers.models.base import PreparedPrompt
 from workers.models.text.sampling import Row, choose, largest, log_probabilities, penalize
 from workers.models.text.vocabulary import Vocabulary
 
-MOST_DIGITS = 20
+MAX_DIGITS = 20
 """A double holds 17. A model that repeats itself would write a longer one until its tokens end."""
 _IN_NUMBERS = frozenset("+-.eE")
 
@@ -35,7 +35,7 @@ class NumberLength:
     @property
     def is_full(self) -> bool:
         """Whether the number at the end should not get another digit."""
-        return self._digits >= MOST_DIGITS
+        return self._digits >= MAX_DIGITS
 
     def read(self, text: str) -> None:
         """Takes more of the text in."""
