@@ -26,7 +26,7 @@ from bench.bad_neighbor.inputs import batch_file, chat, edit, plain_picture, tex
 from bench.bad_neighbor.world import (
     BAD,
     EMBEDDER,
-    LONGEST_TOKENS,
+    MAX_TOKENS,
     PAINTER,
     SPENT,
     WRITER,
@@ -47,7 +47,7 @@ MIB = 1024 * 1024
 PATIENT = {"x-penstock-deadline-ms": "300000"}
 """The longest deadline, so that much may wait."""
 BATCH_LANE = PATIENT | {"x-penstock-lane": "batch"}
-MOST_REASONS = 6
+MAX_REASONS = 6
 REFUSALS = {400, 413, 422, 429, 503, 504}
 
 Act = Callable[[], Coroutine[Any, Any, int]]
@@ -190,10 +190,10 @@ class Bad:
         return await self._post("/v1/images/generations", body, PATIENT, limit_s=300.0)
 
     async def _long_text(self) -> int:
-        return await self._post("/v1/chat/completions", chat(WRITER, 4, LONGEST_TOKENS))
+        return await self._post("/v1/chat/completions", chat(WRITER, 4, MAX_TOKENS))
 
     async def _choices(self) -> int:
-        return await self._post("/v1/chat/completions", chat(WRITER, 4, LONGEST_TOKENS, n=8))
+        return await self._post("/v1/chat/completions", chat(WRITER, 4, MAX_TOKENS, n=8))
 
     async def _spent_batch(self) -> int:
         return await self._batch(SPENT_KEY, lines=200, words=12)
@@ -273,7 +273,7 @@ class Bad:
 
     async def _slow_reader(self) -> int:
         """A stream that is read a few bytes at a time."""
-        body = chat(WRITER, 4, LONGEST_TOKENS, stream=True)
+        body = chat(WRITER, 4, MAX_TOKENS, stream=True)
         url = f"{self._order.url}/v1/chat/completions"
         async with (
             aiohttp.ClientSession(
@@ -377,7 +377,7 @@ async def do_worst(order: BadOrder) -> BadReport:
         bad.sent,
         sum(count for status, count in bad.statuses.items() if status >= 400),
         dict(sorted(bad.statuses.items())),
-        dict(bad.reasons.most_common(MOST_REASONS)),
+        dict(bad.reasons.most_common(MAX_REASONS)),
         _median(bad.batch_ms),
     )
 

@@ -27,7 +27,7 @@ from tests.workers.models.text import tiny
 EMBEDDER, PAINTER, WRITER = "all-MiniLM-L6-v2", "stable-diffusion-tiny", "tiny-text"
 QUIET, BAD, SPENT = "quiet", "bad", "bad-spent"
 """Names of keys. The last one is of the bad tenant too, with a budget that is spent."""
-CONTEXT_TOKENS, LONGEST_TOKENS = 256, 192
+CONTEXT_TOKENS, MAX_TOKENS = 256, 192
 FILES_MAX_BYTES = 256 * 1024 * 1024
 """The quota on files of a tenant. The shipped one takes minutes to fill."""
 PLANS = {
@@ -82,7 +82,7 @@ def _catalog(folder: Path) -> Path:
         "generation": {
             "context_tokens": CONTEXT_TOKENS,
             "default_tokens": 16,
-            "longest_tokens": LONGEST_TOKENS,
+            "longest_tokens": MAX_TOKENS,
             "chunk_tokens": 64,
         },
         "deadline": {"default_s": 60, "longest_s": 300},
