@@ -32,6 +32,7 @@ MODULES = {
     "limits": "limits",
     "shared_limits": "shared_limits",
     "simulation": "simulation",
+    "bad_neighbor": "bad_neighbor.rounds",
     "reports": "reports",
     "day": "day",
     "text": "text.engine",
@@ -43,10 +44,15 @@ MODULES = {
     "profile": "time_profile",
 }
 """By the name of a benchmark: the module here whose `run()` returns an Outcome."""
+HAVE_SHORT_FORM = frozenset({"bad_neighbor"})
+"""Benchmarks whose `run` takes `quick`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmarks. Returns 1 if `--check` was given and a figure misses its limit."""
+    """Runs the benchmarks.
+
+    Returns 1 if one failed, or if `--check` was given and a figure misses its limit.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m bench", description="Measures the pipeline on this machine."
     )
@@ -57,16 +63,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--check", action="store_true", help="exit with 1 when a figure misses its limit"
     )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"a few minutes instead of many: {', '.join(sorted(HAVE_SHORT_FORM))}",
+    )
     options = parser.parse_args(argv)
     if unknown := set(options.names) - set(MODULES):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
     names = [*options.names, *(["profile"] if options.profile else [])] or list(MODULES)
+    if options.quick and (too_long := set(names) - HAVE_SHORT_FORM):
+        parser.error(f"--quick: no short form of {', '.join(sorted(too_long))}")
+    short = {"quick": True} if options.quick else {}
     where, outcomes = machine(), dict[str, Outcome]()
     print(f"{where['cpu']}, {where['cores']} cores, load {where['load_before']}", flush=True)
     for name in names:
         began_s = time.time()
         print(f"{name} …", flush=True)
-        outcomes[name] = importlib.import_module(f"bench.{MODULES[name]}").run()
+        outcomes[name] = importlib.import_module(f"bench.{MODULES[name]}").run(**short)
         path = keep(name, outcomes[name], where, began_s)
         print(
             f"  {time.time() - began_s:.0f} s, kept in {path.relative_to(path.parents[2])}",
@@ -76,7 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     missed = [
         figure for outcome in outcomes.values() for figure in outcome.figures if not figure.is_met
     ]
-    return 1 if options.check and missed else 0
+    failures = [outcome.failure for outcome in outcomes.values() if outcome.failure]
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    return 1 if failures or (options.check and missed) else 0
 
 
 if __name__ == "__main__":

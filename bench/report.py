@@ -40,6 +40,8 @@ class Outcome(msgspec.Struct):
 
     figures: list[Figure]
     details: dict[str, Any] = {}
+    failure: str = ""
+    """What must never happen and did. The command then exits with 1, with `--check` or without."""
 
 
 def machine() -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from shared.errors import Overloaded
+from shared.fair_turns import FairTurns
 
 MAX_RUNNING = 4
 """Queries at a time. Each holds a thread for a second or so."""
@@ -24,15 +25,12 @@ Answer = TypeVar("Answer")
 class Turns:
     """Who asks BigQuery now, and who waits for it.
 
-    A tenant starts a query if more threads are free than it has queries running. So alone it runs
-    two and leaves two, and it takes three tenants at their worst to hold all. Those who wait take
-    turns by tenant.
+    Alone, a tenant runs two queries and leaves two threads (shared/fair_turns.py).
     """
 
     def __init__(self) -> None:
         self._claimed: Counter[str] = Counter()
-        self._running: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._turns = FairTurns(MAX_RUNNING)
         # Of its own, so that slow queries keep no other work of the process from a thread.
         self._threads = ThreadPoolExecutor(MAX_RUNNING, "usage")
 
@@ -56,54 +54,12 @@ class Turns:
     async def taken(self, tenant: str) -> AsyncIterator[None]:
         """The turn of a tenant that has claimed one."""
         try:
-            await self._turn(tenant)
+            await self._turns.take(tenant)
             try:
                 yield
             finally:
-                _count_down(self._running, tenant)
-                self._start_next()
+                self._turns.give(tenant)
         finally:
-            _count_down(self._claimed, tenant)
-
-    async def _turn(self, tenant: str) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
-        self._start_next()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it had its turn at the same moment
-                _count_down(self._running, tenant)
-            else:
-                self._leave(tenant, turn)
-            self._start_next()
-            raise
-
-    def _start_next(self) -> None:
-        """Gives turns while anybody who waits may have one, to the tenant that waits longest."""
-        while (tenant := self._next_tenant()) is not None:
-            turn = self._waiting[tenant].popleft()
-            if self._waiting[tenant]:
-                self._waiting.move_to_end(tenant)
-            else:
-                del self._waiting[tenant]
-            if not turn.cancelled():
-                self._running[tenant] += 1
-                turn.set_result(None)
-
-    def _next_tenant(self) -> str | None:
-        free = MAX_RUNNING - self._running.total()
-        return next((one for one in self._waiting if self._running[one] < free), None)
-
-    def _leave(self, tenant: str, turn: asyncio.Future[None]) -> None:
-        turns = self._waiting.get(tenant)
-        if turns is not None and turn in turns:
-            turns.remove(turn)
-            if not turns:
-                del self._waiting[tenant]
-
-
-def _count_down(counter: Counter[str], tenant: str) -> None:
-    counter[tenant] -= 1
-    if not counter[tenant]:
-        del counter[tenant]
+            self._claimed[tenant] -= 1
+            if not self._claimed[tenant]:
+                del self._claimed[tenant]

@@ -33,6 +33,7 @@ from prometheus_client import Counter
 
 from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
+from shared.fair_turns import FairTurns
 
 PART_BYTES = 8 * 1024 * 1024
 """Parts are uploaded one at a time. S3 and GCS take no less than 5 MiB, except for the last."""
@@ -112,6 +113,10 @@ TIMEOUT_S = 10.0
 KEY_LIMIT_BYTES = 512
 SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 THREADS = 8
+"""Of which an owner has at most half, so that a tenant's uploads keep nobody from the store."""
+OWNER_SEGMENTS = 3
+"""Keys of what belongs to a tenant begin with two folders and its digest. Other keys name a content
+within so many segments, so each of them has turns of its own."""
 LIST_CHUNK = 1000
 
 ERRORS = Counter(
@@ -203,6 +208,7 @@ class ObjectStore:
         self._store = _open(url, setting)
         # The store has its own threads, because a store that hangs would block those of others.
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="objects")
+        self._turns = FairTurns(THREADS)
         # A folder keeps no media types, so the extension of the key names the type.
         self._keeps_media_type = not isinstance(self._store, store.LocalStore)
 
@@ -216,7 +222,9 @@ class ObjectStore:
         _check(key)
         attributes = {"Content-Type": media_type} if self._keeps_media_type else None
         with _translated("put", key):
-            await self._work(partial(obstore.put, self._store, key, data, attributes=attributes))
+            await self._work(
+                key, partial(obstore.put, self._store, key, data, attributes=attributes)
+            )
 
     async def get(self, key: str, max_bytes: int) -> bytes:
         """Returns the bytes of an object of at most `max_bytes`.
@@ -228,7 +236,7 @@ class ObjectStore:
         """
         _check(key)
         with _translated("get", key):
-            return await self._work(partial(_read, self._store, key, max_bytes))
+            return await self._work(key, partial(_read, self._store, key, max_bytes))
 
     async def create(self, key: str, data: bytes, media_type: str) -> bool:
         """Writes an object unless it exists. Returns whether it did. Of several, one does.
@@ -241,7 +249,7 @@ class ObjectStore:
         call = partial(obstore.put, self._store, key, data, attributes=attributes, mode="create")
         with _translated("put", key):
             try:
-                await self._work(call)
+                await self._work(key, call)
             except AlreadyExistsError:
                 return False
         return True
@@ -258,7 +266,7 @@ class ObjectStore:
             return b""
         call = partial(obstore.get_range, self._store, key, start=start, length=length)
         with _translated("get", key):
-            return bytes(await self._work(call))
+            return bytes(await self._work(key, call))
 
     async def listing(self, folder: str, limit: int) -> list[StoredObject]:
         """Returns the objects below a folder in the order of their keys, at most `limit` of them.
@@ -268,7 +276,7 @@ class ObjectStore:
         """
         _check(folder)
         with _translated("list", folder):
-            return await self._work(partial(_list, self._store, folder, limit))
+            return await self._work(folder, partial(_list, self._store, folder, limit))
 
     async def modified_before(self, folder: str, before_s: float) -> AsyncIterator[StoredObject]:
         """Yields the objects below a folder that were last written before `before_s` (Unix time).
@@ -279,9 +287,9 @@ class ObjectStore:
         _check(folder)
         with _translated("list", folder):
             chunks = await self._work(
-                partial(obstore.list, self._store, f"{folder}/", chunk_size=LIST_CHUNK)
+                folder, partial(obstore.list, self._store, f"{folder}/", chunk_size=LIST_CHUNK)
             )
-            while chunk := await self._work(partial(next, chunks, [])):
+            while chunk := await self._work(folder, partial(next, chunks, [])):
                 for one in map(_stored, chunk):
                     if one.modified_at_s < before_s:
                         yield one
@@ -295,7 +303,7 @@ class ObjectStore:
         _check(folder)
         with _translated("list", folder):
             found = await self._work(
-                partial(obstore.list_with_delimiter, self._store, f"{folder}/")
+                folder, partial(obstore.list_with_delimiter, self._store, f"{folder}/")
             )
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
 
@@ -307,7 +315,7 @@ class ObjectStore:
         """
         _check(key)
         with _translated("delete", key), suppress(FileNotFoundError):
-            await self._work(partial(obstore.delete, self._store, key))
+            await self._work(key, partial(obstore.delete, self._store, key))
 
     def writer(self, key: str, media_type: str) -> ObjectWriter:
         """Writes one object in pieces, for an `async with`."""
@@ -318,11 +326,21 @@ class ObjectStore:
 
     async def _write(self, key: str, call: Callable[[], Any]) -> None:
         with _translated("put", key):
-            await self._work(call)
+            await self._work(key, call)
 
-    async def _work(self, call: Callable[[], T]) -> T:
+    async def _work(self, key: str, call: Callable[[], T]) -> T:
+        owner = "/".join(key.split("/", OWNER_SEGMENTS)[:OWNER_SEGMENTS])
         async with asyncio.timeout(TIMEOUT_S):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            await self._turns.take(owner)
+            done = asyncio.get_running_loop().run_in_executor(self._threads, call)
+            # The thread is busy until its call is over, even if nobody waits for it any more.
+            done.add_done_callback(partial(self._end_turn, owner))
+            return await asyncio.shield(done)
+
+    def _end_turn(self, owner: str, done: asyncio.Future[Any]) -> None:
+        self._turns.give(owner)
+        if not done.cancelled():
+            done.exception()  # whoever left does not miss it
 
     async def check(self) -> None:
         """Asks the store for an object that is not there, for readiness and `penstock doctor`.

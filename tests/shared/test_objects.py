@@ -160,6 +160,29 @@ async def test_store_that_hangs_holds_up_nobody_else(
         pass  # lets the threads go
 
 
+async def test_owner_whose_calls_take_long_keeps_nobody_from_the_store(tmp_path: Path) -> None:
+    (tmp_path / "files/kept/busy").mkdir(parents=True)
+    os.mkfifo(tmp_path / "files/kept/busy/slow")  # its open waits for somebody who writes
+    objects = ObjectStore(f"file://{tmp_path}")
+    slow = [
+        asyncio.create_task(objects.get("files/kept/busy/slow", max_bytes=5)) for _ in range(50)
+    ]
+    key = object_key("results", b"pixels", "image/png")
+    await asyncio.sleep(0)
+    try:
+        await objects.put("files/kept/quiet/file", b"x", "image/png")
+        assert await objects.get("files/kept/quiet/file", max_bytes=1) == b"x"
+        await objects.put(key, b"pixels", "image/png")
+        assert not any(one.done() for one in slow)
+    finally:
+        for one in slow:
+            one.cancel()
+        with (tmp_path / "files/kept/busy/slow").open("w"):
+            pass  # lets the threads go
+    await asyncio.wait(slow)
+    assert await objects.get("files/kept/quiet/file", max_bytes=1) == b"x"
+
+
 async def test_check_passes_on_an_empty_store(objects: ObjectStore) -> None:
     await objects.check()
 

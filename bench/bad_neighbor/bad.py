@@ -1,0 +1,398 @@
+"""The bad tenant: on each surface the worst that a caller with a valid key can do.
+
+It is a process of its own (an order on stdin, what came of it on stdout) with a lower priority,
+since the machine that it calls from would be another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
+from zoneinfo import available_timezones
+
+import aiohttp
+import msgspec
+
+from bench.bad_neighbor.inputs import batch_file, chat, edit, plain_picture, text
+from bench.bad_neighbor.world import (
+    BAD,
+    EMBEDDER,
+    MAX_TOKENS,
+    PAINTER,
+    SPENT,
+    WRITER,
+)
+from tests.keys import bearer
+
+NICENESS = 10
+AFTER_REFUSAL_S = 0.1
+"""Each of its connections waits so long after a refusal, instead of the time that it is told."""
+TIDY_LIMIT_S = 20.0
+KEY = bearer(BAD)
+SPENT_KEY = bearer(SPENT)
+DAYS = 400
+"""The largest range that a question about usage may have."""
+MAX_COST_DAYS = 180
+DAY_S = 86_400
+MIB = 1024 * 1024
+PATIENT = {"x-penstock-deadline-ms": "300000"}
+"""The longest deadline, so that much may wait."""
+BATCH_LANE = PATIENT | {"x-penstock-lane": "batch"}
+MAX_REASONS = 6
+REFUSALS = {400, 413, 422, 429, 503, 504}
+
+Act = Callable[[], Coroutine[Any, Any, int]]
+"""One request. Returns the status of its answer."""
+_ZONES = sorted(zone for zone in available_timezones() if zone.startswith("America/"))
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
+
+
+class BadOrder(msgspec.Struct):
+    """What to do.
+
+    Attributes:
+        url: of the API.
+        surfaces: on which it does its worst, by name.
+        seconds: for how long.
+        receivers: receivers of webhooks that do not answer.
+        streams: streams that are read slowly.
+    """
+
+    url: str
+    surfaces: list[str]
+    seconds: float
+    receivers: int
+    streams: int
+
+
+class BadReport(msgspec.Struct):
+    """What came of it.
+
+    Attributes:
+        sent: requests that were begun.
+        refused: those that were answered with 4xx, 503 or 504.
+        statuses: all answers by status. 0: none came, or it hung up.
+        reasons: what most refusals said.
+        batch_ms: the median time of the batches that its texts or images were in.
+    """
+
+    sent: int
+    refused: int
+    statuses: dict[int, int]
+    reasons: dict[str, int]
+    batch_ms: float
+
+
+class Bad:
+    """The tenant's client. Its methods act once, or until they are canceled."""
+
+    def __init__(self, order: BadOrder, http: aiohttp.ClientSession) -> None:
+        self._order = order
+        self._http = http
+        self._large = plain_picture(4096)
+        self._upload = batch_file(1, 12) + b" " * (8 * MIB)
+        self._receivers: list[str] = []
+        self.sent = 0
+        self.statuses: Counter[int] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.batch_ms: list[float] = []
+
+    async def run(self) -> None:
+        """Does its worst for as long as the order says, and then leaves what it began."""
+        async with AsyncExitStack() as undo:
+            if "webhooks" in self._order.surfaces:
+                self._receivers = await undo.enter_async_context(_hanging(self._order.receivers))
+            acts = [act for name in self._order.surfaces for act in self._worst(name)]
+            tasks = [asyncio.create_task(self._again(act)) for act in acts]
+            await asyncio.sleep(self._order.seconds)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(TimeoutError, aiohttp.ClientError):
+            async with asyncio.timeout(TIDY_LIMIT_S):
+                await self._tidy()
+
+    def _worst(self, name: str) -> Sequence[Act]:
+        """What is done at the same time on a surface, again and again."""
+        worst: dict[str, list[Act]] = {
+            "texts": [self._pages] * 28 + [self._hang_up] * 2,
+            "images": [self._late_edit] * 16 + [self._pictures] * 2 + [self._picture] * 4,
+            "generations": [self._long_text] * 24 + [self._choices] * 8,
+            "batches": [self._spent_batch] * 4 + [self._large_batch] * 2 + [self._patient_page],
+            "uploads": [self._file] * 4 + [self._content] * 4 + [self._trickle] * 16,
+            "reports": [self._usage] * 8 + [self._costs] * 8 + [self._report] * 8,
+            "streams": [self._slow_reader] * self._order.streams,
+            "webhooks": [self._unheard] * 8,
+        }
+        return worst[name]
+
+    async def _again(self, act: Act) -> None:
+        while True:
+            self.sent += 1
+            try:
+                status = await act()
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                status = 0
+            self.statuses[status] += 1
+            if status in REFUSALS or not status:
+                await asyncio.sleep(AFTER_REFUSAL_S)
+
+    async def _post(
+        self, path: str, body: object, headers: dict[str, str] | None = None, limit_s: float = 60.0
+    ) -> int:
+        url, timeout = f"{self._order.url}{path}", aiohttp.ClientTimeout(total=limit_s)
+        async with self._http.post(url, json=body, headers=headers, timeout=timeout) as answer:
+            await self._note(answer)
+            if batch_ms := answer.headers.get("x-penstock-inference-ms"):
+                self.batch_ms.append(float(batch_ms))
+            return answer.status
+
+    async def _note(self, answer: aiohttp.ClientResponse) -> None:
+        """Reads an answer, and keeps what a refusal says."""
+        said = await answer.read()
+        if answer.status >= 400:
+            self.reasons[f"{answer.status} {_message(said)}"] += 1
+
+    async def _pages(self) -> int:
+        body = {"model": EMBEDDER, "input": [text(200) for _ in range(32)]}
+        return await self._post("/v1/embeddings", body, PATIENT, limit_s=300.0)
+
+    async def _patient_page(self) -> int:
+        """Work of the same lane as batches, whose answer tells how long a batch of it takes."""
+        body = {"model": EMBEDDER, "input": [text(200) for _ in range(8)]}
+        return await self._post("/v1/embeddings", body, BATCH_LANE, limit_s=300.0)
+
+    async def _hang_up(self) -> int:
+        body = {"model": EMBEDDER, "input": [text(20) for _ in range(16)]}
+        return await self._post("/v1/embeddings", body, limit_s=0.2)
+
+    async def _late_edit(self) -> int:
+        """Large sources whose deadline often passes while they wait to be decoded."""
+        deadline = {"x-penstock-deadline-ms": str(random.randrange(150, 1500))}
+        body = edit(self._large, "256x256", 20, model=PAINTER)
+        return await self._post("/v1/images/edits", body, deadline)
+
+    async def _pictures(self) -> int:
+        body = {"prompt": text(4), "size": "256x256", "n": 4, "model": PAINTER}
+        return await self._post("/v1/images/generations", body, PATIENT, limit_s=300.0)
+
+    async def _picture(self) -> int:
+        body = {"prompt": text(4), "size": "256x256", "model": PAINTER}
+        return await self._post("/v1/images/generations", body, PATIENT, limit_s=300.0)
+
+    async def _long_text(self) -> int:
+        return await self._post("/v1/chat/completions", chat(WRITER, 4, MAX_TOKENS))
+
+    async def _choices(self) -> int:
+        return await self._post("/v1/chat/completions", chat(WRITER, 4, MAX_TOKENS, n=8))
+
+    async def _spent_batch(self) -> int:
+        return await self._batch(SPENT_KEY, lines=200, words=12)
+
+    async def _large_batch(self) -> int:
+        return await self._batch(KEY, lines=2000, words=200)
+
+    async def _batch(self, key: dict[str, str], lines: int, words: int) -> int:
+        form = aiohttp.FormData()
+        form.add_field("purpose", "batch")
+        form.add_field("file", batch_file(lines, words), filename="in.jsonl")
+        url = self._order.url
+        async with self._http.post(f"{url}/v1/files", data=form, headers=key) as answer:
+            await self._note(answer)
+            if answer.status != 200:
+                return answer.status
+            file = (await answer.json())["id"]
+        body = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
+        return await self._post("/v1/batches", body, key)
+
+    async def _file(self) -> int:
+        form = aiohttp.FormData()
+        form.add_field("purpose", "batch")
+        form.add_field("file", self._upload, filename="in.jsonl")
+        return await self._send_form(form)
+
+    async def _content(self) -> int:
+        form = aiohttp.FormData()
+        form.add_field("content", self._upload, filename="in.bin")
+        return await self._send_form(form)
+
+    async def _send_form(self, form: aiohttp.FormData) -> int:
+        """Once the quota is full, something is deleted now and then, so that it goes on."""
+        async with self._http.post(f"{self._order.url}/v1/files", data=form) as answer:
+            await self._note(answer)
+        if answer.status >= 400 and random.random() < 0.1:
+            await self._delete_files(4)
+        return answer.status
+
+    async def _trickle(self) -> int:
+        """An upload whose bytes come slowly."""
+
+        async def slowly() -> AsyncIterator[bytes]:
+            for _ in range(100):
+                yield b"{}" * 32
+                await asyncio.sleep(0.1)
+
+        form = aiohttp.FormData()
+        form.add_field("purpose", "batch")
+        form.add_field("file", slowly(), filename="in.jsonl")
+        return await self._send_form(form)
+
+    async def _usage(self) -> int:
+        start_s, end_s = _largest_range()
+        return await self._get(f"/v1/usage?from={start_s}&to={end_s}")
+
+    async def _costs(self) -> int:
+        end_s = int(time.time()) - random.randrange(DAY_S)
+        start_s = end_s - (MAX_COST_DAYS - 1) * DAY_S
+        groups = "&group_by=project_id&group_by=api_key_id&group_by=line_item"
+        return await self._get(
+            f"/v1/organization/costs?start_time={start_s}&end_time={end_s}&limit={MAX_COST_DAYS}{groups}"
+        )
+
+    async def _report(self) -> int:
+        days = random.randrange(DAYS // 2, DAYS)
+        since = time.strftime("%Y-%m-%d", time.gmtime(time.time() - days * DAY_S))
+        until = time.strftime("%Y-%m-%d", time.gmtime())
+        return await self._get(
+            f"/v1/reports/usage?from={since}&to={until}&tz={random.choice(_ZONES)}"
+        )
+
+    async def _get(self, path: str) -> int:
+        async with self._http.get(f"{self._order.url}{path}") as answer:
+            await self._note(answer)
+            return answer.status
+
+    async def _slow_reader(self) -> int:
+        """A stream that is read a few bytes at a time."""
+        body = chat(WRITER, 4, MAX_TOKENS, stream=True)
+        url = f"{self._order.url}/v1/chat/completions"
+        async with (
+            aiohttp.ClientSession(
+                headers=KEY, connector=aiohttp.TCPConnector(socket_factory=_small_socket)
+            ) as http,
+            http.post(url, json=body, read_bufsize=64) as answer,
+        ):
+            async for _ in answer.content.iter_chunked(64):
+                await asyncio.sleep(0.1)
+            return answer.status
+
+    async def _unheard(self) -> int:
+        """A prediction whose webhook goes to a receiver that does not answer."""
+        body = {
+            "version": EMBEDDER,
+            "input": {"text": text(4)},
+            "webhook": random.choice(self._receivers),
+            "webhook_events_filter": ["start", "completed"],
+        }
+        status = await self._post("/v1/predictions", body)
+        await asyncio.sleep(AFTER_REFUSAL_S)
+        return status
+
+    async def _tidy(self) -> None:
+        """Cancels its batches and deletes its files: the next drive begins like the first."""
+        if "batches" in self._order.surfaces:
+            await self._cancel_batches()
+        if {"batches", "uploads"} & {*self._order.surfaces}:
+            await self._delete_files(1000)
+
+    async def _cancel_batches(self) -> None:
+        url = f"{self._order.url}/v1/batches"
+        async with self._http.get(url, params={"limit": "100"}) as answer:
+            batches = (await answer.json()).get("data", [])
+        for batch in batches:
+            if batch["status"] in ("validating", "in_progress"):
+                async with self._http.post(f"{url}/{batch['id']}/cancel"):
+                    pass
+
+    async def _delete_files(self, most: int) -> None:
+        url = f"{self._order.url}/v1/files"
+        while most > 0:
+            async with self._http.get(url) as answer:
+                page: dict[str, Any] = await answer.json() if answer.status == 200 else {}
+            files = [*page.get("data", ()), *page.get("results", ())][:most]
+            most = most - len(files) if files else 0
+            for file in files:
+                async with self._http.delete(f"{url}/{file['id']}"):
+                    pass
+
+
+def _small_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket that takes little before its peer has to wait."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    return made
+
+
+def _message(said: bytes) -> str:
+    """What an error says, with 0 for each number: alike errors are one."""
+    with suppress(msgspec.DecodeError, AttributeError):
+        found = msgspec.json.decode(said)
+        said = str(found.get("detail") or found["error"]["message"]).encode()
+    return _NUMBER.sub("0", said.decode(errors="replace"))[:120]
+
+
+def _largest_range() -> tuple[int, int]:
+    """A range that no answer in a cache has."""
+    end_s = int(time.time()) - random.randrange(DAY_S)
+    return end_s - (DAYS - 2) * DAY_S + random.randrange(DAY_S), end_s
+
+
+@asynccontextmanager
+async def _hanging(count: int) -> AsyncIterator[list[str]]:
+    """URLs of so many receivers that take a request and never answer."""
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, asyncio.CancelledError):
+            while await reader.read(MIB):
+                pass
+        writer.close()
+
+    async with AsyncExitStack() as undo:
+        urls = []
+        for _ in range(count):
+            server = await asyncio.start_server(hang, "127.0.0.1", 0)
+            undo.callback(server.close)
+            urls.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/")
+        yield urls
+
+
+async def do_worst(order: BadOrder) -> BadReport:
+    """Carries out the order on this event loop."""
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=120.0)
+    async with aiohttp.ClientSession(headers=KEY, connector=connector, timeout=timeout) as http:
+        bad = Bad(order, http)
+        await bad.run()
+    return BadReport(
+        bad.sent,
+        sum(count for status, count in bad.statuses.items() if status >= 400),
+        dict(sorted(bad.statuses.items())),
+        dict(bad.reasons.most_common(MAX_REASONS)),
+        _median(bad.batch_ms),
+    )
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0
+
+
+def main() -> int:
+    """Reads an order from stdin and writes its report to stdout. Returns the exit status."""
+    os.nice(NICENESS)
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=BadOrder)
+    sys.stdout.buffer.write(msgspec.json.encode(asyncio.run(do_worst(order))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""What both tenants send: words, pictures and lines of batches that no cache has seen."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from bench.bad_neighbor.world import EMBEDDER
+
+_WORDS = [
+    "river", "engine", "violin", "glacier", "market", "comet", "harbor", "orchard", "mill",
+    "lantern", "copper", "window", "forest", "signal", "bridge", "winter",
+]  # fmt: skip
+
+
+def text(words: int) -> str:
+    """A text of so many words. It begins with a number, so that no two are alike."""
+    chosen = random.choices(_WORDS, k=max(1, words - 1))
+    return " ".join([str(random.randrange(2**48)), *chosen])
+
+
+def picture(side: int) -> str:
+    """A PNG of noise as a data: URI, `side` pixels wide and high."""
+    noise = np.random.default_rng().integers(0, 255, (side, side, 3), dtype=np.uint8)
+    return _png(Image.fromarray(noise))
+
+
+def plain_picture(side: int) -> str:
+    """The same of one color: few bytes, but as many pixels."""
+    return _png(Image.new("RGB", (side, side), "navy"))
+
+
+def _png(image: Image.Image) -> str:
+    png = io.BytesIO()
+    image.save(png, "PNG")
+    return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+
+
+def edit(source: str, size: str, steps: int, **changes: object) -> dict[str, Any]:
+    """The body of an image edit."""
+    return {
+        "prompt": f"a red circle {random.randrange(2**48)}",
+        "images": [{"image_url": source}],
+        "size": size,
+        "num_inference_steps": steps,
+        "strength": 0.6,
+        **changes,
+    }
+
+
+def chat(model: str, words: int, tokens: int, **changes: object) -> dict[str, Any]:
+    """The body of a chat with a prompt of so many words and at most so many tokens of answer."""
+    message = {"role": "user", "content": text(words)}
+    return {"model": model, "messages": [message], "max_tokens": tokens, **changes}
+
+
+def batch_file(lines: int, words: int) -> bytes:
+    """A file of a batch of embeddings."""
+    return "".join(
+        json.dumps(
+            {
+                "custom_id": f"c{number}",
+                "method": "POST",
+                "url": "/v1/embeddings",
+                "body": {"model": EMBEDDER, "input": text(words), "encoding_format": "base64"},
+            }
+        )
+        + "\n"
+        for number in range(lines)
+    ).encode()

@@ -1,0 +1,233 @@
+"""The quiet tenant: on each surface a small steady rate of small requests, each timed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import aiohttp
+from aiohttp import web
+
+from bench.bad_neighbor.inputs import batch_file, chat, edit, picture, text
+from bench.bad_neighbor.world import EMBEDDER, PAINTER, QUIET, WRITER
+from tests.keys import bearer
+
+LIMIT_S = 60.0
+"""After this a request counts as one without an answer."""
+BATCH_LINES, POLL_S = 4, 0.1
+UPLOAD_LINES = 200
+DAY_S = 86_400
+RANGE_DAYS = 30
+
+
+class RefusedError(Exception):
+    """An answer that is not what was asked for. The first argument is its status and its text."""
+
+
+@dataclass
+class Noticed:
+    """What the quiet tenant noticed on one surface."""
+
+    took_ms: list[float] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    """Requests without the answer that was asked for, by status and reason."""
+
+    def add(self, other: Noticed) -> None:
+        """Adds what was noticed at another time."""
+        self.took_ms += other.took_ms
+        self.refused += other.refused
+
+
+class Quiet:
+    """The tenant's client, and its receiver of webhooks."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._http = http
+        self._url = url
+        self._picture = picture(64)
+        self._told: dict[str, asyncio.Event] = {}
+        self.receiver_url = ""
+
+    async def texts(self) -> None:
+        """One short text."""
+        await self._post("/v1/embeddings", {"model": EMBEDDER, "input": text(12)})
+
+    async def images(self) -> None:
+        """One small image from another."""
+        body = edit(self._picture, "64x64", 4, model=PAINTER)
+        await self._post("/v1/images/edits", body)
+
+    async def generations(self) -> None:
+        """One short text by the model that writes."""
+        await self._post("/v1/chat/completions", chat(WRITER, 4, 16))
+
+    async def batches(self) -> None:
+        """A file of a few lines, a batch of it, and its end."""
+        file = await self._upload(batch_file(BATCH_LINES, 12))
+        body = {
+            "input_file_id": file["id"],
+            "endpoint": "/v1/embeddings",
+            "completion_window": "24h",
+        }
+        batch = await self._post("/v1/batches", body)
+        while batch["status"] != "completed":
+            if batch["status"] in ("failed", "expired", "cancelled"):
+                raise RefusedError(f"batch {batch['status']}")
+            await asyncio.sleep(POLL_S)
+            batch = await self._get(f"/v1/batches/{batch['id']}")
+        if batch["request_counts"]["failed"]:
+            raise RefusedError("lines of a batch failed")
+
+    async def uploads(self) -> None:
+        """A file of some 30 KB, which is deleted afterwards."""
+        await self._upload(batch_file(UPLOAD_LINES, 4))
+
+    async def reports(self) -> None:
+        """Its usage of a month. A range that begins at another second is in no cache."""
+        now_s = int(time.time())
+        start_s = now_s - RANGE_DAYS * DAY_S - time.monotonic_ns() % DAY_S
+        await self._get(f"/v1/usage?from={start_s}&to={now_s}")
+
+    async def webhooks(self) -> None:
+        """A prediction, until its webhook has come."""
+        name = text(1)
+        told = self._told[name] = asyncio.Event()
+        body = {
+            "version": EMBEDDER,
+            "input": {"text": text(12)},
+            "webhook": f"{self.receiver_url}/{name}",
+            "webhook_events_filter": ["completed"],
+        }
+        await self._post("/v1/predictions", body)
+        await told.wait()
+
+    async def streams(self) -> None:
+        """A chat that comes token by token, to its end."""
+        body = chat(WRITER, 4, 16, stream=True)
+        async with self._http.post(f"{self._url}/v1/chat/completions", json=body) as answer:
+            await _check(answer)
+            if not (await answer.read()).rstrip().endswith(b"data: [DONE]"):
+                raise RefusedError("a stream broke off")
+
+    async def tidy(self) -> None:
+        """Deletes the files that are not of a batch in progress."""
+        for file in (await self._get("/v1/files"))["data"]:
+            async with self._http.delete(f"{self._url}/v1/files/{file['id']}"):
+                pass
+
+    async def receive(self, request: web.Request) -> web.Response:
+        """Takes a webhook."""
+        if told := self._told.pop(request.match_info["name"], None):
+            told.set()
+        return web.Response(status=204)
+
+    async def _upload(self, data: bytes) -> dict[str, Any]:
+        form = aiohttp.FormData()
+        form.add_field("purpose", "batch")
+        form.add_field("file", data, filename="in.jsonl")
+        return await self._post("/v1/files", form=form)
+
+    async def _post(
+        self, path: str, body: object = None, form: aiohttp.FormData | None = None
+    ) -> dict[str, Any]:
+        async with self._http.post(f"{self._url}{path}", json=body, data=form) as answer:
+            return await _json(answer)
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        async with self._http.get(f"{self._url}{path}") as answer:
+            return await _json(answer)
+
+
+async def _json(answer: aiohttp.ClientResponse) -> dict[str, Any]:
+    await _check(answer)
+    found: dict[str, Any] = await answer.json()
+    return found
+
+
+async def _check(answer: aiohttp.ClientResponse) -> None:
+    if answer.status not in (200, 201):
+        raise RefusedError(f"{answer.status} {(await answer.text())[:200]}")
+
+
+class Surface(NamedTuple):
+    """A part of the API, what the quiet tenant does there, and how often."""
+
+    name: str
+    every_s: float
+    act: Callable[[Quiet], Awaitable[None]]
+
+
+SURFACES = (
+    Surface("texts", 0.25, Quiet.texts),
+    Surface("images", 1.0, Quiet.images),
+    Surface("generations", 0.5, Quiet.generations),
+    Surface("batches", 2.0, Quiet.batches),
+    Surface("uploads", 0.5, Quiet.uploads),
+    Surface("reports", 1.0, Quiet.reports),
+    Surface("streams", 0.5, Quiet.streams),
+    Surface("webhooks", 0.5, Quiet.webhooks),
+)
+"""In this order: what webhooks of the bad tenant are left comes again later, so they are last."""
+
+
+@asynccontextmanager
+async def quiet_tenant(url: str) -> AsyncIterator[Quiet]:
+    """The tenant with its receiver of webhooks on this machine.
+
+    Args:
+        url: of the API.
+    """
+    timeout = aiohttp.ClientTimeout(total=LIMIT_S)
+    async with aiohttp.ClientSession(
+        headers=bearer(QUIET), timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+    ) as http:
+        quiet = Quiet(http, url)
+        app = web.Application()
+        app.router.add_post("/{name}", quiet.receive)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            quiet.receiver_url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            yield quiet
+        finally:
+            await runner.cleanup()
+
+
+async def notice(quiet: Quiet, surfaces: Sequence[Surface], seconds: float) -> dict[str, Noticed]:
+    """Acts on each surface at its rate for `seconds`, and waits for what was begun.
+
+    Returns:
+        By the name of the surface. A request is timed from when it was due.
+    """
+    found = {surface.name: Noticed() for surface in surfaces}
+    async with asyncio.TaskGroup() as drives:
+        for surface in surfaces:
+            drives.create_task(_drive(quiet, surface, seconds, found[surface.name]))
+    return found
+
+
+async def _drive(quiet: Quiet, surface: Surface, seconds: float, noticed: Noticed) -> None:
+    began_s = time.monotonic()
+    async with asyncio.TaskGroup() as requests:
+        for number in range(max(1, round(seconds / surface.every_s))):
+            due_s = began_s + number * surface.every_s
+            await asyncio.sleep(due_s - time.monotonic())
+            requests.create_task(_one(quiet, surface, due_s, noticed))
+
+
+async def _one(quiet: Quiet, surface: Surface, due_s: float, noticed: Noticed) -> None:
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await surface.act(quiet)
+    except RefusedError as error:
+        noticed.refused[str(error)] += 1
+    except (TimeoutError, aiohttp.ClientError) as error:
+        noticed.refused[f"no answer: {type(error).__name__}"] += 1
+    else:
+        noticed.took_ms.append(1000 * (time.monotonic() - due_s))

@@ -1,0 +1,128 @@
+"""The stack that both tenants use: that of `penstock up`, with keys and a small model of each task.
+
+The text model has random weights, so nothing has to be downloaded. It writes as fast as a small
+machine lets it, which makes the rest of the pipeline the thing that is measured.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from bench.pipeline import MODELS_FILE, say_nothing
+from infra.local.ports import Ports
+from infra.local.stack import Stack
+from infra.local.up import served_stack
+from shared.tenants.plan import Limits, Plan
+from tests.keys import keys_url, stored
+from tests.workers.models.text import tiny
+
+EMBEDDER, PAINTER, WRITER = "all-MiniLM-L6-v2", "stable-diffusion-tiny", "tiny-text"
+QUIET, BAD, SPENT = "quiet", "bad", "bad-spent"
+"""Names of keys. The last one is of the bad tenant too, with a budget that is spent."""
+CONTEXT_TOKENS, MAX_TOKENS = 256, 192
+FILES_MAX_BYTES = 256 * 1024 * 1024
+"""The quota on files of a tenant. The shipped one takes minutes to fill."""
+PLANS = {
+    "quiet": Plan(requests_per_min=100_000, budget_usd_per_month=1e6),
+    "bad": Plan(requests_per_min=1_000_000, budget_usd_per_month=1e6),
+}
+"""Both are counted, and neither is stopped by a limit of its own."""
+IDLE_LIMIT_S = 30.0
+IDLE_CPU_S = 0.25
+"""CPU seconds a second of a stack that has nothing to do."""
+LOOK_S = 0.5
+
+
+@contextmanager
+def serving() -> Iterator[Stack]:
+    """The running stack, in a temporary folder.
+
+    Raises:
+        PenstockError: as infra.local.stack.Stack.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-neighbors-") as name:
+        folder = Path(name)
+        settings = {
+            "PENSTOCK_MODELS_FILE": str(_catalog(folder)),
+            "PENSTOCK_FILES_MAX_BYTES": str(FILES_MAX_BYTES),
+            "PENSTOCK_KEYS_URL": keys_url(
+                folder,
+                plans=PLANS,
+                tenants={"quiet": "quiet", "bad": "bad"},
+                keys=[
+                    stored(QUIET, "quiet"),
+                    stored(BAD, "bad"),
+                    stored(SPENT, "bad", limits=Limits(budget_usd_per_month=0.0)),
+                ],
+            ),
+        }
+        with served_stack(folder, Ports.free(), settings, say_nothing) as stack:
+            yield stack
+
+
+def _catalog(folder: Path) -> Path:
+    """The shipped models, and one that writes."""
+    weights = folder / WRITER
+    weights.mkdir()
+    tiny.write_folder(weights)
+    writer: dict[str, Any] = {
+        "name": WRITER,
+        "task": "text",
+        "source": f"local:{weights}",
+        "precision": "fp32",
+        "batch": {"max_tokens": 16 * CONTEXT_TOKENS, "max_items": 16},
+        "generation": {
+            "context_tokens": CONTEXT_TOKENS,
+            "default_tokens": 16,
+            "longest_tokens": MAX_TOKENS,
+            "chunk_tokens": 64,
+        },
+        "deadline": {"default_s": 60, "longest_s": 300},
+        "price": {"per_million_tokens_usd": 0.1, "per_million_output_tokens_usd": 0.3},
+    }
+    catalog = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
+    catalog["models"].append(writer)
+    path = folder / "models.yaml"
+    path.write_text(yaml.safe_dump(catalog), encoding="utf-8")
+    return path
+
+
+def await_idle(stack: Stack) -> float:
+    """Waits until the stack's processes have nothing to do. Returns the seconds, limited."""
+    began_s = time.monotonic()
+    before_s = _cpu_s(stack)
+    while time.monotonic() - began_s < IDLE_LIMIT_S:
+        time.sleep(LOOK_S)
+        now_s = _cpu_s(stack)
+        if now_s - before_s < IDLE_CPU_S * LOOK_S:
+            break
+        before_s = now_s
+    return time.monotonic() - began_s
+
+
+def _cpu_s(stack: Stack) -> float:
+    return sum(_cpu_of(process.pid) for process in stack.processes.values())
+
+
+def _cpu_of(pid: int) -> float:
+    """CPU seconds of a process and of its children that live."""
+    total_s = 0.0
+    try:
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0.0
+    for one in family:
+        try:
+            times = one.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total_s += times.user + times.system
+    return total_s

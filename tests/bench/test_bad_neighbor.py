@@ -1,0 +1,45 @@
+"""A quiet tenant beside one that does its worst, on a real stack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from bench.bad_neighbor.quiet import SURFACES, Surface
+from bench.bad_neighbor.rounds import Beside, measure
+from bench.bad_neighbor.world import serving
+from infra.local.stack import Stack
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 4.0
+RECEIVERS = 40
+RATIO, FLOOR_MS = 10.0, 500.0
+"""What machines that do other work besides allow. Before tenants had turns, it was a hundred times
+as much, or for ever."""
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    with serving() as running:
+        yield running
+
+
+def limit_ms(found: Beside) -> float:
+    """The bound on the median beside the bad tenant, from what was measured alone a moment ago."""
+    alone_ms = float(np.median(found.alone.took_ms))
+    return max(RATIO * alone_ms, alone_ms + FLOOR_MS) + found.batch_ms
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("surface", SURFACES, ids=[one.name for one in SURFACES])
+async def test_quiet_tenant_is_served_beside_one_that_does_its_worst(
+    stack: Stack, surface: Surface
+) -> None:
+    (found,) = await measure(stack, [surface], SECONDS, 1, receivers=RECEIVERS)
+    assert not found.alone.refused
+    assert not found.beside.refused
+    assert found.sent > len(found.beside.took_ms), "the bad tenant did little"
+    assert float(np.median(found.beside.took_ms)) <= limit_ms(found)
