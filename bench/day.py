@@ -153,7 +153,7 @@ class _Kills:
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self._supervisor = Supervisor(stack.parts, stack.tell)
+        self._supervisor = Supervisor(stack.parts, stack.report)
         self._parts: Iterator[str] = islice(cycle(KILLED), KILLS)
         self._began_s: float | None = None
         self.count = 0

@@ -72,7 +72,7 @@ class Image:
         return ["unshare", "--mount", "--propagation", "private", "sh", "-ec", "\n".join(lines)]
 
     def has(self, package: str) -> bool:
-        """Whether a Python package is installed in it."""
+        """Returns whether a Python package is installed in it."""
         return any(self.root.glob(f"opt/venv/lib/python3*/site-packages/{package}"))
 
 

@@ -5,7 +5,7 @@ batches, the functions, and the servers that the site does not take from elsewhe
 
 What the Prometheus of a site reads, so that the autoscaler's queries find it there.
 
-What uses the servers of a site besides its workers: API, batches, functions, row archive.
+Users of a site's servers in addition to its workers: API, batches, functions, row archive.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _client_patch(name: str, site: SelfHostedSite) -> dict[str, Any]:
 
 
 def _taking_functions(variables: list[dict[str, str]]) -> dict[str, Any]:
-    """What is different where functions take messages: RabbitMQ pushes to nobody."""
+    """Returns the changes for functions that pull messages, as RabbitMQ does not push."""
     return {
         "command": ["python", "-m", "workers.functions"],
         "args": [],
@@ -247,7 +247,7 @@ def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_
 
 
 def _patches_of_all(site: SelfHostedSite) -> list[dict[str, Any]]:
-    """What every pod gets that computes or answers: the object store, and Google's credentials."""
+    """The settings of every pod that computes or answers: object store and Google's credentials."""
     added: list[tuple[str, dict[str, Any]]] = []
     added += [("envFrom", one) for one in secret_of_broker(site)]
     if isinstance(site.objects, VolumeObjects):

@@ -42,7 +42,7 @@ def load(
         float, typer.Option(min=0.001, help="seconds of the day or trace in one second")
     ] = 1.0,
     duration: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="stop sending after so long")
+        float, typer.Option(min=0, metavar="SECONDS", help="stop sending after this time")
     ] = 0.0,
     tenants: Annotated[int, typer.Option(min=0, help="of the day: 20, or all of --keys")] = 0,
     model: Annotated[
@@ -76,7 +76,7 @@ def load(
     if check is not None:
         raise typer.Exit(_check(check, wait, int(max_gib * GIB), as_json=as_json))
     if find_spec("httptools") is None:
-        raise ConfigurationError("sending needs the extra `api`: pip install 'penstock[api]'")
+        raise ConfigurationError("sending needs the `api` extra: pip install 'penstock[api]'")
     from infra.load.plan import DayOptions, plan_day, plan_trace
     from infra.load.replay import Pace
     from infra.load.target import Target, read_keys

@@ -21,7 +21,7 @@ from infra.load.ledger import Ledger, LedgerLine
 from infra.load.rows import RowOfLoad, UsageGroup
 
 CLOCK_SKEW_S = 60.0
-"""How far the clocks of this machine and of the API may be apart."""
+"""Maximum difference between the clocks of this machine and of the API."""
 RELATIVE, ABSOLUTE_USD = 1e-9, 1e-9
 """Sums of doubles differ in their last digits with the order of adding. Single rows may not."""
 REFUSED = "refused"
@@ -46,7 +46,7 @@ class Difference(NamedTuple):
 
 @dataclass
 class Comparison:
-    """What was compared, and what differs."""
+    """The result of a comparison: totals and differences."""
 
     differences: list[Difference] = field(default_factory=list)
     lines: int = 0
@@ -64,7 +64,7 @@ class Comparison:
 
 @dataclass
 class Sums:
-    """What a group adds up to. Its fields have the names of UsageGroup."""
+    """The sums of a group. Its fields have the names of UsageGroup."""
 
     requests: int = 0
     refused: int = 0
@@ -111,7 +111,7 @@ def compare_rows(ledger: Ledger, rows: Sequence[RowOfLoad]) -> tuple[Comparison,
 def compare_report(
     expected: Mapping[Place, Sums], others: Iterable[UsageGroup], report: Iterable[UsageGroup]
 ) -> list[Difference]:
-    """Compares the report with the sums of the ledger, and of what others used beside it."""
+    """Compares the report with the sums of the ledger, and of the usage of others."""
     due = {place: _group(place, sums) for place, sums in expected.items()}
     for other in others:
         place = _place(other)
@@ -134,7 +134,7 @@ def compare_report(
 
 
 def _line_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
-    """What differs between a request and its rows: kind and facts."""
+    """Yields the differences between a request and its rows: kind and facts."""
     row_ids = Counter(row.row_id for row in rows)
     for row_id, count in row_ids.items():
         if count > 1:
@@ -165,12 +165,12 @@ def _caller_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator
 
 
 def _answer_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
-    """What differs between an answer and the rows of its request."""
+    """Yields the differences between an answer and the rows of its request."""
     statuses, told = [row.status for row in rows], f"the answer was {line.status} {line.code}"
     if line.status == 200 or line.cost_usd is not None:
         items = {row.item for row in rows if row.status != REFUSED}
         if missing := sorted(set(range(line.items)) - items):
-            # Tokens and cost differ by as much as well, which says nothing more.
+            # Tokens and cost differ by the same items, which says nothing more.
             yield from (("row missing", f"of item {item}; {told.rstrip()}") for item in missing)
             return
         if set(statuses) - {"succeeded"} and line.status == 200:

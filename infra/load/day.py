@@ -20,7 +20,7 @@ from shared.errors import BadInput
 
 DAY_S = 86_400.0
 SLOT_S = 300.0
-"""Within so long the rate counts as constant."""
+"""Seconds in which the rate counts as constant."""
 SLOTS = int(DAY_S / SLOT_S)
 RUSH_FROM_S, RUSH_FOR_S = 43_200.0, 7_200.0
 """The rush of the simulator's scenario `day`."""
@@ -37,7 +37,7 @@ class DayModel:
     """A model of the day.
 
     Args:
-        share: of the requests, beside the other models' shares.
+        share: the model's part of the requests, relative to the other models' shares.
         sizes: of its inputs.
         items: of its requests.
     """
@@ -58,12 +58,12 @@ NUMBERS = {
     "cancel_within_s": 86_400,
     "batch_share": 1,
 }
-"""What the numbers of a day may be, from 0."""
+"""Upper bounds of a day's numbers. The lower bound is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Day:
-    """What a day promises.
+    """The numbers that define a day.
 
     Args:
         requests: of the whole day: 1.4 million in what docs/explanation/simulation.md calls `day`.
@@ -78,7 +78,7 @@ class Day:
         repeat_share: of the requests, those that repeat an earlier one of their tenant and model.
         cancel_share: of the requests, those whose caller hangs up.
         cancel_within_s: the longest that such a caller waits.
-        batch_share: of the requests, those of the lane `batch`.
+        batch_share: the share of the requests in the `batch` lane.
     """
 
     requests: int
@@ -164,7 +164,7 @@ def arrivals_of(day: Day) -> list[Arrival]:
 
 
 class _Groups:
-    """Which requests repeat an earlier one of their tenant and model."""
+    """Returns which requests repeat an earlier one of their tenant and model."""
 
     def __init__(self, day: Day) -> None:
         self._random = random.Random(day.seed)

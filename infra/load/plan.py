@@ -1,4 +1,4 @@
-"""What is replayed: the arrivals of a day or a trace, with the models and tenants of a target."""
+"""The plan of a replay: arrivals of a day or a trace, with a target's models and tenants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared.errors import BadInput, ConfigurationError
 
 
 class LoadPlan(NamedTuple):
-    """What is sent, and how each model is asked."""
+    """The arrivals to send, and the form of each model's requests."""
 
     arrivals: Sequence[Arrival]
     forms: Mapping[str, RequestForm]
@@ -80,7 +80,7 @@ def plan_trace(target: Target, path: Path, requests: int = 0) -> LoadPlan:
     Args:
         target: serves its models, and has keys of its tenants.
         path: the trace.
-        requests: only the first so many. 0: all.
+        requests: only the first N are sent. 0: all.
 
     Raises:
         ConfigurationError: the trace can't be read, or names a tenant without a key.

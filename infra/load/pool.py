@@ -15,7 +15,7 @@ CONNECT_LIMIT_S = 10.0
 
 
 class Server(NamedTuple):
-    """Where requests go."""
+    """The address that requests are sent to."""
 
     host: str
     port: int

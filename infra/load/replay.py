@@ -28,7 +28,7 @@ ANSWER_LIMIT_S = 330.0
 STOP_LIMIT_S = 10.0
 LOOK_S = 1.0
 YIELD_EVERY = 32
-"""A replay that is late lets answers in after so many requests."""
+"""A replay that is late handles answers after this number of requests."""
 
 
 class Show(Protocol):
@@ -40,11 +40,11 @@ class Show(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How fast arrivals are replayed.
+    """The speed and limits of a replay.
 
     Args:
         speed: seconds of the trace in a second.
-        most_in_flight: what is due while so many are open is not sent, and counted.
+        most_in_flight: requests that are due at this limit are not sent, but counted.
         duration_s: what is due later is not sent. 0: no such limit.
     """
 
@@ -70,7 +70,7 @@ class _Error(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """What matters of the body of an answer."""
+    """The relevant fields of a response body."""
 
     usage: _Usage | None = None
     error: _Error | None = None
@@ -87,7 +87,7 @@ class Replay:
         pace: how fast.
         seed: of inputs that are made.
         ledger: gets a line for each request.
-        show: is told every second how it goes.
+        show: gets the progress every second.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Replay:
                 self._send(number, arrival, due_s)
 
     async def _pause(self, wait_s: float) -> None:
-        """Waits so long, or until it is stopped."""
+        """Waits this time, or until it is stopped."""
         if wait_s < LOOK_S:
             await asyncio.sleep(max(0.0, wait_s))
             return

@@ -31,7 +31,7 @@ LINE_EVERY_S = 10.0
 
 @contextmanager
 def shown_progress(total: int) -> Iterator[Show]:
-    """A function to tell how it goes. What it shows goes to stderr.
+    """Yields a function that reports progress to stderr.
 
     Args:
         total: requests of the whole replay.

@@ -1,4 +1,4 @@
-"""What came of the requests of a replay so far: counts, rates and percentiles."""
+"""The results of a replay so far: counts, rates and percentiles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Look(NamedTuple):
     rate: float
     """Requests that ended, per second."""
     p50_ms: float
-    """Of requests that were answered with 200, from when they were due. 0: there were none."""
+    """Latency of requests that were answered with 200, from their due times. 0 without any."""
     p99_ms: float
 
 
@@ -60,7 +60,7 @@ class Tally:
             self._waits_ms.append(waited_ms)
 
     def look(self, at_s: float, trace_s: float, in_flight: int) -> Look:
-        """How it goes. Begins a new span of time.
+        """Returns the progress, and begins a new interval.
 
         Args:
             at_s: seconds since the start.
@@ -98,7 +98,7 @@ class Tally:
 
 
 def outcome_of(line: LedgerLine) -> str:
-    """How a request ended, in a word or two."""
+    """Returns how a request ended, in a word or two."""
     if line.ending == "foreign":
         return f"{line.status} of a proxy"
     if line.ending != "answered":

@@ -243,7 +243,9 @@ def _sources(catalog: Catalog) -> Iterator[Diagnosis]:
         kind, _, place = model.source.partition(":")
         if kind == "local" and not Path(place).expanduser().is_dir():
             yield Diagnosis(
-                "model", f"{model.name}: there is no folder {place}", "put the model's files there"
+                "model",
+                f"{model.name}: folder {place} does not exist",
+                "add the model's files",
             )
         if kind == "package" and importlib.util.find_spec(place.partition("/")[0]) is None:
             yield Diagnosis(

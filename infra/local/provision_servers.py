@@ -43,7 +43,7 @@ RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
 """Explicit, because with the service's default a job waits 10 s after a worker died."""
 MAX_DELIVERY_ATTEMPTS = 5
 PUSH_LIMIT_S = 60
-"""How long a function may take for one message."""
+"""Time limit of a function for one message."""
 EVENT_RETENTION_S = 24 * 3600
 
 
@@ -58,7 +58,7 @@ async def provision(
             place for dead letters.
         inbox_pool: how many reply inboxes to make, numbered from 0.
         slots: filtered subscriptions of each inbox.
-        functions_url: the URL of the functions, each at its own path. Empty: there are none.
+        functions_url: the URL of the functions, each at its own path. Empty: no functions run.
 
     Raises:
         PenstockError: the broker refused or did not answer.

@@ -33,8 +33,8 @@ LOOK_AGAIN_S = 0.2
 """A process that was being started at the first look has its environment by then."""
 
 _started: tuple[int, str, int] | None = None
-"""What serves this process: its id, as a fork is another process, its mark, and where the program
-gets to know children.
+"""The reaper that serves this process: its id, as a fork is another process, its mark, and where
+the program learns of its children.
 """
 
 
@@ -100,7 +100,7 @@ def main(pid: int, mark: str) -> None:
     asked: set[int] = set()
     looks_in_vain = 0
     while looks_in_vain < 2:
-        found = _marked(mark.encode(), besides=children) | children
+        found = _marked(mark.encode(), excluded=children) | children
         for one, pidfd in found.items():
             if time.monotonic() > kill_at_s:
                 _send(pidfd, signal.SIGKILL)
@@ -149,13 +149,13 @@ def _forget_ended(children: dict[int, int]) -> None:
             os.close(children.pop(pid))
 
 
-def _marked(mark: bytes, besides: Container[int]) -> dict[int, int]:
+def _marked(mark: bytes, excluded: Container[int]) -> dict[int, int]:
     """Opens the processes that have `mark`: their descriptors by their ids."""
     found = {}
     for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) in besides:
+        if not name.isdigit() or int(name) in excluded:
             continue
-        # It may end meanwhile, or be somebody else's.
+        # It may have ended in the meantime, or be somebody else's.
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(int(name))
             if _has_mark(name, mark):

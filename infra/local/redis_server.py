@@ -91,7 +91,7 @@ class RedisServer(Process):
 
 
 def answers_ping(port: int) -> bool:
-    """Whether a Redis on this machine answers PING on `port` within a second."""
+    """Returns whether a Redis on this machine answers PING on `port` within a second."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
             connection.sendall(b"PING\r\n")

@@ -90,7 +90,7 @@ class StackProcesses:
         return self.module(name, [f"{name}_emulator", "--port", port, *flags])
 
     def socket_urls(self, socket_dir: Path) -> dict[str, str]:
-        """Where the servers that have a socket listen on it, by their names."""
+        """Sockets of the servers that listen on one, by their names."""
         return {
             "pubsub": f"unix://{socket_dir / 'pubsub'}",
             "redis": f"unix://{socket_dir / 'redis'}?db=0",

@@ -1,6 +1,6 @@
 """Writes alerts and dashboards into folders: those in the repository, and those for users.
 
-What a Prometheus beside the local stack reads: its configuration.
+Configuration of a Prometheus that runs alongside the local stack.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def prometheus_config(catalog: Catalog, ports: Ports, rules_file: str) -> dict[s
     """The configuration of Prometheus for `penstock up`.
 
     Args:
-        catalog: the models. Each has one worker, whose series get the label `worker`.
+        catalog: the models. Each has one worker, whose series get the `worker` label.
         ports: of the stack.
         rules_file: the path of the rules, from the configuration.
     """
@@ -64,7 +64,7 @@ _PROMETHEUS_URL = "http://127.0.0.1:9090"
 
 
 def rendered() -> dict[str, str]:
-    """What the folder `rendered` has to hold, by file name."""
+    """Returns the required contents of the `rendered` folder, by file name."""
     bounds = bounds_of(DEFAULT_TARGETS, DEFAULT_LEAST_BAD_EVENTS)
     return {
         "alerts.json.tftpl": google.alerts_template(),
@@ -97,7 +97,7 @@ def write_for_prometheus(
         out: the folder. Files of an earlier run are replaced.
         catalog: the models of the local stack.
         targets: by objective, the share of events that must be good.
-        least_bad_events: so many must lie in a window before an alert fires.
+        least_bad_events: the minimum number in a window before an alert fires.
         worker_hour_usd: what one worker costs in an hour.
         runbook_url: where docs/how-to/operations.md can be read.
 

@@ -33,7 +33,7 @@ class UsagePanel:
     """percent: of 1."""
     sql: str
     about: str = ""
-    """What it says, where the title does not."""
+    """A description, if the title does not suffice."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ _UNITS: dict[UsageUnit, str] = {
     "usd": "currencyUSD",
 }
 _FORMATS = {"bars": 0, "lines": 0, "table": 1}
-"""Of the data source: series over time, or a table."""
+"""Formats of the data source: series over time, or a table."""
 
 
 def usage_dashboard(dataset: str = "penstock") -> dict[str, Any]:

@@ -26,7 +26,7 @@ def default_credentials() -> Credentials:
     """Those of the account that runs this.
 
     Raises:
-        ConfigurationError: there are none.
+        ConfigurationError: no credentials were found.
     """
     try:
         credentials, _ = google.auth.default(scopes=SCOPES)

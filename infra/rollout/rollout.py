@@ -1,7 +1,7 @@
 """The rollout, by region: test the candidate, increase its traffic, undo at a bad sign.
 
 At rest the traffic names its revision. So an apply of Terraform makes a revision that serves
-nobody, whatever is done by hand in between. Terraform ignores `traffic`
+nobody, whatever is done manually in between. Terraform ignores `traffic`
 (infra/terraform/modules/region/api.tf).
 
 A real request for each model that has a worker at all times, as a caller would send it.
@@ -93,7 +93,7 @@ class Rollout:
         public_urls: where callers reach each region, checked after each step.
         steps_percent: shares of the candidate, rising to 100.
         watch_s: how long each share is watched. The counts are three minutes late.
-        pause: waits so many seconds.
+        pause: waits this number of seconds.
         say: gets one line of progress at a time.
     """
 
@@ -197,7 +197,7 @@ class Rollout:
         """Gives all traffic to `revision`, at once. Name one region: revisions are named by region.
 
         Raises:
-            Unavailable: Cloud Run refused, as it does where there is no such revision.
+            Unavailable: Cloud Run refused, as it does if the revision does not exist.
         """
         for region, service in self._services.items():
             service.give({revision: 100})
@@ -232,7 +232,7 @@ class Rollout:
             self._services[region].give(shares)
             self._say(f"{region}: back to {_shares(shares)}")
         except PenstockError as error:  # the other regions are taken back all the same
-            self._say(f"{region}: NOT back to {_shares(shares)}, do it by hand: {error.message}")
+            self._say(f"{region}: NOT back to {_shares(shares)}, do it manually: {error.message}")
 
     def _tell(self, region: str, lines: Sequence[str]) -> None:
         for line in lines:
@@ -242,7 +242,7 @@ class Rollout:
 def _present(region: str, service: CloudRunService) -> Traffic:
     traffic = service.traffic()
     if traffic is None or not traffic.newest:
-        raise Unavailable(f"{region}: there is no API yet: {service.name}")
+        raise Unavailable(f"{region}: the API does not exist yet: {service.name}")
     return traffic
 
 

@@ -34,7 +34,7 @@ from shared.stores.objects import ObjectStore, StoredObject
 from shared.usage.senders import MEDIA_TYPE, incoming
 
 UNPACKED_MAX_BYTES = 64 * 1024 * 1024
-"""Of one object. Writers put about half a MiB into one."""
+"""Maximum unpacked size of one object. Writers put about half a MiB into one."""
 _GZIP = 31
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _UnixSeconds = Annotated[float, msgspec.Meta(ge=-62_135_596_800, le=253_402_300_799)]
@@ -53,9 +53,9 @@ class CheckedLines(NamedTuple):
 
     good: list[bytes]
     trimmed: int
-    """How many of them have a column that this release does not know."""
+    """Number of rows with a column that this release does not know."""
     bad: list[bytes]
-    """Lines that are no row of the table."""
+    """Lines that are not rows of the table."""
 
 
 class LineChecker:
@@ -103,7 +103,7 @@ def unpacked(data: bytes) -> list[bytes]:
     """Returns the lines of an object.
 
     Raises:
-        ValueError: it is no gzip, it is cut, or it has more than UNPACKED_MAX_BYTES.
+        ValueError: it is not gzip, is truncated, or has more than UNPACKED_MAX_BYTES.
     """
     unpacking = zlib.decompressobj(_GZIP)
     try:
@@ -125,11 +125,11 @@ PARQUET = "application/vnd.apache.parquet"
 
 ARCHIVED = Counter("penstock_row_archive_rows_total", "Rows that were archived", ["table"])
 REJECTED = Counter(
-    "penstock_row_archive_rejected_total", "Lines that are no rows; kept in rejected/", ["table"]
+    "penstock_row_archive_rejected_total", "Lines that are not rows; kept in rejected/", ["table"]
 )
 TRIMMED = Counter(
     "penstock_row_archive_trimmed_total",
-    "Rows archived without columns that this release lacks",
+    "Rows archived without columns that this release does not have",
     ["table"],
 )
 OLDEST = Gauge(
@@ -142,7 +142,7 @@ log = logging.getLogger(__name__)
 
 
 class _Pass(msgspec.Struct):
-    """What a pass takes, as it is kept in the store."""
+    """The objects of a pass, as stored."""
 
     keys: list[str]
     is_archived: bool = False
@@ -256,7 +256,7 @@ class RowArchive:
         try:
             data = await self._objects.get(key, OBJECT_MAX_BYTES)
         except BadInput:
-            # Somebody deleted it, or another process has archived it meanwhile.
+            # Somebody deleted it, or another process has archived it in the meantime.
             log.warning("rows are gone", extra={"key": key})
             return []
         try:
@@ -269,7 +269,7 @@ class RowArchive:
 
     async def _reject(self, name: str, bad: Sequence[bytes]) -> None:
         key = f"rejected/{self._table}/{name}.jsonl"
-        log.error("lines are no rows", extra={"key": key, "lines": len(bad)})
+        log.error("lines are not rows", extra={"key": key, "lines": len(bad)})
         REJECTED.labels(self._table).inc(len(bad))
         await self._objects.put(key, b"\n".join(bad), "application/jsonl")
 
@@ -291,7 +291,7 @@ def _age_s(key: str) -> float:
 SMALL_BYTES = 32 * 1024 * 1024
 """A file above it stays as it is."""
 MERGED_BYTES = 256 * 1024 * 1024
-"""What is merged at a time, before DuckDB drops equal rows."""
+"""The size that is merged at a time, before DuckDB drops equal rows."""
 FILE_MAX_BYTES = 1024**3
 DAY_FILES_MAX = 10_000
 

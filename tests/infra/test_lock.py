@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from infra.local.doctor import EXTRAS
-from infra.lock import lacking, normalized, read_lock
+from infra.lock import unmet, normalized, read_lock
 from tests.limits import WAIT_LIMIT_S
 
 PROJECT = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
@@ -41,7 +41,7 @@ def installed(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[
 
 
 def test_lock_has_what_the_project_asks_for() -> None:
-    assert lacking() == []
+    assert unmet() == []
 
 
 def test_every_package_has_hashes() -> None:
@@ -82,7 +82,7 @@ def test_what_the_lock_lacks_is_named(asked: str, tmp_path: Path) -> None:
         f'[build-system]\nrequires = []\n[project]\ndependencies = ["{asked}"]\n'
         "[project.optional-dependencies]\n"
     )
-    assert lacking(project) == [asked]
+    assert unmet(project) == [asked]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_members_of_the_workspace_are_looked_through(
         f'[build-system]\nrequires = []\n[project]\ndependencies = ["{asked}"]\n'
         '[project.optional-dependencies]\n[tool.uv.workspace]\nmembers = ["servers/*"]\n'
     )
-    assert lacking(project) == [missing]
+    assert unmet(project) == [missing]
 
 
 def test_commands_print_for_pip() -> None:

@@ -1,7 +1,7 @@
 """`python -m infra.planning.deploy.gpu_prices`: writes the view `gpu_prices` from the prices.
 
 To be run after a change of prices.yaml or gpus.yaml. A test compares them. A node has one GPU, so
-the price of its machine is that of the GPU, with the cores and the memory beside it.
+the price of its machine is that of the GPU plus those of its cores and memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEAD = """\
 
 
 class GpuPrice(NamedTuple):
-    """What an hour of a node with one GPU costs in a region, from a day on (UTC)."""
+    """The price of an hour of a node with one GPU in a region, from a day on (UTC)."""
 
     gpu_type: str
     spot: bool

@@ -20,7 +20,7 @@ class _Entry(BaseModel):
 
 
 class Source(_Entry):
-    """Where prices were read."""
+    """The source of the prices."""
 
     url: str = Field(pattern=r"^https?://.+")
     seen: datetime.date
@@ -42,14 +42,14 @@ Usd = dict[str, float | tuple[Step, ...]]
 
 
 class EarlierPrice(_Entry):
-    """What one unit cost from a day on (UTC), until the next price."""
+    """The price of one unit from a day on (UTC), until the next price."""
 
     since: datetime.date
     usd: Usd = Field(min_length=1)
 
 
 class ListPrice(_Entry):
-    """What one unit costs."""
+    """The price of one unit."""
 
     unit: str
     source: str
@@ -59,7 +59,7 @@ class ListPrice(_Entry):
     since: datetime.date | None = None
     """The day (UTC) from which the price holds. Needed where there are earlier ones."""
     earlier: tuple[EarlierPrice, ...] = ()
-    """What it replaced, oldest first. Reports on past months need it, plans do not."""
+    """Earlier prices, oldest first. Reports on past months need them, plans do not."""
 
     @model_validator(mode="after")
     def _earlier_prices_are_in_order(self) -> Self:

@@ -1,4 +1,4 @@
-"""What goes wrong in a scenario, and what operators do in it.
+"""Failures in a scenario, and the actions of its operators.
 
 When requests arrive: streams of times, a minute at a time.
 """
@@ -29,7 +29,7 @@ from infra.planning.simulation.streams import Arrivals, Burst, Constant, StepArr
 from infra.planning.simulation.worker import Steps
 
 CHUNK_S = 10.0
-"""Within so long the rate of a wave counts as constant. Steps and bursts are cut exactly."""
+"""Seconds in which a wave's rate counts as constant. Steps and bursts are cut exactly."""
 
 Times = NDArray[np.float64]
 

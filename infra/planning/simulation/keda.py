@@ -50,11 +50,11 @@ class Autoscaler:
         self._hpa = HorizontalPodAutoscaler(least, rules.maxReplicaCount, rules.behavior)
         self._active_s = -math.inf
         self.is_endpoint_up = True
-        """Whether queries are answered at all."""
+        """True if queries are answered at all."""
 
     @property
     def looks_back_s(self) -> float:
-        """How far its queries look back."""
+        """The lookback of its queries in seconds."""
         return max((query.looks_back_s for _, query in self._triggers), default=0.0)
 
     def poll(self, now_s: float, replicas: int) -> int:

@@ -17,7 +17,7 @@ from infra.planning.simulation.result import HOUR_S, SimulationResult
 from infra.planning.simulation.show import rows_of_gpus, rows_of_models
 
 BUCKETS = 240
-"""Of percentiles and rates over time."""
+"""Intervals in plots of percentiles and rates over time."""
 ROW_PX = 230
 TITLES = (
     "Replicas",

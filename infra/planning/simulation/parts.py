@@ -16,7 +16,7 @@ Place = tuple[str, str]
 
 @dataclass
 class Parts:
-    """What the world consists of. Events change it."""
+    """The parts of the simulated world. Events change them."""
 
     services: dict[str, Service]
     """By model. Workers of all regions pull from one subscription."""

@@ -90,7 +90,7 @@ def increase(series: Series, first: int, last: int, from_s: float, to_s: float) 
     start_s, end_s = times_s[first], times_s[last - 1]
     grown = values[last - 1] - values[first]
     if series.has_fallen:
-        # A counter that fell began anew at zero.
+        # A counter that fell was reset to zero.
         pairs = pairwise(values[first:last])
         grown += sum(before for before, after in pairs if after < before)
     sampled_s = end_s - start_s
@@ -166,7 +166,7 @@ def _pairs(
 
 
 LOOKBACK_S = 300.0
-"""How old the newest sample of an instant vector may be: Prometheus' default."""
+"""Maximum age of the newest sample of an instant vector: Prometheus' default."""
 
 _MATCHES = {"Equal": "=", "NotEqual": "!=", "Re": "=~", "NotRe": "!~"}
 
@@ -192,7 +192,7 @@ class PromQuery:
         self.metrics = frozenset(compiler.metrics)
         """The names of the metrics that it asks for."""
         self.looks_back_s = compiler.looks_back_s
-        """How far it looks back, in seconds."""
+        """The lookback in seconds."""
 
     def value(self, series: TimeSeries, now_s: float) -> Value:
         """A number, or a vector by labels, at a time in seconds."""
@@ -219,7 +219,7 @@ class _Compiler:
         self.metrics: set[str] = set()
         self.looks_back_s = 0.0
         self._outer_s = 0.0
-        """Of the subqueries around what is compiled."""
+        """Range in seconds of the subqueries around the current expression."""
 
     def compiled(self, node: Any) -> _Step:
         kind = type(node).__name__

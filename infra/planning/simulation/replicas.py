@@ -1,4 +1,4 @@
-"""A Deployment: keeps as many pods as the autoscaler wants, and rolls out new versions."""
+"""A Deployment: keeps the pods that the autoscaler requests, and rolls out new versions."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class SimulatedDeployment:
             self._count(worker)
 
     def kill_down_to(self, count: int) -> None:
-        """Kills the oldest pods that serve, until so many are left."""
+        """Kills the oldest pods that serve, until `count` are left."""
         for worker in [one for one in self.workers if one.is_serving][: len(self.workers) - count]:
             self.workers.remove(worker)
             self._recorder.lost_workers["killed"] += 1

@@ -22,7 +22,7 @@ class ScenarioRegion(Entry):
     """A region of the deployment."""
 
     share: float = Field(gt=0, le=1)
-    """Of all requests."""
+    """Share of all requests."""
     max_gpus: int | None = Field(None, ge=0)
     """Quota or stock of GPU nodes. Default: no bound."""
 
@@ -37,7 +37,7 @@ class Cluster(Entry):
     node_idle_s: Seconds = 600.0
     """A node without workers is deleted then: cluster-autoscaler's scale-down-unneeded-time."""
     tick_s: float = Field(10.0, gt=0)
-    """How often the cluster autoscaler looks. Its scan-interval."""
+    """The cluster autoscaler's scan-interval."""
     buffer: int = Field(1, ge=0)
     """Places kept warm for each GPU class, as `python -m infra.kubernetes --buffer`."""
     spot: bool = True
@@ -57,25 +57,25 @@ class ScenarioApi(Entry):
 
 
 class ScenarioBroker(Entry):
-    """How Pub/Sub gives jobs to workers."""
+    """Rules by which Pub/Sub delivers jobs to workers."""
 
     delivery: Literal["random", "idle_first"] = "random"
     """`random`: to any worker whose flow control has room. Pub/Sub promises nothing better."""
     lease_s: Seconds = 20.0
-    """Of a job that a worker has (PubSubTransport.subscribe). It is renewed after each third."""
+    """Lease of a job that a worker holds (PubSubTransport.subscribe), renewed after each third."""
     batches_held: int = Field(2, ge=1)
     """Flow control of a worker, in full batches: one that runs, the others wait for it."""
 
 
 class Metrics(Entry):
-    """When queries see what."""
+    """Delays until queries see a sample."""
 
     scrape_s: float = Field(10.0, gt=0)
     """PodMonitoring and the API's collector (infra/kubernetes/cluster/pod-monitoring.yaml)."""
     age_s: Seconds = 5.0
     """From a scrape until queries see it."""
     has_stale_markers: bool = False
-    """Whether queries see at once that a target is gone. Prometheus does, Google's backend does
+    """True if queries see at once that a target is gone. Prometheus does, Google's backend does
     not (cloud.google.com/stackdriver/docs/managed-prometheus/promql-differences).
     """
     pubsub_sample_s: float = Field(60.0, gt=0)
@@ -123,7 +123,7 @@ class MetricsOutage(Entry):
     what: Literal["endpoint", "samples"] = "endpoint"
     """`endpoint`: queries fail. `samples`: they are answered, but nothing new is scraped."""
     metrics: tuple[str, ...] = ()
-    """Of samples: only metrics whose name starts so. Empty: all."""
+    """Prefixes of the metrics whose samples are affected. Empty: all."""
 
 
 class RolloutEvent(Entry):
@@ -142,7 +142,7 @@ class SetReplicas(Entry):
     model: str
     count: int = Field(ge=0)
     is_kill: bool = False
-    """Whether workers that are too many die at once, with jobs in hand, instead of draining."""
+    """True if surplus workers die at once with the jobs that they hold, instead of draining."""
 
 
 Event = Annotated[
@@ -152,7 +152,7 @@ Event = Annotated[
 
 
 class Scenario(Entry):
-    """All that a simulation needs besides the rules that deploy."""
+    """All that a simulation needs in addition to the deployment's rules."""
 
     about: str = ""
     duration_s: float = Field(gt=0)

@@ -166,7 +166,7 @@ class Service:
             self._idle[worker] = None
 
     def _ended(self, worker: SimulatedWorker, jobs: list[SimulatedJob], took_s: float) -> None:
-        """A worker is done with jobs, for which the model took so long. It goes on."""
+        """A worker is done with jobs, for which the model took this time. It continues."""
         for job in jobs:
             lane = BATCH if job.is_batch_lane else INTERACTIVE
             worker.held_items[lane] -= job.items

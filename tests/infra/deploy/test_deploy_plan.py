@@ -272,7 +272,7 @@ def test_wrong_words_are_refused_with_the_reason(
                     }
                 }
             },
-            "regions.europe-west4.reservations.a100: europe-west4-c is no zone",
+            "regions.europe-west4.reservations.a100: europe-west4-c is not a zone",
         ),
         ({"regions": {"me-central1": {}}}, "regions.me-central1: no zone has l4 (infra/kubernetes"),
         (
