@@ -100,7 +100,7 @@ def _embedded(folder: Path, options: list[str]) -> Iterator[str]:
 
 
 def _rabbitmq(stack: ExitStack, folder: Path) -> RabbitServer | None:
-    """A node of this machine's package. None: there is none."""
+    """A node of this machine's package. None if it is not installed."""
     try:
         find_rabbitmq_server()
     except ConfigurationError:

@@ -20,7 +20,7 @@ SDK_ROOTS = (
     "/snap/google-cloud-cli/current",
     "~/google-cloud-sdk",
 )
-"""Where packages and installers put it. Elsewhere it is found by `gcloud` on PATH."""
+"""The paths that packages and installers use. Otherwise `gcloud` on PATH finds it."""
 JAR = "platform/pubsub-emulator/lib/cloud-pubsub-emulator-*.jar"
 
 

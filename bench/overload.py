@@ -83,7 +83,7 @@ def _bodies(pipeline: Pipeline) -> list[str]:
 
 
 def _drive(pipeline: Pipeline, order: LoadOrder) -> tuple[LoadReport, dict[str, float]]:
-    """What came of `order`, and the part of all cores that each took meanwhile, in percent."""
+    """Returns the results of `order`, and the part of all cores that each used, in percent."""
     before_s = pipeline.cpu_s()
     report = drive(order)
     after_s, cores_s = pipeline.cpu_s(), len(os.sched_getaffinity(0)) * report.wall_s

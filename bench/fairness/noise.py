@@ -41,7 +41,7 @@ class Drive:
     """Requests of quiet tenants without an answer."""
     noisy_texts_per_s: float
     batch_ms: float
-    """How long the batches with the noisy tenant's texts took, p50."""
+    """Duration of the batches with the noisy tenant's texts, p50."""
 
 
 def measure(pipeline: Pipeline, seconds: float) -> tuple[list[Figure], dict[str, Drive]]:

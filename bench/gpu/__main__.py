@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcome = run(scale)
     print(f"{where['card']}, torch {where['torch']}, diffusers {where['diffusers']}\n")
     print(table({"gpu": outcome}))
-    if not options.tiny:  # figures of small models on a CPU are no results
+    if not options.tiny:  # figures of small models on a CPU are not results
         print(f"\nkept in {keep('gpu', outcome, where, began_s)}")
     return 0
 

@@ -51,11 +51,11 @@ class Load:
         return OPEN_SEND_S if self.rate_per_s else SEND_S.get(self.in_flight, OTHER_SEND_S)
 
     def is_in(self, round_number: int) -> bool:
-        """Whether it is measured in this round, counted from 0."""
+        """Returns whether it is measured in this round, counted from 0."""
         return round_number == 0 or not (self.rate_per_s or self.in_flight in ONCE)
 
     def texts(self, source: Texts, seed: int) -> list[str]:
-        """New texts at each call, at least as many as the fastest contender can use."""
+        """New texts at each call, enough for the fastest contender."""
         count = self.in_flight + int(self.send_s * (self.rate_per_s * 2 or MAX_PER_S))
         fresh = (text for _ in range(count) for text in source.mixed(BLOCK))
         return list(_with_repeats(fresh, count, self.repeats, random.Random(seed)))

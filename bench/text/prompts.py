@@ -42,9 +42,9 @@ def conversations(count: int, words: int = 0, first: int = 0) -> list[list[dict[
     """
     found = []
     for number in range(first, first + count):
-        told = _WORDS.split() * (words // 16 + 1)
+        vocabulary = _WORDS.split() * (words // 16 + 1)
         start = number % 16
         question = f"{_ASKS[number % 4]} {_SUBJECTS[number // 4 % 8]} for visitor {number}."
-        text = " ".join([*told[start : start + words], question])
+        text = " ".join([*vocabulary[start : start + words], question])
         found.append([{"role": "user", "content": text}])
     return found

@@ -34,7 +34,7 @@ class PeerServer(NamedTuple):
 
 
 def peers(folder: Path, gguf: Path) -> Iterator[tuple[str, list[str] | str, str]]:
-    """Names, commands (or why there is none), and the name of the model for each peer."""
+    """Names, commands (or the reason without one), and the name of the model for each peer."""
     serve = [str(Path(sys.executable).parent / "transformers"), "serve", str(folder)]
     serve += ["--device", "cpu", "--dtype", "float32"]
     for name, more in (("", []), (" with continuous batching", ["--continuous-batching"])):
