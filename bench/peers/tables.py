@@ -172,9 +172,7 @@ def ratio_rows(medians: Medians) -> Rows:
         best = medians.best(load, medians.keys("peer"))
         leader = f"{names[best]}, {medians.rate(best, load):,.0f}" if best else "-"
         values = [_ratio(medians, one.key, key or best, load) for one in ours for _, key in others]
-        rows.append(
-            [load, summary, *("-" if value is None else f"{value:.2f}" for value in values)]
-        )
+        rows.append([load, leader, *("-" if value is None else f"{value:.2f}" for value in values)])
     return rows
 
 

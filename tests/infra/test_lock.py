@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from infra.local.doctor import EXTRAS
-from infra.lock import unmet, normalized, read_lock
+from infra.lock import normalized, read_lock, unmet
 from tests.limits import WAIT_LIMIT_S
 
 PROJECT = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
