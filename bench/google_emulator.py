@@ -28,10 +28,10 @@ def find_emulator(jar: str | None = None) -> list[str] | None:
     """Returns the command that starts the emulator, without its options.
 
     Args:
-        jar: the emulator's, where it is known.
+        jar: the emulator's, if it is known.
 
     Returns:
-        None where the emulator or a Java is missing.
+        None if the emulator or a Java is missing.
     """
     gcloud, java = shutil.which("gcloud"), shutil.which("java")
     roots = [Path(root).expanduser() for root in SDK_ROOTS]

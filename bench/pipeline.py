@@ -53,7 +53,7 @@ class Part:
 
     Args:
         port: a port of 127.0.0.1 on which it listens.
-        ready_s: seconds from its start to ready, where that was measured.
+        ready_s: seconds from its start to ready, if that was measured.
     """
 
     def __init__(self, port: int, ready_s: float = 0.0) -> None:

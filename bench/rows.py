@@ -1,6 +1,6 @@
 """The writer of usage rows on one core: its rate, an outage of BigQuery, and the way out of it.
 
-The writer has a core of its own. What stands for BigQuery has another one, where there is one,
+The writer has a core of its own. The stand-in for BigQuery has another one, if there is one,
 and answers after as long as the service (bench/row_sink.py). An outage of ten minutes is
 compressed: its rows come as fast as they can be made. Then BigQuery is back, while rows go on for a
 while at the usual rate. `python -m bench.rows ROWS` has another backlog.

@@ -133,7 +133,7 @@ Work = Awaitable[None]
 
 
 def _percentiles(waits_ms: list[float]) -> dict[str, float]:
-    """Infinite where nothing was answered in time."""
+    """Returns the percentiles. They are infinite if nothing was answered in time."""
     return percentiles(waits_ms) if waits_ms else {"p50": inf, "p99": inf}
 
 

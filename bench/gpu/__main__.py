@@ -1,9 +1,7 @@
 """`python -m bench.gpu`: images, embeddings and time-sharing on a CUDA machine.
 
-Prints a table, keeps gpu.json.
-
-`--tiny` runs the same code on a CPU in under a minute, to see that it runs: its figures say nothing
-of a GPU.
+Prints a table and writes gpu.json. `--tiny` runs the same code on a CPU in under a minute, as a
+check that it runs: its figures say nothing about a GPU.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class LoadReport(msgspec.Struct):
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """p50, p95 and p99 of `values`, rounded to microseconds where they are milliseconds."""
+    """p50, p95 and p99 of `values`, rounded to microseconds if they are milliseconds."""
     p50, p95, p99 = np.percentile(values, (50, 95, 99))
     return {"p50": round(float(p50), 3), "p95": round(float(p95), 3), "p99": round(float(p99), 3)}
 

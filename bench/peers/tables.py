@@ -33,7 +33,7 @@ class Medians:
             self._measured.setdefault((one.contender, one.load), []).append(one)
 
     def rounds(self, key: str, load: str) -> list[Measured]:
-        """The rounds of one contender under one load. Empty where it was not measured."""
+        """The rounds of one contender under one load. Empty if it was not measured."""
         return self._measured.get((key, load), [])
 
     def of(self, key: str, load: str, figure: Callable[[Measured], float]) -> float | None:

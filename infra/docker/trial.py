@@ -82,7 +82,7 @@ def main() -> int:
     for name, image in images.items():
         _require(
             image.has("torch") == (name == "worker"),
-            f"{name}: torch is where it should not be, or is not",
+            f"{name}: torch is installed but should not be, or is missing",
         )
         _require(
             any(image.root.glob("app/penstock-*.dist-info")), f"{name}: without its own metadata"

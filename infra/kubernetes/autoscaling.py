@@ -1,20 +1,18 @@
-"""Autoscaling by seconds of work: what is done, what arrives, and what waits.
+"""PromQL queries of the autoscaler: seconds of work that are done, that arrive, and that wait.
 
 Three triggers, of which the highest counts (decision 43):
 
-- `arrivals`: the seconds of work that callers send each second, by what a full worker takes. It
-  knows of a step before workers are busy with it, and starts the first worker.
-- `work`: the workers that are kept busy, and what it takes to do in time what waits. It sees work
-  that arrivals do not show: jobs of another region, items that take longer than usual.
-- `messages`: what Pub/Sub has not had acked, one to three minutes late (its metric is sampled every
-  60 s and may stay invisible for 120 s more), or what waits in the queues of a RabbitMQ, for
+- `arrivals`: the seconds of work that callers send each second, in full-worker seconds. It shows a
+  step before workers are busy with it, and starts the first worker.
+- `work`: the workers that are kept busy, and those needed to finish the waiting work in time. It
+  sees work that arrivals do not show: jobs of another region, items that take longer than usual.
+- `messages`: unacknowledged messages in Pub/Sub, one to three minutes late (its metric is sampled
+  every 60 s and may stay invisible for 120 s more), or messages in the queues of a RabbitMQ, for
   predictions that no API waits for. If neither counts them, this trigger is omitted.
 
 Lost metrics never take workers away. A trigger without samples fails, so the HPA does not scale
-down. Of those that lose a part, the other one holds the count. Only a model that nobody has asked
-for of late may be without metrics of workers.
-
-The PromQL queries of the autoscaler's triggers, for each Prometheus that has our metrics.
+down. If a trigger loses a part of its samples, the other one holds the count. Only a model that
+nobody has asked for recently may be without metrics of workers.
 """
 
 from __future__ import annotations
@@ -98,7 +96,7 @@ class TriggerQueries:
 
     Of what callers ask for, only that of this region counts. Workers of all regions pull from one
     subscription, and each region's autoscaler answers for its own callers and its own workers. So
-    where a region has no GPUs left, the workers of others get busier, and they become more.
+    if a region has no GPUs left, the workers of others get busier, and they become more.
 
     Args:
         model: as the API labels its items.

@@ -37,7 +37,7 @@ class GpuType(BaseModel):
     """The letters of the zones that have it, by region."""
 
     def zones_in(self, region: str, among: Sequence[str] | None = None) -> tuple[str, ...]:
-        """The zones of `region` that have it, of those in `among` where that is given."""
+        """The zones of `region` that have it, only those in `among` if it is set."""
         names = (f"{region}-{letter}" for letter in self.zones.get(region, ()))
         return tuple(name for name in names if among is None or name in among)
 

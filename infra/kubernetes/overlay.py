@@ -1,21 +1,17 @@
-"""Writes the Kustomize overlay of a region: one folder per model of the catalog.
+"""Writes the Kustomize overlay of a region: one folder per model, and one per class of GPU nodes.
 
 Kustomize does the rest: `kubectl kustomize OUT` renders it, `kubectl apply -k OUT` puts it into a
 cluster, and the Terraform stage `workloads` takes the rendered file.
 
-Identity of workers outside Google: a Kubernetes token, exchanged for Google's (RFC 8693).
+A class of GPU nodes gets a ComputeClass and warm places. Workers outside Google have a Kubernetes
+token that is exchanged for Google's (RFC 8693): the cluster's API server signs it, the kubelet
+keeps it fresh, and Google checks it against the issuer in infra/terraform/platform/outside.tf. No
+key is made, copied or kept anywhere.
 
-The cluster's API server signs the token and the kubelet keeps it fresh. Google checks it against
-the issuer that infra/terraform/platform/outside.tf names. No key is made, copied or kept anywhere.
-
-Writes what a class of GPU nodes needs in a cluster: a ComputeClass and warm places.
-
-Where a worker gets the weights of a hub model: from a mounted bucket, or from the hub itself.
-
-The bucket has what `penstock weights prefetch` copied, in the layout of
-workers/models/source.py. Cloud Storage FUSE mounts one model's part of it into the pod, through
-a sidecar that GKE adds. Its file cache is on the node's disk, and several downloads fill it at
-once.
+A worker gets the weights of a hub model from a mounted bucket, or from the hub itself. The bucket
+has what `penstock weights prefetch` copied, in the layout of workers/models/source.py. Cloud
+Storage FUSE mounts one model's part of it into the pod, through a sidecar that GKE adds. Its file
+cache is on the node's disk, and several downloads fill it at once.
 """
 
 from __future__ import annotations

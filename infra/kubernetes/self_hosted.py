@@ -1,11 +1,8 @@
 """`python -m infra.kubernetes.self_hosted`: the overlay of a whole deployment off Google.
 
-Workers are those of every other cluster (overlay.py). Around them come the API, the runner of
-batches, the functions, and the servers that the site does not take from elsewhere.
-
-What the Prometheus of a site reads, so that the autoscaler's queries find it there.
-
-Users of a site's servers in addition to its workers: API, batches, functions, row archive.
+Workers are those of every other cluster (overlay.py). Around them are the API, the batch runner,
+the functions, the row archive, the servers that the site does not bring itself, and the scrape
+configuration that lets the autoscaler's queries find our metrics in the site's Prometheus.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class BucketObjects(_Part):
     url: str = Field(pattern=BUCKET)
     secret: Name | None = None
     """A Secret with environment variables for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, and
-    AWS_ENDPOINT and AWS_REGION where they differ from Amazon's.
+    AWS_ENDPOINT and AWS_REGION if they differ from Amazon's.
     """
     networks: tuple[Network, ...] = ()
     """Private addresses of the store, for the network policies."""

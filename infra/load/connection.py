@@ -119,7 +119,7 @@ def encode_request(host: str, path: str, headers: Mapping[str, str], content: by
     """The bytes of a POST with a JSON body.
 
     Args:
-        host: with the port, where it is not the usual one.
+        host: with the port, if it is not the usual one.
         path: with a slash at its start.
         headers: in addition to those that every request has.
         content: the body.

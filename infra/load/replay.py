@@ -1,6 +1,6 @@
 """Sends arrivals when they are due, whether or not earlier ones are answered.
 
-What came of each goes into the ledger.
+The outcome of each goes into the ledger.
 """
 
 from __future__ import annotations

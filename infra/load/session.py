@@ -1,6 +1,6 @@
 """Runs a replay from its first request to the summary, and stops it in order.
 
-Shows how a replay goes: a table that moves on a terminal, else a line now and then.
+Progress is shown as a live table on a terminal, otherwise as a line every LINE_EVERY_S.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def run_demo(
 
 
 def _settings(state_dir: Path) -> dict[str, str]:
-    """Those of the stack: a catalog with a model that writes, where one is installed."""
+    """Settings of the stack: a catalog with a language model, if one is installed."""
     if not demo_text.is_installed():
         return {}
     made = demo_text.with_text_model(

@@ -1,6 +1,6 @@
 """`penstock doctor`: checks this machine and the configured endpoints, and suggests fixes.
 
-Checks that the pool's inboxes are there as the API's settings have them.
+Among other things, the pool's inboxes must exist as the API's settings name them.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def examine(*, as_json: bool = False) -> int:
 
 def _show(finding: Diagnosis) -> None:
     verdict, color = ("MISS", "red") if finding.fix else ("ok", "green")
-    # Colors are removed where the output is not a terminal.
+    # Colors are removed if the output is not a terminal.
     typer.echo(f"{typer.style(f'{verdict:<5}', fg=color)} {finding.what:<12} {finding.facts}")
     if finding.fix:
         typer.echo(f"{'':<18} fix: {finding.fix}")

@@ -1,9 +1,7 @@
-"""`penstock provision`: makes topics, subscriptions and tables on embedded servers.
+"""`penstock provision`: creates topics, subscriptions and tables on embedded or local servers.
 
 The local stack does the same at its start. Deployments whose servers run in containers run this
-before the API. On Google's own, Terraform makes them.
-
-Creates on a local broker the topics and subscriptions that Terraform creates in the cloud.
+before the API. On Google's own servers, Terraform creates them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Ends what this process started, directly or not, once this process is gone.
+"""Ends the processes that this one started, directly or not, once this process is gone.
 
-Whoever starts programs may be killed, or its terminal may close, before it could stop them. So a
+A program that starts others may be killed, or its terminal may close, before it can stop them. So a
 small program, run from this file, waits for the end of the one process that it serves. Then it ends
 every process that has the mark of that one in its environment. Children inherit it, so it also
 finds those in sessions of their own, and those whose parents are gone.
 
 A signal at the parent's death (PR_SET_PDEATHSIG) would reach direct children only, and would end
-them with the thread that started them.
-
-Linux only. Elsewhere nothing is marked and nothing is ended.
+them with the thread that started them. This works on Linux only. Elsewhere nothing is marked and
+nothing is ended.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The whole pipeline on one machine, as real processes.
 
-The code is the same as in the cloud. Only the endpoints, set by environment, differ. Started by
-`penstock up`, by `penstock demo` and by the end-to-end tests.
-
-Builds missing optimized graphs at the first start, while everything else starts.
-
-The signing keys of the local API and functions, created at the first start and kept.
+The code is the same as in the cloud; only the endpoints, set by environment, differ. `penstock up`,
+`penstock demo` and the end-to-end tests start it. The first start creates the signing keys of the
+API and functions, which are kept, and builds missing optimized graphs while everything else starts.
 """
 
 from __future__ import annotations
@@ -100,7 +97,7 @@ def await_graphs(
         report: gets a word and the facts of each that is slow or fails.
     """
     for name, maker in makers.items():
-        # Silent where the graphs are there from an earlier start, which takes half a second to see.
+        # Silent if the graphs exist from an earlier start, which takes half a second to see.
         if maker.is_running:
             report("graphs", f"{name}: looked for, and made at the first start")
         try:

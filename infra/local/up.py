@@ -1,9 +1,7 @@
 """`penstock up`: the stack until Ctrl-C, with what a person needs to use it.
 
-A part that dies is started again. The others keep what they hold, as they would in the
-cloud.
-
-What a local stack needs once other machines can reach its API: keys, and no local webhooks.
+A part that dies is started again. The others keep what they hold, as they would in the cloud. If
+other machines can reach the API, it needs keys and sends no webhooks to private addresses.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ def exposed_settings(
 ) -> dict[str, str]:
     """The settings of a stack, with what its API needs where others can reach it.
 
-    On loopback they are those given. Elsewhere keys are required: where no directory of keys is
+    On loopback they are those given. Elsewhere keys are required: if no directory of keys is
     given, one is kept in the state's folder. The first start makes a key, or says how to.
 
     Args:

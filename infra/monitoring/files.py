@@ -1,6 +1,6 @@
 """Writes alerts and dashboards into folders: those in the repository, and those for users.
 
-Configuration of a Prometheus that runs alongside the local stack.
+One of the files configures a Prometheus that runs alongside the local stack.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _DUCKDB_TYPES = {
 
 
 def as_text(results: Sequence[ReportResult]) -> bytes:
-    """Aligned tables, with titles where there are several."""
+    """Aligned tables, with titles if there are several."""
     parts = []
     for result in results:
         shown = table(result.heads, result.rows) if result.rows else _nothing(result)

@@ -1,8 +1,7 @@
-"""Writes reports, views and columns into docs/reference/reports.md.
+"""`python -m infra.reports.reference`: writes reports, views and columns into the reference.
 
-It is `python -m infra.reports.reference`.
-
-To be run after a change of a report's head. A test compares them.
+The document is docs/reference/reports.md. Run this after a change of a report's head. A test
+compares them.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 At rest the traffic names its revision. So an apply of Terraform makes a revision that serves
 nobody, whatever is done manually in between. Terraform ignores `traffic`
-(infra/terraform/modules/region/api.tf).
-
-A real request for each model that has a worker at all times, as a caller would send it.
+(infra/terraform/modules/region/api.tf). The test sends a real request, as a caller would, to each
+model that has a worker at all times.
 """
 
 from __future__ import annotations

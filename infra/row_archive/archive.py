@@ -1,12 +1,10 @@
-"""Takes the rows of a table from the object store, pass by pass.
+"""Moves the rows of a table from the object store into Parquet files and BigQuery, pass by pass.
 
-A pass begins with a list of what it takes, `pending/TABLE.json`. Whoever finds a list goes on with
-it, so a pass that was cut off is done again with the same rows, and the same names of files and of
-load jobs. Rows leave `incoming` when their Parquet file is there and BigQuery has it.
-
-Checks the lines that writers left against the schema of their table.
-
-Whole days of the archive: small files become one, and lost tables come back.
+A pass begins with a list of its objects, `pending/TABLE.json`. Any process that finds a list
+continues with it, so an interrupted pass is repeated with the same rows, and the same names of
+files and of load jobs. Lines are checked against the schema of their table. Rows leave `incoming`
+when their Parquet file is there and BigQuery has them. Later the small files of a day become one,
+and lost tables are restored from them.
 """
 
 from __future__ import annotations
@@ -119,7 +117,7 @@ PASS_OBJECTS = 1000
 READS = 8
 """Objects that are read at the same time."""
 OBJECT_MAX_BYTES = 16 * 1024 * 1024
-"""Writers put about 100 KiB into one. A larger one is nobody's, and is left where it is."""
+"""Writers put about 100 KiB into one. A larger one is not from a writer, and is left in place."""
 LIST_MAX_BYTES = 1024 * 1024
 PARQUET = "application/vnd.apache.parquet"
 

@@ -1,4 +1,4 @@
-"""The monthly cost table: each row an amount, and what it costs where its price is known."""
+"""The monthly cost table: each row an amount, and its cost if its price is known."""
 
 from __future__ import annotations
 

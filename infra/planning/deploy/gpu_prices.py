@@ -36,7 +36,7 @@ class GpuPrice(NamedTuple):
 
 
 def gpu_prices(prices: Prices, gpu_types: Mapping[str, GpuType]) -> Iterator[GpuPrice]:
-    """The prices of all GPU types, where there are some. Stepped prices are not of machines."""
+    """The prices of all GPU types that have some. Stepped prices are not of machines."""
     for gpu_type, node in gpu_types.items():
         for kind, spot in KINDS.items():
             price = prices.prices.get(f"machine/{node.machine_type}/{kind}")

@@ -1,6 +1,6 @@
 """`penstock deploy plan`: sizes a deployment from catalog, rates, variables and prices.
 
-The quotas and limits of a plan: amounts to request, and known defaults.
+A plan also has its quotas and limits: amounts to request, and known defaults.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class ListPrice(_Entry):
     free: float = Field(0.0, ge=0)
     """Units a month that cost nothing."""
     since: datetime.date | None = None
-    """The day (UTC) from which the price holds. Needed where there are earlier ones."""
+    """The day (UTC) from which the price holds. Needed if there are earlier prices."""
     earlier: tuple[EarlierPrice, ...] = ()
     """Earlier prices, oldest first. Reports on past months need them, plans do not."""
 

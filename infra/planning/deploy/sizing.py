@@ -1,13 +1,11 @@
 """From rates to workers, GPUs, nodes and API instances, per model, region and node class.
 
-How many workers a load needs, for a target utilization and waits within the deadline.
-
+The number of workers follows from the load, a target utilization and waits within the deadline.
 Workers of one model are the servers of one queue, as all of them pull from one subscription.
 Arrivals are taken as Poisson and service times as exponential (M/M/c). Batches of one model differ
-less than that, and M/D/c waits less than M/M/c at the same load, so what comes out is on the safe
-side. Where items join and leave one by one, the servers are the places of all workers, each as slow
-as in a full worker. Not counted: a request of more items than a batch holds brings them all at
-once.
+less than that, and M/D/c waits less than M/M/c at the same load, so the result is on the safe side.
+With continuous batching, the servers are the slots of all workers, each as slow as in a full
+worker. Not counted: a request of more items than a batch holds brings them all at once.
 """
 
 from __future__ import annotations

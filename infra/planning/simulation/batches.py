@@ -1,10 +1,9 @@
-"""Whole batches: what waits when the model of a worker falls idle.
+"""Batches of simulated workers: whole batches, and batches that admit items between steps.
 
-Batches of steps, which items join and leave one by one (decision 62).
-
-Between two changes all steps take as long, so only changes are events: an item joins, has read its
-prompt, or is done. A step is not waited for: who joins is in at once, and who is late leaves with
-the next change.
+A whole batch is made of what waits when the model of a worker falls idle. In a batch of steps
+(continuous batching, decision 62), all steps between two changes take the same time, so only
+changes are events: an item is admitted, has read its prompt, or is done. A step is not waited for:
+an item is admitted at once, and one that is late leaves with the next change.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Failures in a scenario, and the actions of its operators.
 
-When requests arrive: streams of times, a minute at a time.
+Requests arrive at streams of times, computed a minute at a time.
 """
 
 from __future__ import annotations

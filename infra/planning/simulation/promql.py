@@ -1,15 +1,10 @@
-"""Evaluates the queries of the autoscaler over simulated time series.
+"""Evaluates the PromQL queries of the autoscaler over simulated time series.
 
-The parser is promql-parser's, which follows Prometheus'. What is not evaluated here is refused by
-name, so that a rule is never simulated as something else.
+The parser is promql-parser's, which follows Prometheus'. An expression that is not supported here
+is refused by name, so that a rule is never simulated as something else.
 
 Semantics: prometheus.io/docs/prometheus/latest/querying; extrapolation of `rate` and `increase` as
 in prometheus/prometheus, promql/functions.go, `extrapolatedRate`.
-
-Values of PromQL and what is computed with them.
-
-Extrapolation of `rate` and `increase`: prometheus/prometheus, promql/functions.go,
-`extrapolatedRate`.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class Scenario(Entry):
 def read_scenario(name: str, changes: tuple[str, ...] = ()) -> Scenario:
     """Reads a scenario.
 
-    A file may have a `base`: another file, whose fields hold where it says nothing.
+    A file may have a `base`: another file, whose fields are the defaults.
 
     Args:
         name: a file, or the name of a shipped scenario.
