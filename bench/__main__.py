@@ -42,7 +42,7 @@ MODULES = {
     "streams": "streams",
     "profile": "time_profile",
 }
-"""By the name of a benchmark: the module here whose `run()` returns an Outcome."""
+"""Modules here whose `run()` returns an Outcome, by the name of the benchmark."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -43,7 +43,7 @@ CALIBRATION_S = 15.0
 IN_FLIGHT = (1, 16)
 """Requests in flight during calibration: batches of one, and full ones."""
 LIMIT_S = 60.0
-"""For an answer: the model's own deadline."""
+"""Time limit of an answer: the model's own deadline."""
 P95_WITHIN, GOODPUT_WITHIN = 0.20, 0.05
 SEED = 16
 

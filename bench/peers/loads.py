@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bench.load.texts import Texts
 
 SEND_S = {1: 2.0, 8: 2.0, 32: 3.0, 128: 5.0, 512: 2.0}
-"""For how long new requests are sent, by requests in flight. Then open ones are awaited.
+"""Seconds for which new requests are sent, by requests in flight. Then open ones are awaited.
 
 512 are all sent at once, and answering them takes the slower peers 20 s more.
 """
@@ -38,7 +38,7 @@ class Load:
 
     @property
     def name(self) -> str:
-        """As the tables call it."""
+        """Its name in the tables."""
         if self.rate_per_s:
             return f"{self.rate_per_s:g}/s, open loop"
         return f"{self.in_flight} in flight" + (
@@ -47,7 +47,7 @@ class Load:
 
     @property
     def send_s(self) -> float:
-        """For how long new requests are sent."""
+        """Seconds for which new requests are sent."""
         return OPEN_SEND_S if self.rate_per_s else SEND_S.get(self.in_flight, OTHER_SEND_S)
 
     def is_in(self, round_number: int) -> bool:

@@ -17,7 +17,7 @@ OFFLINE = {
     "BENTOML_DO_NOT_TRACK": "True",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""For all peers: nothing is fetched or sent while they are measured."""
+"""Environment of all peers: nothing is fetched or sent while they are measured."""
 TEXT = {"text": PLACE}
 
 

@@ -54,7 +54,7 @@ class Medians:
         return self.of(key, load, lambda one: sum(one.cpu_ms.values()))
 
     def busiest_cpu_ms(self, key: str, load: str) -> float | None:
-        """The same of the program that takes most: the one that runs the model."""
+        """The CPU of the program that uses most: the one that runs the model."""
         return self.of(key, load, lambda one: max(one.cpu_ms.values(), default=0.0))
 
     def failed(self, key: str, load: str) -> int:

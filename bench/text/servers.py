@@ -78,7 +78,7 @@ def serving(name: str, command: Sequence[str], model: str) -> Iterator[PeerServe
 
 
 def _is_ready(port: int) -> bool:
-    """By the path that a peer has. `transformers serve` asks the hub for its list of models."""
+    """Returns whether a peer answers. `transformers serve` asks the hub for its list of models."""
     for path in ("health", "v1/models"):
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=2) as answer:

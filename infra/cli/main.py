@@ -41,7 +41,7 @@ BrokerOption = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
 
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""For commands whose arguments, `--help` included, go to another program."""
+"""Settings of commands whose arguments, `--help` included, go to another program."""
 
 
 class _Commands(TyperGroup):

@@ -17,9 +17,9 @@ PAUSE_S = 2
 """preStop of the base."""
 DRAIN_S = 60
 KILL_MARGIN_S = 10
-"""From the end of the drain to the kill: rows go to disk, connections close."""
+"""Time from the end of the drain to the kill: rows go to disk, connections close."""
 SPOT_SHUTDOWN_S = 30
-"""From the notice to the end of a spot node, GKE's default. It allows 120 too, which was not tried.
+"""Time from the notice to the end of a spot node, GKE's default. It allows 120 too (not tried).
 """
 SPOT_SYSTEM_S = 5
 """The last part of it, for system pods. GKE's default is 15, which would leave workers 15."""
@@ -118,7 +118,7 @@ def share_of(gpu: Gpu, gpu_types: dict[str, GpuType]) -> dict[str, str]:
 def leave_room(
     resources: dict[str, dict[str, str]], cpu_m: int, memory_mib: int
 ) -> dict[str, dict[str, str]]:
-    """The same without what a sidecar asks for, so that the same number of pods fits on a node."""
+    """Resource requests less those of a sidecar, so that the same number of pods fits on a node."""
     asked = resources["requests"]
     cpu = f"{_milli(asked['cpu']) - cpu_m}m"
     memory = f"{_mib(asked['memory']) - memory_mib}Mi"

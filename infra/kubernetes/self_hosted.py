@@ -79,7 +79,7 @@ def write_clients(folder: Path, site: SelfHostedSite, models_file: Path) -> None
 
 
 def _running(site: SelfHostedSite) -> list[str]:
-    """Those of CLIENTS that run there."""
+    """Returns those of CLIENTS that run there."""
     has = {
         "batches": site.batches,
         # Google's broker pushes to the functions that Terraform makes.
@@ -158,7 +158,7 @@ def _provisioning(site: SelfHostedSite) -> dict[str, Any]:
 
 SCRAPE_FILE = "scrape.yaml"
 INTERVAL = "10s"
-"""As Managed Prometheus scrapes. The queries look at a minute of samples."""
+"""Scrape interval, that of Managed Prometheus. The queries look at a minute of samples."""
 _LABEL = "__meta_kubernetes_pod_label_"
 _PORT = "__meta_kubernetes_pod_container_port_name"
 

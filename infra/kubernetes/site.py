@@ -26,7 +26,7 @@ def _is_zone(value: str) -> str:
 
 
 Image = Annotated[str, Field(pattern=r"^[^@\s]+(@sha256:[0-9a-f]{64}|:[A-Za-z0-9._-]+)$")]
-"""By digest or tag."""
+"""An image by digest or tag."""
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 """The name of an object in Kubernetes."""
 Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")]
@@ -210,7 +210,7 @@ class SelfHostedSite(_Part):
 
     namespace: Name = "penstock"
     region: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")] = "local"
-    """For rows, traces and status."""
+    """Region name in rows, traces and status."""
     images: Images
     broker: Annotated[EmbeddedBroker | GoogleBroker | RabbitBroker, Field(discriminator="kind")]
     rows: Annotated[EmbeddedRows | GoogleRows, Field(discriminator="kind")]

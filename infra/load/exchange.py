@@ -22,7 +22,7 @@ class Exchange(msgspec.Struct, omit_defaults=True):
     inference_ms: float = 0.0
     total_ms: float = 0.0
     ended_s: float = 0.0
-    """Since the start of the order."""
+    """Seconds since the start of the order."""
     number: int = -1
     """Index of the request in its order."""
     lag_ms: float = 0.0

@@ -108,7 +108,7 @@ REQUEST_FORMS: Mapping[str, RequestForm] = {
         counts_input_once=True,
     ),
 }
-"""By the name of a task."""
+"""Request forms by task name."""
 
 
 def form_of(model: str, tasks: Mapping[str, str]) -> RequestForm:

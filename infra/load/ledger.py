@@ -60,9 +60,9 @@ class LedgerLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """Code of the error in the answer."""
     cache: str = ""
     tokens: int | None = None
-    """As the answer says. None: it does not."""
+    """Tokens, as the answer says. None if it does not say."""
     cost_usd: float | None = None
-    """As the answer says. None: it does not."""
+    """Cost, as the answer says. None if it does not say."""
     key_id: str = ""
     """The public part of the key."""
 

@@ -15,7 +15,7 @@ class Look(NamedTuple):
     """The replay at one moment. Rates and percentiles are of the time since the look before."""
 
     at_s: float
-    """Since the start."""
+    """Seconds since the start."""
     trace_s: float
     """The moment of the trace."""
     due: int

@@ -26,7 +26,7 @@ class LoadCaller(NamedTuple):
     """The caller that a request comes from."""
 
     tenant: str
-    """As rows name it. Empty: not known."""
+    """The tenant, as rows name it. Empty: not known."""
     key_id: str
     """The public part of the key. Empty: there is no key, or it is not one of Penstock's."""
     headers: dict[str, str]

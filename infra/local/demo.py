@@ -238,7 +238,7 @@ class Visitor:
             for name, cache in ((what, "miss"), (f"{what}, again", "hit"))
         )
         _expect(first.startswith(PNG_SIGNATURE), f"{what} gave no PNG")
-        _expect(first == again, f"{what} gave two pictures for one seed")
+        _expect(first == again, f"{what} returned two images for one seed")
         return first
 
     def _call(self, what: str, call: Callable[[], Any], cache: str, items: int = 1) -> Any:
@@ -261,8 +261,8 @@ class Visitor:
 
 def what_it_shows(png: bytes) -> str:
     """Returns what image processing finds in the image, without the prompt."""
-    with Image.open(io.BytesIO(png)) as picture:
-        reading = read(np.asarray(picture.convert("RGB")))
+    with Image.open(io.BytesIO(png)) as image:
+        reading = read(np.asarray(image.convert("RGB")))
     figures = " and ".join(_in_words(figure) for figure in reading.figures)
     return f"{figures or 'no figure'} on {reading.background}"
 

@@ -41,7 +41,7 @@ class StreamedAnswer(NamedTuple):
     text: str
     pieces: int
     first_s: float
-    """From the request to the first piece."""
+    """Time from the request to the first piece."""
     whole_s: float
 
 

@@ -80,7 +80,7 @@ EXTRAS = ("api", "worker", "functions", "optimize", "local", "simulation", "dev"
 """The extras that `make setup` installs. The extra `gpu` is for machines with a GPU."""
 INSTALL = "make setup"
 DISTRIBUTIONS = ("penstock", "penstock-bigquery-emulator", "penstock-pubsub-emulator")
-"""Those of this repository."""
+"""Distributions of this repository."""
 
 _PIN = re.compile(
     r"(?P<name>[\w.-]+)(\[[\w,]+\])?==(?P<version>[^;\s]+)(.*extra == ['\"](?P<extra>\w+))?"

@@ -127,7 +127,7 @@ def _for_workers(jobs: str, dead: str, which: str) -> SubscriptionSettings:
 
 CONNECT_LIMIT_S = 5.0
 TAKEN = "taken:"
-"""In the place of the functions' URL: with RabbitMQ they take their messages themselves."""
+"""Replaces the functions' URL: with RabbitMQ they pull their messages themselves."""
 
 
 def provision_servers(

@@ -27,7 +27,7 @@ VARIABLE = "STARTED_BY"
 No setting of Penstock, since those are not handed to every child.
 """
 GRACE_S = 5.0
-"""From SIGTERM to SIGKILL."""
+"""Time from SIGTERM to SIGKILL."""
 LOOK_AGAIN_S = 0.2
 """A process that was being started at the first look has its environment by then."""
 

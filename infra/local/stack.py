@@ -206,7 +206,7 @@ class Stack:
 
     @property
     def settings(self) -> ApiSettings:
-        """The same, read."""
+        """The API's settings, parsed."""
         fields = {
             name.removeprefix("PENSTOCK_").lower(): value
             for name, value in self.environment.items()

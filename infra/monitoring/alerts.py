@@ -29,7 +29,7 @@ class Alert:
     every_s: int = 60
     """How often the query is evaluated."""
     log_filter: str = ""
-    """For what Google does not scrape: a filter of Cloud Logging, in which ${service} is the name
+    """A filter of Cloud Logging, for what Google does not scrape, in which ${service} is the name
     of the function's service.
     """
 
@@ -166,7 +166,7 @@ OFF_GOOGLE = (
         for_s=300,
     ),
 )
-"""In place of the alerts on Google's own metrics, and on what only runs there."""
+"""Alerts that replace those on Google's own metrics, and on what only runs there."""
 
 OF_FUNCTIONS = (
     Alert(

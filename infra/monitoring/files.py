@@ -28,7 +28,7 @@ from shared.errors import ConfigurationError
 from shared.kubernetes_names import slug
 
 INTERVAL = "10s"
-"""As Managed Prometheus scrapes in the cloud."""
+"""Scrape interval, that of Managed Prometheus in the cloud."""
 
 
 def prometheus_config(catalog: Catalog, ports: Ports, rules_file: str) -> dict[str, Any]:

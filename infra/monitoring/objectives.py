@@ -82,7 +82,7 @@ class Bounds:
     """The numbers in a query, or what Terraform or Grafana puts in their place."""
 
     budgets: Mapping[str, str]
-    """By objective: the share of events that may be bad."""
+    """The share of events that may be bad, by objective."""
     least_bad_events: str
     """So many bad events must lie in the long window before an alert fires."""
 

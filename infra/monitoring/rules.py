@@ -103,7 +103,7 @@ def _recorded(windows: list[str]) -> list[dict[str, Any]]:
 def _burn_alert(
     objective: Objective, rates: tuple[BurnRate, ...], alert: Alert, bounds: Bounds
 ) -> Alert:
-    """The same alert on recorded series."""
+    """Returns the alert on recorded series."""
     chosen = f'{{objective="{objective.name}"}}'
 
     def burns(rate: BurnRate) -> str:

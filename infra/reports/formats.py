@@ -110,4 +110,4 @@ FORMATS: Mapping[str, Formatted] = {
     "json": as_json,
     "parquet": as_parquet,
 }
-"""By the word after --format. The page is in infra/reports/page.py."""
+"""Writers by the word after --format. The page is in infra/reports/page.py."""

@@ -23,7 +23,7 @@ SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
 
 
 def default_credentials() -> Credentials:
-    """Those of the account that runs this.
+    """Returns the credentials of the account that runs this.
 
     Raises:
         ConfigurationError: no credentials were found.

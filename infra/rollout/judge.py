@@ -55,7 +55,7 @@ class CanaryJudge:
         self._now_s = now_s
 
     def verdict(self, region: str, revision: str, since_s: float) -> CanaryVerdict:
-        """On the requests of `revision` since the Unix time `since_s`.
+        """Returns the verdict on the requests of `revision` since the Unix time `since_s`.
 
         Raises:
             Unavailable: Monitoring is out of reach, so no revision should get more traffic.

@@ -15,7 +15,7 @@ from infra.rollout.google import GoogleClient
 
 LATEST, NAMED = "TRAFFIC_TARGET_ALLOCATION_TYPE_LATEST", "TRAFFIC_TARGET_ALLOCATION_TYPE_REVISION"
 CHANGE_LIMIT_S = 300.0
-"""For a change of traffic, which takes some seconds."""
+"""Time limit of a change of traffic, which takes some seconds."""
 CANDIDATE_TAG = "candidate"
 
 

@@ -36,7 +36,7 @@ UNPACKED_MAX_BYTES = 64 * 1024 * 1024
 _GZIP = 31
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _UnixSeconds = Annotated[float, msgspec.Meta(ge=-62_135_596_800, le=253_402_300_799)]
-"""From year 1 to year 9999, as in BigQuery."""
+"""Unix time from year 1 to year 9999, as in BigQuery."""
 _TYPES: dict[str, Any] = {
     "STRING": str,
     "INTEGER": _Int64,

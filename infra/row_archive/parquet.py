@@ -32,7 +32,7 @@ class ParquetFiles(NamedTuple):
     whole: Path
     """All of them."""
     by_day: dict[str, Path]
-    """The same by their days, as `2026-11-23`."""
+    """The files by day, such as `2026-11-23`."""
 
 
 def parquet_of_lines(table: str, lines: Path, folder: Path) -> ParquetFiles:

@@ -17,7 +17,7 @@ from infra.planning.deploy.prices import Prices, read_prices
 VIEW_FILE = Path(__file__).parents[1] / "bigquery" / "views" / "gpu_prices.sql"
 KINDS = {"on-demand": False, "spot": True}
 ALWAYS = dt.date(1970, 1, 1)
-"""From when on the oldest price of a machine holds, as no older one is known."""
+"""Start of a machine's oldest price, as no older one is known."""
 _HEAD = """\
 -- Made by infra/planning/deploy/gpu_prices.py from prices.yaml and gpus.yaml. Change those.
 -- What an hour of a node with one GPU costs, in US dollars before discounts. The price of an hour

@@ -36,7 +36,7 @@ RUN_QUOTAS = "depends on the region; cloud.google.com/run/docs/configuring/max-i
 SUBSCRIPTIONS_OF_A_TOPIC = 10_000
 """docs.cloud.google.com/bigquery/docs/analytics-hub-introduction, limitations."""
 SUBSCRIPTIONS_OF_A_PROJECT = 10_000
-"""As in infra/terraform/platform/variables.tf, from old copies of Pub/Sub's page of quotas."""
+"""The quota of infra/terraform/platform/variables.tf, from old copies of Pub/Sub's quota page."""
 INSERT_MB_PER_S = {"EU": 1000, "US": 1000}
 """Else 300 (docs.cloud.google.com/bigquery/quotas)."""
 

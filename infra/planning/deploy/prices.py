@@ -38,7 +38,7 @@ class Step(_Entry):
 
 
 Usd = dict[str, float | tuple[Step, ...]]
-"""By region or location. `any`: all others."""
+"""Prices by region or location. `any`: all others."""
 
 
 class EarlierPrice(_Entry):

@@ -14,7 +14,7 @@ from shared.service_rate import ServiceRate
 
 INTERACTIVE_SHARE = 0.75
 BATCH_SHARE = 0.5
-"""As in api/dispatch/admission.py."""
+"""Equals BATCH_SHARE of api/dispatch/admission.py."""
 
 
 class SimulatedJob:

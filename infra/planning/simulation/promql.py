@@ -70,7 +70,7 @@ def _divided_by_zero(left: float) -> float:
 
 
 def increase(series: Series, first: int, last: int, from_s: float, to_s: float) -> float | None:
-    """By how much a counter grew, extrapolated to the range. None for less than two samples.
+    """Returns the growth of a counter, extrapolated to the range. None for less than two samples.
 
     Args:
         series: the counter.

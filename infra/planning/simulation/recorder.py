@@ -46,7 +46,7 @@ class Sample:
     model: str
     region: str
     replicas: int
-    """As the autoscaler set them."""
+    """Replicas, as the autoscaler set them."""
     ready: int
     busy: int
     in_flight: int

@@ -165,7 +165,7 @@ class SimulatedDeployment:
             self._recorder.worker_work_s += worker.work_s
 
     def count_workers(self) -> None:
-        """At the end: counts what the workers did that are still there."""
+        """Counts the work of the remaining workers, at the end of a run."""
         for worker in (*self.workers, *self.leaving):
             worker.settle(self._env.now)
             self._count(worker)

@@ -31,9 +31,9 @@ class Cluster(Entry):
     """Times of nodes and pods, and what is kept. docs/explanation/simulation.md has the sources."""
 
     node_start_s: Seconds = 150.0
-    """From the order of a GPU node until pods can start on it."""
+    """Time from the order of a GPU node until pods can start on it."""
     pod_start_s: Seconds = 60.0
-    """From its place on a node until a worker is warm and pulls."""
+    """Time from its placement on a node until a worker is warm and pulls."""
     node_idle_s: Seconds = 600.0
     """A node without workers is deleted then: cluster-autoscaler's scale-down-unneeded-time."""
     tick_s: float = Field(10.0, gt=0)
@@ -42,7 +42,7 @@ class Cluster(Entry):
     """Places kept warm for each GPU class, as `python -m infra.kubernetes --buffer`."""
     spot: bool = True
     spot_notice_s: Seconds = 30.0
-    """From the notice of a spot node to its end."""
+    """Time from the notice of a spot node to its end."""
     spot_losses_per_node_day: float = Field(0.0, ge=0)
     """Losses of single spot nodes, at random."""
 
@@ -73,15 +73,15 @@ class Metrics(Entry):
     scrape_s: float = Field(10.0, gt=0)
     """PodMonitoring and the API's collector (infra/kubernetes/cluster/pod-monitoring.yaml)."""
     age_s: Seconds = 5.0
-    """From a scrape until queries see it."""
+    """Delay from a scrape until queries see it."""
     has_stale_markers: bool = False
     """True if queries see at once that a target is gone. Prometheus does, Google's backend does
     not (cloud.google.com/stackdriver/docs/managed-prometheus/promql-differences).
     """
     pubsub_sample_s: float = Field(60.0, gt=0)
-    """Pub/Sub samples its gauges so often."""
+    """Sampling interval of Pub/Sub's gauges."""
     pubsub_age_s: Seconds = 120.0
-    """And they are visible that much later (cloud.google.com/monitoring/api/metrics_gcp)."""
+    """Delay until queries see them (cloud.google.com/monitoring/api/metrics_gcp)."""
 
 
 class SpotLoss(Entry):
@@ -162,7 +162,7 @@ class Scenario(Entry):
     catalog: Path | tuple[dict[str, Any], ...] = Path("models.yaml")
     """A catalog's file, relative to the scenario's, or its entries."""
     models: dict[str, ModelLoad] = Field(min_length=1)
-    """By the catalog's names. Models without an entry are not simulated."""
+    """Load by the catalog's model names. Models without an entry are not simulated."""
     regions: dict[str, ScenarioRegion] = Field(
         {"us-central1": ScenarioRegion(share=1.0)}, min_length=1
     )

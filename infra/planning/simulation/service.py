@@ -50,7 +50,7 @@ class Service:
         self._is_idle_first = broker.delivery == "idle_first"
         self._lease_s = broker.lease_s
         self._most_held = broker.batches_held * model.batch.max_items
-        """In each lane, the batch that runs included."""
+        """Maximum held items in each lane, including the running batch."""
         self.queues: tuple[deque[SimulatedJob], deque[SimulatedJob]] = (deque(), deque())
         """Published, and with no worker."""
         self._open: list[SimulatedWorker] = []

@@ -15,7 +15,7 @@ from infra.planning.simulation.api_site import SimulatedJob
 from shared.step_time import StepTime
 
 BUSY_FADE_S = 30.0
-"""As FADE_S of workers/scheduling/busy_ratio.py."""
+"""Equals FADE_S of workers/scheduling/busy_ratio.py."""
 
 Steps = Generator[simpy.Event, Any, None]
 """A process of the simulation."""
@@ -64,7 +64,7 @@ class Node:
         """Seconds in which at least one did."""
         self.ordered_s = 0.0
         self.since_s = 0.0
-        """Since when nobody is on it, or somebody computes."""
+        """Start of the current state: idle, or computing."""
 
     @property
     def free(self) -> int:
@@ -194,7 +194,7 @@ class SimulatedWorker:
         self.busy_since_s, self.busy_parts = now_s, parts
 
     def busy_ratio(self, now_s: float) -> tuple[float, float]:
-        """For each lane, what penstock_worker_busy_ratio shows."""
+        """Returns penstock_worker_busy_ratio of each lane."""
         fade = math.exp((self.busy_since_s - now_s) / BUSY_FADE_S)
         (interactive, batch), (old, old_batch) = self.busy_parts, self.busy_average
         return interactive + (old - interactive) * fade, batch + (old_batch - batch) * fade

@@ -40,7 +40,7 @@ MARGIN_S = 60.0
 MIN_SAMPLE_S = 5.0
 
 Rules = Mapping[str, Mapping[str, WorkerRules]]
-"""By region and model."""
+"""Rules by region and model."""
 
 
 def simulate(
