@@ -14,7 +14,7 @@ from typing import NamedTuple
 from infra.kubernetes.deployment import GpuType, read_gpu_types
 from infra.planning.deploy.prices import Prices, read_prices
 
-VIEW_FILE = Path(__file__).parents[1] / "bigquery" / "views" / "gpu_prices.sql"
+VIEW_FILE = Path(__file__).parents[2] / "bigquery" / "views" / "gpu_prices.sql"
 KINDS = {"on-demand": False, "spot": True}
 ALWAYS = dt.date(1970, 1, 1)
 """Start of a machine's oldest price, as no older one is known."""
