@@ -181,12 +181,12 @@ def _check(path: Path, wait_s: float, most_bytes: int, *, as_json: bool) -> int:
 
 
 def _show_comparison(found: Comparison) -> None:
-    told = ", ".join(f"{name}: {count:,}" for name, count in sorted(found.told_by_rows.items()))
+    known = ", ".join(f"{name}: {count:,}" for name, count in sorted(found.told_by_rows.items()))
     _print_facts(
         {
             "ledger": f"{found.lines:,} requests, {found.tokens:,} tokens, ${found.cost_usd:.9f}",
             "rows": f"{found.rows:,}, and {found.copies:,} copies, which count once",
-            "told by rows": told or "nothing: all requests were answered",
+            "known from rows only": known or "nothing: all requests were answered",
             "others": f"{found.others:,} requests of others as the same tenants, counted apart",
             "report": f"{found.groups:,} groups of hour, tenant and model",
             "differences": f"{len(found.differences):,}",

@@ -166,29 +166,32 @@ def _caller_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator
 
 def _answer_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
     """Yields the differences between an answer and the rows of its request."""
-    statuses, told = [row.status for row in rows], f"the answer was {line.status} {line.code}"
+    statuses, answer = [row.status for row in rows], f"the answer was {line.status} {line.code}"
     if line.status == 200 or line.cost_usd is not None:
         items = {row.item for row in rows if row.status != REFUSED}
         if missing := sorted(set(range(line.items)) - items):
             # Tokens and cost differ by the same items, which says nothing more.
-            yield from (("row missing", f"of item {item}; {told.rstrip()}") for item in missing)
+            yield from (("row missing", f"of item {item}; {answer.rstrip()}") for item in missing)
             return
         if set(statuses) - {"succeeded"} and line.status == 200:
-            yield "wrong status", f"rows say {', '.join(statuses)}; {told.rstrip()}"
+            yield "wrong status", f"rows say {', '.join(statuses)}; {answer.rstrip()}"
     elif 400 <= line.status < 500 and line.status not in NO_TENANT:
         if not rows:
-            yield "row missing", f"of a refused request; {told}"
+            yield "row missing", f"of a refused request; {answer}"
         elif statuses != [REFUSED]:
-            yield "wrong status", f"rows say {', '.join(statuses)}; {told}"
+            yield "wrong status", f"rows say {', '.join(statuses)}; {answer}"
     if len({row.row_id for row in rows}) > line.items:
-        yield "row too many", f"{len(rows)} rows for {line.items} items; {told.rstrip()}"
+        yield "row too many", f"{len(rows)} rows for {line.items} items; {answer.rstrip()}"
     tokens = sum(row.tokens or 0 for row in rows)
     if line.tokens is not None and tokens != line.tokens:
         yield "wrong tokens", f"rows say {tokens}, the answer {line.tokens}"
     # The order of adding is that of the API, so that the sums are the same double.
     cost_usd = sum(row.cost_usd or 0.0 for row in rows)
     if cost_usd != (line.cost_usd or 0.0):
-        yield "wrong cost", f"rows say {cost_usd!r} dollars, the answer {line.cost_usd!r}; {told}"
+        yield (
+            "wrong cost",
+            f"rows say {cost_usd!r} dollars, the answer {line.cost_usd!r}; {answer}",
+        )
 
 
 def _add(expected: defaultdict[Place, Sums], line: LedgerLine, rows: Sequence[RowOfLoad]) -> None:

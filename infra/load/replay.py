@@ -139,7 +139,7 @@ class Replay:
             await asyncio.wait([looking])
             self._pool.close()
         self.took_s = time.perf_counter() - self._began_s
-        self._tell()
+        self._report()
         if self._failure is not None:
             raise self._failure
 
@@ -266,9 +266,9 @@ class Replay:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         at_s = time.perf_counter() - self._began_s
         try:
             self._ledger.flush()

@@ -171,7 +171,7 @@ class Rollout:
                     "share is watched"
                 )
                 continue
-            self._tell(region, self._check(url))
+            self._report(region, self._check(url))
 
     def roll(self) -> None:
         """Gives the newest revisions all traffic in steps. Undoes that at the first bad sign.
@@ -224,7 +224,7 @@ class Rollout:
             if not verdict.is_good:
                 raise Unavailable(f"{region}: {candidate} at {percent} %: {verdict}")
             if region in self._public_urls:
-                self._tell(region, self._check(self._public_urls[region]))
+                self._report(region, self._check(self._public_urls[region]))
 
     def _take_back(self, region: str, shares: dict[str, int]) -> None:
         try:
@@ -233,7 +233,7 @@ class Rollout:
         except PenstockError as error:  # the other regions are taken back all the same
             self._say(f"{region}: NOT back to {_shares(shares)}, do it manually: {error.message}")
 
-    def _tell(self, region: str, lines: Sequence[str]) -> None:
+    def _report(self, region: str, lines: Sequence[str]) -> None:
         for line in lines:
             self._say(f"{region}: {line}")
 

@@ -69,10 +69,10 @@ def test_lock_names_no_index_and_no_place() -> None:
 
 
 def test_torch_asks_for_what_the_lock_was_made_from() -> None:
-    (told,) = PROJECT["tool"]["uv"]["dependency-metadata"]
+    (reported,) = PROJECT["tool"]["uv"]["dependency-metadata"]
     plain = {text for text in distribution("torch").requires or () if ";" not in text}
-    assert set(told["requires-dist"]) == plain
-    assert f"torch=={told['version']}" in PROJECT["project"]["optional-dependencies"]["worker"]
+    assert set(reported["requires-dist"]) == plain
+    assert f"torch=={reported['version']}" in PROJECT["project"]["optional-dependencies"]["worker"]
 
 
 @pytest.mark.parametrize("asked", ["six==0.1", "no-such-package==1.0", "six>=1"])

@@ -174,7 +174,7 @@ class Platform(_Variable):
         return None if chosen == "none" else chosen
 
     def in_regions(self, names: Sequence[str]) -> Platform:
-        """Returns the platform in these regions. Known ones keep their settings, new ones get the next.
+        """Returns the platform in these regions. Known ones keep their settings, new ones an index.
 
         Raises:
             ConfigurationError: there are more than 16, which is what the addresses are cut for.

@@ -40,12 +40,12 @@ def page(browser: Browser) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": 360, "height": 740}, offline=True)
     context.set_default_timeout(WAIT_LIMIT_S * 1000)
     expect.set_options(timeout=WAIT_LIMIT_S * 1000)
-    page, told, asked = context.new_page(), [], []
-    page.on("pageerror", lambda error: told.append(str(error)))
-    page.on("console", lambda message: told.append(message.text))
+    page, reported, asked = context.new_page(), [], []
+    page.on("pageerror", lambda error: reported.append(str(error)))
+    page.on("console", lambda message: reported.append(message.text))
     page.on("request", lambda request: asked.append(request.url))
     yield page
-    assert told == []
+    assert reported == []
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
     context.close()
 
