@@ -33,7 +33,7 @@ Graph = dict[str, set[str]]
 
 @dataclass(frozen=True, slots=True)
 class PackageLayout:
-    """How the modules and packages directly inside one package import each other."""
+    """Imports among the modules and packages directly inside one package."""
 
     members: int
     """Modules and packages side by side."""

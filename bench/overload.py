@@ -1,7 +1,7 @@
 """Ten times the capacity for a minute: refusals, answers in time, and costs.
 
 Capacity is what a closed loop gets out of the same requests beforehand. A request has ITEMS texts
-of a page: a refusal costs about as much whatever was asked for, and generator and API share the
+of a page: a refusal costs about the same for any request, and generator and API share the
 model's cores, so that ten times as many requests of one short text would measure nothing but those
 two. What they take is among the figures.
 """

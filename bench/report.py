@@ -29,7 +29,7 @@ class Figure(msgspec.Struct, omit_defaults=True):
 
     @property
     def is_met(self) -> bool:
-        """True if the limit is met, or there is no limit."""
+        """True if the limit is met, or no limit is set."""
         if not self.bound:
             return True
         return self.value <= self.limit if self.bound == "<=" else self.value >= self.limit

@@ -25,7 +25,7 @@ from tests.keys import bearer, keys_url, stored
 CONNECTIONS, TEXTS, BODIES = 20, 32, 40
 QUIET, RATE_PER_S = 5, 1.0
 LEAD_S = 5.0
-"""The noisy tenant begins so much earlier, and its first answers are not counted."""
+"""Seconds by which the noisy tenant begins earlier. Its first answers are not counted."""
 LIMIT_S = 60.0
 UNCACHED = {"cache-control": "no-store"}
 TENANTS = ["noisy", *(f"quiet-{number}" for number in range(QUIET))]

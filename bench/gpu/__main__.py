@@ -27,7 +27,7 @@ from bench.report import Figure, Outcome, keep, machine, table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs it. Returns 1 if there is no GPU and `--tiny` was not given."""
+    """Runs it. Returns 1 without a GPU, unless `--tiny` was given."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
     options = parser.parse_args(argv)

@@ -151,7 +151,7 @@ async def send(order: LoadOrder) -> LoadReport:
 
 
 class _Generator:
-    """The state of one order: what was sent, and what came of it."""
+    """The state of one order: the requests, and their outcomes."""
 
     def __init__(self, order: LoadOrder) -> None:
         self._order = order
@@ -219,7 +219,7 @@ class _Generator:
         self._settle()
 
     def _ended(self, exchange: Exchange, body: list[bytes]) -> None:
-        """Keeps what came of a request. In a closed loop its caller goes on."""
+        """Keeps the outcome of a request. In a closed loop its caller continues."""
         exchange.ended_s = time.perf_counter() - self._began_s
         self.exchanges.append(exchange)
         every = self._order.sample_every

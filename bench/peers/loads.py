@@ -68,7 +68,7 @@ def plan(in_flight: Sequence[int], repeats: Sequence[float], rate_per_s: float) 
         in_flight: closed loops.
         repeats: shares of repeated texts. 0 at every number in flight, others at the one nearest to
             32.
-        rate_per_s: of the open loop. 0: none.
+        rate_per_s: arrival rate of an open loop. 0: closed loop.
     """
     loads = [Load(number) for number in in_flight if 0 in repeats]
     nearest = min(in_flight, key=lambda number: abs(number - REPEATS_AT))

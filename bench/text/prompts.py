@@ -36,8 +36,8 @@ def conversations(count: int, words: int = 0, first: int = 0) -> list[list[dict[
     """`count` conversations of one message each.
 
     Args:
-        count: how many.
-        words: of a text that comes before the question.
+        count: number of prompts.
+        words: number of words before the question.
         first: the number of the first one.
     """
     found = []

@@ -56,8 +56,8 @@ def tenant_views(project: str, dataset: str, tenant: str) -> dict[str, str]:
     """The GoogleSQL of the views for a tenant's analysts: those that say `${only}`, and its rows.
 
     Args:
-        project: of the tables.
-        dataset: of the tables. The views are in another one, which is all that analysts read.
+        project: project of the tables.
+        dataset: data set of the tables. The views are in another one, the only one for analysts.
         tenant: whose rows. Terraform refuses names with quotes or backslashes.
     """
     found = _files("views") | _files("tenant_views")

@@ -54,7 +54,7 @@ class MetricSource:
 
 
 def managed_prometheus(region: str) -> MetricSource:
-    """Google's Managed Prometheus, which adds the label `location`, and has Pub/Sub's metrics."""
+    """Google's Managed Prometheus, which adds the `location` label, and has Pub/Sub's metrics."""
 
     def messages(subscription_id: str) -> str:
         name = "pubsub_googleapis_com:subscription_num_undelivered_messages"
@@ -69,8 +69,8 @@ def own_prometheus(labels: Mapping[str, str], *, has_rabbitmq: bool) -> MetricSo
     """A Prometheus whose series of the deployment have these labels.
 
     Args:
-        labels: what the scrape adds. All of the deployment is one region there.
-        has_rabbitmq: whether the broker is RabbitMQ, whose queues the functions look at. The
+        labels: labels that the scrape adds. All of the deployment is one region there.
+        has_rabbitmq: true if the broker is RabbitMQ, whose queues the functions look at. The
             embedded Pub/Sub has no metrics, and those of Google's are not there.
     """
 
@@ -87,21 +87,21 @@ def _matchers(labels: Mapping[str, str]) -> str:
 
 
 def patient_s(model: Model) -> float:
-    """The seconds in which work is done that nobody waits for on a connection."""
+    """Returns the seconds in which work is done that nobody waits for on a connection."""
     return model.deadline.longest_s * PATIENT_SHARE
 
 
 class TriggerQueries:
     """The PromQL queries of one model in one region.
 
-    Of what callers ask for, only that of this region counts. Workers of all regions pull from one
+    Of callers' requests, only those of this region count. Workers of all regions pull from one
     subscription, and each region's autoscaler answers for its own callers and its own workers. So
     if a region has no GPUs left, the workers of others get busier, and they become more.
 
     Args:
-        model: as the API labels its items.
-        worker: as the collector labels the pods of this model.
-        source: where they are asked.
+        model: the model, as the API labels its items.
+        worker: the worker, as the collector labels the pods of this model.
+        source: the source that answers the queries.
     """
 
     def __init__(self, model: Model, worker: str, source: MetricSource) -> None:
@@ -114,7 +114,7 @@ class TriggerQueries:
     def arrivals(self) -> str:
         """Seconds of work that callers of the region ask for each second.
 
-        Refused items are asked for too. The lane `batch` waits for workers that are idle.
+        Refused items were requested too. The `batch` lane waits for workers that are idle.
         """
         asked = f'{{{self._asked},lane="interactive"}}[{ARRIVED}]'
         admitted, shed = (

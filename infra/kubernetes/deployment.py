@@ -67,7 +67,7 @@ class OwnPrometheus(BaseModel):
 class Deployment(BaseModel):
     """The workers of one region, or of a cluster outside Google.
 
-    Terraform's output `deployments` (or `outside`) says most, whoever deploys the rest. Everything
+    Terraform's output `deployments` (or `outside`) says most. Everything
     up to `records_url` is what API and workers have to agree on, so it comes from one place.
     """
 

@@ -272,7 +272,7 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
     Args:
         out: the folder. Files of an earlier run are deleted.
         catalog: the models to run workers of.
-        models_file: where it was read. Each worker gets its own entry, so that a change restarts no
+        models_file: its file. Each worker gets its own entry, so that a change restarts no
             other.
         deployment: where and with what.
 

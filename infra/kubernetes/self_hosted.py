@@ -216,9 +216,9 @@ def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_
 
     Args:
         out: the folder. Files of an earlier run are deleted.
-        site: what runs there, and with what.
+        site: the site's services and settings.
         catalog: the models to serve.
-        models_file: where it was read.
+        models_file: the file that it was read from.
 
     Raises:
         ConfigurationError: as `write_overlay`.

@@ -34,9 +34,9 @@ def check(
     `wait_s`.
 
     Args:
-        ledger: of one replay.
-        rows: where they are.
-        wait_s: how long differences may go away.
+        ledger: the ledger of one replay.
+        rows: access to the rows.
+        wait_s: seconds in which differences may disappear.
         sleep: waits. Tests replace it.
         clock: seconds. Tests replace it.
 

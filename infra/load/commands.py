@@ -85,7 +85,7 @@ def load(
         raise BadInput("key: give --key or --keys, not both", field="key")
     target = Target(url, key, read_keys(keys) if keys else None)
     if trace is not None and (tenants or model or changes):
-        raise BadInput("trace: has tenants and models of its own", field="trace")
+        raise BadInput("trace: has its own tenants and models", field="trace")
     options = DayOptions(
         requests or REQUESTS_OF_A_DAY,
         tenants or len(target.keys) or TENANTS_WITHOUT_KEYS,

@@ -26,7 +26,7 @@ RELATIVE, ABSOLUTE_USD = 1e-9, 1e-9
 """Sums of doubles differ in their last digits with the order of adding. Single rows may not."""
 REFUSED = "refused"
 NO_TENANT = frozenset({401, 431})
-"""Answers to requests of nobody known, which leave no row (decision 17)."""
+"""Statuses of requests without a known tenant, which leave no row (decision 17)."""
 
 Place = tuple[datetime, str, str]
 """Hour, tenant and model."""

@@ -49,7 +49,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
-        """Hands the parser what came."""
+        """Hands received bytes to the parser."""
         self._parser.feed_data(data)
 
     def on_header(self, name: bytes, value: bytes) -> None:

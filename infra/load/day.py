@@ -38,8 +38,8 @@ class DayModel:
 
     Args:
         share: the model's part of the requests, relative to the other models' shares.
-        sizes: of its inputs.
-        items: of its requests.
+        sizes: sizes of its inputs.
+        items: numbers of items in its requests.
     """
 
     share: float
@@ -66,17 +66,17 @@ class Day:
     """The numbers that define a day.
 
     Args:
-        requests: of the whole day: 1.4 million in what docs/explanation/simulation.md calls `day`.
+        requests: requests of the whole day, 1.4 million in `day` of docs/explanation/simulation.md.
         tenants: the k-th has a share of 1 / k ** zipf.
-        models: by name.
-        seed: of all that is drawn.
-        zipf: how unequal tenants are. 0: all alike.
-        swing: of the wave. 0.6: 0.4 to 1.6 times its mean, lowest at midnight.
-        rush_share: of the requests, those of the rush at noon.
-        bursts: how many. Each is of one tenant.
-        burst_share: of the requests, those of all bursts.
-        repeat_share: of the requests, those that repeat an earlier one of their tenant and model.
-        cancel_share: of the requests, those whose caller hangs up.
+        models: models by name.
+        seed: seed of all random numbers.
+        zipf: inequality of tenants. 0: all alike.
+        swing: amplitude of the wave. 0.6: 0.4 to 1.6 times its mean, lowest at midnight.
+        rush_share: the share of requests in the rush at noon.
+        bursts: number of bursts. Each is of one tenant.
+        burst_share: the share of requests in all bursts.
+        repeat_share: the share of requests that repeat an earlier one of their tenant and model.
+        cancel_share: the share of requests whose caller hangs up.
         cancel_within_s: the longest that such a caller waits.
         batch_share: the share of the requests in the `batch` lane.
     """

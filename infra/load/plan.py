@@ -91,9 +91,7 @@ def plan_trace(target: Target, path: Path, requests: int = 0) -> LoadPlan:
     served = target.models()
     usual = next((one.id for one in served.values() if can_be_replayed(one.task)), "")
     if target.keys and (unknown := {one.tenant for one in arrivals} - target.keys.keys()):
-        raise ConfigurationError(
-            f"{path}: there is no key of the tenant {min(unknown)!r}", field="keys"
-        )
+        raise ConfigurationError(f"{path}: no key of the tenant {min(unknown)!r}", field="keys")
     names = {one.model for one in arrivals}
     # Rows have names, so the ledger has no aliases.
     named = {name: served[name or usual].id for name in names if (name or usual) in served}

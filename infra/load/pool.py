@@ -28,7 +28,7 @@ class ConnectionPool:
     Requests beyond that wait in order, and their wait counts.
 
     Args:
-        server: where requests go.
+        server: the server that gets the requests.
         most: connections at a time.
         on_end: gets each request once, with the pieces of the answer's body. It may send the next.
     """

@@ -45,7 +45,7 @@ class Pace:
     Args:
         speed: seconds of the trace in a second.
         most_in_flight: requests that are due at this limit are not sent, but counted.
-        duration_s: what is due later is not sent. 0: no such limit.
+        duration_s: requests that are due later are not sent. 0: no such limit.
     """
 
     speed: float = 1.0
@@ -83,9 +83,9 @@ class Replay:
         target: whom to ask, and with which keys.
         run: the start of the id of each request.
         arrivals: in order of time.
-        forms: by model, of all models of the arrivals.
-        pace: how fast.
-        seed: of inputs that are made.
+        forms: request forms by model, for all models of the arrivals.
+        pace: speed and limits.
+        seed: seed of generated inputs.
         ledger: gets a line for each request.
         show: gets the progress every second.
     """

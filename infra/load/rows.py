@@ -148,7 +148,7 @@ def opened_rows(settings: Settings, most_bytes: int) -> Iterator[LoadRows]:
     """The rows that the settings name, with a client of its own.
 
     Raises:
-        Unavailable: there are no credentials.
+        Unavailable: no credentials were found.
     """
     with (
         translated_errors(),

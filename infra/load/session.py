@@ -89,11 +89,11 @@ def replay(
 
     Args:
         target: whom to ask.
-        plan: what is sent.
-        pace: how fast.
+        plan: the requests to send.
+        pace: speed and limits.
         run: the start of the id of each request.
-        seed: of inputs that are made.
-        path: of the ledger, a new file.
+        seed: seed of generated inputs.
+        path: path of the ledger, a new file.
 
     Raises:
         ConfigurationError: the ledger can't be written.

@@ -50,8 +50,8 @@ class Tally:
         """Counts a request that ended.
 
         Args:
-            line: what came of it.
-            waited_ms: from when it was due to its end.
+            line: its outcome.
+            waited_ms: time from its due time to its end.
         """
         self.by_outcome[outcome_of(line)] += 1
         self.tokens += line.tokens or 0
@@ -77,7 +77,7 @@ class Tally:
         """Everything, for people and programs.
 
         Args:
-            took_s: from the first request to the last answer.
+            took_s: time from the first request to the last answer.
         """
         p50_ms, p95_ms, p99_ms = (
             np.percentile(self._waits_ms, (50, 95, 99)) if self._waits_ms else (0.0, 0.0, 0.0)

@@ -28,7 +28,7 @@ class LoadCaller(NamedTuple):
     tenant: str
     """The tenant, as rows name it. Empty: not known."""
     key_id: str
-    """The public part of the key. Empty: there is no key, or it is not one of Penstock's."""
+    """The public part of the key. Empty: no key is used, or it is not one of Penstock's."""
     headers: dict[str, str]
 
 
@@ -48,7 +48,7 @@ class Target:
     """A Penstock and how to call it.
 
     Args:
-        url: of the API, without /v1.
+        url: URL of the API, without /v1.
         key: the key of every request. Empty: none is needed.
         keys: the key of each tenant, instead.
 

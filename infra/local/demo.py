@@ -80,8 +80,8 @@ def run_demo(
 
     Args:
         demo_dir: its state is deleted first.
-        prompt: of the first image.
-        edit_prompt: of the edit of the first image.
+        prompt: prompt of the first image.
+        edit_prompt: prompt of the edit of the first image.
         broker: as for Stack.
 
     Raises:

@@ -55,7 +55,7 @@ def with_text_model(models_file: Path, made: Path) -> Path:
 
     Args:
         models_file: the catalog.
-        made: where the new one goes.
+        made: path of the new one.
 
     Returns:
         `made`.

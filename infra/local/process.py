@@ -40,7 +40,7 @@ class Process:
         log_dir: gets `<name>.log`, both output streams, overwritten at the first start. Later
             starts append to it, so that it still says why the last one ended.
         environment: its whole environment. None: that of this process.
-        stop_limit_s: how long it may take to end after SIGTERM before its whole group is killed.
+        stop_limit_s: seconds from SIGTERM until its whole group is killed.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Process:
         """Sends SIGTERM and returns at once, so that several processes can stop concurrently."""
         if self._popen is not None and self._popen.poll() is None:
             self._popen.terminate()
-            # A paused process takes SIGTERM only once it goes on.
+            # A paused process handles SIGTERM only once it continues.
             self._popen.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:

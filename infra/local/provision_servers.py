@@ -54,7 +54,7 @@ async def provision(
         admin: an open connection with permission to create. It bounds the concurrent calls.
         catalog: its models get a jobs topic, a subscription of each lane for their workers, and a
             place for dead letters.
-        inbox_pool: how many reply inboxes to make, numbered from 0.
+        inbox_pool: number of reply inboxes to create, numbered from 0.
         slots: filtered subscriptions of each inbox.
         functions_url: the URL of the functions, each at its own path. Empty: no functions run.
 
@@ -136,9 +136,9 @@ def provision_servers(
     """Makes what is missing on each server that is ours. Changes nothing that is there.
 
     Args:
-        settings: where the servers are. One without an endpoint is Google's, and is left alone.
-        functions_url: where Pub/Sub pushes dead letters and webhooks. Empty: nowhere.
-        limit_s: how long to wait for the servers, in seconds.
+        settings: endpoints of the servers. One without an endpoint is Google's, and is left alone.
+        functions_url: the URL that Pub/Sub pushes dead letters and webhooks to. Empty: none.
+        limit_s: time limit of the wait for the servers, in seconds.
         say: gets a line for each server.
 
     Raises:

@@ -49,7 +49,7 @@ class RabbitServer(Process):
     know nothing of each other.
 
     Args:
-        data_dir: where it keeps its files. Created if missing.
+        data_dir: folder of its files. Created if missing.
         log_dir: gets its log, and that of the port mapper.
         port: 0 picks a free one.
         name: for people, and for the log file.

@@ -105,7 +105,7 @@ def main(pid: int, mark: str) -> None:
                 _send(pidfd, signal.SIGKILL)
             elif one not in asked:
                 _send(pidfd, signal.SIGTERM)
-                # A paused process takes SIGTERM only once it goes on.
+                # A paused process handles SIGTERM only once it continues.
                 _send(pidfd, signal.SIGCONT)
             asked.add(one)
             if one not in children:

@@ -37,7 +37,7 @@ class RedisServer(Process):
     """A Redis on 127.0.0.1. `start` returns once it answers. The port survives restarts.
 
     Args:
-        data_dir: where it may keep files. Created if missing.
+        data_dir: folder of its files. Created if missing.
         log_dir: gets redis.log.
         port: 0 picks a free one.
         socket_path: a Unix socket to listen on as well.

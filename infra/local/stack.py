@@ -130,12 +130,12 @@ class Stack:
 
     Args:
         state_dir: gets the logs, the rows, the objects and the spool.
-        ports: where to listen.
+        ports: ports to listen on.
         settings: `PENSTOCK_*` variables for every process, above the stack's own. A server whose
             variable in REPLACED_BY is among them is not started: the one it names is used.
         keep_messages: whether Pub/Sub keeps what it holds in the state's folder, over restarts and
             crashes. RabbitMQ always does.
-        broker: `rabbitmq` for a RabbitMQ of its own in the place of the embedded Pub/Sub.
+        broker: `rabbitmq` starts a RabbitMQ instead of the embedded Pub/Sub.
         say: gets each line of progress.
 
     Raises:

@@ -23,8 +23,8 @@ class SupervisedPart:
 
     Args:
         process: started, and ready.
-        is_ready: whether it does its work.
-        limit_s: how long it may take to get ready after a start, in seconds.
+        is_ready: returns whether it does its work.
+        limit_s: time limit to get ready after a start, in seconds.
     """
 
     process: Process

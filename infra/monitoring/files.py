@@ -36,7 +36,7 @@ def prometheus_config(catalog: Catalog, ports: Ports, rules_file: str) -> dict[s
 
     Args:
         catalog: the models. Each has one worker, whose series get the `worker` label.
-        ports: of the stack.
+        ports: ports of the stack.
         rules_file: the path of the rules, from the configuration.
     """
     workers = [
@@ -77,7 +77,7 @@ def rendered() -> dict[str, str]:
 
 
 def write_rendered() -> None:
-    """Writes the folder `rendered`."""
+    """Writes the `rendered` folder."""
     for name, text in rendered().items():
         (RENDERED / name).write_text(text, encoding="utf-8")
 
@@ -96,10 +96,10 @@ def write_for_prometheus(
     Args:
         out: the folder. Files of an earlier run are replaced.
         catalog: the models of the local stack.
-        targets: by objective, the share of events that must be good.
+        targets: the share of events that must be good, by objective.
         least_bad_events: the minimum number in a window before an alert fires.
-        worker_hour_usd: what one worker costs in an hour.
-        runbook_url: where docs/how-to/operations.md can be read.
+        worker_hour_usd: price of one worker per hour.
+        runbook_url: URL of docs/how-to/operations.md.
 
     Returns:
         The files.

@@ -84,7 +84,7 @@ class Bounds:
     budgets: Mapping[str, str]
     """The share of events that may be bad, by objective."""
     least_bad_events: str
-    """So many bad events must lie in the long window before an alert fires."""
+    """Minimum number of bad events in the long window before an alert fires."""
 
 
 def bounds_of(targets: Mapping[str, float], least_bad_events: int) -> Bounds:
@@ -112,7 +112,7 @@ def _increase(metric: str, matchers: str, window: str, scope: Scope) -> str:
 
 
 def error_ratio(objective: Objective, window: str, scope: Scope) -> str:
-    """PromQL: the share of bad events in a window. No series while there is no bad event."""
+    """PromQL: the share of bad events in a window. No series until a bad event occurs."""
     bad = bad_events(objective, window, scope)
     return f"{bad} / {valid_events(objective, window, scope)}"
 
@@ -127,7 +127,7 @@ def burns(objective: Objective, rates: tuple[BurnRate, ...], bounds: Bounds) -> 
     """PromQL: the models whose budget burns at one of the rates, and without a label all together.
 
     Few events say little: one bad among 20 would be a burn rate of 50. So a number of bad
-    events is asked for too. A number of all events would silence a small service that is down.
+    events is required too. A number of all events would silence a small service that is down.
     """
     return " or ".join(_burns(objective, rate, bounds, scope) for scope in SCOPES for rate in rates)
 

@@ -55,7 +55,7 @@ class GoogleClient:
         *,
         missing_ok: bool = False,
     ) -> dict[str, Any] | None:
-        """The resource at `path`. None if there is none and that is allowed.
+        """The resource at `path`. None if it does not exist and that is allowed.
 
         Raises:
             Unavailable: no answer, or a refusal, whose text is in the message.

@@ -30,7 +30,7 @@ class CanaryJudge:
 
     Args:
         google: asks.
-        project: of the service.
+        project: project of the service.
         service: its short name.
         error_ratio: part of the answers that may be 5xx.
         least_requests: fewer say nothing, neither good nor bad.

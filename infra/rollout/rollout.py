@@ -86,12 +86,12 @@ class Rollout:
     """Rolls the newest revision out in every region.
 
     Args:
-        services: by region, in the order in which they get it.
+        services: services by region, in rollout order.
         judge: says whether a revision answers well.
         check: sends real requests.
-        public_urls: where callers reach each region, checked after each step.
+        public_urls: the public URL of each region, checked after each step.
         steps_percent: shares of the candidate, rising to 100.
-        watch_s: how long each share is watched. The counts are three minutes late.
+        watch_s: seconds for which each share is watched. The counts are three minutes late.
         pause: waits this number of seconds.
         say: gets one line of progress at a time.
     """

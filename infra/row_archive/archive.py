@@ -132,7 +132,7 @@ TRIMMED = Counter(
 )
 OLDEST = Gauge(
     "penstock_row_archive_oldest_seconds",
-    "Age of the oldest object that is not archived; 0 if there is none",
+    "Age of the oldest object that is not archived; 0 if all are archived",
     ["table"],
 )
 
@@ -156,7 +156,7 @@ class RowArchive:
     Args:
         objects: the store.
         table: whose rows.
-        loader: puts them into BigQuery too. None: nobody does.
+        loader: puts them into BigQuery too. None: they are not loaded.
     """
 
     def __init__(self, objects: ObjectStore, table: str, loader: RowLoader | None) -> None:
@@ -189,7 +189,7 @@ class RowArchive:
         return len(begun.keys) == PASS_OBJECTS
 
     async def _begun(self) -> _Pass | None:
-        """The pass that was begun before, or a new one. None if there are no rows."""
+        """The pass that was begun before, or a new one. None without rows."""
         found = await self._objects.listing(incoming(self._table), PASS_OBJECTS)
         waiting = [one.key for one in found if one.size_bytes <= OBJECT_MAX_BYTES]
         if len(waiting) < len(found):

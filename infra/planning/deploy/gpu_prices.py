@@ -1,4 +1,4 @@
-"""`python -m infra.planning.deploy.gpu_prices`: writes the view `gpu_prices` from the prices.
+"""`python -m infra.planning.deploy.gpu_prices`: writes the `gpu_prices` view from the prices.
 
 To be run after a change of prices.yaml or gpus.yaml. A test compares them. A node has one GPU, so
 the price of its machine is that of the GPU plus those of its cores and memory.

@@ -207,7 +207,7 @@ def make_plan(
         catalog: the models. Those without a rate have no more workers than replicas.min.
         rates: the expected rates.
         platform: the variables of infra/terraform/platform.
-        prices: what things cost.
+        prices: prices of resources.
         gpus: infra/kubernetes/gpus.yaml.
         buffer: places kept warm for each class of GPU nodes, as `python -m infra.kubernetes
             --buffer`.

@@ -24,7 +24,7 @@ class Source(_Entry):
 
     url: str = Field(pattern=r"^https?://.+")
     seen: datetime.date
-    """The day on which somebody looked."""
+    """The day on which the prices were read."""
     dated: datetime.date | None = None
     """The date on the page or file. None if it has none."""
     note: str = ""

@@ -32,7 +32,7 @@ def _sections(plan: DeployPlan) -> Iterator[str]:
         (one.name, one.place, _number(one.needed), one.default, one.note) for one in plan.quotas
     ]
     yield _headed(
-        "Quotas to ask for, for the peak",
+        "Quotas to request for the peak",
         _table(("quota", "of", "needed", "default", ""), rows_of_quotas),
     )
     yield _headed(

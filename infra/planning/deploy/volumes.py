@@ -95,7 +95,7 @@ def volume(model: Model, rate: ModelRate) -> Volume:
 
 
 def _apart(model: Model, size_bytes: int | None, limit_bytes: int) -> int:
-    """Bytes that lie in the object store instead of a message. Texts and vectors never do."""
+    """Bytes that are in the object store instead of a message. Texts and vectors never do."""
     is_apart = size_bytes is not None and size_bytes > limit_bytes and model.definition.stores_blobs
     return size_bytes or 0 if is_apart else 0
 

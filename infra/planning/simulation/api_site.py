@@ -55,8 +55,8 @@ class ApiSite:
 
     Args:
         region: where.
-        model: of the catalog.
-        instances: how many there can be.
+        model: the model's catalog entry.
+        instances: the maximum number of instances.
         concurrency: requests that one instance holds.
     """
 

@@ -33,7 +33,7 @@ class WholeBatches:
 
     Args:
         env: the clock.
-        model: of the catalog.
+        model: the model's catalog entry.
         load: seconds of batches.
         chance: the source of chance.
         on_ended: called after each batch. It starts the next one.

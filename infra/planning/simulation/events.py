@@ -40,8 +40,8 @@ def arrival_times(
     """The times of a stream in order, in chunks.
 
     Args:
-        stream: what arrives.
-        duration_s: of the scenario.
+        stream: the arrivals.
+        duration_s: duration of the scenario.
         generator: the source of chance.
 
     Raises:

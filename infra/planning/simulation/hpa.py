@@ -26,7 +26,7 @@ class HorizontalPodAutoscaler:
     Args:
         least: minReplicas.
         most: maxReplicas.
-        behavior: how fast it may change.
+        behavior: limits on its rate of change.
     """
 
     def __init__(self, least: int, most: int, behavior: Behavior) -> None:

@@ -1,4 +1,4 @@
-"""The metrics that rules may ask for: one row each. A new metric of a rule needs a row here.
+"""The metrics that rules may query: one row each. A new metric of a rule needs a row here.
 
 A row has the values of one target at a time, with the labels that distinguish them.
 """

@@ -185,7 +185,7 @@ class PromQuery:
         compiler = _Compiler(text)
         self._evaluate = compiler.compiled(parsed)
         self.metrics = frozenset(compiler.metrics)
-        """The names of the metrics that it asks for."""
+        """The names of the metrics that it queries."""
         self.looks_back_s = compiler.looks_back_s
         """The lookback in seconds."""
 

@@ -19,12 +19,12 @@ class SimulatedDeployment:
 
     Args:
         env: the clock.
-        service: what the workers serve.
-        fleet: where they run.
-        rules: of rollouts and drains.
+        service: the service of the workers' model.
+        fleet: the nodes that they run on.
+        rules: rules of rollouts and drains.
         cluster: times.
         region: where.
-        recorder: gets what ended workers did.
+        recorder: gets the work of ended workers.
     """
 
     def __init__(

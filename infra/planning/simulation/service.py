@@ -23,10 +23,10 @@ class Service:
 
     Args:
         env: the clock.
-        model: of the catalog.
+        model: the model's catalog entry.
         load: seconds of batches.
-        broker: how jobs are given to workers.
-        record: gets how each request ended.
+        broker: rules of job delivery to workers.
+        record: gets the ending of each request.
         trip_s: both ways over Pub/Sub.
         chance: the source of chance.
     """

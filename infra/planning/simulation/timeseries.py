@@ -54,7 +54,7 @@ class TimeSeries:
     """All series by metric name and labels.
 
     Args:
-        kept_s: how far back queries look. Older series and samples may be dropped.
+        kept_s: the longest lookback of queries. Older series and samples may be dropped.
     """
 
     def __init__(self, kept_s: float = math.inf) -> None:

@@ -49,7 +49,7 @@ def simulate(
     """Runs a scenario. The same scenario and rules give the same result.
 
     Args:
-        scenario: what happens.
+        scenario: the scenario to run.
         models_file: a catalog that replaces the scenario's.
         rules: replace those that are read from what deploys (`deployed_rules`).
 
