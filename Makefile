@@ -8,7 +8,7 @@ EXTRAS := api,worker,functions,optimize,local,simulation,dev
 # More workers than cores, as tests wait; those that share a stack or a model stay on one of them (tests/groups.py).
 PYTEST_WORKERS ?= 3
 PYTEST := $(BIN)/pytest -q -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
-SOURCES := api workers shared infra models bench tests
+SOURCES := api workers shared infra models bench examples tests
 # Each has a pyproject.toml, a Makefile and tests of its own.
 EMULATORS := emulators/bigquery emulators/pubsub
 

@@ -1,4 +1,4 @@
-"""The benchmarks: what the pipeline costs beside the model, on the machine they run on.
+"""The benchmarks: the cost of the pipeline in addition to the model, on this machine.
 
 `python -m bench` runs all.
 """

@@ -43,7 +43,7 @@ MODULES = {
     "streams": "streams",
     "profile": "time_profile",
 }
-"""By the name of a benchmark: the module here whose `run()` returns an Outcome."""
+"""Modules here whose `run()` returns an Outcome, by the name of the benchmark."""
 HAVE_SHORT_FORM = frozenset({"bad_neighbor"})
 """Benchmarks whose `run` takes `quick`."""
 

@@ -1,6 +1,6 @@
-"""A batch of 50,000 embeddings while all parts are killed, and interactive requests beside it.
+"""A batch of 50,000 embeddings while all parts are killed, and interactive requests alongside.
 
-The interactive requests are sent in rounds, with the runner paused and with the batch beside them.
+The interactive requests are sent in rounds, with the runner paused and with the batch alongside.
 So other load on the machine falls on both. Then the runner, the API, Redis and the worker are
 killed, one after the other, and started again.
 """
@@ -89,7 +89,7 @@ def _out_of_order(ids: list[str]) -> int:
 
 
 def _round(pipeline: Pipeline) -> tuple[LoadReport, LoadReport]:
-    """The interactive requests without the batch, and then beside it."""
+    """The interactive requests without the batch, and then alongside it."""
     runner = pipeline.stack.processes["batches"]
     runner.pause()
     try:

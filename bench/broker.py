@@ -51,7 +51,7 @@ VARIANTS: dict[str, tuple[list[str], Replies, int]] = {
     "embedded in a directory, direct": (["--data-dir"], "direct", 1),
     "embedded in a directory with fsync, direct": (["--fsync", "--data-dir"], "direct", 4),
 }
-"""By name: options of the server (a directory follows), which replies, divisor of the round trips.
+"""Brokers by name: server options (a directory follows), replies, divisor of the round trips.
 """
 
 RABBITMQ = "rabbitmq, direct"
@@ -100,7 +100,7 @@ def _embedded(folder: Path, options: list[str]) -> Iterator[str]:
 
 
 def _rabbitmq(stack: ExitStack, folder: Path) -> RabbitServer | None:
-    """A node of this machine's package. None: there is none."""
+    """A node of this machine's package. None if it is not installed."""
     try:
         find_rabbitmq_server()
     except ConfigurationError:

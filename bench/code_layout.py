@@ -33,7 +33,7 @@ Graph = dict[str, set[str]]
 
 @dataclass(frozen=True, slots=True)
 class PackageLayout:
-    """How the modules and packages directly inside one package import each other."""
+    """Imports among the modules and packages directly inside one package."""
 
     members: int
     """Modules and packages side by side."""
@@ -158,7 +158,7 @@ def _module_name(root: Path, path: Path) -> str:
 
 
 def measure_revision(revision: str) -> tuple[dict[str, PackageLayout], dict[str, str]]:
-    """The same of a commit, from an archive of it."""
+    """Measures a commit, from an archive of it."""
     command = ["git", "archive", revision, *PACKAGES]
     archive = subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -78,7 +78,7 @@ CALM_LIMIT_S, CHECK_WAIT_S = 60.0, 240.0
 
 
 def run() -> Outcome:
-    """Sends the day, kills parts meanwhile, and compares."""
+    """Sends the day while parts are killed, and compares."""
     with tempfile.TemporaryDirectory(prefix="penstock-day-") as made:
         folder = Path(os.environ.get("BENCH_DAY_FOLDER", made))
         folder.mkdir(parents=True, exist_ok=True)
@@ -131,13 +131,13 @@ def _load_command(stack: Stack, folder: Path) -> list[str]:
     return [*words, "--ledger", str(folder / "ledger.jsonl")]
 
 
-def _run(command: list[str], stack: Stack, meanwhile: Callable[[], None]) -> dict[str, Any]:
+def _run(command: list[str], stack: Stack, during: Callable[[], None]) -> dict[str, Any]:
     """Runs `penstock load` and returns what it prints."""
     environment = environment_with(stack.environment)
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         try:
             while process.poll() is None:
-                meanwhile()
+                during()
                 time.sleep(WATCH_S)
             assert process.stdout is not None
             said = process.stdout.read()
@@ -153,7 +153,7 @@ class _Kills:
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self._supervisor = Supervisor(stack.parts, stack.tell)
+        self._supervisor = Supervisor(stack.parts, stack.report)
         self._parts: Iterator[str] = islice(cycle(KILLED), KILLS)
         self._began_s: float | None = None
         self.count = 0

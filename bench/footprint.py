@@ -1,4 +1,4 @@
-"""Start-up seconds and resident memory of an API and a worker, beside a running stack."""
+"""Start-up seconds and resident memory of an API and a worker, next to a running stack."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ def run() -> Outcome:
 
 
 def maps_torch(pid: int) -> bool:
-    """Whether the process has torch loaded, by its mapped libraries (Linux)."""
+    """Returns whether the process has torch loaded, by its mapped libraries (Linux)."""
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ SDK_ROOTS = (
     "/snap/google-cloud-cli/current",
     "~/google-cloud-sdk",
 )
-"""Where packages and installers put it. Elsewhere it is found by `gcloud` on PATH."""
+"""The paths that packages and installers use. Otherwise `gcloud` on PATH finds it."""
 JAR = "platform/pubsub-emulator/lib/cloud-pubsub-emulator-*.jar"
 
 
@@ -28,10 +28,10 @@ def find_emulator(jar: str | None = None) -> list[str] | None:
     """Returns the command that starts the emulator, without its options.
 
     Args:
-        jar: the emulator's, where it is known.
+        jar: the emulator's, if it is known.
 
     Returns:
-        None where the emulator or a Java is missing.
+        None if the emulator or a Java is missing.
     """
     gcloud, java = shutil.which("gcloud"), shutil.which("java")
     roots = [Path(root).expanduser() for root in SDK_ROOTS]

@@ -1,8 +1,8 @@
-"""Images that join between two steps, beside whole batches: the same arrivals, in turn.
+"""Images that are admitted between steps, compared with whole batches: the same arrivals, in turn.
 
 Two stacks run, one with `image.join: auto` and one with `never`. First each is kept full, for its
-pictures per second. Then both get the same Poisson arrivals at 70 % of what whole batches do: four
-short pictures for each long one.
+images per second. Then both get the same Poisson arrivals at 70 % of what whole batches do: four
+short images for each long one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CALL_LIMIT_S = 120.0
 VARIANTS = {"whole batches": "never", "joining": "auto"}
 
 Timed = list[tuple[int, float]]
-"""Steps and seconds of each picture."""
+"""Steps and seconds of each image."""
 
 
 def run() -> Outcome:
@@ -77,7 +77,7 @@ def _stack(join: str) -> Iterator[Stack]:
 
 
 async def _keep_full(stack: Stack, seed: int) -> float:
-    """Pictures per second of the same mix, with as many callers as fill a batch twice."""
+    """Images per second of the same mix, with enough callers to fill a batch twice."""
     drawn = random.Random(seed)
     until_s, done = time.monotonic() + FULL_S, 0
 
@@ -95,7 +95,7 @@ async def _keep_full(stack: Stack, seed: int) -> float:
 
 
 async def _arrive(stack: Stack, rate_per_s: float, seed: int) -> Timed:
-    """An open loop: a picture that waits delays no arrival."""
+    """An open loop: an image that waits delays no arrival."""
     drawn = random.Random(seed)
     timed: Timed = []
 

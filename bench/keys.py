@@ -1,4 +1,4 @@
-"""What a key costs a request, and whether the time of a refusal says anything of the key."""
+"""The cost of a key for a request, and whether the time of a refusal reveals part of the key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shared.tenants.key_store import StoredDocument
 CALLS = 200
 ROUNDS = 100
 FLAT_WITHIN = 0.05
-"""Of the median: a third of a microsecond, far below what a network hides."""
+"""Share of the median: a third of a microsecond, far below what a network hides."""
 
 
 class _Kept(KeyFile):

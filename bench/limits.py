@@ -1,6 +1,7 @@
-"""What limits cost a request: the CPU of one process between authentication and dispatch.
+"""The cost of limits for a request: the CPU of one process between authentication and dispatch.
 
-Callers without limits, with limits far away, and with a budget and slots besides, interleaved.
+Compared are callers without limits, with limits far away, and with a budget and slots in
+addition, interleaved.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One worker with two models and room for one, compared with a worker of one model.
 
 The models are MiniLM under three names: alone in its worker, or common and rare in another. Both
-workers run all the time, one with load and the other idle, in turns, so that what the machine does
-meanwhile weighs on both.
+workers run all the time, one with load and the other idle, in turns, so that other load
+on the machine weighs on both.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ RARE_SHARE = 0.1
 IN_FLIGHT = 128
 """Requests in flight, enough that those for the rare model, which wait, are not all of them."""
 LEAD_S, LEAD_LIMIT_S, LEAD_ANSWERS = 5.0, 10.0, 2 * IN_FLIGHT
-"""Of each part, not counted: until as many requests wait for the rare model as always will."""
+"""Lead of each part, not counted: until requests for the rare model reach their steady number."""
 ALONE_S = 15.0
 BOTH_S = 40.0
 LENGTHS = 3
-"""Texts of so many kinds of length are in the mix, and a batch has one of them."""
+"""Number of text lengths in the mix. A batch has texts of one length."""
 ROUNDS = 3
 LAYOUTS = (1, 2)
 """Model processes: the budget is that of each, so with two of them either model may have one."""
@@ -66,7 +66,7 @@ class TimedAnswer:
 
 @dataclass(frozen=True)
 class Switching:
-    """What the worker's metrics say of switching since its start."""
+    """The worker's metrics of model switching since its start."""
 
     loads: float
     seconds: float
@@ -174,7 +174,7 @@ def _drive(
     """Keeps IN_FLIGHT requests open.
 
     Returns the answers that came within `seconds` after the lead-in, and the CPU milliseconds that
-    each request cost the model processes of `worker`: on a busy machine that tells more than rates
+    each request cost the model processes of `worker`: on a busy machine that says more than rates
     do.
     """
     mix, send_s = random.Random(1), LEAD_LIMIT_S + seconds

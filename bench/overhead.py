@@ -38,7 +38,7 @@ def run() -> Outcome:
 
 
 def _split(report: LoadReport) -> dict[str, Any]:
-    """Where a round trip goes, as the answers' own headers say."""
+    """The parts of a round trip, by the answers' own headers."""
     exchanges = report.exchanges
     return {
         "round_trip_ms": report.round_trip(),

@@ -1,7 +1,7 @@
 """Ten times the capacity for a minute: refusals, answers in time, and costs.
 
 Capacity is what a closed loop gets out of the same requests beforehand. A request has ITEMS texts
-of a page: a refusal costs about as much whatever was asked for, and generator and API share the
+of a page: a refusal costs about the same for any request, and generator and API share the
 model's cores, so that ten times as many requests of one short text would measure nothing but those
 two. What they take is among the figures.
 """
@@ -83,7 +83,7 @@ def _bodies(pipeline: Pipeline) -> list[str]:
 
 
 def _drive(pipeline: Pipeline, order: LoadOrder) -> tuple[LoadReport, dict[str, float]]:
-    """What came of `order`, and the part of all cores that each took meanwhile, in percent."""
+    """Returns the results of `order`, and the part of all cores that each used, in percent."""
     before_s = pipeline.cpu_s()
     report = drive(order)
     after_s, cores_s = pipeline.cpu_s(), len(os.sched_getaffinity(0)) * report.wall_s

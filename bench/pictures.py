@@ -1,7 +1,7 @@
-"""Measures answers from the cache while pictures are decoded, and edits whose deadline passes.
+"""Measures answers from the cache while images are decoded, and edits whose deadline passes.
 
 16 callers send a PNG of 25 megapixels, RGBA in 16 bit, again and again. No image worker runs: the
-edits ask for less than one step, which is refused right after the picture was decoded. Quiet and
+edits ask for less than one step, which is refused right after the image was decoded. Quiet and
 busy are measured in turn on one API.
 """
 
@@ -103,7 +103,7 @@ def _editing(port: int, png: bytes) -> Iterator[list[int]]:
             for one in calls:
                 one.result()
     if set(statuses) != {400}:
-        raise RuntimeError(f"only pictures that were decoded were expected, not {set(statuses)}")
+        raise RuntimeError(f"only images that were decoded were expected, not {set(statuses)}")
 
 
 def _edit(client: httpx.Client, png: bytes, **headers: str) -> int:

@@ -39,7 +39,7 @@ from workers.runtime.template import MODEL_PROCESS_NAME
 MODEL = "all-MiniLM-L6-v2"
 MODELS_FILE = Path("models.yaml")
 BROKER: Broker = "rabbitmq" if os.environ.get("BENCH_BROKER") == "rabbitmq" else "pubsub"
-"""Of what is measured. The embedded Pub/Sub if nothing else is said."""
+"""Broker of the measured stack. Default: the embedded Pub/Sub."""
 READY_LIMIT_S = 60.0
 SCRAPE_LIMIT_S = 5.0
 WARM_UP_TEXTS = 256
@@ -53,7 +53,7 @@ class Part:
 
     Args:
         port: a port of 127.0.0.1 on which it listens.
-        ready_s: seconds from its start to ready, where that was measured.
+        ready_s: seconds from its start to ready, if that was measured.
     """
 
     def __init__(self, port: int, ready_s: float = 0.0) -> None:
@@ -105,7 +105,7 @@ class Work:
 
 
 def samples_of(port: int) -> Iterator[Sample]:
-    """What the metrics of a worker on `port` say."""
+    """Returns the metrics of a worker on `port`."""
     url = f"http://127.0.0.1:{port}/metrics"
     with urllib.request.urlopen(url, timeout=SCRAPE_LIMIT_S) as answer:
         for family in text_string_to_metric_families(answer.read().decode()):
@@ -175,7 +175,7 @@ class Pipeline:
             time.sleep(POLL_S)
 
     def work(self) -> Work:
-        """What the worker's own metrics say it computed."""
+        """Returns the computed items, by the worker's own metrics."""
         values = {sample.name: sample.value for sample in self._samples()}
         return Work(
             values["penstock_worker_real_work_total"], values["penstock_worker_padded_work_total"]

@@ -26,9 +26,9 @@ from workers.models.backend import Backend
 from workers.models.embedding.model import cut_by_length
 
 WAYS = ("by 4", "by 16", "512 tokens", "1024 tokens", "2048 tokens", "least padding")
-"""How sorted texts are batched: by number, by padded tokens, or by minimum cost."""
+"""Ways to batch sorted texts: by number, by padded tokens, or by minimum cost."""
 CALL_TOKENS = 20
-"""What a call costs besides its tokens, in tokens, for `least padding`."""
+"""Fixed cost of a call, in tokens, for `least padding`."""
 
 
 Batch = list[list[int]]
@@ -41,9 +41,9 @@ class RawModel:
     They idle when not asked.
 
     Args:
-        folder: of the model.
-        processes: how many children.
-        threads: of each.
+        folder: folder of the model.
+        processes: number of child processes.
+        threads: threads of each.
         backend: what computes: torch in a precision, or ONNX Runtime with a graph.
     """
 

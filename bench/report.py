@@ -29,7 +29,7 @@ class Figure(msgspec.Struct, omit_defaults=True):
 
     @property
     def is_met(self) -> bool:
-        """Whether the limit, where there is one, is kept."""
+        """True if the limit is met, or no limit is set."""
         if not self.bound:
             return True
         return self.value <= self.limit if self.bound == "<=" else self.value >= self.limit
@@ -45,7 +45,7 @@ class Outcome(msgspec.Struct):
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on, and from which commit."""
+    """Returns the machine and the commit that the figures were measured with."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),

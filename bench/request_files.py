@@ -1,8 +1,8 @@
 """`python -m bench.request_files`: lists the files that one text passes through.
 
 Starts the stack with the text model alone, sends one text that no cache has, and lists every file
-of api, shared and workers in which a function ran meanwhile, in any process. Work in the background
-of the same moment counts too: some four files.
+of api, shared and workers in which a function ran in that time, in any process. Work in the
+background of the same moment counts too: some four files.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def trace(folder: Path) -> set[str]:
 
 
 def text_model_only(folder: Path) -> Path:
-    """A catalog of one model, in torch and fp32, so that no backend is measured meanwhile."""
+    """A catalog of one model, in torch and fp32, so that no backend is measured during the run."""
     catalog = yaml.safe_load((ROOT / "models.yaml").read_text())
     entry = next(one for one in catalog["models"] if one["name"] == MODEL)
     path = folder / "models.yaml"

@@ -28,7 +28,7 @@ class _Insert(msgspec.Struct):
 
 
 class Counts(msgspec.Struct):
-    """What came. `tokens` are of each different row once."""
+    """The received rows. `tokens` count each distinct row once."""
 
     rows: int = 0
     different: int = 0

@@ -1,6 +1,6 @@
 """The writer of usage rows on one core: its rate, an outage of BigQuery, and the way out of it.
 
-The writer has a core of its own. What stands for BigQuery has another one, where there is one,
+The writer has a core of its own. The stand-in for BigQuery has another one, if there is one,
 and answers after as long as the service (bench/row_sink.py). An outage of ten minutes is
 compressed: its rows come as fast as they can be made. Then BigQuery is back, while rows go on for a
 while at the usual rate. `python -m bench.rows ROWS` has another backlog.
@@ -34,7 +34,7 @@ OUTAGE_S = 600
 BACKLOG = RATE_PER_S * OUTAGE_S
 STEADY_S = 20.0
 ANSWER_MS = 100
-"""How long the service takes for an insertAll."""
+"""Duration of an insertAll at the service."""
 MAX_BESIDE = 20_000_000
 """Room for rows before and after the outage."""
 CHUNK = 100_000
@@ -76,13 +76,13 @@ class _Run:
             steady = await self._traffic.at_rate(writer, STEADY_S)
             await writer.flush(DRAIN_LIMIT_S)
             before_mib = resident_mib()
-            await self._told("/away")
+            await self._request("/away")
             outage_s = await self._as_fast_as_possible(writer)
             disk_bytes, held_mib = folder_bytes(self._spool_dir), resident_mib()
-            await self._told("/back")
+            await self._request("/back")
             drained_s, of_drain = await self._drain(writer)
             pending = writer.pending
-            found = await self._told("/counts")
+            found = await self._request("/counts")
         lost = metric("penstock_rows_lost_total")
         return Outcome(
             [
@@ -108,7 +108,7 @@ class _Run:
             },
         )
 
-    async def _told(self, path: str) -> Counts:
+    async def _request(self, path: str) -> Counts:
         async with httpx.AsyncClient(base_url=self._url, timeout=WAIT_LIMIT_S) as client:
             answer = await client.get(path)
         return msgspec.json.decode(answer.content, type=Counts)
@@ -133,13 +133,13 @@ class _Run:
         self._unsafe -= 1
 
     def _until_packed(self) -> None:
-        """Waits until little lies on disk as it came beside what is in memory too."""
+        """Waits until few unpacked rows are on disk, in addition to those in memory."""
         deadline_s = time.monotonic() + DRAIN_LIMIT_S
         while len(list(self._spool_dir.glob("*.segment"))) > 64 and time.monotonic() < deadline_s:
             time.sleep(0.05)
 
     async def _drain(self, writer: RowWriter) -> tuple[float, float]:
-        """Seconds until nothing waits, at first with new rows beside, and the part of the core."""
+        """Seconds until nothing waits, at first with new rows as well, and the part of the core."""
         began_s, began_cpu_s = time.monotonic(), time.process_time()
         await self._traffic.at_rate(writer, STEADY_S)
         await writer.flush(DRAIN_LIMIT_S)
@@ -148,7 +148,7 @@ class _Run:
 
 
 def folder_bytes(folder: Path) -> int:
-    """What its files take. Those that go meanwhile are left out."""
+    """Size of its files. Those that are deleted during the count are left out."""
     found = 0
     for path in folder.iterdir():
         with suppress(FileNotFoundError):

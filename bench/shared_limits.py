@@ -1,6 +1,6 @@
 """Ten API processes share the limit of a tenant: what they let through together.
 
-Both phases are counted from what callers are told: answers with status 200, by the moment at
+Both phases are counted from what callers see: answers with status 200, by the moment at
 which they arrive. In the second, Redis is killed and the limit is kept by each process alone.
 """
 
@@ -98,7 +98,7 @@ def _others(stack: Stack) -> Iterator[list[str]]:
 
 
 async def _let_through(urls: list[str], seconds: float) -> list[float]:
-    """When each answer with status 200 came, in seconds. The processes are asked in turn."""
+    """Arrival of each answer with status 200, in seconds. The processes are asked in turn."""
     came_s: list[float] = []
     async with httpx.AsyncClient(headers=bearer("limited"), timeout=30) as client:
 
@@ -124,6 +124,6 @@ def _most_in_a_window(came_s: list[float]) -> int:
 
 
 def _by_second(came_s: list[float]) -> list[int]:
-    """How many came in each second from the first on."""
+    """Number of answers in each second from the first on."""
     counts = Counter(int(at_s - came_s[0]) for at_s in came_s)
     return [counts[second] for second in range(max(counts) + 1)]

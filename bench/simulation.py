@@ -1,7 +1,7 @@
-"""The simulator beside the real stack, with the same arrivals: answer times and goodput.
+"""The simulator compared with the real stack, with the same arrivals: answer times and goodput.
 
-Workers with one process of one thread each draw pictures. What a batch takes is measured first,
-as docs/explanation/simulation.md tells users to measure theirs. Then requests come at the times of
+Workers with one process of one thread each generate images. What a batch takes is measured first,
+as docs/explanation/simulation.md has users measure theirs. Then requests come at the times of
 a trace, which the simulator gets too, while workers are added and killed.
 """
 
@@ -38,12 +38,12 @@ from shared.settings import environment_with
 MODEL = "stable-diffusion-tiny"
 SEND_S = 90.0
 CHANGE_S = 30.0
-"""When a worker is added or killed."""
+"""Times at which a worker is added or killed."""
 CALIBRATION_S = 15.0
 IN_FLIGHT = (1, 16)
-"""Of the calibration: batches of one, and full ones."""
+"""Requests in flight during calibration: batches of one, and full ones."""
 LIMIT_S = 60.0
-"""For an answer: the model's own deadline."""
+"""Time limit of an answer: the model's own deadline."""
 P95_WITHIN, GOODPUT_WITHIN = 0.20, 0.05
 SEED = 16
 
@@ -56,7 +56,7 @@ class Case:
     workers: int
     then: int
     load: float
-    """Of what the workers at the start can do with batches of one."""
+    """Load as a share of the initial workers' capacity with batches of one."""
 
 
 CASES = (
@@ -68,7 +68,7 @@ CASES = (
 
 
 class BatchSeconds(NamedTuple):
-    """What was measured of one worker: seconds of a batch, and what a request adds to it."""
+    """Measurements of one worker: seconds of a batch, and those that a request adds to it."""
 
     fixed_s: float
     item_s: float
@@ -76,7 +76,7 @@ class BatchSeconds(NamedTuple):
 
 
 class Times(NamedTuple):
-    """What callers saw."""
+    """The callers' view of a run."""
 
     p50_s: float
     p95_s: float
@@ -143,7 +143,7 @@ def _entry(**changes: Any) -> dict[str, Any]:
 
 
 def _measured(stack: Stack) -> BatchSeconds:
-    """What batches of one item and of many take, by the worker's own metrics."""
+    """Returns the seconds of batches of one item and of many, by the worker's own metrics."""
     health = stack.ports.health[0]
     found = []
     for in_flight in IN_FLIGHT:
@@ -178,7 +178,7 @@ def _metrics(port: int) -> dict[str, float]:
 
 
 def _real(stack: Stack, case: Case, per_s: float) -> tuple[Times, float]:
-    """What callers saw, and when the workers changed, in seconds since the first request."""
+    """Returns the callers' view, and the seconds from the first request to each worker change."""
     with ExitStack() as undo:
         others = [_another_worker(stack, undo) for _ in range(max(case.workers, case.then) - 1)]
         for worker in others[: case.workers - 1]:
@@ -260,7 +260,7 @@ def _order(stack: Stack, bodies: Sequence[str], **given: Any) -> LoadOrder:
 
 
 def _bodies(word: str, count: int) -> list[str]:
-    """Requests of one picture each, none of which was asked for before."""
+    """Requests of one image each, none of which was requested before."""
     asked = {"model": MODEL, "size": "64x64", "response_format": "b64_json"}
     prompts = (f"a red circle, {word} {time.time_ns()} {number}" for number in range(count))
     return [msgspec.json.encode(asked | {"prompt": prompt}).decode() for prompt in prompts]

@@ -55,7 +55,7 @@ def run() -> Outcome:
 
 
 def overtaken_ms(rows: list[Any], max_items: int) -> list[float]:
-    """How much later each item started than one pulled more than `max_items` items after it."""
+    """Returns how much later each item started than one pulled over `max_items` items after it."""
     found = []
     for _, of_worker in groupby(
         sorted(rows, key=lambda row: (row["worker"], row["pulled_at"])), lambda r: r["worker"]

@@ -25,7 +25,7 @@ TOKENS = 48
 IN_FLIGHT = 24
 KILL_EVERY_S = 10.0
 SECONDS_A_STREAM = 0.5
-"""From which the number of kills is made. Streams go on until all kills are done."""
+"""Assumed time of a stream, which sets the number of kills. Streams go on until all are done."""
 BATCH = {"max_tokens": 16384, "max_items": 32}
 GENERATION = {
     "context_tokens": 512,

@@ -1,4 +1,4 @@
-"""Where a request's time goes: phases and CPU of each process, by requests in flight.
+"""The time of a request: phases and CPU of each process, by requests in flight.
 
 Each phase is between two times in the request's row, so the phases of one request add
 up to its round trip. Shown are means over the middle fifth of the requests by round trip: medians

@@ -1,4 +1,4 @@
-"""What tracing costs: throughput and CPU with 128 in flight, by the share of traces that is kept.
+"""The cost of tracing: throughput and CPU with 128 in flight, by the share of traces that is kept.
 
 Three APIs share one broker and one worker: without tracing, with the default ratio, and with all
 traces kept. They get the same load in turn. A worker follows the flag in the message, so for the
@@ -33,7 +33,8 @@ VARIABLES: Mapping[str, Mapping[str, str]] = {
 }
 TRACED = ("API", "worker, I/O")
 MIN_PERCENT = 98.0
-"""Of the throughput without tracing, at the default ratio. The added CPU may be the rest.
+"""Minimum throughput at the default ratio, in percent of that without tracing. The added CPU may be
+the rest.
 
 Throughput follows whatever else the machine does. CPU time does so less.
 """
@@ -106,7 +107,7 @@ def _median(rounds: list[dict[str, Any]], name: str, value: str) -> float:
 
 
 def _mean(rounds: list[dict[str, Any]], name: str, value: str) -> float:
-    """Of CPU times, which the system counts in steps of 10 ms."""
+    """Returns the mean of CPU times, which the system counts in steps of 10 ms."""
     return float(statistics.mean(one[name][value] for one in rounds))
 
 
@@ -146,7 +147,7 @@ def _collector() -> Iterator[str]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """What the stack's processes inherit."""
+    """Sets the environment that the stack's processes inherit."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:

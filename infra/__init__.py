@@ -1,1 +1,1 @@
-"""How the system is put up: the local stack here, Terraform and Kubernetes for the cloud."""
+"""Deployment: the local stack here, Terraform and Kubernetes for the cloud."""

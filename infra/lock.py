@@ -1,8 +1,8 @@
 """Reads the lock, constraints.txt, which has versions and hashes of all packages.
 
 `make constraints` writes the lock. As a program this module prints the versions alone (`pins`; pip
-wants hashes for all packages or none), one package with its hashes (`only NAME`), or what the lock
-lacks (`check`). It imports the standard library only.
+wants hashes for all packages or none), one package with its hashes (`only NAME`), or what is
+missing in the lock (`check`). It imports the standard library only.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def read_lock(path: Path = LOCK) -> dict[str, Locked]:
     return found
 
 
-def lacking(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
-    """What the project and its workspace's members ask for and do not find in that version.
+def unmet(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
+    """Returns the requirements of the project and its workspace's members that are not met.
 
     A package is found in the lock, or is itself a member.
     """
@@ -63,8 +63,8 @@ def normalized(name: str) -> str:
 
 def _members(project_file: Path) -> list[Path]:
     """The project files of the workspace's other members."""
-    told = tomllib.loads(project_file.read_text(encoding="utf-8"))
-    patterns = told.get("tool", {}).get("uv", {}).get("workspace", {}).get("members", [])
+    document = tomllib.loads(project_file.read_text(encoding="utf-8"))
+    patterns = document.get("tool", {}).get("uv", {}).get("workspace", {}).get("members", [])
     folder = project_file.parent
     return sorted(
         found for pattern in patterns for found in folder.glob(f"{pattern}/pyproject.toml")
@@ -77,10 +77,10 @@ def _name_and_version(project_file: Path) -> tuple[str, str]:
 
 
 def _asked(project_file: Path) -> list[str]:
-    told = tomllib.loads(project_file.read_text(encoding="utf-8"))
-    project = told["project"]
+    document = tomllib.loads(project_file.read_text(encoding="utf-8"))
+    project = document["project"]
     extras = (asked for extra in project["optional-dependencies"].values() for asked in extra)
-    return [*told["build-system"]["requires"], *project["dependencies"], *extras]
+    return [*document["build-system"]["requires"], *project["dependencies"], *extras]
 
 
 def main(words: list[str]) -> int:
@@ -93,9 +93,9 @@ def main(words: list[str]) -> int:
         print(f"{words[1]}=={locked.version}", *(f"--hash={one}" for one in locked.hashes))
         return 0
     if words == ["check"]:
-        if missing := lacking():
+        if missing := unmet():
             print(
-                f"{LOCK} lacks {', '.join(missing)}, which {PROJECT} asks for: make constraints",
+                f"{LOCK} lacks pins of {PROJECT}: {', '.join(missing)}: make constraints",
                 file=sys.stderr,
             )
         return 1 if missing else 0

@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("api", "bench", "docs", "emulators", "infra", "models", "shared", "tests", "workers")
+FOLDERS = (
+    "api",
+    "bench",
+    "docs",
+    "emulators",
+    "examples",
+    "infra",
+    "models",
+    "shared",
+    "tests",
+    "workers",
+)
 DOCUMENTS = sorted(
     path.relative_to(ROOT)
     for found in (ROOT.glob("*.md"), *((ROOT / folder).rglob("*.md") for folder in FOLDERS))
@@ -101,9 +112,13 @@ def test_decisions_that_are_named_have_a_page(folder: str) -> None:
 
 
 def homes(document: Path) -> list[Path]:
-    """The folders that a document's paths and modules are named from: its distribution's first."""
+    """The folders that a document's paths and modules are named from.
+
+    These are its distribution, the repository, and its own folder, which relative links start at.
+    """
     is_member = document.parts[0] == "emulators" and len(document.parts) > 2
-    return [*([ROOT.joinpath(*document.parts[:2])] if is_member else []), ROOT]
+    distribution = [ROOT.joinpath(*document.parts[:2])] if is_member else []
+    return [*distribution, ROOT, (ROOT / document).parent]
 
 
 def has_module(folder: Path, name: str) -> bool:

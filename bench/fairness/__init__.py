@@ -1,1 +1,1 @@
-"""What tenants notice of each other, and what it costs that they share by work."""
+"""Interference between tenants, and the cost of sharing by work."""

@@ -1,4 +1,4 @@
-"""What sharing by work costs, compared with order of arrival.
+"""The cost of sharing by work, compared with order of arrival.
 
 One worker with each queue in turns, in the same process, with a model that takes hardly any time.
 What counts is the CPU time of the process, which runs the worker and its callers. The queues are
@@ -31,7 +31,7 @@ from workers.models.base import PreparedText
 from workers.scheduling.batch_queue import BatchQueue
 
 TENANTS, IN_FLIGHT = 8, 16
-"""Each tenant has so many requests of one text in flight."""
+"""Requests of one text that each tenant has in flight."""
 REQUESTS, ROUNDS = 4000, 6
 REQUEST_CPU_MS = 5.9
 """Two cores that serve 339 requests per second, model included (README.md, Measured)."""
@@ -40,7 +40,7 @@ QUEUED, TAKEN = 512, 20_000
 LENGTHS = [12] * 6 + [64] * 3 + [230]
 BUDGET, MAX_ITEMS = timed.MODEL.budget, timed.MODEL.batch.max_items
 NOWHERE = cast(Subscription, None)
-"""Where the jobs of that comparison come from."""
+"""The source of the jobs in that comparison."""
 QUEUES: dict[str, Callable[[int, int], FifoQueue | BatchQueue[QueuedItem]]] = {
     "in order of arrival": FifoQueue,
     "by fair shares": BatchQueue[QueuedItem],

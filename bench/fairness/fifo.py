@@ -1,4 +1,4 @@
-"""A queue that takes items in order of arrival, whoever sent them, to compare with."""
+"""A queue that takes items in order of arrival, regardless of the tenant, to compare with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FifoQueue:
         self._waiting: OrderedDict[QueuedItem, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many items wait."""
+        """Returns the number of waiting items."""
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[QueuedItem]:
@@ -31,7 +31,7 @@ class FifoQueue:
         return iter(self._waiting)
 
     def __contains__(self, item: QueuedItem) -> bool:
-        """Whether `item` waits here."""
+        """Returns whether `item` waits here."""
         return item in self._waiting
 
     def add(self, item: QueuedItem) -> None:

@@ -25,7 +25,7 @@ from tests.keys import bearer, keys_url, stored
 CONNECTIONS, TEXTS, BODIES = 20, 32, 40
 QUIET, RATE_PER_S = 5, 1.0
 LEAD_S = 5.0
-"""The noisy tenant begins so much earlier, and its first answers are not counted."""
+"""Seconds by which the noisy tenant begins earlier. Its first answers are not counted."""
 LIMIT_S = 60.0
 UNCACHED = {"cache-control": "no-store"}
 TENANTS = ["noisy", *(f"quiet-{number}" for number in range(QUIET))]
@@ -41,7 +41,7 @@ class Drive:
     """Requests of quiet tenants without an answer."""
     noisy_texts_per_s: float
     batch_ms: float
-    """How long the batches with the noisy tenant's texts took, p50."""
+    """Duration of the batches with the noisy tenant's texts, p50."""
 
 
 def measure(pipeline: Pipeline, seconds: float) -> tuple[list[Figure], dict[str, Drive]]:

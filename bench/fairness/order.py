@@ -1,4 +1,4 @@
-"""What tenants notice of each other and of the lane `batch`, by what a worker holds.
+"""Interference between tenants and from the `batch` lane, by the backlog of a worker.
 
 Measured with a model that only takes time (bench/fairness/timed.py).
 """
@@ -25,7 +25,7 @@ PAGE, PAGES = 230, 32
 QUIET, RATE_PER_S = 5, 1.0
 LENGTHS = [12] * 6 + [64] * 3 + [230]
 CONNECTIONS = {"40 jobs": 20, "300 jobs": 150}
-"""Of the noisy tenant, by the jobs that it has in flight."""
+"""Connections of the noisy tenant, by the jobs that it has in flight."""
 HANDS = (16, 64, 256, 1024)
 """Messages that a worker holds. Two batches for each of two processes are 256."""
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0}
@@ -39,7 +39,7 @@ FULL_BATCH_S = BATCH_S + MODEL.budget / TOKENS_PER_S
 
 @dataclass
 class Seen:
-    """What callers saw: waits of a kind of tenant in ms, and tokens of each tenant."""
+    """The callers' view: waits of a kind of tenant in ms, and tokens of each tenant."""
 
     waits_ms: dict[str, list[float]] = field(default_factory=dict)
     tokens: Counter[str] = field(default_factory=Counter)
@@ -133,7 +133,7 @@ Work = Awaitable[None]
 
 
 def _percentiles(waits_ms: list[float]) -> dict[str, float]:
-    """Infinite where nothing was answered in time."""
+    """Returns the percentiles. They are infinite if nothing was answered in time."""
     return percentiles(waits_ms) if waits_ms else {"p50": inf, "p99": inf}
 
 
@@ -145,7 +145,7 @@ async def _run(
     workers: int = 1,
     hand: int = 0,
 ) -> Seen:
-    """What `callers` saw in `seconds` after LEAD_S."""
+    """Returns the view of `callers` in `seconds` after LEAD_S."""
     async with timed_workers(*where, workers=workers, hand=hand) as to:
         seen = Seen()
         calling = [asyncio.ensure_future(one) for one in callers(to, seen)]

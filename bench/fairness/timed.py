@@ -54,7 +54,7 @@ MODEL = Model(
     cache=Cache(ttl_s=0),
 )
 BATCH_S, TOKENS_PER_S = 0.004, 8000.0
-"""As a core of an AMD EPYC computes all-MiniLM-L6-v2: 0.26 s for a full batch."""
+"""Time and rate of a core of an AMD EPYC with all-MiniLM-L6-v2: 0.26 s for a full batch."""
 INBOX = "timed"
 JOB_ITEMS = 16
 
@@ -133,7 +133,7 @@ class _OtherHand:
     def subscribe(
         self, subscription_id: str, **given: Any
     ) -> AbstractAsyncContextManager[Subscription]:
-        """As the transport, with that number if there is one."""
+        """Subscribes like the transport, with that number if it is set."""
         if self._messages:
             given["max_messages"] = self._messages
         return self._transport.subscribe(subscription_id, **given)

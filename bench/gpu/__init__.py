@@ -1,1 +1,1 @@
-"""What a GPU gives: texts, images, sharing, scale."""
+"""Benchmarks on a GPU: texts, images, sharing, scale."""

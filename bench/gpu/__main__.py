@@ -1,9 +1,7 @@
 """`python -m bench.gpu`: images, embeddings and time-sharing on a CUDA machine.
 
-Prints a table, keeps gpu.json.
-
-`--tiny` runs the same code on a CPU in under a minute, to see that it runs: its figures say nothing
-of a GPU.
+Prints a table and writes gpu.json. `--tiny` runs the same code on a CPU in under a minute, as a
+check that it runs: its figures say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from bench.report import Figure, Outcome, keep, machine, table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs it. Returns 1 if there is no GPU and `--tiny` was not given."""
+    """Runs it. Returns 1 without a GPU, unless `--tiny` was given."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
     options = parser.parse_args(argv)
@@ -52,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcome = run(scale)
     print(f"{where['card']}, torch {where['torch']}, diffusers {where['diffusers']}\n")
     print(table({"gpu": outcome}))
-    if not options.tiny:  # figures of small models on a CPU are no results
+    if not options.tiny:  # figures of small models on a CPU are not results
         print(f"\nkept in {keep('gpu', outcome, where, began_s)}")
     return 0
 

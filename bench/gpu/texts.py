@@ -97,7 +97,7 @@ def texts(length: int, count: int) -> list[PreparedText]:
 
 
 def text_entry(name: str, place: Path, dimensions: int, precision: str, scale: Scale) -> Model:
-    """What a catalog would say of the folder."""
+    """The catalog entry of the folder."""
     return Model.model_validate(
         {
             "name": name,

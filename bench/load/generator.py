@@ -28,7 +28,7 @@ REASONS = {LOST: "connection lost", UNANSWERED: "unanswered", UNCONNECTED: "no c
 
 
 class LoadOrder(msgspec.Struct):
-    """What to send to whom.
+    """The requests to send, and their target.
 
     Closed loop: `in_flight` requests at a time, the next one as soon as one is answered. Open loop
     (`rate_per_s` above 0): the arrivals of a Poisson process, on as many connections as they need,
@@ -54,7 +54,7 @@ class LoadOrder(msgspec.Struct):
     limit_s: float = 300.0
     waits_after_429: bool = False
     sample_every: int = 0
-    """One answer of so many is kept. 0: none."""
+    """Every n-th answer is kept. 0: none."""
 
 
 class LoadReport(msgspec.Struct):
@@ -78,7 +78,7 @@ class LoadReport(msgspec.Struct):
 
     @property
     def round_trip_ms(self) -> list[float]:
-        """Of the requests that were answered with 200."""
+        """Round trips of the requests that were answered with 200."""
         return [one.round_trip_ms for one in self.exchanges if one.status == 200]
 
     @property
@@ -88,11 +88,11 @@ class LoadReport(msgspec.Struct):
         return dict(Counter(REASONS.get(status, str(status)) for status in others))
 
     def statuses(self) -> dict[int, int]:
-        """How many exchanges had each status."""
+        """Number of exchanges by status."""
         return dict(sorted(Counter(one.status for one in self.exchanges).items()))
 
     def hits(self) -> dict[str, int]:
-        """How many answers said each cache word."""
+        """Number of answers by cache state."""
         return dict(sorted(Counter(one.cache for one in self.exchanges).items()))
 
     def round_trip(self) -> dict[str, float]:
@@ -105,7 +105,7 @@ class LoadReport(msgspec.Struct):
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """p50, p95 and p99 of `values`, rounded to microseconds where they are milliseconds."""
+    """p50, p95 and p99 of `values`, rounded to microseconds if they are milliseconds."""
     p50, p95, p99 = np.percentile(values, (50, 95, 99))
     return {"p50": round(float(p50), 3), "p95": round(float(p95), 3), "p99": round(float(p99), 3)}
 
@@ -151,7 +151,7 @@ async def send(order: LoadOrder) -> LoadReport:
 
 
 class _Generator:
-    """The state of one order: what was sent, and what came of it."""
+    """The state of one order: the requests, and their outcomes."""
 
     def __init__(self, order: LoadOrder) -> None:
         self._order = order
@@ -161,7 +161,7 @@ class _Generator:
         ]
         self._pool = ConnectionPool(Server("127.0.0.1", order.port), order.in_flight, self._ended)
         self._callers = 0 if order.rate_per_s else order.in_flight
-        """Of a closed loop, those that still send."""
+        """Callers of a closed loop that still send."""
         self._is_sending = False
         self._settled = asyncio.Event()
         self._until_s = 0.0
@@ -219,7 +219,7 @@ class _Generator:
         self._settle()
 
     def _ended(self, exchange: Exchange, body: list[bytes]) -> None:
-        """Keeps what came of a request. In a closed loop its caller goes on."""
+        """Keeps the outcome of a request. In a closed loop its caller continues."""
         exchange.ended_s = time.perf_counter() - self._began_s
         self.exchanges.append(exchange)
         every = self._order.sample_every
@@ -228,8 +228,8 @@ class _Generator:
         if exchange.status == UNCONNECTED:
             self._callers -= 1
         elif not self._order.rate_per_s:
-            is_told_to_wait = exchange.status == TOO_MANY and self._order.waits_after_429
-            if is_told_to_wait:
+            must_wait = exchange.status == TOO_MANY and self._order.waits_after_429
+            if must_wait:
                 loop = asyncio.get_running_loop()
                 loop.call_later(exchange.retry_after_s, self._send_next)
             else:

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     keys = [one.key for one in CONTENDERS]
     parser = argparse.ArgumentParser(
-        prog="python -m bench.peers", description="Penstock beside its peers."
+        prog="python -m bench.peers", description="Penstock compared with its peers."
     )
     parser.add_argument("--only", type=_words, help=f"of these, with commas: {', '.join(keys)}")
     parser.add_argument("--rounds", type=int, help=f"default {ROUNDS}")
@@ -144,12 +144,12 @@ def _keep(
     medians: Medians, outcome: Outcome, where: dict[str, Any], began_s: float, rounds: int
 ) -> None:
     kept = keep("peers", outcome, where, began_s)
-    told, tables = (
+    summary, tables = (
         headline(where, rounds),
         (ratio_rows(medians), rate_rows(medians), cost_rows(medians)),
     )
-    write_between_markers(PAGE, markdown(told, tables))
-    write_between_markers(README, markdown(told, (rate_rows(medians),)))
+    write_between_markers(PAGE, markdown(summary, tables))
+    write_between_markers(README, markdown(summary, (rate_rows(medians),)))
     print(
         f"\n{time.time() - began_s:.0f} s, kept in {kept.relative_to(kept.parents[2])}, {PAGE} and "
         f"{README}"

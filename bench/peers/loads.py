@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bench.load.texts import Texts
 
 SEND_S = {1: 2.0, 8: 2.0, 32: 3.0, 128: 5.0, 512: 2.0}
-"""For how long new requests are sent, by requests in flight. Then open ones are awaited.
+"""Seconds for which new requests are sent, by requests in flight. Then open ones are awaited.
 
 512 are all sent at once, and answering them takes the slower peers 20 s more.
 """
@@ -38,7 +38,7 @@ class Load:
 
     @property
     def name(self) -> str:
-        """As the tables call it."""
+        """Its name in the tables."""
         if self.rate_per_s:
             return f"{self.rate_per_s:g}/s, open loop"
         return f"{self.in_flight} in flight" + (
@@ -47,15 +47,15 @@ class Load:
 
     @property
     def send_s(self) -> float:
-        """For how long new requests are sent."""
+        """Seconds for which new requests are sent."""
         return OPEN_SEND_S if self.rate_per_s else SEND_S.get(self.in_flight, OTHER_SEND_S)
 
     def is_in(self, round_number: int) -> bool:
-        """Whether it is measured in this round, counted from 0."""
+        """Returns whether it is measured in this round, counted from 0."""
         return round_number == 0 or not (self.rate_per_s or self.in_flight in ONCE)
 
     def texts(self, source: Texts, seed: int) -> list[str]:
-        """New texts at each call, at least as many as the fastest contender can use."""
+        """New texts at each call, enough for the fastest contender."""
         count = self.in_flight + int(self.send_s * (self.rate_per_s * 2 or MAX_PER_S))
         fresh = (text for _ in range(count) for text in source.mixed(BLOCK))
         return list(_with_repeats(fresh, count, self.repeats, random.Random(seed)))
@@ -68,7 +68,7 @@ def plan(in_flight: Sequence[int], repeats: Sequence[float], rate_per_s: float) 
         in_flight: closed loops.
         repeats: shares of repeated texts. 0 at every number in flight, others at the one nearest to
             32.
-        rate_per_s: of the open loop. 0: none.
+        rate_per_s: arrival rate of an open loop. 0: closed loop.
     """
     loads = [Load(number) for number in in_flight if 0 in repeats]
     nearest = min(in_flight, key=lambda number: abs(number - REPEATS_AT))

@@ -1,4 +1,4 @@
-"""The contenders: peers as documented, two tuned by hand, and Penstock in three ways."""
+"""The contenders: peers as documented, two tuned manually, and Penstock in three ways."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OFFLINE = {
     "BENTOML_DO_NOT_TRACK": "True",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""For all peers: nothing is fetched or sent while they are measured."""
+"""Environment of all peers: nothing is fetched or sent while they are measured."""
 TEXT = {"text": PLACE}
 
 
@@ -28,16 +28,16 @@ class Contender:
     Args:
         key: names it on the command line and in the results.
         name: names it in the tables.
-        group: `peer` as documented, `tuned` by hand, or `ours`.
+        group: `peer` as documented, `tuned` manually, or `ours`.
         note: how it is set up, in a few words.
-        path: where it takes requests.
+        path: path of its requests.
         body: the JSON of one, with PLACE where the text goes.
         answer: keys and places that lead to the vector in its answer.
-        folder: the peer's folder beside this file: its server and its requirements.
+        folder: the peer's folder next to this file: its server and its requirements.
         commands: started in this order. `{port}` is where it must listen, `{spare}`
             another free port (as `{spare2}`), `{bin}` the environment's programs, `{home}` its
             folder, `{model}` the model's.
-        environment: variables beside those of this process. The same places are filled in.
+        environment: variables in addition to those of this process. The same places are filled in.
         entry: what Penstock's catalog entry of the model has different from the shipped one.
         broker: `rabbitmq` for a RabbitMQ of this machine. Commands and environment of a peer get
             its port as `{broker}`.

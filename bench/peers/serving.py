@@ -111,7 +111,7 @@ def _peer(contender: Contender, log_dir: Path, model_folder: Path, stack: ExitSt
 
 
 def _gives_vector(contender: Contender, port: int) -> bool:
-    """Some listen before their model is loaded, and refuse meanwhile."""
+    """Some listen before their model is loaded, and refuse until then."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=FIRST_ANSWER_LIMIT_S)
     body = msgspec.json.encode(contender.body).replace(PLACE.encode(), b"ready")
     try:
@@ -133,7 +133,7 @@ def stack_of(contender: Contender, state_dir: Path) -> Stack:
     settings = {}
     if contender.entry:
         settings["PENSTOCK_MODELS_FILE"] = str(catalog_with(state_dir, contender.entry))
-        # Of its own: an artifact made for one way of serving lacks what another may choose from.
+        # Not shared: an artifact made for one way of serving has fewer variants to choose from.
         settings["PENSTOCK_ARTIFACTS_DIR"] = str((FOLDER / "artifacts" / contender.key).resolve())
     return served_stack(state_dir, Ports.free(), settings, _say_nothing, contender.broker)
 

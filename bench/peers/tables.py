@@ -15,7 +15,7 @@ from bench.report import Figure
 BEGIN = "<!-- peers: begin, written by `make bench-peers` -->"
 END = "<!-- peers: end -->"
 ENOUGH = 0.99
-"""A rate counts for comparing only where so many of the requests were answered."""
+"""A rate is compared only if this share of the requests was answered."""
 Rows = list[list[str]]
 
 
@@ -33,11 +33,11 @@ class Medians:
             self._measured.setdefault((one.contender, one.load), []).append(one)
 
     def rounds(self, key: str, load: str) -> list[Measured]:
-        """The rounds of one contender under one load. Empty where it was not measured."""
+        """The rounds of one contender under one load. Empty if it was not measured."""
         return self._measured.get((key, load), [])
 
     def of(self, key: str, load: str, figure: Callable[[Measured], float]) -> float | None:
-        """The median of one figure, None where there is none."""
+        """The median of one figure. None without a value."""
         rounds = [one for one in self.rounds(key, load) if one.round_trip_ms]
         return statistics.median(figure(one) for one in rounds) if rounds else None
 
@@ -54,7 +54,7 @@ class Medians:
         return self.of(key, load, lambda one: sum(one.cpu_ms.values()))
 
     def busiest_cpu_ms(self, key: str, load: str) -> float | None:
-        """The same of the program that takes most: the one that runs the model."""
+        """The CPU of the program that uses most: the one that runs the model."""
         return self.of(key, load, lambda one: max(one.cpu_ms.values(), default=0.0))
 
     def failed(self, key: str, load: str) -> int:
@@ -71,7 +71,7 @@ class Medians:
         return mean, min(one.cosine_min for one in rounds)
 
     def best(self, load: str, among: Iterable[str]) -> str | None:
-        """The fastest of `among` that answers nearly all. None if there is none."""
+        """The fastest of `among` that answers nearly all. None if nobody does."""
         rates = {}
         for key in among:
             sent = sum(one.sent for one in self.rounds(key, load))
@@ -170,9 +170,9 @@ def ratio_rows(medians: Medians) -> Rows:
     ]
     for load in medians.loads:
         best = medians.best(load, medians.keys("peer"))
-        told = f"{names[best]}, {medians.rate(best, load):,.0f}" if best else "-"
+        leader = f"{names[best]}, {medians.rate(best, load):,.0f}" if best else "-"
         values = [_ratio(medians, one.key, key or best, load) for one in ours for _, key in others]
-        rows.append([load, told, *("-" if value is None else f"{value:.2f}" for value in values)])
+        rows.append([load, leader, *("-" if value is None else f"{value:.2f}" for value in values)])
     return rows
 
 
@@ -238,9 +238,9 @@ def headline(where: dict[str, Any], rounds: int) -> str:
     return f"{machine}; medians of {rounds} round{'s' * (rounds != 1)}, interleaved."
 
 
-def markdown(told: str, tables: Sequence[Rows]) -> str:
+def markdown(summary: str, tables: Sequence[Rows]) -> str:
     """The section between the markers of a page."""
-    lines = [told, ""]
+    lines = [summary, ""]
     for rows in tables:
         lines += [*(f"| {' | '.join(row)} |" for row in rows), ""]
         lines.insert(len(lines) - len(rows), "|" + "---|" * len(rows[0]))

@@ -1,1 +1,1 @@
-"""Text generation: the engine beside what else computes the same weights."""
+"""Text generation: the engine compared with others that compute the same weights."""

@@ -2,8 +2,8 @@
 
 What a token costs depends on how many come at a time, so models of three sizes are measured, with
 16 texts in flight. Two of them have random weights and write nonsense. The third is SmolLM2-135M,
-where the extra `text` is installed. The stack is that of `penstock up`. Counted are the API, the
-worker without its model process, and Redis, beside what they take when nobody asks.
+if the `text` extra is installed. The stack is that of `penstock up`. Counted are the API, the
+worker without its model process, and Redis, compared with their use when idle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shared.errors import ConfigurationError
 from tests.workers.models.text.tiny import tiny_config, write_folder
 
 PRECISIONS = ("fp32", "auto", "int4")
-"""Of SmolLM2-135M. `auto` is bf16 where the CPU computes it."""
+"""Precisions of SmolLM2-135M. `auto` is bf16 if the CPU supports it."""
 IN_FLIGHT = 16
 TOKENS = 64
 MEASURED_S = 15.0

@@ -143,7 +143,7 @@ class _Engine:
         return time.perf_counter() - began_s
 
     def differences(self, precision: str) -> Figure:
-        """How many greedy texts differ between alone and 16 in flight."""
+        """Returns how many greedy texts differ between alone and 16 in flight."""
         prompts = _prompts(self._folder, COMPARED_TEXTS, tokens=COMPARED_TOKENS)
         alone = [self._write([one])[0].text for one in prompts]
         beside = [

@@ -46,7 +46,7 @@ PER_CALLER = {1: 4.0, 4: 2.0, 16: 1.5, 64: 1.125}
 """Texts of each level, divided by those in flight."""
 MODEL = "smollm2"
 CPU_LIMIT_MS = 0.3
-"""Of API and worker without the model process, for each token at 16 in flight."""
+"""Maximum CPU time of API and worker without the model process, per token at 16 in flight."""
 
 
 def run(levels: Sequence[int] = IN_FLIGHT) -> Outcome:
@@ -85,7 +85,7 @@ def smollm2_folder() -> Path:
     """SmolLM2-135M.
 
     Raises:
-        ConfigurationError: the extra `text` is not installed.
+        ConfigurationError: the `text` extra is not installed.
     """
     return resolve(SOURCE, "main", Path("var/models")).resolve()
 

@@ -1,4 +1,4 @@
-"""What guesses from the text itself give and cost (`generation.lookup_tokens`): one text at a time.
+"""Gain and cost of prompt-lookup decoding (`generation.lookup_tokens`): one text at a time.
 
 SmolLM2-135M-Instruct on this CPU, greedy and sampled, for questions that let it quote, and others.
 The engine without guesses writes the same texts in turn with it.

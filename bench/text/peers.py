@@ -1,4 +1,4 @@
-"""What else computes the same model: transformers itself, and llama.cpp in a Python of its own."""
+"""Peers that compute the same model: transformers itself, and llama.cpp in its own Python."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class PlainTransformers:
 
 
 def llama_cpp(python: str, source: str, conversations: Sequence[Any], tokens: int) -> float | str:
-    """Tokens per second of llama-cpp-python, one text after another, or why there are none."""
+    """Tokens per second of llama-cpp-python, one text after another, or why it failed."""
     package, _, name = source.removeprefix("package:").partition("/")
     spec = importlib.util.find_spec(package)
     assert spec is not None, "the source was resolved"

@@ -36,15 +36,15 @@ def conversations(count: int, words: int = 0, first: int = 0) -> list[list[dict[
     """`count` conversations of one message each.
 
     Args:
-        count: how many.
-        words: of a text that comes before the question.
+        count: number of prompts.
+        words: number of words before the question.
         first: the number of the first one.
     """
     found = []
     for number in range(first, first + count):
-        told = _WORDS.split() * (words // 16 + 1)
+        vocabulary = _WORDS.split() * (words // 16 + 1)
         start = number % 16
         question = f"{_ASKS[number % 4]} {_SUBJECTS[number // 4 % 8]} for visitor {number}."
-        text = " ".join([*told[start : start + words], question])
+        text = " ".join([*vocabulary[start : start + words], question])
         found.append([{"role": "user", "content": text}])
     return found

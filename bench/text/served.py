@@ -27,9 +27,9 @@ def drive(
     """Streams a text for each prompt, `in_flight` at a time.
 
     Args:
-        url: of the server, without a path.
+        url: URL of the server, without a path.
         model: its name there.
-        prompts: what to continue.
+        prompts: the prompts to continue.
         in_flight: callers at a time.
         tokenizer: counts the tokens of what came, for all servers alike. None: the server does.
 

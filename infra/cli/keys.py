@@ -239,7 +239,7 @@ def _administer(act: Callable[[Administration, KeyStore], Awaitable[Done]]) -> D
 
 
 def _served(settings: ApiSettings) -> Served | None:
-    """What plans and keys may name. None where there is no catalog to look into."""
+    """The names that plans and keys may use. None without a catalog."""
     from shared.catalog import read_catalog
     from shared.stores.key_stores import served_by
 

@@ -31,7 +31,7 @@ from infra.reports.scheduled import run_daily
 from shared.errors import ConfigurationError, PenstockError
 
 STATE_DIR = Path("var")
-"""Where `penstock up` keeps logs, rows and objects."""
+"""The folder in which `penstock up` keeps logs, rows and objects."""
 
 Port = Annotated[int, typer.Option(metavar="PORT")]
 BrokerOption = Annotated[
@@ -41,7 +41,7 @@ BrokerOption = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
 
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""For commands whose arguments, `--help` included, go to another program."""
+"""Settings of commands whose arguments, `--help` included, go to another program."""
 
 
 class _Commands(TyperGroup):
@@ -247,9 +247,7 @@ def weights(context: typer.Context) -> None:
 def bench(context: typer.Context) -> None:
     """Measure the pipeline here, in a checkout (--profile)."""
     if not Path("bench/__main__.py").is_file():
-        raise ConfigurationError(
-            "there are no benchmarks in this folder: run it at the top of a checkout"
-        )
+        raise ConfigurationError("this folder has no benchmarks: run it at the top of a checkout")
     _become("bench", {}, context.args)
 
 

@@ -20,27 +20,27 @@ def requirements(project_file: Path, extras: list[str]) -> list[str]:
         KeyError: the project has no such extra.
         FileNotFoundError: the folder of a member that `extras` require is not there.
     """
-    told = tomllib.loads(project_file.read_text(encoding="utf-8"))
-    project, members = told["project"], _members(project_file, told)
+    document = tomllib.loads(project_file.read_text(encoding="utf-8"))
+    project, members = document["project"], _members(project_file, document)
     found: list[str] = list(project["dependencies"])
     for extra in extras:
         for asked in project["optional-dependencies"][extra]:
             name = asked.partition("==")[0]
             found += members.get(name, [asked])
-    missing = [one for one in found if one.partition("==")[0] in _sources(told)]
+    missing = [one for one in found if one.partition("==")[0] in _sources(document)]
     if missing:
         raise FileNotFoundError(f"no folder of the workspace has {', '.join(missing)}")
     return list(dict.fromkeys(found))
 
 
-def _sources(told: dict[str, Any]) -> set[str]:
+def _sources(document: dict[str, Any]) -> set[str]:
     """The names of what comes from the workspace and not from an index."""
-    return set(told.get("tool", {}).get("uv", {}).get("sources", {}))
+    return set(document.get("tool", {}).get("uv", {}).get("sources", {}))
 
 
-def _members(project_file: Path, told: dict[str, Any]) -> dict[str, list[str]]:
-    """What each other member of the workspace requires, by its name."""
-    patterns = told.get("tool", {}).get("uv", {}).get("workspace", {}).get("members", [])
+def _members(project_file: Path, document: dict[str, Any]) -> dict[str, list[str]]:
+    """Returns the requirements of each other member of the workspace, by its name."""
+    patterns = document.get("tool", {}).get("uv", {}).get("workspace", {}).get("members", [])
     files = (
         file
         for pattern in patterns

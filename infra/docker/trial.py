@@ -72,7 +72,7 @@ class Image:
         return ["unshare", "--mount", "--propagation", "private", "sh", "-ec", "\n".join(lines)]
 
     def has(self, package: str) -> bool:
-        """Whether a Python package is installed in it."""
+        """Returns whether a Python package is installed in it."""
         return any(self.root.glob(f"opt/venv/lib/python3*/site-packages/{package}"))
 
 
@@ -82,7 +82,7 @@ def main() -> int:
     for name, image in images.items():
         _require(
             image.has("torch") == (name == "worker"),
-            f"{name}: torch is where it should not be, or is not",
+            f"{name}: torch is installed but should not be, or is missing",
         )
         _require(
             any(image.root.glob("app/penstock-*.dist-info")), f"{name}: without its own metadata"

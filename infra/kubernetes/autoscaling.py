@@ -1,20 +1,18 @@
-"""Autoscaling by seconds of work: what is done, what arrives, and what waits.
+"""PromQL queries of the autoscaler: seconds of work that are done, that arrive, and that wait.
 
 Three triggers, of which the highest counts (decision 43):
 
-- `arrivals`: the seconds of work that callers send each second, by what a full worker takes. It
-  knows of a step before workers are busy with it, and starts the first worker.
-- `work`: the workers that are kept busy, and what it takes to do in time what waits. It sees work
-  that arrivals do not tell of: jobs of another region, items that take longer than usual.
-- `messages`: what Pub/Sub has not had acked, one to three minutes late (its metric is sampled every
-  60 s and may stay invisible for 120 s more), or what waits in the queues of a RabbitMQ, for
-  predictions that no API waits for. Where neither counts them there is no such trigger.
+- `arrivals`: the seconds of work that callers send each second, in full-worker seconds. It shows a
+  step before workers are busy with it, and starts the first worker.
+- `work`: the workers that are kept busy, and those needed to finish the waiting work in time. It
+  sees work that arrivals do not show: jobs of another region, items that take longer than usual.
+- `messages`: unacknowledged messages in Pub/Sub, one to three minutes late (its metric is sampled
+  every 60 s and may stay invisible for 120 s more), or messages in the queues of a RabbitMQ, for
+  predictions that no API waits for. If neither counts them, this trigger is omitted.
 
 Lost metrics never take workers away. A trigger without samples fails, so the HPA does not scale
-down. Of those that lose a part, the other one holds the count. Only a model that nobody has asked
-for of late may be without metrics of workers.
-
-The PromQL queries of the autoscaler's triggers, for each Prometheus that has our metrics.
+down. If a trigger loses a part of its samples, the other one holds the count. Only a model that
+nobody has asked for recently may be without metrics of workers.
 """
 
 from __future__ import annotations
@@ -28,24 +26,24 @@ from shared.catalog import Model
 from shared.topics import batch_subscription_id, workers_subscription_id
 
 MAX_UTILIZATION = 0.9
-"""The part of their time that workers spend on batches, where only they tell how busy they are."""
+"""The target share of workers' time spent on batches, if only workers report their load."""
 PATIENT_SHARE = 0.5
-"""Of the longest deadline: in this time is done what nobody waits for on a connection."""
+"""Share of the longest deadline in which work is done that nobody waits for on a connection."""
 FRESH = "1m"
-"""A worker whose last sample is older is gone. Managed Prometheus has no markers of staleness."""
+"""A worker whose last sample is older is gone. Managed Prometheus has no staleness markers."""
 ARRIVED = "90s"
 """Arrivals are averaged over this time. A shorter one jumps with chance."""
 MEASURED = "30m"
 """Seconds per item are averaged over this time. It is longer than metrics are usually lost."""
 MAX_STEP = 4
-"""Arrivals count up to so many times what workers do. Callers who hang up at once cost no GPUs."""
+"""Arrivals count up to this multiple of what workers do, as callers may hang up at once."""
 QUIET = "10m"
 """A model without arrivals for this long may have no workers."""
 
 
 @dataclass(frozen=True)
 class MetricSource:
-    """How the series of one region of a deployment are told from others in a Prometheus."""
+    """Labels that select the series of one region of a deployment in a Prometheus."""
 
     deployment: Mapping[str, str]
     """Labels of all series of the deployment."""
@@ -56,7 +54,7 @@ class MetricSource:
 
 
 def managed_prometheus(region: str) -> MetricSource:
-    """Google's Managed Prometheus, which adds the label `location`, and has Pub/Sub's metrics."""
+    """Google's Managed Prometheus, which adds the `location` label, and has Pub/Sub's metrics."""
 
     def messages(subscription_id: str) -> str:
         name = "pubsub_googleapis_com:subscription_num_undelivered_messages"
@@ -71,8 +69,8 @@ def own_prometheus(labels: Mapping[str, str], *, has_rabbitmq: bool) -> MetricSo
     """A Prometheus whose series of the deployment have these labels.
 
     Args:
-        labels: what the scrape adds. All of the deployment is one region there.
-        has_rabbitmq: whether the broker is RabbitMQ, whose queues the functions look at. The
+        labels: labels that the scrape adds. All of the deployment is one region there.
+        has_rabbitmq: true if the broker is RabbitMQ, whose queues the functions look at. The
             embedded Pub/Sub has no metrics, and those of Google's are not there.
     """
 
@@ -89,21 +87,21 @@ def _matchers(labels: Mapping[str, str]) -> str:
 
 
 def patient_s(model: Model) -> float:
-    """The seconds in which work is done that nobody waits for on a connection."""
+    """Returns the seconds in which work is done that nobody waits for on a connection."""
     return model.deadline.longest_s * PATIENT_SHARE
 
 
 class TriggerQueries:
     """The PromQL queries of one model in one region.
 
-    Of what callers ask for, only that of this region counts. Workers of all regions pull from one
+    Of callers' requests, only those of this region count. Workers of all regions pull from one
     subscription, and each region's autoscaler answers for its own callers and its own workers. So
-    where a region has no GPUs left, the workers of others get busier, and they become more.
+    if a region has no GPUs left, the workers of others get busier, and they become more.
 
     Args:
-        model: as the API labels its items.
-        worker: as the collector labels the pods of this model.
-        source: where they are asked.
+        model: the model, as the API labels its items.
+        worker: the worker, as the collector labels the pods of this model.
+        source: the source that answers the queries.
     """
 
     def __init__(self, model: Model, worker: str, source: MetricSource) -> None:
@@ -116,7 +114,7 @@ class TriggerQueries:
     def arrivals(self) -> str:
         """Seconds of work that callers of the region ask for each second.
 
-        Refused items are asked for too. The lane `batch` waits for workers that are idle.
+        Refused items were requested too. The `batch` lane waits for workers that are idle.
         """
         asked = f'{{{self._asked},lane="interactive"}}[{ARRIVED}]'
         admitted, shed = (
@@ -127,9 +125,9 @@ class TriggerQueries:
         return f"({arrived} < {most}) or ({most} and {admitted})"
 
     def work(self) -> str:
-        """How many full workers do what they do, and how many more do in time what waits.
+        """PromQL: full workers needed for the current work, plus those for the waiting work.
 
-        Nothing where workers are lost from sight. Without any, 0 if nobody has asked lately.
+        No series if metrics of workers are lost. Without workers, 0 if nobody has asked lately.
         """
         admitted = f"penstock_api_items_admitted_total{{{self._asked}}}"
         busy = f"{self._busy_workers()} or (sum(increase({admitted}[{QUIET}])) == 0)"
@@ -153,17 +151,17 @@ class TriggerQueries:
         return f"sum(last_over_time({fresh}))"
 
     def _item_s(self) -> str:
-        """What an item takes of a worker, in seconds of one that is full.
+        """PromQL: the time of an item in full-worker seconds.
 
         Spare is what others could have used for nothing (shared/step_time.py).
         """
-        # Of all regions: one without workers learns from the others.
+        # Sums over all regions: one without workers learns from the others.
         seconds, spare, items = (
             f"sum(rate(penstock_worker_{name}{{{self._everywhere}}}[{MEASURED}]))"
             for name in ("inference_seconds_sum", "spare_seconds_total", "batch_items_sum")
         )
         guess_s = self._model.definition.first_guesses.item_s
-        # Workers that do not tell of it have none: their items count for more, not for less.
+        # Workers that do not report spare time have none: their items count for more, not for less.
         taken = f"({seconds} - ({spare} or vector(0)))"
         return f"{taken} / ({items} > 0) or vector({guess_s:g})"
 
@@ -172,13 +170,13 @@ UTILIZATION = 0.7
 """The part of their time that workers spend on what arrives. The rest is for growth while nodes
 start, and for chance."""
 HPA_WAIT_SHARE = 0.3
-"""Of the default deadline: the work that waits for each worker, where nothing can be added."""
+"""Share of the default deadline: the waiting work per worker, if no worker can be added."""
 FALLBACK_FAILURES = 6
 """Failed reads of a trigger until KEDA stands in for it. Until then the HPA keeps the count."""
 
 
 def keda_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, Any]:
-    """What the ScaledObject of one worker has beyond components/keda."""
+    """Returns the fields of one worker's ScaledObject beyond components/keda."""
     queries = TriggerQueries(model, worker, _source(deployment))
     triggers = [
         _trigger("arrivals", queries.arrivals(), UTILIZATION, deployment),

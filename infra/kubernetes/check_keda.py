@@ -15,7 +15,7 @@ import yaml
 from cloudcoil.models.keda.v1alpha1 import ScaledObject, TriggerAuthentication  # type: ignore[import-not-found]
 
 NEWER = {"ScaledObject.spec.fallback": {"behavior"}}
-"""Fields since KEDA 2.17. Its models are those of 2.16, and there are no newer ones."""
+"""Fields since KEDA 2.17. Its models are those of 2.16, and newer ones do not exist."""
 KINDS = {"ScaledObject": ScaledObject, "TriggerAuthentication": TriggerAuthentication}
 
 

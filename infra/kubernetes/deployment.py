@@ -1,4 +1,4 @@
-"""The inputs of an overlay besides the catalog: where workers run, their endpoints, GPU types."""
+"""The inputs of an overlay besides the catalog: places of workers, their endpoints, GPU types."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class GpuType(BaseModel):
     disk_gb: int = Field(gt=0)
     ephemeral_gib: int = Field(gt=0)
     on_demand: bool = True
-    """Whether it is sold without spot, flex-start or a reservation."""
+    """True if it is sold without spot, flex-start or a reservation."""
     quota: str
     zones: dict[str, tuple[str, ...]]
     """The letters of the zones that have it, by region."""
 
     def zones_in(self, region: str, among: Sequence[str] | None = None) -> tuple[str, ...]:
-        """The zones of `region` that have it, of those in `among` where that is given."""
+        """The zones of `region` that have it, only those in `among` if it is set."""
         names = (f"{region}-{letter}" for letter in self.zones.get(region, ()))
         return tuple(name for name in names if among is None or name in among)
 
@@ -61,13 +61,13 @@ class OwnPrometheus(BaseModel):
     labels: dict[str, str]
     """Labels that all series of this deployment have there, and those of no other."""
     has_rabbitmq: bool
-    """Whether the broker is RabbitMQ, whose queues have a metric."""
+    """True if the broker is RabbitMQ, whose queues have a metric."""
 
 
 class Deployment(BaseModel):
     """The workers of one region, or of a cluster outside Google.
 
-    Terraform's output `deployments` (or `outside`) says most, whoever deploys the rest. Everything
+    Terraform's output `deployments` (or `outside`) says most. Everything
     up to `records_url` is what API and workers have to agree on, so it comes from one place.
     """
 
@@ -85,7 +85,7 @@ class Deployment(BaseModel):
     audience: str = Field("", pattern=r"^(//iam\.googleapis\.com/\S+)?$")
     """The audience of the workers' tokens. Empty on GKE, which needs no tokens."""
     is_self_hosted: bool = False
-    """Whether the whole deployment is in a cluster outside Google (self_hosted.py)."""
+    """True if the whole deployment is in a cluster outside Google (self_hosted.py)."""
     settings: dict[str, str] = {}
     """Further variables of the workers."""
     models: tuple[str, ...] | None = None
@@ -94,7 +94,7 @@ class Deployment(BaseModel):
     overflow: GpuTypeName | None
     """GPU type that takes over where another is out of stock."""
     reservations: dict[GpuTypeName, GpuReservation] = {}
-    """What is reserved of a GPU type. It is used up first."""
+    """A reservation of a GPU type. It is used up first."""
     weights_bucket: str | None = None
     """The bucket that `penstock weights prefetch` filled. None: workers download from the hub."""
     hub_token: str | None = None
@@ -109,7 +109,7 @@ class Deployment(BaseModel):
     """The worker image, by digest or tag."""
     autoscaler: Literal["keda", "hpa"] = "keda"
     prometheus: OwnPrometheus | None = None
-    """Where the autoscaler reads metrics. None: Managed Prometheus on GKE, and no autoscaler
+    """The source of the autoscaler's metrics. None: Managed Prometheus on GKE, and no autoscaler
     elsewhere.
     """
     buffer: int = Field(1, ge=0)
@@ -119,17 +119,17 @@ class Deployment(BaseModel):
 
     @property
     def is_outside(self) -> bool:
-        """Whether the cluster is outside Google, without GKE's nodes, metrics and identities."""
+        """True if the cluster is outside Google, without GKE's nodes, metrics and identities."""
         return bool(self.audience) or self.is_self_hosted
 
     @property
     def is_scaled(self) -> bool:
-        """Whether an autoscaler says how many workers there are."""
+        """True if an autoscaler sets the number of workers."""
         return not self.is_outside or self.prometheus is not None
 
     @property
     def metrics_url(self) -> str:
-        """Where Prometheus answers queries; by default Managed Prometheus.
+        """The address of Prometheus' queries; by default Managed Prometheus.
 
         KEDA's scaler for Pub/Sub is deprecated, as it uses Monitoring's old query language:
         https://keda.sh/docs/2.18/scalers/gcp-pub-sub/
@@ -174,7 +174,7 @@ def zones_with(
     """The zones of a region whose nodes can have this GPU.
 
     Raises:
-        ConfigurationError: there are none. Terraform refuses the same.
+        ConfigurationError: none was found. Terraform refuses the same.
     """
     if zones := gpu_types[type_].zones_in(region, among):
         return zones

@@ -34,7 +34,7 @@ def deployment_patch(name: str, pod: dict[str, Any], **spec: Any) -> dict[str, A
 
 
 def image_override(name: str, image: str) -> dict[str, str]:
-    """What replaces the image `name` of the tree: `image`, by digest or tag."""
+    """Returns the replacement of the image `name` of the tree by `image`, by digest or tag."""
     new_name, _, digest = image.partition("@")
     if digest:
         return {"name": name, "newName": new_name, "digest": digest}

@@ -1,21 +1,17 @@
-"""Writes the Kustomize overlay of a region: one folder per model of the catalog.
+"""Writes the Kustomize overlay of a region: one folder per model, and one per class of GPU nodes.
 
 Kustomize does the rest: `kubectl kustomize OUT` renders it, `kubectl apply -k OUT` puts it into a
 cluster, and the Terraform stage `workloads` takes the rendered file.
 
-Identity of workers outside Google: a Kubernetes token, exchanged for Google's (RFC 8693).
+A class of GPU nodes gets a ComputeClass and warm places. Workers outside Google have a Kubernetes
+token that is exchanged for Google's (RFC 8693): the cluster's API server signs it, the kubelet
+keeps it fresh, and Google checks it against the issuer in infra/terraform/platform/outside.tf. No
+key is made, copied or kept anywhere.
 
-The cluster's API server signs the token and the kubelet keeps it fresh. Google checks it against
-the issuer that infra/terraform/platform/outside.tf names. No key is made, copied or kept anywhere.
-
-Writes what a class of GPU nodes needs in a cluster: a ComputeClass and warm places.
-
-Where a worker gets the weights of a hub model: from a mounted bucket, or from the hub itself.
-
-The bucket has what `penstock weights prefetch` copied, in the layout of
-workers/models/source.py. Cloud Storage FUSE mounts one model's part of it into the pod, through
-a sidecar that GKE adds. Its file cache is on the node's disk, and several downloads fill it at
-once.
+A worker gets the weights of a hub model from a mounted bucket, or from the hub itself. The bucket
+has what `penstock weights prefetch` copied, in the layout of workers/models/source.py. Cloud
+Storage FUSE mounts one model's part of it into the pod, through a sidecar that GKE adds. Its file
+cache is on the node's disk, and several downloads fill it at once.
 """
 
 from __future__ import annotations
@@ -49,14 +45,14 @@ TOKEN_DIR, TOKEN_FILE = "/var/run/penstock-hub", "token"
 CACHE_VOLUME = "gke-gcsfuse-cache"
 """The sidecar takes a volume of this name for its file cache."""
 SIDECAR_CPU_M, SIDECAR_MIB = 100, 256
-"""What the sidecar asks for. The worker beside it asks for so much less."""
+"""Resource requests of the sidecar. The worker alongside requests that much less."""
 CACHE_SHARE = 0.75
-"""Of the worker's disk, for the file cache. The rest is for what the worker writes."""
+"""Share of the worker's disk for the file cache. The rest is for what the worker writes."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What a pod has so that its worker finds weights."""
+    """The parts of a pod that let its worker find weights."""
 
     annotations: dict[str, str]
     settings: dict[str, str]
@@ -69,7 +65,7 @@ NOTHING = Weights({}, {}, (), ())
 
 
 def weights_of(model: Model, deployment: Deployment, disk_mib: int) -> Weights:
-    """How one model's worker gets its weights.
+    """The source of one model's weights.
 
     Args:
         model: only those of the hub need anything.
@@ -131,13 +127,13 @@ def _with_token() -> Weights:
         },
     }
     mount = {"name": "hub-token", "mountPath": TOKEN_DIR, "readOnly": True}
-    # The path, not the token: an environment is shown to whoever may read the pod.
+    # The path, not the token: an environment is visible to anyone who may read the pod.
     settings = {"HF_TOKEN_PATH": f"{TOKEN_DIR}/{TOKEN_FILE}"}
     return Weights({}, settings, (mount,), (volume,))
 
 
 def hub_token_patch(deployment: Deployment) -> dict[str, Any]:
-    """Which secret the SecretProviderClass of infra/kubernetes/hub-token reads."""
+    """The secret that the SecretProviderClass of infra/kubernetes/hub-token reads."""
     secret = f"projects/{deployment.project}/secrets/{deployment.hub_token}/versions/latest"
     return {
         "apiVersion": "secrets-store.csi.x-k8s.io/v1",
@@ -276,13 +272,13 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
     Args:
         out: the folder. Files of an earlier run are deleted.
         catalog: the models to run workers of.
-        models_file: where it was read. Each worker gets its own entry, so that a change restarts no
+        models_file: its file. Each worker gets its own entry, so that a change restarts no
             other.
         deployment: where and with what.
 
     Raises:
         ConfigurationError: a model that is to run there is not in the catalog, or `out` is a folder
-            that is no overlay.
+            that is not an overlay.
     """
     models = _chosen(catalog, deployment)
     clear_overlay(out)
@@ -352,7 +348,7 @@ def clear_overlay(out: Path) -> None:
     """Empties the folder of an overlay, or makes it.
 
     Raises:
-        ConfigurationError: it is a folder that is no overlay.
+        ConfigurationError: it is a folder that is not an overlay.
     """
     if out.exists() and any(out.iterdir()):
         if not (out / "kustomization.yaml").is_file():
@@ -416,7 +412,7 @@ def _write_worker(
 
 
 def worker_settings(model: Model, deployment: Deployment) -> dict[str, str]:
-    """The environment of a worker, besides what depends on its node."""
+    """The environment of a worker, except what depends on its node."""
     settings = {
         "HF_HOME": f"{CACHE_DIR}/hub",
         "HOME": "/tmp",

@@ -1,4 +1,4 @@
-"""Where a worker runs and its share of the node: a whole GPU, a part of one, or none."""
+"""Placement of a worker and its share of the node: a whole GPU, a part of one, or none."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PAUSE_S = 2
 """preStop of the base."""
 DRAIN_S = 60
 KILL_MARGIN_S = 10
-"""From the end of the drain to the kill: rows go to disk, connections close."""
+"""Time from the end of the drain to the kill: rows go to disk, connections close."""
 SPOT_SHUTDOWN_S = 30
-"""From the notice to the end of a spot node, GKE's default. It allows 120 too, which was not tried.
+"""Time from the notice to the end of a spot node, GKE's default. It allows 120 too (not tried).
 """
 SPOT_SYSTEM_S = 5
 """The last part of it, for system pods. GKE's default is 15, which would leave workers 15."""
@@ -34,7 +34,7 @@ CPU_ONLY = {"cpu": "2", "memory": "4Gi", "ephemeral-storage": "10240Mi"}
 
 @dataclass(frozen=True)
 class Placement:
-    """How one worker is placed. `components` are folders below infra/kubernetes/components."""
+    """The placement of one worker. `components` are folders below infra/kubernetes/components."""
 
     components: tuple[str, ...]
     node_selector: dict[str, str]
@@ -45,7 +45,7 @@ class Placement:
 
     @property
     def cache_gib(self) -> int | None:
-        """What downloads may take of the node's disk. None: as in the base."""
+        """The part of the node's disk for downloads. None: as in the base."""
         most = self.resources["limits"].get("ephemeral-storage")
         return None if most is None else int(most.removesuffix("Gi")) * 3 // 4
 
@@ -78,7 +78,7 @@ def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -
         return Placement((), {}, (), _resources(CPU_ONLY), settings, grace_s)
     settings |= {"PENSTOCK_DEVICE": "cuda", "PENSTOCK_PROCESSES": "1"}
     if not may_be_spot and not deployment.is_outside:
-        settings["PENSTOCK_SPOT"] = "false"  # otherwise a pod can't tell
+        settings["PENSTOCK_SPOT"] = "false"  # otherwise a pod can't know
     resources = _resources(share_of(model.gpu, gpu_types), gpu=gpu_types[model.gpu.type])
     if deployment.is_outside:
         return Placement(("gpu-outside",), {}, (), resources, settings, grace_s)
@@ -118,7 +118,7 @@ def share_of(gpu: Gpu, gpu_types: dict[str, GpuType]) -> dict[str, str]:
 def leave_room(
     resources: dict[str, dict[str, str]], cpu_m: int, memory_mib: int
 ) -> dict[str, dict[str, str]]:
-    """The same without what a sidecar asks for, so that as many pods fit on a node."""
+    """Resource requests less those of a sidecar, so that the same number of pods fits on a node."""
     asked = resources["requests"]
     cpu = f"{_milli(asked['cpu']) - cpu_m}m"
     memory = f"{_mib(asked['memory']) - memory_mib}Mi"
@@ -188,12 +188,12 @@ def compute_class(
 
 
 def is_standard(gpu: Gpu) -> bool:
-    """Whether its nodes come from reservations, spot and on demand, as the deployment says."""
+    """Returns whether its nodes come from reservations, spot and on demand, by the deployment."""
     return gpu.provisioning == "standard"
 
 
 def _reserved(gpu: Gpu, deployment: Deployment) -> Iterator[dict[str, Any]]:
-    """What the rule of a reservation has beyond others, if there is one of this type."""
+    """Returns the extra fields of a reservation's rule, if this type has a reservation."""
     found = None if gpu.type == "none" else deployment.reservations.get(gpu.type)
     if found is None:
         return

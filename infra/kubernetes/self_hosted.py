@@ -1,11 +1,8 @@
 """`python -m infra.kubernetes.self_hosted`: the overlay of a whole deployment off Google.
 
-Workers are those of every other cluster (overlay.py). Around them come the API, the runner of
-batches, the functions, and the servers that the site does not take from elsewhere.
-
-What the Prometheus of a site reads, so that the autoscaler's queries find it there.
-
-What uses the servers of a site besides its workers: API, batches, functions, row archive.
+Workers are those of every other cluster (overlay.py). Around them are the API, the batch runner,
+the functions, the row archive, the servers that the site does not bring itself, and the scrape
+configuration that lets the autoscaler's queries find our metrics in the site's Prometheus.
 """
 
 from __future__ import annotations
@@ -82,7 +79,7 @@ def write_clients(folder: Path, site: SelfHostedSite, models_file: Path) -> None
 
 
 def _running(site: SelfHostedSite) -> list[str]:
-    """Those of CLIENTS that run there."""
+    """Returns those of CLIENTS that run there."""
     has = {
         "batches": site.batches,
         # Google's broker pushes to the functions that Terraform makes.
@@ -119,7 +116,7 @@ def _client_patch(name: str, site: SelfHostedSite) -> dict[str, Any]:
 
 
 def _taking_functions(variables: list[dict[str, str]]) -> dict[str, Any]:
-    """What is different where functions take messages: RabbitMQ pushes to nobody."""
+    """Returns the changes for functions that pull messages, as RabbitMQ does not push."""
     return {
         "command": ["python", "-m", "workers.functions"],
         "args": [],
@@ -161,7 +158,7 @@ def _provisioning(site: SelfHostedSite) -> dict[str, Any]:
 
 SCRAPE_FILE = "scrape.yaml"
 INTERVAL = "10s"
-"""As Managed Prometheus scrapes. The queries look at a minute of samples."""
+"""Scrape interval, that of Managed Prometheus. The queries look at a minute of samples."""
 _LABEL = "__meta_kubernetes_pod_label_"
 _PORT = "__meta_kubernetes_pod_container_port_name"
 
@@ -219,9 +216,9 @@ def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_
 
     Args:
         out: the folder. Files of an earlier run are deleted.
-        site: what runs there, and with what.
+        site: the site's services and settings.
         catalog: the models to serve.
-        models_file: where it was read.
+        models_file: the file that it was read from.
 
     Raises:
         ConfigurationError: as `write_overlay`.
@@ -247,7 +244,7 @@ def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_
 
 
 def _patches_of_all(site: SelfHostedSite) -> list[dict[str, Any]]:
-    """What every pod gets that computes or answers: the object store, and Google's credentials."""
+    """The settings of every pod that computes or answers: object store and Google's credentials."""
     added: list[tuple[str, dict[str, Any]]] = []
     added += [("envFrom", one) for one in secret_of_broker(site)]
     if isinstance(site.objects, VolumeObjects):

@@ -1,4 +1,4 @@
-"""What a cluster off Google is to run: the fields of a site file, checked before anything else."""
+"""The fields of a site file, which describes a cluster off Google. They are checked first."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _is_zone(value: str) -> str:
 
 
 Image = Annotated[str, Field(pattern=r"^[^@\s]+(@sha256:[0-9a-f]{64}|:[A-Za-z0-9._-]+)$")]
-"""By digest or tag."""
+"""An image by digest or tag."""
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
-"""Of an object in Kubernetes."""
+"""The name of an object in Kubernetes."""
 Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")]
 Cores = Annotated[str, Field(pattern=r"^([1-9][0-9]*m?|[0-9]+\.[0-9]+)$")]
 LabelName = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]*$")]
@@ -65,7 +65,7 @@ class EmbeddedBroker(_Part):
     kind: Literal["embedded"]
     volume: SiteVolume = SiteVolume(size="20Gi")
     fsync: bool = True
-    """Whether it waits for the disk, so that a power cut loses nothing."""
+    """True if it waits for the disk, so that a power cut loses nothing."""
 
 
 class GoogleBroker(_Part):
@@ -79,7 +79,7 @@ class GoogleBroker(_Part):
     inbox_first: int = Field(0, ge=0)
     """Number of the first of them."""
     inbox_slots: int = Field(8, ge=1, le=200)
-    """How many slots of each the API uses. Terraform's `inboxes.slots` is at least as many."""
+    """Reply slots that the API uses in each inbox. Terraform's `inboxes.slots` is at least this."""
 
     @model_validator(mode="after")
     def _has_a_pool_to_begin(self) -> GoogleBroker:
@@ -105,7 +105,7 @@ class EmbeddedRows(_Part):
     kind: Literal["embedded"]
     volume: SiteVolume = SiteVolume(size="50Gi")
     archive: bool = False
-    """Whether rows go to the object store first, into Parquet files below `usage/`. Then the volume
+    """True if rows go to the object store first, into Parquet files below `usage/`. Then the volume
     can be lost.
     """
 
@@ -140,7 +140,7 @@ class GivenRedis(_Part):
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The address that it listens on."""
         return urlsplit(self.url).port or 6379
 
 
@@ -149,7 +149,7 @@ class VolumeObjects(_Part):
 
     kind: Literal["volume"]
     volume: SiteVolume
-    """Of a storage class with ReadWriteMany, such as NFS or CephFS."""
+    """A volume of a storage class with ReadWriteMany, such as NFS or CephFS."""
 
 
 class BucketObjects(_Part):
@@ -159,7 +159,7 @@ class BucketObjects(_Part):
     url: str = Field(pattern=BUCKET)
     secret: Name | None = None
     """A Secret with environment variables for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, and
-    AWS_ENDPOINT and AWS_REGION where they differ from Amazon's.
+    AWS_ENDPOINT and AWS_REGION if they differ from Amazon's.
     """
     networks: tuple[Network, ...] = ()
     """Private addresses of the store, for the network policies."""
@@ -182,23 +182,23 @@ class Ingress(_Part):
     tls_secret: Name
     """Has the certificate of `host`. cert-manager writes it where `annotations` say so."""
     namespace: Name
-    """Of the controller, whose pods may reach the API."""
+    """Namespace of the controller, whose pods may reach the API."""
     networks: tuple[Network, ...] = Field(min_length=1)
     """Addresses of the controller's pods, whose X-Forwarded-Proto the API trusts."""
     annotations: dict[str, str] = {}
 
 
 class Autoscaling(_Part):
-    """How many workers there are, by load. The cluster has KEDA 2.17 or later."""
+    """Autoscaling of workers by load. The cluster has KEDA 2.17 or later."""
 
     prometheus: str = Field(pattern=r"^https?://[^\s@/?#]+(/[^\s/?#]+)*$")
-    """Where it answers queries, without credentials."""
+    """The address of its queries, which need no credentials."""
     labels: dict[LabelName, LabelValue] | None = None
     """Labels that all series of this site have there, and those of no other. None: `namespace`."""
 
 
 class Google(_Part):
-    """How pods reach what is Google's."""
+    """The pods' access to Google's services."""
 
     project: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{4,28}[a-z0-9]$")]
     credentials_secret: Name
@@ -210,7 +210,7 @@ class SelfHostedSite(_Part):
 
     namespace: Name = "penstock"
     region: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")] = "local"
-    """For rows, traces and status."""
+    """Region name in rows, traces and status."""
     images: Images
     broker: Annotated[EmbeddedBroker | GoogleBroker | RabbitBroker, Field(discriminator="kind")]
     rows: Annotated[EmbeddedRows | GoogleRows, Field(discriminator="kind")]
@@ -223,9 +223,9 @@ class SelfHostedSite(_Part):
     """Has PENSTOCK_SECRET and PENSTOCK_WEBHOOK_SECRETS, as variables."""
     api: SiteApi = SiteApi()
     billing_tz: Annotated[str, AfterValidator(_is_zone)] = "UTC"
-    """Where a day of scheduled reports and invoices begins."""
+    """The time zone in which days of scheduled reports and invoices begin."""
     batches: bool = True
-    """Whether a runner of batches runs."""
+    """True if a batch runner runs."""
     ingress: Ingress | None = None
     """None: no Ingress is made, and the Service `api` is reached in another way."""
     google: Google | None = None
@@ -240,12 +240,12 @@ class SelfHostedSite(_Part):
 
     @property
     def has_servers(self) -> bool:
-        """Whether topics or tables are made on servers that are not Google's."""
+        """Returns whether topics or tables are created on servers that are not Google's."""
         return self.broker.kind == "rabbitmq" or "embedded" in (self.broker.kind, self.rows.kind)
 
     @property
     def uses_google(self) -> bool:
-        """Whether anything is Google's."""
+        """Returns whether any server is Google's."""
         parts = self.broker.kind, self.rows.kind
         in_bucket = isinstance(self.objects, BucketObjects) and self.objects.url.startswith("gs:")
         return in_bucket or "google" in parts

@@ -1,4 +1,4 @@
-"""What stands around the API and the workers off Google: servers, policies, ingress, volume."""
+"""The parts around the API and the workers off Google: servers, policies, ingress, volume."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ CONTAINER = "/spec/template/spec/containers/0"
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 """The label of each namespace that has its name."""
 REDIS_DATA_PERCENT = 60
-"""Of the pod's memory. The rest is for what changes while the file is rewritten, and for clients.
+"""Percentage of the pod's memory for data. The rest is for clients, and for changes while the file
+is rewritten.
 """
 
 
@@ -97,7 +98,7 @@ def write_network(folder: Path, site: SelfHostedSite) -> None:
         added = [{"op": "add", "path": "/spec/egress/-", "value": rule} for rule in rules]
         patches.append(_policy_patch("clients", added))
     if isinstance(site.broker, RabbitBroker):
-        # Nothing is pushed to the functions there, and they tell what waits in the queues.
+        # Nothing is pushed to the functions there, and they report what waits in the queues.
         source = [{"namespaceSelector": {"matchLabels": {NAMESPACE_NAME: "monitoring"}}}]
         found = {"op": "replace", "path": "/spec/ingress/0/from", "value": source}
         patches.append(_policy_patch("functions", [found]))

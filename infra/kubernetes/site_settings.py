@@ -1,4 +1,4 @@
-"""What the processes of a site are told: where everything is, and which secrets they read."""
+"""Settings of a site's processes: addresses, and the secrets that they read."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NO_NETWORK = ("127.0.0.1/32",)
 
 
 def has_archive(site: SelfHostedSite) -> bool:
-    """Whether a row archive runs there."""
+    """True if a row archive runs there."""
     return isinstance(site.rows, EmbeddedRows) and site.rows.archive
 
 
 def worker_deployment(site: SelfHostedSite) -> Deployment:
-    """What workers there are given."""
+    """The settings of workers there."""
     redis_url = site.redis.url if isinstance(site.redis, GivenRedis) else "redis://redis:6379/0"
     return Deployment(
         project=site.google.project if site.google else "penstock",
@@ -60,7 +60,7 @@ def _prometheus(site: SelfHostedSite) -> OwnPrometheus | None:
 
 
 def series_labels(site: SelfHostedSite) -> dict[str, str]:
-    """The labels by which the series of a site are told from others in its Prometheus."""
+    """The labels that select the series of a site in its Prometheus."""
     given = site.autoscaling.labels if site.autoscaling is not None else None
     return {"namespace": site.namespace} if given is None else given
 
@@ -70,7 +70,7 @@ def _objects_url(site: SelfHostedSite) -> str:
 
 
 def _endpoints(site: SelfHostedSite) -> dict[str, str]:
-    """Where the servers are that are not Google's, and how to reach what is."""
+    """The addresses of servers that are not Google's, and the access to those that are."""
     found = {}
     if isinstance(site.broker, EmbeddedBroker):
         found["PENSTOCK_PUBSUB_ENDPOINT"] = "pubsub:8085"

@@ -34,9 +34,9 @@ def check(
     `wait_s`.
 
     Args:
-        ledger: of one replay.
-        rows: where they are.
-        wait_s: how long differences may go away.
+        ledger: the ledger of one replay.
+        rows: access to the rows.
+        wait_s: seconds in which differences may disappear.
         sleep: waits. Tests replace it.
         clock: seconds. Tests replace it.
 
@@ -71,7 +71,7 @@ def _without_empty(expected: dict[Place, Sums]) -> list[Place]:
 
 
 def _span(ledger: Ledger) -> tuple[datetime, datetime]:
-    """From when to when rows can have been received, with room for clocks that differ."""
+    """Returns the range in which rows can have been received, with a margin for clock skew."""
     ends_s = max((line.ended_at_s for line in ledger.lines), default=ledger.head.began_at_s)
     skew = timedelta(seconds=CLOCK_SKEW_S)
     return (

@@ -42,7 +42,7 @@ def load(
         float, typer.Option(min=0.001, help="seconds of the day or trace in one second")
     ] = 1.0,
     duration: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="stop sending after so long")
+        float, typer.Option(min=0, metavar="SECONDS", help="stop sending after this time")
     ] = 0.0,
     tenants: Annotated[int, typer.Option(min=0, help="of the day: 20, or all of --keys")] = 0,
     model: Annotated[
@@ -76,7 +76,7 @@ def load(
     if check is not None:
         raise typer.Exit(_check(check, wait, int(max_gib * GIB), as_json=as_json))
     if find_spec("httptools") is None:
-        raise ConfigurationError("sending needs the extra `api`: pip install 'penstock[api]'")
+        raise ConfigurationError("sending needs the `api` extra: pip install 'penstock[api]'")
     from infra.load.plan import DayOptions, plan_day, plan_trace
     from infra.load.replay import Pace
     from infra.load.target import Target, read_keys
@@ -85,7 +85,7 @@ def load(
         raise BadInput("key: give --key or --keys, not both", field="key")
     target = Target(url, key, read_keys(keys) if keys else None)
     if trace is not None and (tenants or model or changes):
-        raise BadInput("trace: has tenants and models of its own", field="trace")
+        raise BadInput("trace: has its own tenants and models", field="trace")
     options = DayOptions(
         requests or REQUESTS_OF_A_DAY,
         tenants or len(target.keys) or TENANTS_WITHOUT_KEYS,
@@ -181,12 +181,12 @@ def _check(path: Path, wait_s: float, most_bytes: int, *, as_json: bool) -> int:
 
 
 def _show_comparison(found: Comparison) -> None:
-    told = ", ".join(f"{name}: {count:,}" for name, count in sorted(found.told_by_rows.items()))
+    known = ", ".join(f"{name}: {count:,}" for name, count in sorted(found.told_by_rows.items()))
     _print_facts(
         {
             "ledger": f"{found.lines:,} requests, {found.tokens:,} tokens, ${found.cost_usd:.9f}",
             "rows": f"{found.rows:,}, and {found.copies:,} copies, which count once",
-            "told by rows": told or "nothing: all requests were answered",
+            "known from rows only": known or "nothing: all requests were answered",
             "others": f"{found.others:,} requests of others as the same tenants, counted apart",
             "report": f"{found.groups:,} groups of hour, tenant and model",
             "differences": f"{len(found.differences):,}",

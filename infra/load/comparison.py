@@ -21,12 +21,12 @@ from infra.load.ledger import Ledger, LedgerLine
 from infra.load.rows import RowOfLoad, UsageGroup
 
 CLOCK_SKEW_S = 60.0
-"""How far the clocks of this machine and of the API may be apart."""
+"""Maximum difference between the clocks of this machine and of the API."""
 RELATIVE, ABSOLUTE_USD = 1e-9, 1e-9
 """Sums of doubles differ in their last digits with the order of adding. Single rows may not."""
 REFUSED = "refused"
 NO_TENANT = frozenset({401, 431})
-"""Answers to requests of nobody known, which leave no row (decision 17)."""
+"""Statuses of requests without a known tenant, which leave no row (decision 17)."""
 
 Place = tuple[datetime, str, str]
 """Hour, tenant and model."""
@@ -46,7 +46,7 @@ class Difference(NamedTuple):
 
 @dataclass
 class Comparison:
-    """What was compared, and what differs."""
+    """The result of a comparison: totals and differences."""
 
     differences: list[Difference] = field(default_factory=list)
     lines: int = 0
@@ -64,7 +64,7 @@ class Comparison:
 
 @dataclass
 class Sums:
-    """What a group adds up to. Its fields have the names of UsageGroup."""
+    """The sums of a group. Its fields have the names of UsageGroup."""
 
     requests: int = 0
     refused: int = 0
@@ -111,7 +111,7 @@ def compare_rows(ledger: Ledger, rows: Sequence[RowOfLoad]) -> tuple[Comparison,
 def compare_report(
     expected: Mapping[Place, Sums], others: Iterable[UsageGroup], report: Iterable[UsageGroup]
 ) -> list[Difference]:
-    """Compares the report with the sums of the ledger, and of what others used beside it."""
+    """Compares the report with the sums of the ledger, and of the usage of others."""
     due = {place: _group(place, sums) for place, sums in expected.items()}
     for other in others:
         place = _place(other)
@@ -134,7 +134,7 @@ def compare_report(
 
 
 def _line_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
-    """What differs between a request and its rows: kind and facts."""
+    """Yields the differences between a request and its rows: kind and facts."""
     row_ids = Counter(row.row_id for row in rows)
     for row_id, count in row_ids.items():
         if count > 1:
@@ -165,30 +165,33 @@ def _caller_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator
 
 
 def _answer_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
-    """What differs between an answer and the rows of its request."""
-    statuses, told = [row.status for row in rows], f"the answer was {line.status} {line.code}"
+    """Yields the differences between an answer and the rows of its request."""
+    statuses, answer = [row.status for row in rows], f"the answer was {line.status} {line.code}"
     if line.status == 200 or line.cost_usd is not None:
         items = {row.item for row in rows if row.status != REFUSED}
         if missing := sorted(set(range(line.items)) - items):
-            # Tokens and cost differ by as much as well, which says nothing more.
-            yield from (("row missing", f"of item {item}; {told.rstrip()}") for item in missing)
+            # Tokens and cost differ by the same items, which says nothing more.
+            yield from (("row missing", f"of item {item}; {answer.rstrip()}") for item in missing)
             return
         if set(statuses) - {"succeeded"} and line.status == 200:
-            yield "wrong status", f"rows say {', '.join(statuses)}; {told.rstrip()}"
+            yield "wrong status", f"rows say {', '.join(statuses)}; {answer.rstrip()}"
     elif 400 <= line.status < 500 and line.status not in NO_TENANT:
         if not rows:
-            yield "row missing", f"of a refused request; {told}"
+            yield "row missing", f"of a refused request; {answer}"
         elif statuses != [REFUSED]:
-            yield "wrong status", f"rows say {', '.join(statuses)}; {told}"
+            yield "wrong status", f"rows say {', '.join(statuses)}; {answer}"
     if len({row.row_id for row in rows}) > line.items:
-        yield "row too many", f"{len(rows)} rows for {line.items} items; {told.rstrip()}"
+        yield "row too many", f"{len(rows)} rows for {line.items} items; {answer.rstrip()}"
     tokens = sum(row.tokens or 0 for row in rows)
     if line.tokens is not None and tokens != line.tokens:
         yield "wrong tokens", f"rows say {tokens}, the answer {line.tokens}"
     # The order of adding is that of the API, so that the sums are the same double.
     cost_usd = sum(row.cost_usd or 0.0 for row in rows)
     if cost_usd != (line.cost_usd or 0.0):
-        yield "wrong cost", f"rows say {cost_usd!r} dollars, the answer {line.cost_usd!r}; {told}"
+        yield (
+            "wrong cost",
+            f"rows say {cost_usd!r} dollars, the answer {line.cost_usd!r}; {answer}",
+        )
 
 
 def _add(expected: defaultdict[Place, Sums], line: LedgerLine, rows: Sequence[RowOfLoad]) -> None:

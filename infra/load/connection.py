@@ -38,7 +38,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Takes the transport."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass of it
         self.is_open = True
 
     def begin(self, number: int, request: bytes, due_s: float) -> None:
@@ -49,7 +49,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
-        """Hands the parser what came."""
+        """Hands received bytes to the parser."""
         self._parser.feed_data(data)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -119,9 +119,9 @@ def encode_request(host: str, path: str, headers: Mapping[str, str], content: by
     """The bytes of a POST with a JSON body.
 
     Args:
-        host: with the port, where it is not the usual one.
+        host: with the port, if it is not the usual one.
         path: with a slash at its start.
-        headers: beside those that every request has.
+        headers: in addition to those that every request has.
         content: the body.
     """
     all_headers = {

@@ -20,7 +20,7 @@ from shared.errors import BadInput
 
 DAY_S = 86_400.0
 SLOT_S = 300.0
-"""Within so long the rate counts as constant."""
+"""Seconds in which the rate counts as constant."""
 SLOTS = int(DAY_S / SLOT_S)
 RUSH_FROM_S, RUSH_FOR_S = 43_200.0, 7_200.0
 """The rush of the simulator's scenario `day`."""
@@ -37,9 +37,9 @@ class DayModel:
     """A model of the day.
 
     Args:
-        share: of the requests, beside the other models' shares.
-        sizes: of its inputs.
-        items: of its requests.
+        share: the model's part of the requests, relative to the other models' shares.
+        sizes: sizes of its inputs.
+        items: numbers of items in its requests.
     """
 
     share: float
@@ -58,27 +58,27 @@ NUMBERS = {
     "cancel_within_s": 86_400,
     "batch_share": 1,
 }
-"""What the numbers of a day may be, from 0."""
+"""Upper bounds of a day's numbers. The lower bound is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Day:
-    """What a day promises.
+    """The numbers that define a day.
 
     Args:
-        requests: of the whole day: 1.4 million in what docs/explanation/simulation.md calls `day`.
+        requests: requests of the whole day, 1.4 million in `day` of docs/explanation/simulation.md.
         tenants: the k-th has a share of 1 / k ** zipf.
-        models: by name.
-        seed: of all that is drawn.
-        zipf: how unequal tenants are. 0: all alike.
-        swing: of the wave. 0.6: 0.4 to 1.6 times its mean, lowest at midnight.
-        rush_share: of the requests, those of the rush at noon.
-        bursts: how many. Each is of one tenant.
-        burst_share: of the requests, those of all bursts.
-        repeat_share: of the requests, those that repeat an earlier one of their tenant and model.
-        cancel_share: of the requests, those whose caller hangs up.
+        models: models by name.
+        seed: seed of all random numbers.
+        zipf: inequality of tenants. 0: all alike.
+        swing: amplitude of the wave. 0.6: 0.4 to 1.6 times its mean, lowest at midnight.
+        rush_share: the share of requests in the rush at noon.
+        bursts: number of bursts. Each is of one tenant.
+        burst_share: the share of requests in all bursts.
+        repeat_share: the share of requests that repeat an earlier one of their tenant and model.
+        cancel_share: the share of requests whose caller hangs up.
         cancel_within_s: the longest that such a caller waits.
-        batch_share: of the requests, those of the lane `batch`.
+        batch_share: the share of the requests in the `batch` lane.
     """
 
     requests: int
@@ -164,7 +164,7 @@ def arrivals_of(day: Day) -> list[Arrival]:
 
 
 class _Groups:
-    """Which requests repeat an earlier one of their tenant and model."""
+    """Returns which requests repeat an earlier one of their tenant and model."""
 
     def __init__(self, day: Day) -> None:
         self._random = random.Random(day.seed)

@@ -22,17 +22,17 @@ class Exchange(msgspec.Struct, omit_defaults=True):
     inference_ms: float = 0.0
     total_ms: float = 0.0
     ended_s: float = 0.0
-    """Since the start of the order."""
+    """Seconds since the start of the order."""
     number: int = -1
-    """Of the request in its order."""
+    """Index of the request in its order."""
     lag_ms: float = 0.0
-    """How long it waited for a connection."""
+    """Wait for a connection."""
     retry_after_s: float = 0.0
-    """What a refusal says."""
+    """The retry-after of a refusal."""
     cost_usd: float | None = None
-    """What the request is charged. None: the answer does not say."""
+    """The charge of the request. None if the answer does not say."""
 
     @property
     def overhead_ms(self) -> float:
-        """What the pipeline added to the model's time."""
+        """Returns the time that the pipeline added to the model's."""
         return self.round_trip_ms - self.inference_ms

@@ -1,4 +1,4 @@
-"""What is sent for an arrival: the route of its model's task, and a body."""
+"""The request of an arrival: the route of its model's task, and a body."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ SEEDS = 2**31
 
 
 class RequestForm(NamedTuple):
-    """How one task is asked for."""
+    """The route and bodies for one task."""
 
     path: str
     body: Callable[[Arrival, str], dict[str, Any]]
     """Makes the body for an arrival, from a text that identifies its group."""
     share: float
-    """Of the requests of a day, beside other models, if nothing else is said."""
+    """Default share of a day's requests, relative to the other models."""
     sizes: Mix
-    """Of the inputs of a day."""
+    """Default sizes of a day's inputs."""
     items: Mix
-    """Of the requests of a day."""
+    """Default numbers of items in a day's requests."""
     counts_input_once: bool = False
-    """Whether the answer counts what all items read once."""
+    """True if the answer counts the shared input of all items once."""
 
 
 def _texts(arrival: Arrival, group: str) -> dict[str, Any]:
-    """Short queries, paragraphs or pages. The first word tells groups and items apart."""
+    """Short queries, paragraphs or pages. The first word distinguishes groups and items."""
     texts = [
         arrival.input or _text(f"{group}.{item}", arrival.size or USUAL_WORDS)
         for item in range(arrival.items)
@@ -77,7 +77,7 @@ def _picture(arrival: Arrival, group: str) -> dict[str, Any]:
 
 
 def _chat(arrival: Arrival, group: str) -> dict[str, Any]:
-    """A question of so many words, and a short answer."""
+    """A question of the given number of words, and a short answer."""
     asked = arrival.input or _text(group, arrival.size or USUAL_WORDS)
     return {
         "model": arrival.model,
@@ -108,11 +108,11 @@ REQUEST_FORMS: Mapping[str, RequestForm] = {
         counts_input_once=True,
     ),
 }
-"""By the name of a task."""
+"""Request forms by task name."""
 
 
 def form_of(model: str, tasks: Mapping[str, str]) -> RequestForm:
-    """How a model is asked.
+    """Returns the form of requests to a model.
 
     Args:
         model: its name.
@@ -135,5 +135,5 @@ def form_of(model: str, tasks: Mapping[str, str]) -> RequestForm:
 
 
 def can_be_replayed(name: str) -> bool:
-    """Whether a task, by its name, is one that can be asked for here."""
+    """Returns whether requests for a task, by its name, can be made here."""
     return name in REQUEST_FORMS

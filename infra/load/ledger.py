@@ -30,7 +30,7 @@ BUFFER_BYTES = 64 * 1024
 
 
 class LedgerHead(msgspec.Struct, frozen=True):
-    """What the lines of a ledger belong to."""
+    """The run that a ledger's lines belong to."""
 
     run: str
     """The start of the id of each request."""
@@ -40,7 +40,7 @@ class LedgerHead(msgspec.Struct, frozen=True):
 
 
 class LedgerLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request, and what its caller was told."""
+    """One request, and the answer that its caller got."""
 
     id: str
     tenant: str
@@ -52,17 +52,17 @@ class LedgerLine(msgspec.Struct, frozen=True, omit_defaults=True):
     items: int
     ending: Ending = "answered"
     """`foreign`: somebody before Penstock answered, such as a proxy. `unconnected`: it never left.
-    Only rows tell what became of the others that are not `answered`.
+    Only rows say what became of the others that are not `answered`.
     """
     status: int = 0
-    """Of HTTP. 0: no answer."""
+    """HTTP status. 0: no answer."""
     code: str = ""
-    """Of the error in the answer."""
+    """Code of the error in the answer."""
     cache: str = ""
     tokens: int | None = None
-    """As the answer says. None: it does not."""
+    """Tokens, as the answer says. None if it does not say."""
     cost_usd: float | None = None
-    """As the answer says. None: it does not."""
+    """Cost, as the answer says. None if it does not say."""
     key_id: str = ""
     """The public part of the key."""
 
@@ -146,7 +146,7 @@ def read_ledger(path: Path) -> Ledger:
     """Reads a whole ledger. A last line that breaks off is left out and counted.
 
     Raises:
-        ConfigurationError: it can't be read, or a line is none of a ledger.
+        ConfigurationError: it can't be read, or it is not a ledger.
     """
     try:
         whole, _, rest = path.read_bytes().rpartition(b"\n")
@@ -160,7 +160,7 @@ def read_ledger(path: Path) -> Ledger:
             lines.append(decoder.decode(line))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(
-            f"{path}: is no ledger, or its line {len(lines) + 2} is damaged: {error}",
+            f"{path}: not a ledger, or line {len(lines) + 2} is corrupt: {error}",
             field="check",
         ) from error
     return Ledger(head, lines, int(bool(rest)))

@@ -1,4 +1,4 @@
-"""What is replayed: the arrivals of a day or a trace, with the models and tenants of a target."""
+"""The plan of a replay: arrivals of a day or a trace, with a target's models and tenants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared.errors import BadInput, ConfigurationError
 
 
 class LoadPlan(NamedTuple):
-    """What is sent, and how each model is asked."""
+    """The arrivals to send, and the form of each model's requests."""
 
     arrivals: Sequence[Arrival]
     forms: Mapping[str, RequestForm]
@@ -80,7 +80,7 @@ def plan_trace(target: Target, path: Path, requests: int = 0) -> LoadPlan:
     Args:
         target: serves its models, and has keys of its tenants.
         path: the trace.
-        requests: only the first so many. 0: all.
+        requests: only the first N are sent. 0: all.
 
     Raises:
         ConfigurationError: the trace can't be read, or names a tenant without a key.
@@ -91,9 +91,7 @@ def plan_trace(target: Target, path: Path, requests: int = 0) -> LoadPlan:
     served = target.models()
     usual = next((one.id for one in served.values() if can_be_replayed(one.task)), "")
     if target.keys and (unknown := {one.tenant for one in arrivals} - target.keys.keys()):
-        raise ConfigurationError(
-            f"{path}: there is no key of the tenant {min(unknown)!r}", field="keys"
-        )
+        raise ConfigurationError(f"{path}: no key of the tenant {min(unknown)!r}", field="keys")
     names = {one.model for one in arrivals}
     # Rows have names, so the ledger has no aliases.
     named = {name: served[name or usual].id for name in names if (name or usual) in served}

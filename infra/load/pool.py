@@ -15,7 +15,7 @@ CONNECT_LIMIT_S = 10.0
 
 
 class Server(NamedTuple):
-    """Where requests go."""
+    """The address that requests are sent to."""
 
     host: str
     port: int
@@ -28,7 +28,7 @@ class ConnectionPool:
     Requests beyond that wait in order, and their wait counts.
 
     Args:
-        server: where requests go.
+        server: the server that gets the requests.
         most: connections at a time.
         on_end: gets each request once, with the pieces of the answer's body. It may send the next.
     """

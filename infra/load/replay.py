@@ -1,6 +1,6 @@
 """Sends arrivals when they are due, whether or not earlier ones are answered.
 
-What came of each goes into the ledger.
+The outcome of each goes into the ledger.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ANSWER_LIMIT_S = 330.0
 STOP_LIMIT_S = 10.0
 LOOK_S = 1.0
 YIELD_EVERY = 32
-"""A replay that is late lets answers in after so many requests."""
+"""A replay that is late handles answers after this number of requests."""
 
 
 class Show(Protocol):
@@ -40,12 +40,12 @@ class Show(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How fast arrivals are replayed.
+    """The speed and limits of a replay.
 
     Args:
         speed: seconds of the trace in a second.
-        most_in_flight: what is due while so many are open is not sent, and counted.
-        duration_s: what is due later is not sent. 0: no such limit.
+        most_in_flight: requests that are due at this limit are not sent, but counted.
+        duration_s: requests that are due later are not sent. 0: no such limit.
     """
 
     speed: float = 1.0
@@ -70,7 +70,7 @@ class _Error(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """What matters of the body of an answer."""
+    """The relevant fields of a response body."""
 
     usage: _Usage | None = None
     error: _Error | None = None
@@ -83,11 +83,11 @@ class Replay:
         target: whom to ask, and with which keys.
         run: the start of the id of each request.
         arrivals: in order of time.
-        forms: by model, of all models of the arrivals.
-        pace: how fast.
-        seed: of inputs that are made.
+        forms: request forms by model, for all models of the arrivals.
+        pace: speed and limits.
+        seed: seed of generated inputs.
         ledger: gets a line for each request.
-        show: is told every second how it goes.
+        show: gets the progress every second.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Replay:
             await asyncio.wait([looking])
             self._pool.close()
         self.took_s = time.perf_counter() - self._began_s
-        self._tell()
+        self._report()
         if self._failure is not None:
             raise self._failure
 
@@ -167,7 +167,7 @@ class Replay:
                 self._send(number, arrival, due_s)
 
     async def _pause(self, wait_s: float) -> None:
-        """Waits so long, or until it is stopped."""
+        """Waits this time, or until it is stopped."""
         if wait_s < LOOK_S:
             await asyncio.sleep(max(0.0, wait_s))
             return
@@ -266,9 +266,9 @@ class Replay:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         at_s = time.perf_counter() - self._began_s
         try:
             self._ledger.flush()

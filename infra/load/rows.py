@@ -1,4 +1,4 @@
-"""What BigQuery says of a replay: its rows, the report `usage_hours`, and what others used."""
+"""BigQuery's view of a replay: its rows, the `usage_hours` report, and the usage of others."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class RowOfLoad(NamedTuple):
     received_at: datetime
     cache: str | None
     copies: int
-    """How often it was written."""
+    """Number of times it was written."""
 
 
 class UsageGroup(NamedTuple):
-    """What a tenant used of a model in an hour."""
+    """A tenant's usage of a model in an hour."""
 
     hour: datetime
     tenant: str | None
@@ -79,7 +79,7 @@ class LoadRows:
     def of_others(
         self, run: str, since: datetime, until: datetime, tenants: Sequence[str]
     ) -> list[UsageGroup]:
-        """What others than the replay used as these tenants.
+        """Returns what others than the replay used as these tenants.
 
         Raises:
             Unavailable: BigQuery is out of reach, or refused.
@@ -148,7 +148,7 @@ def opened_rows(settings: Settings, most_bytes: int) -> Iterator[LoadRows]:
     """The rows that the settings name, with a client of its own.
 
     Raises:
-        Unavailable: there are no credentials.
+        Unavailable: no credentials were found.
     """
     with (
         translated_errors(),

@@ -1,6 +1,6 @@
 """Runs a replay from its first request to the summary, and stops it in order.
 
-Shows how a replay goes: a table that moves on a terminal, else a line now and then.
+Progress is shown as a live table on a terminal, otherwise as a line every LINE_EVERY_S.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LINE_EVERY_S = 10.0
 
 @contextmanager
 def shown_progress(total: int) -> Iterator[Show]:
-    """A function to tell how it goes. What it shows goes to stderr.
+    """Yields a function that reports progress to stderr.
 
     Args:
         total: requests of the whole replay.
@@ -89,11 +89,11 @@ def replay(
 
     Args:
         target: whom to ask.
-        plan: what is sent.
-        pace: how fast.
+        plan: the requests to send.
+        pace: speed and limits.
         run: the start of the id of each request.
-        seed: of inputs that are made.
-        path: of the ledger, a new file.
+        seed: seed of generated inputs.
+        path: path of the ledger, a new file.
 
     Raises:
         ConfigurationError: the ledger can't be written.

@@ -1,4 +1,4 @@
-"""What came of the requests of a replay so far: counts, rates and percentiles."""
+"""The results of a replay so far: counts, rates and percentiles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Look(NamedTuple):
     """The replay at one moment. Rates and percentiles are of the time since the look before."""
 
     at_s: float
-    """Since the start."""
+    """Seconds since the start."""
     trace_s: float
     """The moment of the trace."""
     due: int
@@ -23,7 +23,7 @@ class Look(NamedTuple):
     rate: float
     """Requests that ended, per second."""
     p50_ms: float
-    """Of requests that were answered with 200, from when they were due. 0: there were none."""
+    """Latency of requests that were answered with 200, from their due times. 0 without any."""
     p99_ms: float
 
 
@@ -50,8 +50,8 @@ class Tally:
         """Counts a request that ended.
 
         Args:
-            line: what came of it.
-            waited_ms: from when it was due to its end.
+            line: its outcome.
+            waited_ms: time from its due time to its end.
         """
         self.by_outcome[outcome_of(line)] += 1
         self.tokens += line.tokens or 0
@@ -60,7 +60,7 @@ class Tally:
             self._waits_ms.append(waited_ms)
 
     def look(self, at_s: float, trace_s: float, in_flight: int) -> Look:
-        """How it goes. Begins a new span of time.
+        """Returns the progress, and begins a new interval.
 
         Args:
             at_s: seconds since the start.
@@ -77,7 +77,7 @@ class Tally:
         """Everything, for people and programs.
 
         Args:
-            took_s: from the first request to the last answer.
+            took_s: time from the first request to the last answer.
         """
         p50_ms, p95_ms, p99_ms = (
             np.percentile(self._waits_ms, (50, 95, 99)) if self._waits_ms else (0.0, 0.0, 0.0)
@@ -98,7 +98,7 @@ class Tally:
 
 
 def outcome_of(line: LedgerLine) -> str:
-    """How a request ended, in a word or two."""
+    """Returns how a request ended, in a word or two."""
     if line.ending == "foreign":
         return f"{line.status} of a proxy"
     if line.ending != "answered":

@@ -23,12 +23,12 @@ LIST_LIMIT_S = 20.0
 
 
 class LoadCaller(NamedTuple):
-    """Who a request comes from."""
+    """The caller that a request comes from."""
 
     tenant: str
-    """As rows name it. Empty: not known."""
+    """The tenant, as rows name it. Empty: not known."""
     key_id: str
-    """The public part of the key. Empty: there is no key, or it is none of Penstock's."""
+    """The public part of the key. Empty: no key is used, or it is not one of Penstock's."""
     headers: dict[str, str]
 
 
@@ -48,12 +48,12 @@ class Target:
     """A Penstock and how to call it.
 
     Args:
-        url: of the API, without /v1.
+        url: URL of the API, without /v1.
         key: the key of every request. Empty: none is needed.
         keys: the key of each tenant, instead.
 
     Raises:
-        BadInput: the URL is none.
+        BadInput: it is not a URL.
     """
 
     def __init__(self, url: str, key: str = "", keys: Mapping[str, str] | None = None) -> None:
@@ -64,7 +64,7 @@ class Target:
         except ValueError as error:
             raise BadInput(f"url: {url!r}: {error}", field="url") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BadInput(f"url: {url!r} is no URL such as http://127.0.0.1:8080", field="url")
+            raise BadInput(f"url: {url!r} is not a URL such as http://127.0.0.1:8080", field="url")
         is_tls = parts.scheme == "https"
         self.server = Server(
             parts.hostname,
@@ -78,11 +78,11 @@ class Target:
         self._callers = {tenant: _caller(tenant, one) for tenant, one in self.keys.items()}
 
     def caller(self, tenant: str) -> LoadCaller:
-        """Whose key a request of a tenant has. With `keys` each of its tenants is known."""
+        """Returns the key for a tenant's requests. With `keys`, each of its tenants is known."""
         return self._callers[tenant] if self.keys else self._only
 
     def models(self) -> dict[str, ServedModel]:
-        """What is served, by names and aliases.
+        """Returns the served models, by names and aliases.
 
         Raises:
             Unavailable: it is out of reach, or refused.
@@ -106,7 +106,7 @@ def read_keys(path: Path) -> dict[str, str]:
     """The key of each tenant, from a CSV file with the columns `tenant` and `key`.
 
     Raises:
-        ConfigurationError: it can't be read, or a line lacks one of both.
+        ConfigurationError: it can't be read, or a line does not have both.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:

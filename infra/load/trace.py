@@ -29,7 +29,7 @@ class Arrival(msgspec.Struct, frozen=True, omit_defaults=True):
     at_s: Annotated[float, msgspec.Meta(ge=0)]
     """Seconds from the start."""
     tenant: str = ""
-    """Whose key it has. Empty: the only key, or none."""
+    """The tenant whose key it has. Empty: the only key, or no key."""
     model: str = ""
     """Empty: the first model that is replayed."""
     input: str = ""
@@ -41,9 +41,9 @@ class Arrival(msgspec.Struct, frozen=True, omit_defaults=True):
     items: Annotated[int, msgspec.Meta(ge=1, le=MAX_ITEMS)] = 1
     """Texts or images."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """What the caller asks for. None: the default of the model."""
+    """The deadline that the caller requests. None: the default of the model."""
     cancel_after_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """When the caller hangs up. None: never."""
+    """The time at which the caller hangs up. None: never."""
     lane: Literal["", "interactive", "batch"] = ""
 
 

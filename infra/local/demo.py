@@ -80,8 +80,8 @@ def run_demo(
 
     Args:
         demo_dir: its state is deleted first.
-        prompt: of the first image.
-        edit_prompt: of the edit of the first image.
+        prompt: prompt of the first image.
+        edit_prompt: prompt of the edit of the first image.
         broker: as for Stack.
 
     Raises:
@@ -108,7 +108,7 @@ def run_demo(
 
 
 def _settings(state_dir: Path) -> dict[str, str]:
-    """Those of the stack: a catalog with a model that writes, where one is installed."""
+    """Settings of the stack: a catalog with a language model, if one is installed."""
     if not demo_text.is_installed():
         return {}
     made = demo_text.with_text_model(
@@ -238,7 +238,7 @@ class Visitor:
             for name, cache in ((what, "miss"), (f"{what}, again", "hit"))
         )
         _expect(first.startswith(PNG_SIGNATURE), f"{what} gave no PNG")
-        _expect(first == again, f"{what} gave two pictures for one seed")
+        _expect(first == again, f"{what} returned two images for one seed")
         return first
 
     def _call(self, what: str, call: Callable[[], Any], cache: str, items: int = 1) -> Any:
@@ -261,8 +261,8 @@ class Visitor:
 
 def what_it_shows(png: bytes) -> str:
     """Returns what image processing finds in the image, without the prompt."""
-    with Image.open(io.BytesIO(png)) as picture:
-        reading = read(np.asarray(picture.convert("RGB")))
+    with Image.open(io.BytesIO(png)) as image:
+        reading = read(np.asarray(image.convert("RGB")))
     figures = " and ".join(_in_words(figure) for figure in reading.figures)
     return f"{figures or 'no figure'} on {reading.background}"
 

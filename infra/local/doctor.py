@@ -1,6 +1,6 @@
 """`penstock doctor`: checks this machine and the configured endpoints, and suggests fixes.
 
-Checks that the pool's inboxes are there as the API's settings have them.
+Among other things, the pool's inboxes must exist as the API's settings name them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ EXTRAS = ("api", "worker", "functions", "optimize", "local", "simulation", "dev"
 """The extras that `make setup` installs. The extra `gpu` is for machines with a GPU."""
 INSTALL = "make setup"
 DISTRIBUTIONS = ("penstock", "penstock-bigquery-emulator", "penstock-pubsub-emulator")
-"""Those of this repository."""
+"""Distributions of this repository."""
 
 _PIN = re.compile(
     r"(?P<name>[\w.-]+)(\[[\w,]+\])?==(?P<version>[^;\s]+)(.*extra == ['\"](?P<extra>\w+))?"
@@ -114,7 +114,7 @@ def examine(*, as_json: bool = False) -> int:
 
 def _show(finding: Diagnosis) -> None:
     verdict, color = ("MISS", "red") if finding.fix else ("ok", "green")
-    # Colors are removed where the output is not a terminal.
+    # Colors are removed if the output is not a terminal.
     typer.echo(f"{typer.style(f'{verdict:<5}', fg=color)} {finding.what:<12} {finding.facts}")
     if finding.fix:
         typer.echo(f"{'':<18} fix: {finding.fix}")
@@ -255,7 +255,9 @@ def _sources(catalog: Catalog) -> Iterator[Diagnosis]:
         kind, _, place = model.source.partition(":")
         if kind == "local" and not Path(place).expanduser().is_dir():
             yield Diagnosis(
-                "model", f"{model.name}: there is no folder {place}", "put the model's files there"
+                "model",
+                f"{model.name}: folder {place} does not exist",
+                "add the model's files",
             )
         if kind == "package" and importlib.util.find_spec(place.partition("/")[0]) is None:
             yield Diagnosis(

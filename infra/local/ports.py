@@ -19,14 +19,14 @@ class Ports:
     health: Sequence[int] = field(default_factory=lambda: range(8091, 8191))
     functions: int = 8090
     metrics: int = 9464
-    """Where the API's metrics are read."""
+    """Port of the API's metrics."""
     rabbitmq: int = 5672
     row_archive: int = 8089
-    """Where the row archive's metrics are read."""
+    """Port of the row archive's metrics."""
 
     @classmethod
     def free(cls, workers: int = 8) -> Ports:
-        """Ports that were free a moment ago, with health ports for so many workers."""
+        """Ports that were free a moment ago, with health ports for `workers` workers."""
         health = [free_port() for _ in range(workers)]
         return cls(
             free_port(),

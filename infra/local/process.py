@@ -37,10 +37,10 @@ class Process:
     Args:
         name: for people, and for the log file.
         command: program and arguments.
-        log_dir: gets `<name>.log`, both output streams, written anew at the first start. Later
+        log_dir: gets `<name>.log`, both output streams, overwritten at the first start. Later
             starts append to it, so that it still says why the last one ended.
         environment: its whole environment. None: that of this process.
-        stop_limit_s: how long it may take to end after SIGTERM before its whole group is killed.
+        stop_limit_s: seconds from SIGTERM until its whole group is killed.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Process:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and has not ended."""
+        """True if it was started and has not ended."""
         return self._popen is not None and self._popen.poll() is None
 
     @property
@@ -153,7 +153,7 @@ class Process:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """Returns how it ended, in words."""
         code = None if self._popen is None else self._popen.poll()
         if code is None:
             return "is running" if self._popen else "was not started"
@@ -165,7 +165,7 @@ class Process:
         """Sends SIGTERM and returns at once, so that several processes can stop concurrently."""
         if self._popen is not None and self._popen.poll() is None:
             self._popen.terminate()
-            # A paused process takes SIGTERM only once it goes on.
+            # A paused process handles SIGTERM only once it continues.
             self._popen.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
@@ -222,7 +222,7 @@ def _kill_group(pid: int) -> None:
 
 
 def listens(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether something takes connections on `port` of `host`, an address of this machine."""
+    """Returns whether something accepts connections on `port` of `host`, on this machine."""
     try:
         with socket.create_connection((host, port), timeout=1.0):
             return True
@@ -233,7 +233,7 @@ def listens(port: int, host: str = "127.0.0.1") -> bool:
 def answers(
     port: int, path: str, timeout_s: float = 5.0, *, host: str = "127.0.0.1", tls: bool = False
 ) -> bool:
-    """Whether GET `path` on `port` of `host`, an address of this machine, is answered with 200.
+    """Returns whether GET `path` on `port` of `host`, on this machine, is answered with 200.
 
     With `tls` any certificate is fine: it is for the name that others use.
     """

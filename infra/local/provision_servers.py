@@ -1,9 +1,7 @@
-"""`penstock provision`: makes topics, subscriptions and tables on embedded servers.
+"""`penstock provision`: creates topics, subscriptions and tables on embedded or local servers.
 
 The local stack does the same at its start. Deployments whose servers run in containers run this
-before the API. On Google's own, Terraform makes them.
-
-Creates on a local broker the topics and subscriptions that Terraform creates in the cloud.
+before the API. On Google's own servers, Terraform creates them.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
 """Explicit, because with the service's default a job waits 10 s after a worker died."""
 MAX_DELIVERY_ATTEMPTS = 5
 PUSH_LIMIT_S = 60
-"""How long a function may take for one message."""
+"""Time limit of a function for one message."""
 EVENT_RETENTION_S = 24 * 3600
 
 
@@ -56,9 +54,9 @@ async def provision(
         admin: an open connection with permission to create. It bounds the concurrent calls.
         catalog: its models get a jobs topic, a subscription of each lane for their workers, and a
             place for dead letters.
-        inbox_pool: how many reply inboxes to make, numbered from 0.
+        inbox_pool: number of reply inboxes to create, numbered from 0.
         slots: filtered subscriptions of each inbox.
-        functions_url: the URL of the functions, each at its own path. Empty: there are none.
+        functions_url: the URL of the functions, each at its own path. Empty: no functions run.
 
     Raises:
         PenstockError: the broker refused or did not answer.
@@ -129,7 +127,7 @@ def _for_workers(jobs: str, dead: str, which: str) -> SubscriptionSettings:
 
 CONNECT_LIMIT_S = 5.0
 TAKEN = "taken:"
-"""In the place of the functions' URL: with RabbitMQ they take their messages themselves."""
+"""Replaces the functions' URL: with RabbitMQ they pull their messages themselves."""
 
 
 def provision_servers(
@@ -138,9 +136,9 @@ def provision_servers(
     """Makes what is missing on each server that is ours. Changes nothing that is there.
 
     Args:
-        settings: where the servers are. One without an endpoint is Google's, and is left alone.
-        functions_url: where Pub/Sub pushes dead letters and webhooks. Empty: nowhere.
-        limit_s: how long to wait for the servers, in seconds.
+        settings: endpoints of the servers. One without an endpoint is Google's, and is left alone.
+        functions_url: the URL that Pub/Sub pushes dead letters and webhooks to. Empty: none.
+        limit_s: time limit of the wait for the servers, in seconds.
         say: gets a line for each server.
 
     Raises:

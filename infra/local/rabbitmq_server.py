@@ -13,19 +13,19 @@ from shared.errors import ConfigurationError
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 30.0
 CONSUMER_TIMEOUT_S = 2 * 3600
-"""A message may be in hand for so long. Longer than any deadline, so that no job is taken away."""
+"""Maximum time that a message may be held. It exceeds any deadline, so no job is taken away."""
 _SERVER = "PENSTOCK_RABBITMQ_SERVER"
 """Names the script of another version than the machine's package has."""
 _LIBRARY = Path("/usr/lib/rabbitmq/bin")
-"""Where Debian has the scripts. Its own one on PATH runs as root or rabbitmq only."""
+"""Debian's folder of the scripts. The one on PATH runs as root or rabbitmq only."""
 _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 
 
 def find_rabbitmq_server() -> Path:
-    """The script `rabbitmq-server` to start: PENSTOCK_RABBITMQ_SERVER, else that of the package.
+    """The `rabbitmq-server` script to start: PENSTOCK_RABBITMQ_SERVER, else that of the package.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: none was found.
     """
     chosen = os.environ.get(_SERVER)
     if chosen and not os.access(chosen, os.X_OK):
@@ -35,7 +35,7 @@ def find_rabbitmq_server() -> Path:
     )
     if found is None or shutil.which("epmd") is None:
         raise ConfigurationError(
-            "no rabbitmq-server on this machine: install the package rabbitmq-server, or name a "
+            "no rabbitmq-server on this machine: install the rabbitmq-server package, or name a "
             "running one in PENSTOCK_BROKER",
             field="broker",
         )
@@ -45,11 +45,11 @@ def find_rabbitmq_server() -> Path:
 class RabbitServer(Process):
     """A RabbitMQ node on 127.0.0.1. `start` returns once it answers. The ports survive restarts.
 
-    Erlang's port mapper runs beside it, on a port of its own, so that several nodes of one machine
+    Erlang's port mapper runs alongside, on its own port, so that several nodes of one machine
     know nothing of each other.
 
     Args:
-        data_dir: where it keeps its files. Created if missing.
+        data_dir: folder of its files. Created if missing.
         log_dir: gets its log, and that of the port mapper.
         port: 0 picks a free one.
         name: for people, and for the log file.
@@ -122,14 +122,14 @@ class RabbitServer(Process):
             "RABBITMQ_DIST_PORT": str(free_port()),
             "ERL_EPMD_PORT": mapper_port,
             "ERL_EPMD_ADDRESS": "127.0.0.1",
-            # The port for other nodes of a cluster, which there are none of.
+            # The port for other nodes of a cluster, which do not exist here.
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
         }
         return {**os.environ, **own}
 
 
 def answers_amqp(port: int) -> bool:
-    """Whether a broker on this machine greets a client on `port` within a second."""
+    """Returns whether a broker on this machine greets a client on `port` within a second."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
             connection.sendall(_PROTOCOL_HEADER)

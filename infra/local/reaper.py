@@ -1,14 +1,13 @@
-"""Ends what this process started, directly or not, once this process is gone.
+"""Ends the processes that this one started, directly or not, once this process is gone.
 
-Whoever starts programs may be killed, or its terminal may close, before it could stop them. So a
+A program that starts others may be killed, or its terminal may close, before it can stop them. So a
 small program, run from this file, waits for the end of the one process that it serves. Then it ends
 every process that has the mark of that one in its environment. Children inherit it, so it also
 finds those in sessions of their own, and those whose parents are gone.
 
 A signal at the parent's death (PR_SET_PDEATHSIG) would reach direct children only, and would end
-them with the thread that started them.
-
-Linux only. Elsewhere nothing is marked and nothing is ended.
+them with the thread that started them. This works on Linux only. Elsewhere nothing is marked and
+nothing is ended.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ VARIABLE = "STARTED_BY"
 No setting of Penstock, since those are not handed to every child.
 """
 GRACE_S = 5.0
-"""From SIGTERM to SIGKILL."""
+"""Time from SIGTERM to SIGKILL."""
 LOOK_AGAIN_S = 0.2
 """A process that was being started at the first look has its environment by then."""
 
 _started: tuple[int, str, int] | None = None
-"""What serves this process: its id, as a fork is another process, its mark, and where the program
-gets to know children.
+"""The reaper that serves this process: its id, as a fork is another process, its mark, and where
+the program learns of its children.
 """
 
 
@@ -100,13 +99,13 @@ def main(pid: int, mark: str) -> None:
     asked: set[int] = set()
     looks_in_vain = 0
     while looks_in_vain < 2:
-        found = _marked(mark.encode(), besides=children) | children
+        found = _marked(mark.encode(), excluded=children) | children
         for one, pidfd in found.items():
             if time.monotonic() > kill_at_s:
                 _send(pidfd, signal.SIGKILL)
             elif one not in asked:
                 _send(pidfd, signal.SIGTERM)
-                # A paused process takes SIGTERM only once it goes on.
+                # A paused process handles SIGTERM only once it continues.
                 _send(pidfd, signal.SIGCONT)
             asked.add(one)
             if one not in children:
@@ -149,13 +148,13 @@ def _forget_ended(children: dict[int, int]) -> None:
             os.close(children.pop(pid))
 
 
-def _marked(mark: bytes, besides: Container[int]) -> dict[int, int]:
+def _marked(mark: bytes, excluded: Container[int]) -> dict[int, int]:
     """Opens the processes that have `mark`: their descriptors by their ids."""
     found = {}
     for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) in besides:
+        if not name.isdigit() or int(name) in excluded:
             continue
-        # It may end meanwhile, or be somebody else's.
+        # It may have ended in the meantime, or be somebody else's.
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(int(name))
             if _has_mark(name, mark):

@@ -37,7 +37,7 @@ class RedisServer(Process):
     """A Redis on 127.0.0.1. `start` returns once it answers. The port survives restarts.
 
     Args:
-        data_dir: where it may keep files. Created if missing.
+        data_dir: folder of its files. Created if missing.
         log_dir: gets redis.log.
         port: 0 picks a free one.
         socket_path: a Unix socket to listen on as well.
@@ -91,7 +91,7 @@ class RedisServer(Process):
 
 
 def answers_ping(port: int) -> bool:
-    """Whether a Redis on this machine answers PING on `port` within a second."""
+    """Returns whether a Redis on this machine answers PING on `port` within a second."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
             connection.sendall(b"PING\r\n")

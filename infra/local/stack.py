@@ -1,11 +1,8 @@
 """The whole pipeline on one machine, as real processes.
 
-The code is the same as in the cloud. Only the endpoints, set by environment, differ. Started by
-`penstock up`, by `penstock demo` and by the end-to-end tests.
-
-Builds missing optimized graphs at the first start, while everything else starts.
-
-The signing keys of the local API and functions, created at the first start and kept.
+The code is the same as in the cloud; only the endpoints, set by environment, differ. `penstock up`,
+`penstock demo` and the end-to-end tests start it. The first start creates the signing keys of the
+API and functions, which are kept, and builds missing optimized graphs while everything else starts.
 """
 
 from __future__ import annotations
@@ -90,22 +87,24 @@ def wanted_graphs(model: Model) -> str:
     return ",".join(graphs)
 
 
-def await_graphs(makers: Mapping[str, Process], tell: Callable[[str, str], None]) -> Iterator[str]:
+def await_graphs(
+    makers: Mapping[str, Process], report: Callable[[str, str], None]
+) -> Iterator[str]:
     """Model names, as their builders end. Without graphs torch serves a model.
 
     Args:
         makers: running, by the model's name.
-        tell: gets a word and the facts of each that is slow or fails.
+        report: gets a word and the facts of each that is slow or fails.
     """
     for name, maker in makers.items():
-        # Silent where the graphs are there from an earlier start, which takes half a second to see.
+        # Silent if the graphs exist from an earlier start, which takes half a second to see.
         if maker.is_running:
-            tell("graphs", f"{name}: looked for, and made at the first start")
+            report("graphs", f"{name}: looked for, and made at the first start")
         try:
             maker.wait_done(MAKE_LIMIT_S)
         except Unavailable as error:
             maker.stop()
-            tell("without", f"optimized graphs: {error.message}")
+            report("without", f"optimized graphs: {error.message}")
         yield name
 
 
@@ -131,12 +130,12 @@ class Stack:
 
     Args:
         state_dir: gets the logs, the rows, the objects and the spool.
-        ports: where to listen.
+        ports: ports to listen on.
         settings: `PENSTOCK_*` variables for every process, above the stack's own. A server whose
             variable in REPLACED_BY is among them is not started: the one it names is used.
         keep_messages: whether Pub/Sub keeps what it holds in the state's folder, over restarts and
             crashes. RabbitMQ always does.
-        broker: `rabbitmq` for a RabbitMQ of its own in the place of the embedded Pub/Sub.
+        broker: `rabbitmq` starts a RabbitMQ instead of the embedded Pub/Sub.
         say: gets each line of progress.
 
     Raises:
@@ -177,7 +176,7 @@ class Stack:
 
     @property
     def api_url(self) -> str:
-        """Where the API answers on this machine."""
+        """The URL of the API on this machine."""
         host = f"[{self._api_host}]" if ":" in self._api_host else self._api_host
         return f"{'https' if self._has_tls else 'http'}://{host}:{self.ports.api}"
 
@@ -207,7 +206,7 @@ class Stack:
 
     @property
     def settings(self) -> ApiSettings:
-        """The same, read."""
+        """The API's settings, parsed."""
         fields = {
             name.removeprefix("PENSTOCK_").lower(): value
             for name, value in self.environment.items()
@@ -217,16 +216,16 @@ class Stack:
     def __enter__(self) -> Self:
         self._began_s = time.monotonic()
         with ExitStack() as undo:
-            undo.callback(self.tell, "stopped", "")
+            undo.callback(self.report, "stopped", "")
             settings = self.settings
             catalog = read_catalog(settings.models_file)
             self._check_ports(len(catalog.deployed))
             makers = self._start_makers(undo, catalog)
             self._start_servers(undo)
             provision_broker(settings, catalog, self.functions_url)
-            self.tell("made", "topics and subscriptions")
+            self.report("made", "topics and subscriptions")
             create_tables(settings)
-            self.tell("made", f"dataset {settings.dataset}")
+            self.report("made", f"dataset {settings.dataset}")
             self._start_pipeline(undo, catalog, makers)
             self._undo = undo.pop_all()
         return self
@@ -249,7 +248,7 @@ class Stack:
             for name, process in self.processes.items()
         ]
 
-    def tell(self, word: str, facts: str) -> None:
+    def report(self, word: str, facts: str) -> None:
         """Says what happened, with the seconds since the start."""
         self._say(f"{time.monotonic() - self._began_s:6.1f} s  {word:<8}{facts}".rstrip())
 
@@ -317,7 +316,7 @@ class Stack:
     ) -> None:
         """Starts the API, the functions and the workers, each as early as possible.
 
-        A worker whose model lacks graphs starts last. It measures the backends on this machine,
+        A worker whose model has no graphs yet starts last. It measures backends on this machine,
         and waits until nothing else starts.
         """
         workers = {
@@ -346,7 +345,7 @@ class Stack:
             self._start(undo, self._make.functions(self._sockets | signing))
         if self.settings.rows_url:
             self._start(undo, self._make.row_archive())
-        for name in await_graphs(makers, self.tell):
+        for name in await_graphs(makers, self.report):
             workers[name].start()
         api = partial(answers, self.ports.api, "/readyz", host=self._api_host, tls=self._has_tls)
         self._await("api", api, API_LIMIT_S, self.api_url)
@@ -370,7 +369,7 @@ class Stack:
     def _await(self, name: str, is_ready: Callable[[], bool], limit_s: float, facts: str) -> None:
         self.processes[name].wait_ready(is_ready, limit_s)
         self._ready[name] = (is_ready, limit_s)
-        self.tell("ready", f"{name} · {facts}")
+        self.report("ready", f"{name} · {facts}")
 
 
 @contextmanager

@@ -24,10 +24,10 @@ class StackProcesses:
 
     Args:
         state_dir: gets the logs, the rows, the objects and the spool.
-        ports: where to listen.
+        ports: ports to listen on.
         given: `PENSTOCK_*` variables for every process, above the stack's own.
-        keep_messages: whether Pub/Sub keeps what it holds in the state's folder.
-        has_rabbitmq: whether a RabbitMQ of the stack's own is the broker.
+        keep_messages: true if Pub/Sub keeps its messages in the state's folder.
+        has_rabbitmq: true if the stack starts a RabbitMQ as the broker.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class StackProcesses:
         return self.module(name, [f"{name}_emulator", "--port", port, *flags])
 
     def socket_urls(self, socket_dir: Path) -> dict[str, str]:
-        """Where the servers that have a socket listen on it, by their names."""
+        """Sockets of the servers that listen on one, by their names."""
         return {
             "pubsub": f"unix://{socket_dir / 'pubsub'}",
             "redis": f"unix://{socket_dir / 'redis'}?db=0",
@@ -112,7 +112,7 @@ class StackProcesses:
 
         Args:
             model: that it serves.
-            port: where it answers health checks.
+            port: port of its health checks.
             settings: above those that every process has.
         """
         own = {"PENSTOCK_MODEL": model.name, "PENSTOCK_HEALTH_PORT": str(port)}

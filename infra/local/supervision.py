@@ -23,8 +23,8 @@ class SupervisedPart:
 
     Args:
         process: started, and ready.
-        is_ready: whether it does its work.
-        limit_s: how long it may take to get ready after a start, in seconds.
+        is_ready: returns whether it does its work.
+        limit_s: time limit to get ready after a start, in seconds.
     """
 
     process: Process
@@ -33,21 +33,21 @@ class SupervisedPart:
 
 
 class Supervisor:
-    """Looks after parts that run. Whoever has it calls `look` again and again.
+    """Supervises parts that run. Its owner calls `look` again and again.
 
     Args:
-        parts: what to look after.
-        tell: gets a word and facts about each death, start and return.
+        parts: the parts to supervise.
+        report: gets a word and facts about each death, start and return.
         clock: seconds.
     """
 
     def __init__(
         self,
         parts: Iterable[SupervisedPart],
-        tell: Callable[[str, str], None],
+        report: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._watched = [_Watched(part, tell, clock) for part in parts]
+        self._watched = [_Watched(part, report, clock) for part in parts]
 
     def look(self) -> str | None:
         """Starts what died and is due.
@@ -66,16 +66,16 @@ class _Watched:
     """One part: it runs, or it waits for its next start, or it was started and is not ready."""
 
     def __init__(
-        self, part: SupervisedPart, tell: Callable[[str, str], None], clock: Callable[[], float]
+        self, part: SupervisedPart, report: Callable[[str, str], None], clock: Callable[[], float]
     ) -> None:
         self._part = part
-        self._tell = tell
+        self._report = report
         self._clock = clock
         self._deaths_s: deque[float] = deque(maxlen=MAX_DEATHS + 1)
         self._start_s: float | None = None
-        """When it is to be started. None: it runs."""
+        """The time of its next start. None: it runs."""
         self._ready_by_s: float | None = None
-        """By when it has to be ready. None: it was ready."""
+        """The time by which it must be ready. None: it was ready."""
 
     def look(self) -> str | None:
         """Does what is next. Returns why it gives up, or None."""
@@ -88,24 +88,26 @@ class _Watched:
             return None
         if self._part.is_ready():
             self._ready_by_s = None
-            self._tell("back", f"{process.name} · {self._clock() - self._deaths_s[-1]:.1f} s later")
+            self._report(
+                "back", f"{process.name} · {self._clock() - self._deaths_s[-1]:.1f} s later"
+            )
         elif self._clock() > self._ready_by_s:
             return self._died(f"was not ready within {self._part.limit_s:g} s")
         return None
 
     def _died(self, how: str) -> str | None:
         process, now_s = self._part.process, self._clock()
-        told = f"{process.name} {how}{process.last_words()}"
+        death = f"{process.name} {how}{process.last_words()}"
         # Also ends what it left in its group, which may hold its port or its memory.
         process.stop()
         self._deaths_s.append(now_s)
         deaths = sum(now_s - at_s < WINDOW_S for at_s in self._deaths_s)
         if deaths > MAX_DEATHS:
-            return f"{told}\n{process.name} died {deaths} times within {WINDOW_S:g} s"
+            return f"{death}\n{process.name} died {deaths} times within {WINDOW_S:g} s"
         # Without jitter: nobody else comes back at the same time.
         pause_s = min(FIRST_PAUSE_S * 2.0 ** (deaths - 1), MAX_PAUSE_S)
         self._start_s = now_s + pause_s
-        self._tell("died", f"{told}\n  starts again in {pause_s:g} s ({deaths} of {MAX_DEATHS})")
+        self._report("died", f"{death}\n  starts again in {pause_s:g} s ({deaths} of {MAX_DEATHS})")
         return None
 
     def _start(self) -> str | None:

@@ -1,9 +1,7 @@
 """`penstock up`: the stack until Ctrl-C, with what a person needs to use it.
 
-A part that dies is started again. The others keep what they hold meanwhile, as they would in the
-cloud.
-
-What a local stack needs once other machines can reach its API: keys, and no local webhooks.
+A part that dies is started again. The others keep what they hold, as they would in the cloud. If
+other machines can reach the API, it needs keys and sends no webhooks to private addresses.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ def exposed_settings(
 ) -> dict[str, str]:
     """The settings of a stack, with what its API needs where others can reach it.
 
-    On loopback they are those given. Elsewhere keys are required: where no directory of keys is
+    On loopback they are those given. Elsewhere keys are required: if no directory of keys is
     given, one is kept in the state's folder. The first start makes a key, or says how to.
 
     Args:
@@ -87,7 +85,7 @@ async def _first_key(url: str, say: Callable[[str], None], *, may_show_key: bool
             say(f"  {issued.key.text}")
         else:
             command = f"penstock keys create --tenant {FIRST_KEY.tenant} --name {FIRST_KEY.name}"
-            say("there is no key yet, so nobody is let in; make one:")
+            say("no key exists yet, so every request is refused; create one:")
             say(f"  PENSTOCK_KEYS_URL={url} {command}")
 
 
@@ -132,7 +130,7 @@ def stay_up(
     settings = exposed_settings(state_dir, settings, _say, may_show_key=sys.stdout.isatty())
     with served_stack(state_dir, ports, settings, _say, broker) as stack:
         print(_usage(stack), flush=True)
-        supervisor = Supervisor(stack.parts, stack.tell)
+        supervisor = Supervisor(stack.parts, stack.report)
         try:
             while not (failure := supervisor.look()):
                 time.sleep(WATCH_S)

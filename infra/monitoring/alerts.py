@@ -16,7 +16,7 @@ RUNBOOK = "docs/how-to/operations.md"
 
 @dataclass(frozen=True)
 class Alert:
-    """A condition that somebody is told of."""
+    """A condition that is reported to somebody."""
 
     key: str
     title: str
@@ -25,11 +25,11 @@ class Alert:
     query: str
     """PromQL. Each series that it returns is an incident."""
     for_s: int = 0
-    """How long the query must return a series first."""
+    """How long the query must return a series before the alert fires."""
     every_s: int = 60
-    """How often it is asked."""
+    """How often the query is evaluated."""
     log_filter: str = ""
-    """For what Google does not scrape: a filter of Cloud Logging, in which ${service} is the name
+    """A filter of Cloud Logging, for what Google does not scrape, in which ${service} is the name
     of the function's service.
     """
 
@@ -145,7 +145,7 @@ _OTHERS = (
     ),
     Alert(
         "undecodable",
-        "Jobs topic: messages that are no jobs",
+        "Jobs topic: messages that are not jobs",
         "WARNING",
         "sum(increase(penstock_worker_undecodable_messages_total[15m])) > 0",
     ),
@@ -166,7 +166,7 @@ OFF_GOOGLE = (
         for_s=300,
     ),
 )
-"""In place of the alerts on Google's own metrics, and on what only runs there."""
+"""Alerts that replace those on Google's own metrics, and on what only runs there."""
 
 OF_FUNCTIONS = (
     Alert(
@@ -182,7 +182,7 @@ OF_FUNCTIONS = (
         "Reports: a scheduled run fails",
         "WARNING",
         'sum by (run) (increase(penstock_reports_runs_total{outcome!="done"}[1h])) > 0',
-        # Cloud Scheduler's own log also tells of runs that did not reach the function.
+        # Cloud Scheduler's own log also has runs that did not reach the function.
         log_filter='resource.type="cloud_scheduler_job"'
         ' AND resource.labels.job_id=~"^${service}-" AND severity>=ERROR',
     ),

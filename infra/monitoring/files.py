@@ -1,6 +1,6 @@
 """Writes alerts and dashboards into folders: those in the repository, and those for users.
 
-What a Prometheus beside the local stack reads: its configuration.
+One of the files configures a Prometheus that runs alongside the local stack.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from shared.errors import ConfigurationError
 from shared.kubernetes_names import slug
 
 INTERVAL = "10s"
-"""As Managed Prometheus scrapes in the cloud."""
+"""Scrape interval, that of Managed Prometheus in the cloud."""
 
 
 def prometheus_config(catalog: Catalog, ports: Ports, rules_file: str) -> dict[str, Any]:
     """The configuration of Prometheus for `penstock up`.
 
     Args:
-        catalog: the models. Each has one worker, whose series get the label `worker`.
-        ports: of the stack.
+        catalog: the models. Each has one worker, whose series get the `worker` label.
+        ports: ports of the stack.
         rules_file: the path of the rules, from the configuration.
     """
     workers = [
@@ -64,7 +64,7 @@ _PROMETHEUS_URL = "http://127.0.0.1:9090"
 
 
 def rendered() -> dict[str, str]:
-    """What the folder `rendered` has to hold, by file name."""
+    """Returns the required contents of the `rendered` folder, by file name."""
     bounds = bounds_of(DEFAULT_TARGETS, DEFAULT_LEAST_BAD_EVENTS)
     return {
         "alerts.json.tftpl": google.alerts_template(),
@@ -77,7 +77,7 @@ def rendered() -> dict[str, str]:
 
 
 def write_rendered() -> None:
-    """Writes the folder `rendered`."""
+    """Writes the `rendered` folder."""
     for name, text in rendered().items():
         (RENDERED / name).write_text(text, encoding="utf-8")
 
@@ -96,10 +96,10 @@ def write_for_prometheus(
     Args:
         out: the folder. Files of an earlier run are replaced.
         catalog: the models of the local stack.
-        targets: by objective, the share of events that must be good.
-        least_bad_events: so many must lie in a window before an alert fires.
-        worker_hour_usd: what one worker costs in an hour.
-        runbook_url: where docs/how-to/operations.md can be read.
+        targets: the share of events that must be good, by objective.
+        least_bad_events: the minimum number in a window before an alert fires.
+        worker_hour_usd: price of one worker per hour.
+        runbook_url: URL of docs/how-to/operations.md.
 
     Returns:
         The files.

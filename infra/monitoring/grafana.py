@@ -35,8 +35,8 @@ def dashboard(
     """The dashboard, with what its variables are until a reader types something else.
 
     Args:
-        worker_hour_usd: what one worker costs in an hour.
-        targets: by objective, the share of events that must be good.
+        worker_hour_usd: price of one worker per hour.
+        targets: the share of events that must be good, by objective.
     """
     panels: list[dict[str, Any]] = []
     bottom = 0

@@ -1,9 +1,8 @@
-"""The dashboard of usage for Grafana's BigQuery data source, as JSON to import or provision.
+"""The usage dashboard for Grafana's BigQuery data source, as JSON to import or provision.
 
-What the dashboard of usage shows: panels with GoogleSQL on the views of infra/bigquery.
-
-In a query, Grafana puts the range of the page, the step of the chart and the variables in the place
-of $__timeFilter, $__timeGroup and ${...}. The filter on `day` reaches the partitions of the views.
+Its panels have GoogleSQL on the views of infra/bigquery. In a query, Grafana replaces
+$__timeFilter, $__timeGroup and ${...} by the range of the page, the step of the chart and the
+variables. The filter on `day` reaches the partitions of the views.
 https://grafana.com/docs/plugins/grafana-bigquery-datasource/latest/query-editor/
 """
 
@@ -33,7 +32,7 @@ class UsagePanel:
     """percent: of 1."""
     sql: str
     about: str = ""
-    """What it says, where the title does not."""
+    """A description, if the title does not suffice."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,7 @@ _UNITS: dict[UsageUnit, str] = {
     "usd": "currencyUSD",
 }
 _FORMATS = {"bars": 0, "lines": 0, "table": 1}
-"""Of the data source: series over time, or a table."""
+"""Formats of the data source: series over time, or a table."""
 
 
 def usage_dashboard(dataset: str = "penstock") -> dict[str, Any]:

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 PERIOD = "28d"
-"""What a budget is for. Four whole weeks, so that each has the same number of weekends."""
+"""The period of an error budget. Four whole weeks, so that each has the same number of weekends."""
 DEFAULT_TARGETS = {"availability": 0.999, "deadlines": 0.99}
 """The share of events that must be good. The same in Terraform's variable `slos`."""
 DEFAULT_LEAST_BAD_EVENTS = 10
 DEFAULT_WORKER_HOUR_USD = 0.853624271
 """A g2-standard-8 on demand in us-central1, with one L4 (infra/planning/deploy/prices.yaml)."""
 Scope: TypeAlias = Literal["model", "all"]
-"""Of each model, or of all together, without a label."""
+"""Each model, or all models together, without a label."""
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 _NO_PROBES = 'route!~"/healthz|/readyz"'
 
@@ -28,8 +28,8 @@ _NO_PROBES = 'route!~"/healthz|/readyz"'
 class Objective:
     """A share of events that must be good.
 
-    504 is no matter of availability. It means that a deadline passed, which callers may choose.
-    429 is no event at all: within the limits of a plan, `deadlines` has it as `refused`.
+    504 does not count against availability. A deadline passed, which callers may choose.
+    429 is not an event at all: within the limits of a plan, `deadlines` has it as `refused`.
     """
 
     name: Literal["availability", "deadlines"]
@@ -82,9 +82,9 @@ class Bounds:
     """The numbers in a query, or what Terraform or Grafana puts in their place."""
 
     budgets: Mapping[str, str]
-    """By objective: the share of events that may be bad."""
+    """The share of events that may be bad, by objective."""
     least_bad_events: str
-    """So many bad events must lie in the long window before an alert fires."""
+    """Minimum number of bad events in the long window before an alert fires."""
 
 
 def bounds_of(targets: Mapping[str, float], least_bad_events: int) -> Bounds:
@@ -112,7 +112,7 @@ def _increase(metric: str, matchers: str, window: str, scope: Scope) -> str:
 
 
 def error_ratio(objective: Objective, window: str, scope: Scope) -> str:
-    """PromQL: the share of bad events in a window. No series while there is no bad event."""
+    """PromQL: the share of bad events in a window. No series until a bad event occurs."""
     bad = bad_events(objective, window, scope)
     return f"{bad} / {valid_events(objective, window, scope)}"
 
@@ -126,8 +126,8 @@ def budget_left(objective: Objective, bounds: Bounds, scope: Scope) -> str:
 def burns(objective: Objective, rates: tuple[BurnRate, ...], bounds: Bounds) -> str:
     """PromQL: the models whose budget burns at one of the rates, and without a label all together.
 
-    Few events can't tell much: one bad among 20 would be a burn rate of 50. So a number of bad
-    events is asked for too. A number of all events would silence a small service that is down.
+    Few events say little: one bad among 20 would be a burn rate of 50. So a number of bad
+    events is required too. A number of all events would silence a small service that is down.
     """
     return " or ".join(_burns(objective, rate, bounds, scope) for scope in SCOPES for rate in rates)
 

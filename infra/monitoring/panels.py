@@ -1,4 +1,4 @@
-"""What the dashboards show: sections of panels with their PromQL, for Google and for Grafana.
+"""The dashboards' contents: sections of panels with their PromQL, for Google and for Grafana.
 
 Labels `model` and `lane` are the API's. `worker` is what the collector calls the pods of a model:
 they say nothing of their deployment.
@@ -32,7 +32,7 @@ class Panel:
     """percent: of 1."""
     queries: tuple[PanelQuery, ...]
     about: str = ""
-    """What it says, where the title does not."""
+    """A description, if the title does not suffice."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Terms:
-    """What is not the same in both dashboards."""
+    """The differences between the two dashboards."""
 
     bounds: Bounds
     by_worker_usd: str
@@ -102,7 +102,7 @@ def _objectives(bounds: Bounds) -> tuple[Panel, ...]:
             "Burn rate over an hour, by model",
             "count",
             tuple(PanelQuery(burn_rate(one), f"{one.title} {{{{model}}}}") for one in OBJECTIVES),
-            "1 uses up the budget in 28 days. Above 14.4 somebody is told at once.",
+            "1 uses up the budget in 28 days. Above 14.4 somebody is paged at once.",
         ),
     )
 

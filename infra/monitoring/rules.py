@@ -1,4 +1,4 @@
-"""The alerts as rules for Prometheus: a file of its own, and objects of two operators.
+"""The alerts as rules for Prometheus: a separate file, and objects of two operators.
 
 Ratios are recorded, so that a graph shows what an alert saw, and windows of days are read every
 two minutes only. Alerts of Cloud Monitoring can't record, so theirs have the whole expression
@@ -41,7 +41,7 @@ def rules(bounds: Bounds, form: Form, runbook_url: str = RUNBOOK) -> dict[str, A
         bounds: targets in numbers.
         form: a file for Prometheus' `rule_files`, an object of Prometheus Operator, or one of
             Google's Managed Prometheus.
-        runbook_url: where docs/how-to/operations.md can be read.
+        runbook_url: URL of docs/how-to/operations.md.
     """
     groups = {"groups": _groups(bounds, runbook_url)}
     if form == "file":
@@ -103,7 +103,7 @@ def _recorded(windows: list[str]) -> list[dict[str, Any]]:
 def _burn_alert(
     objective: Objective, rates: tuple[BurnRate, ...], alert: Alert, bounds: Bounds
 ) -> Alert:
-    """The same alert on recorded series."""
+    """Returns the alert on recorded series."""
     chosen = f'{{objective="{objective.name}"}}'
 
     def burns(rate: BurnRate) -> str:

@@ -29,7 +29,7 @@ _DUCKDB_TYPES = {
 
 
 def as_text(results: Sequence[ReportResult]) -> bytes:
-    """Aligned tables, with titles where there are several."""
+    """Aligned tables, with titles if there are several."""
     parts = []
     for result in results:
         shown = table(result.heads, result.rows) if result.rows else _nothing(result)
@@ -45,7 +45,7 @@ def _nothing(result: ReportResult) -> str:
 def as_json(results: Sequence[ReportResult]) -> bytes:
     """The rows as objects. Of several reports an object by their names.
 
-    Times and decimals, which JSON lacks, become strings.
+    Times and decimals, which JSON does not have, become strings.
     """
     shown: Any = {result.report.name: result.records() for result in results}
     if len(results) == 1:
@@ -83,7 +83,7 @@ def as_parquet(results: Sequence[ReportResult]) -> bytes:
     try:
         import duckdb
     except ImportError:
-        raise BadInput("format: parquet needs the extra `local`", field="format") from None
+        raise BadInput("format: parquet needs the `local` extra", field="format") from None
     columns = ", ".join(
         '"{}" {}'.format(column.name.replace('"', '""'), _DUCKDB_TYPES[column.type])
         for column in result.columns
@@ -110,4 +110,4 @@ FORMATS: Mapping[str, Formatted] = {
     "json": as_json,
     "parquet": as_parquet,
 }
-"""By the word after --format. The page is in infra/reports/page.py."""
+"""Writers by the word after --format. The page is in infra/reports/page.py."""

@@ -1,4 +1,4 @@
-"""Shows reports as one page that needs nothing else: plots, and a table beside each.
+"""Shows reports as one page that needs nothing else: plots, each with a table.
 
 It is for screens of any width, dark ones too, and for paper.
 """
@@ -15,11 +15,11 @@ from shared.reports.plots import Drawing, drawings
 from shared.reports.runner import USD_PER_TIB, ReportResult
 
 MAX_LINES = 500
-"""Of a table. CSV and Parquet have all."""
+"""Maximum rows of a table. CSV and Parquet have all rows."""
 LONG = 40
 """Characters of a cell that is broken into lines."""
 PLOT_PX = 320
-# Okabe and Ito's colors, which color-blind people can tell apart: https://jfly.uni-koeln.de/color/
+# Okabe and Ito's colors, which color-blind people can distinguish: https://jfly.uni-koeln.de/color/
 COLORS = (
     *("#0072b2", "#e69f00", "#009e73", "#cc79a7"),
     *("#56b4e9", "#d55e00", "#b8a800", "#808080"),
@@ -36,7 +36,7 @@ def as_html(results: Sequence[ReportResult]) -> bytes:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise BadInput("format: html needs the extra `simulation`", field="format") from None
+        raise BadInput("format: html needs the `simulation` extra", field="format") from None
     style = resources.files("infra.reports").joinpath("page.css").read_text(encoding="utf-8")
     title = results[0].report.title if len(results) == 1 else "Usage reports"
     links = "".join(
@@ -155,7 +155,7 @@ def _safe(labels: Sequence[str]) -> list[str]:
 
 def _table(result: ReportResult) -> str:
     if not result.rows:
-        return "<p>There are no rows.</p>"
+        return "<p>No rows.</p>"
     heads = "".join(f'<th scope="col">{_escaped(head)}</th>' for head in result.heads)
     lines = []
     for row in result.rows[:MAX_LINES]:

@@ -1,8 +1,7 @@
-"""Writes reports, views and columns into docs/reference/reports.md.
+"""`python -m infra.reports.reference`: writes reports, views and columns into the reference.
 
-It is `python -m infra.reports.reference`.
-
-To be run after a change of a report's head. A test compares them.
+The document is docs/reference/reports.md. Run this after a change of a report's head. A test
+compares them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ DOCUMENT = Path("docs/reference/reports.md")
 BEGIN = "<!-- reports: begin, written by `python -m infra.reports.reference` -->\n"
 END = "<!-- reports: end -->\n"
 VIEWS = ("usage_hourly", "latency_hourly", "costs_daily", "worker_hours_hourly", "rows")
-"""Those for dashboards, and the rows of a tenant's analysts."""
+"""Views for dashboards, and the rows view of a tenant's analysts."""
 VIEWS_BEGIN = "<!-- views: begin, written by `python -m infra.reports.reference` -->\n"
 VIEWS_END = "<!-- views: end -->\n"
 

@@ -1,4 +1,4 @@
-"""`penstock run-daily`: the scheduled reports, by hand or by a timer of one's own."""
+"""`penstock run-daily`: the scheduled reports, run manually or by your own timer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_daily(
         bool, typer.Option("--hours", help="only judge the hours of today that are over")
     ] = False,
     function: Annotated[
-        str, typer.Option(metavar="URL", help="have a function do it, whose metrics tell of it")
+        str, typer.Option(metavar="URL", help="have a function do it, whose metrics report it")
     ] = "",
 ) -> None:
     """Sum up days, make invoices and summaries, find anomalies. Says the last day's summary."""
@@ -58,7 +58,7 @@ def _run(asked: Mapping[str, str], *, hours: bool) -> None:
 
 
 def _called(url: str, asked: Mapping[str, str]) -> str:
-    """What the function at this URL answers."""
+    """Returns the answer of the function at this URL."""
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 

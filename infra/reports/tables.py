@@ -38,10 +38,10 @@ def check_bigquery(settings: Settings, timeout_s: float) -> None:
         for name in usage.tables():
             table = client.get_table(f"{settings.dataset}.{name}", retry=None, timeout=timeout_s)
             known = {field.name for field in table.schema}
-            lacking = [field["name"] for field in usage.schema(name) if field["name"] not in known]
-            if lacking:
+            missing = [field["name"] for field in usage.schema(name) if field["name"] not in known]
+            if missing:
                 raise Unavailable(
-                    f"table {name} lacks {', '.join(lacking)}; apply Terraform, or run "
+                    f"table {name} does not have {', '.join(missing)}; apply Terraform, or run "
                     "penstock provision"
                 )
 

@@ -1,4 +1,4 @@
-"""`python -m infra.rollout`: rolls out after an apply, or rolls back by hand."""
+"""`python -m infra.rollout`: rolls out after an apply, or rolls back manually."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
 
 
 def default_credentials() -> Credentials:
-    """Those of the account that runs this.
+    """Returns the credentials of the account that runs this.
 
     Raises:
-        ConfigurationError: there are none.
+        ConfigurationError: no credentials were found.
     """
     try:
         credentials, _ = google.auth.default(scopes=SCOPES)
@@ -55,7 +55,7 @@ class GoogleClient:
         *,
         missing_ok: bool = False,
     ) -> dict[str, Any] | None:
-        """The resource at `path`. None if there is none and that is allowed.
+        """The resource at `path`. None if it does not exist and that is allowed.
 
         Raises:
             Unavailable: no answer, or a refusal, whose text is in the message.

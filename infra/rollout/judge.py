@@ -30,7 +30,7 @@ class CanaryJudge:
 
     Args:
         google: asks.
-        project: of the service.
+        project: project of the service.
         service: its short name.
         error_ratio: part of the answers that may be 5xx.
         least_requests: fewer say nothing, neither good nor bad.
@@ -55,7 +55,7 @@ class CanaryJudge:
         self._now_s = now_s
 
     def verdict(self, region: str, revision: str, since_s: float) -> CanaryVerdict:
-        """On the requests of `revision` since the Unix time `since_s`.
+        """Returns the verdict on the requests of `revision` since the Unix time `since_s`.
 
         Raises:
             Unavailable: Monitoring is out of reach, so no revision should get more traffic.

@@ -1,10 +1,9 @@
 """The rollout, by region: test the candidate, increase its traffic, undo at a bad sign.
 
 At rest the traffic names its revision. So an apply of Terraform makes a revision that serves
-nobody, whatever is done by hand in between. Terraform ignores `traffic`
-(infra/terraform/modules/region/api.tf).
-
-A real request for each model that has a worker at all times, as a caller would send it.
+nobody, whatever is done manually in between. Terraform ignores `traffic`
+(infra/terraform/modules/region/api.tf). The test sends a real request, as a caller would, to each
+model that has a worker at all times.
 """
 
 from __future__ import annotations
@@ -87,13 +86,13 @@ class Rollout:
     """Rolls the newest revision out in every region.
 
     Args:
-        services: by region, in the order in which they get it.
+        services: services by region, in rollout order.
         judge: says whether a revision answers well.
         check: sends real requests.
-        public_urls: where callers reach each region, checked after each step.
+        public_urls: the public URL of each region, checked after each step.
         steps_percent: shares of the candidate, rising to 100.
-        watch_s: how long each share is watched. The counts are three minutes late.
-        pause: waits so many seconds.
+        watch_s: seconds for which each share is watched. The counts are three minutes late.
+        pause: waits this number of seconds.
         say: gets one line of progress at a time.
     """
 
@@ -172,7 +171,7 @@ class Rollout:
                     "share is watched"
                 )
                 continue
-            self._tell(region, self._check(url))
+            self._report(region, self._check(url))
 
     def roll(self) -> None:
         """Gives the newest revisions all traffic in steps. Undoes that at the first bad sign.
@@ -197,7 +196,7 @@ class Rollout:
         """Gives all traffic to `revision`, at once. Name one region: revisions are named by region.
 
         Raises:
-            Unavailable: Cloud Run refused, as it does where there is no such revision.
+            Unavailable: Cloud Run refused, as it does if the revision does not exist.
         """
         for region, service in self._services.items():
             service.give({revision: 100})
@@ -225,16 +224,16 @@ class Rollout:
             if not verdict.is_good:
                 raise Unavailable(f"{region}: {candidate} at {percent} %: {verdict}")
             if region in self._public_urls:
-                self._tell(region, self._check(self._public_urls[region]))
+                self._report(region, self._check(self._public_urls[region]))
 
     def _take_back(self, region: str, shares: dict[str, int]) -> None:
         try:
             self._services[region].give(shares)
             self._say(f"{region}: back to {_shares(shares)}")
         except PenstockError as error:  # the other regions are taken back all the same
-            self._say(f"{region}: NOT back to {_shares(shares)}, do it by hand: {error.message}")
+            self._say(f"{region}: NOT back to {_shares(shares)}, do it manually: {error.message}")
 
-    def _tell(self, region: str, lines: Sequence[str]) -> None:
+    def _report(self, region: str, lines: Sequence[str]) -> None:
         for line in lines:
             self._say(f"{region}: {line}")
 
@@ -242,7 +241,7 @@ class Rollout:
 def _present(region: str, service: CloudRunService) -> Traffic:
     traffic = service.traffic()
     if traffic is None or not traffic.newest:
-        raise Unavailable(f"{region}: there is no API yet: {service.name}")
+        raise Unavailable(f"{region}: the API does not exist yet: {service.name}")
     return traffic
 
 

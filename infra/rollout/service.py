@@ -15,19 +15,19 @@ from infra.rollout.google import GoogleClient
 
 LATEST, NAMED = "TRAFFIC_TARGET_ALLOCATION_TYPE_LATEST", "TRAFFIC_TARGET_ALLOCATION_TYPE_REVISION"
 CHANGE_LIMIT_S = 300.0
-"""For a change of traffic, which takes some seconds."""
+"""Time limit of a change of traffic, which takes some seconds."""
 CANDIDATE_TAG = "candidate"
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Who serves.
+    """The revisions that serve.
 
     Attributes:
         shares: percent of the requests by name of a revision.
         follows_latest: whether the newest revision gets its share as soon as it is there, unasked.
         newest: the newest revision that is ready.
-        candidate_url: the URL of the revision with the tag `candidate`. Empty if there is none.
+        candidate_url: the URL of the revision with the `candidate` tag. Empty without one.
     """
 
     shares: dict[str, int]
@@ -42,7 +42,7 @@ class CloudRunService:
     Args:
         google: asks.
         name: projects/PROJECT/locations/REGION/services/SERVICE.
-        pause: waits so many seconds.
+        pause: waits this number of seconds.
     """
 
     def __init__(

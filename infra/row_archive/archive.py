@@ -1,12 +1,10 @@
-"""Takes the rows of a table from the object store, pass by pass.
+"""Moves the rows of a table from the object store into Parquet files and BigQuery, pass by pass.
 
-A pass begins with a list of what it takes, `pending/TABLE.json`. Whoever finds a list goes on with
-it, so a pass that was cut off is done again with the same rows, and the same names of files and of
-load jobs. Rows leave `incoming` when their Parquet file is there and BigQuery has it.
-
-Checks the lines that writers left against the schema of their table.
-
-Whole days of the archive: small files become one, and lost tables come back.
+A pass begins with a list of its objects, `pending/TABLE.json`. Any process that finds a list
+continues with it, so an interrupted pass is repeated with the same rows, and the same names of
+files and of load jobs. Lines are checked against the schema of their table. Rows leave `incoming`
+when their Parquet file is there and BigQuery has them. Later the small files of a day become one,
+and lost tables are restored from them.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ from shared.stores.objects import ObjectStore, StoredObject
 from shared.usage.senders import MEDIA_TYPE, incoming
 
 UNPACKED_MAX_BYTES = 64 * 1024 * 1024
-"""Of one object. Writers put about half a MiB into one."""
+"""Maximum unpacked size of one object. Writers put about half a MiB into one."""
 _GZIP = 31
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _UnixSeconds = Annotated[float, msgspec.Meta(ge=-62_135_596_800, le=253_402_300_799)]
-"""From year 1 to year 9999, as in BigQuery."""
+"""Unix time from year 1 to year 9999, as in BigQuery."""
 _TYPES: dict[str, Any] = {
     "STRING": str,
     "INTEGER": _Int64,
@@ -53,9 +51,9 @@ class CheckedLines(NamedTuple):
 
     good: list[bytes]
     trimmed: int
-    """How many of them have a column that this release does not know."""
+    """Number of rows with a column that this release does not know."""
     bad: list[bytes]
-    """Lines that are no row of the table."""
+    """Lines that are not rows of the table."""
 
 
 class LineChecker:
@@ -103,7 +101,7 @@ def unpacked(data: bytes) -> list[bytes]:
     """Returns the lines of an object.
 
     Raises:
-        ValueError: it is no gzip, it is cut, or it has more than UNPACKED_MAX_BYTES.
+        ValueError: it is not gzip, is truncated, or has more than UNPACKED_MAX_BYTES.
     """
     unpacking = zlib.decompressobj(_GZIP)
     try:
@@ -119,22 +117,22 @@ PASS_OBJECTS = 1000
 READS = 8
 """Objects that are read at the same time."""
 OBJECT_MAX_BYTES = 16 * 1024 * 1024
-"""Writers put about 100 KiB into one. A larger one is nobody's, and is left where it is."""
+"""Writers put about 100 KiB into one. A larger one is not from a writer, and is left in place."""
 LIST_MAX_BYTES = 1024 * 1024
 PARQUET = "application/vnd.apache.parquet"
 
 ARCHIVED = Counter("penstock_row_archive_rows_total", "Rows that were archived", ["table"])
 REJECTED = Counter(
-    "penstock_row_archive_rejected_total", "Lines that are no rows; kept in rejected/", ["table"]
+    "penstock_row_archive_rejected_total", "Lines that are not rows; kept in rejected/", ["table"]
 )
 TRIMMED = Counter(
     "penstock_row_archive_trimmed_total",
-    "Rows archived without columns that this release lacks",
+    "Rows archived without columns that this release does not have",
     ["table"],
 )
 OLDEST = Gauge(
     "penstock_row_archive_oldest_seconds",
-    "Age of the oldest object that is not archived; 0 if there is none",
+    "Age of the oldest object that is not archived; 0 if all are archived",
     ["table"],
 )
 
@@ -142,7 +140,7 @@ log = logging.getLogger(__name__)
 
 
 class _Pass(msgspec.Struct):
-    """What a pass takes, as it is kept in the store."""
+    """The objects of a pass, as stored."""
 
     keys: list[str]
     is_archived: bool = False
@@ -158,7 +156,7 @@ class RowArchive:
     Args:
         objects: the store.
         table: whose rows.
-        loader: puts them into BigQuery too. None: nobody does.
+        loader: puts them into BigQuery too. None: they are not loaded.
     """
 
     def __init__(self, objects: ObjectStore, table: str, loader: RowLoader | None) -> None:
@@ -191,7 +189,7 @@ class RowArchive:
         return len(begun.keys) == PASS_OBJECTS
 
     async def _begun(self) -> _Pass | None:
-        """The pass that was begun before, or a new one. None if there are no rows."""
+        """The pass that was begun before, or a new one. None without rows."""
         found = await self._objects.listing(incoming(self._table), PASS_OBJECTS)
         waiting = [one.key for one in found if one.size_bytes <= OBJECT_MAX_BYTES]
         if len(waiting) < len(found):
@@ -256,7 +254,7 @@ class RowArchive:
         try:
             data = await self._objects.get(key, OBJECT_MAX_BYTES)
         except BadInput:
-            # Somebody deleted it, or another process has archived it meanwhile.
+            # Somebody deleted it, or another process has archived it in the meantime.
             log.warning("rows are gone", extra={"key": key})
             return []
         try:
@@ -269,7 +267,7 @@ class RowArchive:
 
     async def _reject(self, name: str, bad: Sequence[bytes]) -> None:
         key = f"rejected/{self._table}/{name}.jsonl"
-        log.error("lines are no rows", extra={"key": key, "lines": len(bad)})
+        log.error("lines are not rows", extra={"key": key, "lines": len(bad)})
         REJECTED.labels(self._table).inc(len(bad))
         await self._objects.put(key, b"\n".join(bad), "application/jsonl")
 
@@ -291,7 +289,7 @@ def _age_s(key: str) -> float:
 SMALL_BYTES = 32 * 1024 * 1024
 """A file above it stays as it is."""
 MERGED_BYTES = 256 * 1024 * 1024
-"""What is merged at a time, before DuckDB drops equal rows."""
+"""The size that is merged at a time, before DuckDB drops equal rows."""
 FILE_MAX_BYTES = 1024**3
 DAY_FILES_MAX = 10_000
 

@@ -32,7 +32,7 @@ class BigQueryLoader:
     """Load jobs by Google's client.
 
     Args:
-        project: of the data set.
+        project: project of the data set.
         dataset: its id.
         endpoint: URL of an embedded BigQuery. Empty for Google's.
     """

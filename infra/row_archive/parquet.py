@@ -32,7 +32,7 @@ class ParquetFiles(NamedTuple):
     whole: Path
     """All of them."""
     by_day: dict[str, Path]
-    """The same by their days, as `2026-11-23`."""
+    """The files by day, such as `2026-11-23`."""
 
 
 def parquet_of_lines(table: str, lines: Path, folder: Path) -> ParquetFiles:
@@ -41,7 +41,7 @@ def parquet_of_lines(table: str, lines: Path, folder: Path) -> ParquetFiles:
     Args:
         table: whose rows.
         lines: a file of JSON lines that were checked.
-        folder: where the files go.
+        folder: the folder of the files.
     """
     columns = {field["name"]: _SQL_TYPES[field["type"]] for field in schema(table)}
     read = f"read_json({_text(lines)}, format = 'newline_delimited', columns = {columns})"
@@ -72,7 +72,7 @@ def merge(files: Sequence[Path], merged: Path) -> int:
     """Makes one file of several, which may be of several releases. Equal rows are written once.
 
     Args:
-        files: of one table and day.
+        files: the files of one table and day.
         merged: the file to make, in a folder where DuckDB may keep temporary files.
 
     Returns:

@@ -20,7 +20,7 @@ Answer = Callable[[web.Request, str], Awaitable[web.StreamResponse]]
 
 
 class Server:
-    """Answers each text as told, and remembers the texts and how many were open at once."""
+    """Answers each text as configured, and remembers the texts and how many were open at once."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer

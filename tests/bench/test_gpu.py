@@ -12,26 +12,26 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 def test_the_whole_benchmark_runs_small(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--tiny"]) == 0
-    told = capsys.readouterr().out
+    reported = capsys.readouterr().out
     for count in TINY.batches:
         for task in ("text-to-image", "image-to-image"):
             for who in ("plain", "ours", "ours against plain"):
-                assert f"{task}, batch {count}, {who} " in told
+                assert f"{task}, batch {count}, {who} " in reported
     for what in (
         "matrix product",
         "BERT-large, 16 tokens, ours fp32",
         "MiniLM, 16",
         "images kept while sharing",
     ):
-        assert what in told
+        assert what in reported
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([]) == 1
-    told = capsys.readouterr().out
-    assert "no CUDA device" in told
-    assert told.count("\n") == 1
+    reported = capsys.readouterr().out
+    assert "no CUDA device" in reported
+    assert reported.count("\n") == 1
 
 
 def test_the_full_width_is_that_of_stable_diffusion() -> None:

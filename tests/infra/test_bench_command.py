@@ -12,12 +12,12 @@ def test_bench_takes_the_words_of_the_benchmarks() -> None:
 
 
 def test_unknown_benchmark_is_refused() -> None:
-    told = penstock("bench", "nothing")
-    assert told.returncode == 2
-    assert "no such benchmark: nothing" in told.stderr
+    reported = penstock("bench", "nothing")
+    assert reported.returncode == 2
+    assert "no such benchmark: nothing" in reported.stderr
 
 
 def test_bench_without_a_checkout_says_so(tmp_path: Path) -> None:
-    told = penstock("bench", "--profile", cwd=tmp_path)
-    assert told.returncode == 1
-    assert "no benchmarks in this folder" in told.stderr
+    reported = penstock("bench", "--profile", cwd=tmp_path)
+    assert reported.returncode == 1
+    assert "no benchmarks in this folder" in reported.stderr

@@ -29,8 +29,8 @@ def penstock(*words: str, cwd: Path = ROOT, **settings: str) -> subprocess.Compl
 
 
 def test_help_names_every_command() -> None:
-    told = penstock("--help")
-    assert told.returncode == 0
+    reported = penstock("--help")
+    assert reported.returncode == 0
     for command in (
         "up",
         "demo",
@@ -43,14 +43,14 @@ def test_help_names_every_command() -> None:
         "report",
         "load",
     ):
-        assert f"\n  {command} " in told.stdout
+        assert f"\n  {command} " in reported.stdout
 
 
 @pytest.mark.parametrize("words", [(), ("fly",), ("up", "--speed", "9"), ("worker",)], ids=str)
 def test_wrong_words_are_refused(words: tuple[str, ...]) -> None:
-    told = penstock(*words)
-    assert told.returncode == 2
-    assert told.stderr.startswith("Usage: penstock")
+    reported = penstock(*words)
+    assert reported.returncode == 2
+    assert reported.stderr.startswith("Usage: penstock")
 
 
 def test_command_starts_without_heavy_imports() -> None:
@@ -81,10 +81,10 @@ def test_servers_run_alone_until_terminated(server: str) -> None:
 
 @pytest.mark.parametrize("words", [("deploy", "plan"), ("optimize",)], ids=" ".join)
 def test_help_of_a_forwarded_command_has_its_full_name(words: tuple[str, ...]) -> None:
-    told = penstock(*words, "--help")
-    assert told.returncode == 0
-    assert told.stdout.strip().lower().startswith(f"usage: penstock {' '.join(words)} ")
-    assert "\033" not in told.stdout
+    reported = penstock(*words, "--help")
+    assert reported.returncode == 0
+    assert reported.stdout.strip().lower().startswith(f"usage: penstock {' '.join(words)} ")
+    assert "\033" not in reported.stdout
 
 
 def test_help_is_quick() -> None:
@@ -96,15 +96,15 @@ def test_help_is_quick() -> None:
 
 @pytest.mark.parametrize("server", ["pubsub", "bigquery"])
 def test_server_has_help_of_its_own(server: str) -> None:
-    told = penstock(server, "--help").stdout
-    assert told.startswith(f"usage: {server}-emulator ")
-    assert "--data-dir" in told
+    reported = penstock(server, "--help").stdout
+    assert reported.startswith(f"usage: {server}-emulator ")
+    assert "--data-dir" in reported
 
 
 def test_worker_of_an_unknown_model_says_so() -> None:
-    told = penstock("worker", "--model", "none")
-    assert told.returncode > 0
-    assert "'none' is not served here" in told.stderr
+    reported = penstock("worker", "--model", "none")
+    assert reported.returncode > 0
+    assert "'none' is not served here" in reported.stderr
 
 
 def test_optimize_has_help_of_its_own() -> None:
@@ -112,20 +112,20 @@ def test_optimize_has_help_of_its_own() -> None:
 
 
 def test_optimize_of_an_unknown_model_says_so() -> None:
-    told = penstock("optimize", "none", "--variants", "fp32")
-    assert told.returncode == 1
-    assert "penstock optimize: model 'none' is not served here" in told.stderr
+    reported = penstock("optimize", "none", "--variants", "fp32")
+    assert reported.returncode == 1
+    assert "penstock optimize: model 'none' is not served here" in reported.stderr
 
 
 def test_api_with_a_wrong_setting_says_so() -> None:
-    told = penstock("api", PENSTOCK_PORT="http")
-    assert told.returncode > 0
-    assert "PENSTOCK_PORT" in told.stderr
+    reported = penstock("api", PENSTOCK_PORT="http")
+    assert reported.returncode > 0
+    assert "PENSTOCK_PORT" in reported.stderr
 
 
 def test_up_with_a_wrong_catalog_says_so(tmp_path: Path) -> None:
-    told = penstock("up", cwd=tmp_path)
-    assert (told.returncode, told.stderr) == (
+    reported = penstock("up", cwd=tmp_path)
+    assert (reported.returncode, reported.stderr) == (
         1,
         "penstock: models.yaml: No such file or directory\n",
     )
@@ -142,40 +142,40 @@ def test_reports_are_listed_as_json() -> None:
 
 
 def test_unknown_report_is_refused() -> None:
-    told = penstock("report", "weather")
-    assert told.returncode == 1
-    assert told.stderr.startswith("penstock: no report 'weather'; there are: ")
+    reported = penstock("report", "weather")
+    assert reported.returncode == 1
+    assert reported.stderr.startswith("penstock: no report 'weather'; there are: ")
 
 
 def test_report_out_of_reach_says_so() -> None:
-    told = penstock("report", "usage", PENSTOCK_BIGQUERY_ENDPOINT="http://127.0.0.1:9")
-    assert told.returncode == 1
-    assert told.stderr.startswith("penstock: BigQuery: ")
-    assert "Traceback" not in told.stderr
+    reported = penstock("report", "usage", PENSTOCK_BIGQUERY_ENDPOINT="http://127.0.0.1:9")
+    assert reported.returncode == 1
+    assert reported.stderr.startswith("penstock: BigQuery: ")
+    assert "Traceback" not in reported.stderr
 
 
 def test_report_runs_on_an_empty_table(bigquery_endpoint: str) -> None:
     name = "usage"
     create_tables(read_settings(Settings, bigquery_endpoint=bigquery_endpoint, dataset="cli"))
-    told = penstock(
+    reported = penstock(
         "report", name, PENSTOCK_BIGQUERY_ENDPOINT=bigquery_endpoint, PENSTOCK_DATASET="cli"
     )
-    assert (told.returncode, told.stdout[:12]) == (0, "no rows from"), told.stderr
-    told = penstock(
+    assert (reported.returncode, reported.stdout[:12]) == (0, "no rows from"), reported.stderr
+    reported = penstock(
         "report",
         name,
         "--json",
         PENSTOCK_BIGQUERY_ENDPOINT=bigquery_endpoint,
         PENSTOCK_DATASET="cli",
     )
-    assert (told.returncode, json.loads(told.stdout)) == (0, [])
+    assert (reported.returncode, json.loads(reported.stdout)) == (0, [])
 
 
 def test_doctor_reaches_what_the_settings_name(
     tmp_path: Path, redis_url: str, pubsub_endpoint: str, bigquery_endpoint: str
 ) -> None:
     create_tables(read_settings(Settings, bigquery_endpoint=bigquery_endpoint, dataset="cli"))
-    told = penstock(
+    reported = penstock(
         "doctor",
         PENSTOCK_REDIS_URL=redis_url,
         PENSTOCK_PUBSUB_ENDPOINT=pubsub_endpoint,
@@ -184,9 +184,9 @@ def test_doctor_reaches_what_the_settings_name(
         PENSTOCK_OBJECTS_URL=f"file://{tmp_path}",
     )
     for place in (redis_url, pubsub_endpoint, bigquery_endpoint, f"file://{tmp_path}"):
-        assert f" {place} answers" in told.stdout
-    assert "at their pinned versions" in told.stdout
-    assert "all-MiniLM-L6-v2" in told.stdout
+        assert f" {place} answers" in reported.stdout
+    assert "at their pinned versions" in reported.stdout
+    assert "all-MiniLM-L6-v2" in reported.stdout
 
 
 def test_doctor_finds_inboxes_that_lack_a_subscription(pubsub_endpoint: str) -> None:
@@ -204,9 +204,9 @@ def test_doctor_finds_inboxes_that_lack_a_subscription(pubsub_endpoint: str) -> 
             await make_inbox(admin, inbox, 2)
 
     asyncio.run(make("0"))
-    told = doctor()
-    assert "MISS  inboxes" in told
-    assert "of 6 subscriptions, inbox.1.direct and 2 others are missing" in told
+    reported = doctor()
+    assert "MISS  inboxes" in reported
+    assert "of 6 subscriptions, inbox.1.direct and 2 others are missing" in reported
     asyncio.run(make("1"))
     assert "ok    inboxes" in doctor()
 
@@ -214,7 +214,7 @@ def test_doctor_finds_inboxes_that_lack_a_subscription(pubsub_endpoint: str) -> 
 def test_doctor_names_what_is_missing_and_the_fix(tmp_path: Path) -> None:
     models_file = tmp_path / "models.yaml"
     models_file.write_text("models: []")
-    told = penstock(
+    reported = penstock(
         "doctor",
         PENSTOCK_MODELS_FILE=str(models_file),
         PENSTOCK_REDIS_URL="redis://:secret@127.0.0.1:9/0",
@@ -222,21 +222,21 @@ def test_doctor_names_what_is_missing_and_the_fix(tmp_path: Path) -> None:
         PENSTOCK_PUBSUB_ENDPOINT="127.0.0.1:9",
         PENSTOCK_BIGQUERY_ENDPOINT="http://127.0.0.1:9",
     )
-    assert told.returncode == 1
+    assert reported.returncode == 1
     for what in ("catalog", "Pub/Sub", "BigQuery", "Redis  ", "records"):
-        assert f"\nMISS  {what}" in told.stdout
-    assert told.stdout.count("fix: ") >= 5
-    assert "or correct PENSTOCK_RECORDS_URL" in told.stdout
-    assert "secret" not in told.stdout
+        assert f"\nMISS  {what}" in reported.stdout
+    assert reported.stdout.count("fix: ") >= 5
+    assert "or correct PENSTOCK_RECORDS_URL" in reported.stdout
+    assert "secret" not in reported.stdout
 
 
 def test_doctor_names_a_wrong_setting() -> None:
-    told = penstock("doctor", PENSTOCK_LOG_LEVEL="LOUD")
-    assert told.returncode == 1
-    assert "MISS  settings     PENSTOCK_LOG_LEVEL" in told.stdout
-    told = penstock("doctor", "--json", PENSTOCK_LOG_LEVEL="LOUD")
-    assert told.returncode == 1
-    findings = {finding["what"]: finding for finding in json.loads(told.stdout)}
+    reported = penstock("doctor", PENSTOCK_LOG_LEVEL="LOUD")
+    assert reported.returncode == 1
+    assert "MISS  settings     PENSTOCK_LOG_LEVEL" in reported.stdout
+    reported = penstock("doctor", "--json", PENSTOCK_LOG_LEVEL="LOUD")
+    assert reported.returncode == 1
+    findings = {finding["what"]: finding for finding in json.loads(reported.stdout)}
     assert "PENSTOCK_LOG_LEVEL" in findings["settings"]["facts"]
     assert findings["settings"]["fix"]
     assert findings["Python"]["fix"] == ""

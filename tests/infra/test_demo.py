@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 
 import pytest
+import yaml
 
 from infra.local.demo import what_it_shows
 from infra.local.demo_text import MODEL, with_text_model
@@ -42,3 +43,10 @@ def test_text_model_joins_the_others_of_the_catalog(tmp_path: Path) -> None:
     catalog = read_catalog(made)
     assert [model.name for model in catalog.models] == [*before, MODEL]
     assert catalog.default("text").name == MODEL
+
+
+def test_the_examples_add_the_same_text_model(tmp_path: Path) -> None:
+    made = with_text_model(Path("models.yaml"), tmp_path / "models.yaml")
+    document = Path("examples/README.md").read_text(encoding="utf-8")
+    entry = document.partition("```yaml\n")[2].partition("```")[0]
+    assert yaml.safe_load(entry) == yaml.safe_load(made.read_text(encoding="utf-8"))["models"][-1:]

@@ -54,7 +54,7 @@ def test_key_does_not_go_into_logs(tmp_path: Path) -> None:
     given, *command = said[-1].split()
     name, _, url = given.partition("=")
     assert (name, url) == ("PENSTOCK_KEYS_URL", settings["PENSTOCK_KEYS_URL"])
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-m", "infra.cli.main", *command[1:]],
         env=os.environ | {name: url, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -62,7 +62,7 @@ def test_key_does_not_go_into_logs(tmp_path: Path) -> None:
         timeout=WAIT_LIMIT_S,
         check=True,
     )
-    assert tenant_of(settings, told.stdout.strip()) == "default"
+    assert tenant_of(settings, reported.stdout.strip()) == "default"
 
 
 def test_given_keys_and_webhooks_are_kept(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from infra.local.doctor import EXTRAS
-from infra.lock import lacking, normalized, read_lock
+from infra.lock import normalized, read_lock, unmet
 from tests.limits import WAIT_LIMIT_S
 
 PROJECT = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
@@ -41,7 +41,7 @@ def installed(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[
 
 
 def test_lock_has_what_the_project_asks_for() -> None:
-    assert lacking() == []
+    assert unmet() == []
 
 
 def test_every_package_has_hashes() -> None:
@@ -69,10 +69,10 @@ def test_lock_names_no_index_and_no_place() -> None:
 
 
 def test_torch_asks_for_what_the_lock_was_made_from() -> None:
-    (told,) = PROJECT["tool"]["uv"]["dependency-metadata"]
+    (reported,) = PROJECT["tool"]["uv"]["dependency-metadata"]
     plain = {text for text in distribution("torch").requires or () if ";" not in text}
-    assert set(told["requires-dist"]) == plain
-    assert f"torch=={told['version']}" in PROJECT["project"]["optional-dependencies"]["worker"]
+    assert set(reported["requires-dist"]) == plain
+    assert f"torch=={reported['version']}" in PROJECT["project"]["optional-dependencies"]["worker"]
 
 
 @pytest.mark.parametrize("asked", ["six==0.1", "no-such-package==1.0", "six>=1"])
@@ -82,7 +82,7 @@ def test_what_the_lock_lacks_is_named(asked: str, tmp_path: Path) -> None:
         f'[build-system]\nrequires = []\n[project]\ndependencies = ["{asked}"]\n'
         "[project.optional-dependencies]\n"
     )
-    assert lacking(project) == [asked]
+    assert unmet(project) == [asked]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_members_of_the_workspace_are_looked_through(
         f'[build-system]\nrequires = []\n[project]\ndependencies = ["{asked}"]\n'
         '[project.optional-dependencies]\n[tool.uv.workspace]\nmembers = ["servers/*"]\n'
     )
-    assert lacking(project) == [missing]
+    assert unmet(project) == [missing]
 
 
 def test_commands_print_for_pip() -> None:

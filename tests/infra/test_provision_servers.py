@@ -47,10 +47,10 @@ def test_makes_everything_once_and_again(pubsub_endpoint: str, bigquery_endpoint
         "PENSTOCK_BIGQUERY_ENDPOINT": bigquery_endpoint,
     }
     for _ in range(2):
-        told = provision("--functions-url", "http://functions", **settings)
-        assert told.returncode == 0, told.stderr
-        assert pubsub_endpoint in told.stdout
-        assert bigquery_endpoint in told.stdout
+        reported = provision("--functions-url", "http://functions", **settings)
+        assert reported.returncode == 0, reported.stderr
+        assert pubsub_endpoint in reported.stdout
+        assert bigquery_endpoint in reported.stdout
     models = read_catalog(Path("models.yaml")).models
     wanted = [WEBHOOKS_SUBSCRIPTION_ID, *(workers_subscription_id(model.name) for model in models)]
     assert all(asyncio.run(exist(name, pubsub_endpoint, wanted)))
@@ -77,14 +77,14 @@ def _check_of_an_older_dataset(settings: Settings) -> None:
 
 
 def test_leaves_google_alone() -> None:
-    told = provision(PENSTOCK_PUBSUB_ENDPOINT="", PENSTOCK_BIGQUERY_ENDPOINT="")
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.count("Terraform's") == 2
+    reported = provision(PENSTOCK_PUBSUB_ENDPOINT="", PENSTOCK_BIGQUERY_ENDPOINT="")
+    assert reported.returncode == 0, reported.stderr
+    assert reported.stdout.count("Terraform's") == 2
 
 
 def test_server_that_does_not_come_is_named() -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    told = provision("--wait-s", "0", PENSTOCK_PUBSUB_ENDPOINT=endpoint)
-    assert told.returncode == 1
-    assert told.stderr.startswith(f"penstock: no Pub/Sub at {endpoint}: ")
-    assert told.stdout == ""
+    reported = provision("--wait-s", "0", PENSTOCK_PUBSUB_ENDPOINT=endpoint)
+    assert reported.returncode == 1
+    assert reported.stderr.startswith(f"penstock: no Pub/Sub at {endpoint}: ")
+    assert reported.stdout == ""

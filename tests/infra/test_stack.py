@@ -120,10 +120,10 @@ def test_every_worker_may_have_all_cores(tmp_path: Path, servers: dict[str, str]
             with urllib.request.urlopen(
                 f"http://127.0.0.1:{port}/metrics", timeout=WAIT_LIMIT_S
             ) as answer:
-                (told,) = [
+                (reported,) = [
                     line for line in answer.read().decode().splitlines() if "backend_info{" in line
                 ]
-            assert f'processes="{min(4, usable_cores())}"' in told
+            assert f'processes="{min(4, usable_cores())}"' in reported
 
 
 @pytest.fixture

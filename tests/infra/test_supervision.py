@@ -27,10 +27,10 @@ class World:
         self.process = process
         self.now_s = 1000.0
         self.is_ready = True
-        self.told: list[tuple[str, str]] = []
+        self.reported: list[tuple[str, str]] = []
         self.supervisor = Supervisor(
             [SupervisedPart(process, lambda: self.is_ready, 60.0)],
-            lambda word, facts: self.told.append((word, facts)),
+            lambda word, facts: self.reported.append((word, facts)),
             lambda: self.now_s,
         )
 
@@ -60,13 +60,13 @@ def test_part_that_dies_comes_back(run: Callable[..., World]) -> None:
     world = run()
     first = world.process.pid
     assert world.supervisor.look() is None
-    assert world.told == []
+    assert world.reported == []
     assert world.pause_after_death() == FIRST_PAUSE_S
     assert world.process.pid != first
     assert world.supervisor.look() is None
-    assert [word for word, _ in world.told] == ["died", "back"]
-    assert world.told[0][1].startswith("part was ended by SIGKILL; ")
-    assert "starts again in 0.5 s (1 of 5)" in world.told[0][1]
+    assert [word for word, _ in world.reported] == ["died", "back"]
+    assert world.reported[0][1].startswith("part was ended by SIGKILL; ")
+    assert "starts again in 0.5 s (1 of 5)" in world.reported[0][1]
 
 
 def test_log_still_says_why_the_last_one_ended(run: Callable[..., World], tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_part_that_does_not_get_ready_counts_as_dead(run: Callable[..., World]) 
     world.now_s += 61
     assert world.supervisor.look() is None
     assert not world.process.is_running
-    assert "part was not ready within 60 s" in world.told[-1][1]
-    assert "(2 of 5)" in world.told[-1][1]
+    assert "part was not ready within 60 s" in world.reported[-1][1]
+    assert "(2 of 5)" in world.reported[-1][1]
 
 
 def test_program_that_is_gone_counts_as_dead(run: Callable[..., World], tmp_path: Path) -> None:
@@ -117,5 +117,5 @@ def test_program_that_is_gone_counts_as_dead(run: Callable[..., World], tmp_path
     assert world.supervisor.look() is None
     world.now_s += FIRST_PAUSE_S
     assert world.supervisor.look() is None
-    assert "part did not start: part: " in world.told[-1][1]
-    assert "does not run here: No such file" in world.told[-1][1]
+    assert "part did not start: part: " in world.reported[-1][1]
+    assert "does not run here: No such file" in world.reported[-1][1]

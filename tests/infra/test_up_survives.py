@@ -56,7 +56,7 @@ def said(up: Up, words: str) -> bool:
 
 
 class Callers:
-    """Ask for ever new texts until told to stop. A caller whose connection breaks asks again."""
+    """Ask for ever new texts until stopped. A caller whose connection breaks asks again."""
 
     def __init__(self, url: str) -> None:
         self.outcomes: Counter[int] = Counter()

@@ -26,7 +26,7 @@ def embed(params: Text) -> list[float]:
 
 @app.post("/embed-async")
 async def embed_on_loop(params: Text) -> list[float]:
-    """The same. Nothing else runs meanwhile."""
+    """Embeds on the event loop. Nothing else runs at the same time."""
     return _encode(params.text)
 
 

@@ -1,4 +1,4 @@
-"""Mosec tuned by hand: two workers of one thread, batches sorted by length, run by four.
+"""Mosec tuned manually: two workers of one thread, batches sorted by length, run by four.
 
 The precision is in MINILM_DTYPE (float32 or bfloat16). Texts are tokenized once for the whole
 batch.

@@ -43,10 +43,10 @@ def _entry(path: Path, text: str, name: str) -> yaml.MappingNode:
             continue
         if entry.flow_style:
             raise ConfigurationError(
-                f"{path}:{entry.start_mark.line + 1}: the entry stands in one line; edit it by hand"
+                f"{path}:{entry.start_mark.line + 1}: the entry is on one line; edit it manually"
             )
         return entry  # type: ignore[no-any-return]
-    raise ConfigurationError(f"{path}: there is no model {name!r}", field="model")
+    raise ConfigurationError(f"{path}: model {name!r} not found", field="model")
 
 
 def _promoted(text: str, entry: yaml.MappingNode, path: Path) -> str:
@@ -81,7 +81,7 @@ def _fields(node: yaml.Node) -> dict[str, tuple[yaml.Node, yaml.Node]]:
 
 
 def _ends(node: yaml.Node) -> Iterator[int]:
-    """Where the parts of a node end. A block itself ends only where the next one begins."""
+    """Returns the line where the parts of a node end. A block itself ends where the next begins."""
     if isinstance(node, yaml.MappingNode | yaml.SequenceNode) and not node.flow_style:
         for child in node.value:
             for part in child if isinstance(child, tuple) else (child,):

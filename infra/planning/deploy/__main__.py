@@ -31,7 +31,7 @@ app = typer.Typer(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the plan. Returns 0, 1 where a file or value is wrong, 2 where the words are wrong."""
+    """Prints the plan. Returns 0, 1 if a file or value is wrong, 2 if the usage is wrong."""
     try:
         app(argv, prog_name="penstock deploy")
     except SystemExit as ended:

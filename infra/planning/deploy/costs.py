@@ -1,4 +1,4 @@
-"""The monthly cost table: each row an amount, and what it costs where its price is known."""
+"""The monthly cost table: each row an amount, and its cost if its price is known."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIDECAR_CPU, SIDECAR_GIB = 0.5, 0.25
 """The API's sidecar that collects metrics (infra/terraform/modules/region/api.tf)."""
 REPLIES: Mapping[Replies, str] = {"direct": "direct replies", "slots": "replies to slots"}
 JOB_DELIVERIES = 2
-"""A job goes to the workers' subscription and to the one of the lane `batch`.
+"""A job goes to the workers' subscription and to that of the `batch` lane.
 
 What a filter drops is billed too (docs.cloud.google.com/pubsub/docs/subscription-message-filter).
 """
@@ -31,7 +31,7 @@ What a filter drops is billed too (docs.cloud.google.com/pubsub/docs/subscriptio
 class Cost:
     """One row: at the mean rate, and were the peak held for all of the month.
 
-    No amount: `lacks` says what to give.
+    Without an amount, `lacks` names the missing input.
     """
 
     item: str

@@ -1,7 +1,7 @@
-"""`python -m infra.planning.deploy.gpu_prices`: writes the view `gpu_prices` from the prices.
+"""`python -m infra.planning.deploy.gpu_prices`: writes the `gpu_prices` view from the prices.
 
 To be run after a change of prices.yaml or gpus.yaml. A test compares them. A node has one GPU, so
-the price of its machine is that of the GPU, with the cores and the memory beside it.
+the price of its machine is that of the GPU plus those of its cores and memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from infra.planning.deploy.prices import Prices, read_prices
 VIEW_FILE = Path(__file__).parents[2] / "bigquery" / "views" / "gpu_prices.sql"
 KINDS = {"on-demand": False, "spot": True}
 ALWAYS = dt.date(1970, 1, 1)
-"""From when on the oldest price of a machine holds, as no older one is known."""
+"""Start of a machine's oldest price, as no older one is known."""
 _HEAD = """\
 -- Made by infra/planning/deploy/gpu_prices.py from prices.yaml and gpus.yaml. Change those.
 -- What an hour of a node with one GPU costs, in US dollars before discounts. The price of an hour
@@ -26,7 +26,7 @@ _HEAD = """\
 
 
 class GpuPrice(NamedTuple):
-    """What an hour of a node with one GPU costs in a region, from a day on (UTC)."""
+    """The price of an hour of a node with one GPU in a region, from a day on (UTC)."""
 
     gpu_type: str
     spot: bool
@@ -36,7 +36,7 @@ class GpuPrice(NamedTuple):
 
 
 def gpu_prices(prices: Prices, gpu_types: Mapping[str, GpuType]) -> Iterator[GpuPrice]:
-    """The prices of all GPU types, where there are some. Stepped prices are not of machines."""
+    """The prices of all GPU types that have some. Stepped prices are not of machines."""
     for gpu_type, node in gpu_types.items():
         for kind, spot in KINDS.items():
             price = prices.prices.get(f"machine/{node.machine_type}/{kind}")

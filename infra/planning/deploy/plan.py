@@ -1,6 +1,6 @@
 """`penstock deploy plan`: sizes a deployment from catalog, rates, variables and prices.
 
-The quotas and limits of a plan: amounts to request, and known defaults.
+A plan also has its quotas and limits: amounts to request, and known defaults.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RUN_QUOTAS = "depends on the region; cloud.google.com/run/docs/configuring/max-i
 SUBSCRIPTIONS_OF_A_TOPIC = 10_000
 """docs.cloud.google.com/bigquery/docs/analytics-hub-introduction, limitations."""
 SUBSCRIPTIONS_OF_A_PROJECT = 10_000
-"""As in infra/terraform/platform/variables.tf, from old copies of Pub/Sub's page of quotas."""
+"""The quota of infra/terraform/platform/variables.tf, from old copies of Pub/Sub's quota page."""
 INSERT_MB_PER_S = {"EU": 1000, "US": 1000}
 """Else 300 (docs.cloud.google.com/bigquery/quotas)."""
 
@@ -60,7 +60,7 @@ def quotas(
     topic_count: int,
     subscription_count: int,
 ) -> list[Quota]:
-    """What to ask for before the first apply: of each region, then of the project."""
+    """The quotas to request before the first apply: of each region, then of the project."""
     found = [quota for site in sites for quota in _region(site, platform, gpus)]
     total = sum(pool.nodes_peak for site in sites for pool in site.pools)
     if total:
@@ -160,7 +160,9 @@ def _peak_of(model: str, sites: Sequence[Site]) -> float:
 
 
 AUTO_PROVISIONED_GPUS = 64
-"""Of each type, where ComputeClasses make the nodes (infra/terraform/modules/cluster/nodes.tf)."""
+"""GPUs of each type if ComputeClasses make the nodes
+(infra/terraform/modules/cluster/nodes.tf).
+"""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class Change:
 
 @dataclass(frozen=True)
 class DeployPlan:
-    """What an apply makes and what it costs, with the changes made that the peak asks for."""
+    """The resources of an apply and their cost, with the changes that the peak requires."""
 
     sites: tuple[Site, ...]
     platform: Platform
@@ -205,7 +207,7 @@ def make_plan(
         catalog: the models. Those without a rate have no more workers than replicas.min.
         rates: the expected rates.
         platform: the variables of infra/terraform/platform.
-        prices: what things cost.
+        prices: prices of resources.
         gpus: infra/kubernetes/gpus.yaml.
         buffer: places kept warm for each class of GPU nodes, as `python -m infra.kubernetes
             --buffer`.
@@ -280,7 +282,7 @@ def _site(
 
 
 def _rate_of(model: Model, rates: DemandRates) -> ModelRate:
-    """What its workers get. Those of a model with a canary get all as soon as it is taken back."""
+    """The load of its workers. If its canary is withdrawn, its stable workers get all of it."""
     rate = rates.models.get(model.public_name, ModelRate(mean_per_s=0))
     if not model.is_canary or model.canary is None:
         return rate

@@ -43,7 +43,7 @@ class ApiVariable(_Variable):
 
     @property
     def memory_gib(self) -> float:
-        """Of one instance's main container."""
+        """Memory of one instance's main container."""
         return float(self.memory[:-2]) / (1 if self.memory.endswith("Gi") else 1024)
 
 
@@ -84,7 +84,7 @@ class Inboxes(_Variable):
 
     @property
     def subscriptions(self) -> int:
-        """Of each inbox: its slots, and one for direct replies."""
+        """Subscriptions of each inbox: its slots, and one for direct replies."""
         return self.made_slots + 1
 
 
@@ -137,12 +137,12 @@ class Region(_Variable):
     overflow: Literal[GpuTypeName, "none"] | None = None
     """Instead of nodes.overflow."""
     reservations: dict[GpuTypeName, GpuReservation] = {}
-    """Of GPU types. Used up first."""
+    """Reservations by GPU type. They are used up first."""
     zones: list[str] | None = None
 
 
 class Platform(_Variable):
-    """What sizes the stage `platform`."""
+    """The variables that size the `platform` stage."""
 
     api: ApiVariable = ApiVariable()
     batches: BatchesVariable = BatchesVariable()
@@ -174,7 +174,7 @@ class Platform(_Variable):
         return None if chosen == "none" else chosen
 
     def in_regions(self, names: Sequence[str]) -> Platform:
-        """The same in these regions. Known ones keep their settings, new ones get the next index.
+        """Returns the platform in these regions. Known ones keep their settings, new ones an index.
 
         Raises:
             ConfigurationError: there are more than 16, which is what the addresses are cut for.

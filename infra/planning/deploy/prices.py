@@ -20,11 +20,11 @@ class _Entry(BaseModel):
 
 
 class Source(_Entry):
-    """Where prices were read."""
+    """The source of the prices."""
 
     url: str = Field(pattern=r"^https?://.+")
     seen: datetime.date
-    """The day on which somebody looked."""
+    """The day on which the prices were read."""
     dated: datetime.date | None = None
     """The date on the page or file. None if it has none."""
     note: str = ""
@@ -38,18 +38,18 @@ class Step(_Entry):
 
 
 Usd = dict[str, float | tuple[Step, ...]]
-"""By region or location. `any`: all others."""
+"""Prices by region or location. `any`: all others."""
 
 
 class EarlierPrice(_Entry):
-    """What one unit cost from a day on (UTC), until the next price."""
+    """The price of one unit from a day on (UTC), until the next price."""
 
     since: datetime.date
     usd: Usd = Field(min_length=1)
 
 
 class ListPrice(_Entry):
-    """What one unit costs."""
+    """The price of one unit."""
 
     unit: str
     source: str
@@ -57,9 +57,9 @@ class ListPrice(_Entry):
     free: float = Field(0.0, ge=0)
     """Units a month that cost nothing."""
     since: datetime.date | None = None
-    """The day (UTC) from which the price holds. Needed where there are earlier ones."""
+    """The day (UTC) from which the price holds. Needed if there are earlier prices."""
     earlier: tuple[EarlierPrice, ...] = ()
-    """What it replaced, oldest first. Reports on past months need it, plans do not."""
+    """Earlier prices, oldest first. Reports on past months need them, plans do not."""
 
     @model_validator(mode="after")
     def _earlier_prices_are_in_order(self) -> Self:

@@ -34,14 +34,14 @@ class ModelRate(_Entry):
     """Requests per second in the busiest minutes. Default: the mean."""
     items_per_request: float = Field(1.0, ge=1)
     hit_share: float = Field(0.0, ge=0, le=1)
-    """Of all items, those that the cache answers."""
+    """The share of all items that the cache answers."""
     seconds_per_item: float | None = Field(None, gt=0)
     """Seconds of one worker per item, in full batches. Required if there are requests.
 
     A text that is written alone takes many times its part of a full worker.
     """
     measured: str = ""
-    """Where seconds_per_item comes from: command, GPU and day."""
+    """The source of seconds_per_item: command, GPU and day."""
     measured_share: int = Field(1, ge=1, le=48)
     """Workers that were busy on the same GPU while it was measured."""
     kept_when_sharing: float = Field(1.0, gt=0, le=1)
@@ -52,9 +52,9 @@ class ModelRate(_Entry):
     Of a text that is written: its prompt and its `max_tokens`.
     """
     input_bytes: int | None = Field(None, ge=0)
-    """Of one item, as the caller sends it."""
+    """Size of one item, as the caller sends it."""
     output_bytes: int | None = Field(None, ge=0)
-    """Of one item, as the caller gets it."""
+    """Size of one item's result, as the caller gets it."""
 
     @model_validator(mode="after")
     def _peak_is_above_the_mean(self) -> Self:
@@ -88,7 +88,7 @@ class DemandRates(_Entry):
     target_utilization: float = Field(0.7, gt=0, lt=1)
     """Share of its time that a worker may be busy at the peak."""
     late_share: float = Field(0.001, gt=0, lt=1)
-    """Of the requests at the peak, those that may wait past the deadline."""
+    """The share of requests at the peak that may wait past the deadline."""
     api_requests_per_s: float | None = Field(None, gt=0)
     """The measured rate of one API instance. Without it, only its concurrency counts."""
 

@@ -1,4 +1,4 @@
-"""What replies cost on each of the two topics of an inbox."""
+"""Costs of replies on each of the two topics of an inbox."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from shared.catalog_entry import Replies
 
 TIB = 2**40
 MIN_BYTES = 1000
-"""Of a publish or delivery, as Pub/Sub bills it."""
+"""Minimum size of a publish or delivery, as Pub/Sub bills it."""
 THROUGHPUT = "pubsub/throughput"
 
 
 def billed_tib(messages: float, size_bytes: int, times: int) -> float:
-    """What so many messages are billed for: a publish and deliveries, `times` together."""
+    """Returns the billed TiB of the messages, each of which is billed `times` times."""
     return messages * times * max(MIN_BYTES, size_bytes) / TIB
 
 
 def reply_times(replies: Replies, platform: Platform) -> int:
-    """How often a reply is billed: for its publish, and for each subscription of its topic.
+    """Returns how often a reply is billed: for its publish and for each subscription of its topic.
 
     What a filter drops is billed too
     (docs.cloud.google.com/pubsub/docs/subscription-message-filter).
@@ -30,7 +30,7 @@ def reply_times(replies: Replies, platform: Platform) -> int:
 
 
 def replies_tib(volume: Volume, replies: Replies, platform: Platform) -> float | None:
-    """What a month of a model's replies would be billed for. None: their size is not known."""
+    """Returns the billed TiB of a month of replies. None if their size is not known."""
     size_bytes = volume.reply_bytes[replies]
     if size_bytes is None:
         return None
@@ -38,7 +38,7 @@ def replies_tib(volume: Volume, replies: Replies, platform: Platform) -> float |
 
 
 def reply_notes(volumes: Sequence[Volume], platform: Platform, prices: Prices) -> Iterator[str]:
-    """What each model's replies cost on either topic, where rates and prices tell."""
+    """Yields a note on the cost of each model's replies on either topic, if it is known."""
     price = prices.prices.get(THROUGHPUT)
     for one in volumes:
         direct, slots = (replies_tib(one, kind, platform) for kind in ("direct", "slots"))

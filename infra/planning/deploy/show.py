@@ -32,7 +32,7 @@ def _sections(plan: DeployPlan) -> Iterator[str]:
         (one.name, one.place, _number(one.needed), one.default, one.note) for one in plan.quotas
     ]
     yield _headed(
-        "Quotas to ask for, for the peak",
+        "Quotas to request for the peak",
         _table(("quota", "of", "needed", "default", ""), rows_of_quotas),
     )
     yield _headed(
@@ -181,7 +181,7 @@ def _costs(plan: DeployPlan) -> str:
             one.unit,
             _usd(one.mean_usd),
             _usd(one.peak_usd),
-            _told(one),
+            _origin(one),
         )
         for one in plan.costs
     ]
@@ -211,7 +211,7 @@ def _costs(plan: DeployPlan) -> str:
     return "\n".join(lines)
 
 
-def _told(cost: Cost) -> str:
+def _origin(cost: Cost) -> str:
     return (
         cost.source or cost.lacks or (f"no price {cost.price_key}" if cost.mean_usd is None else "")
     )

@@ -1,13 +1,11 @@
 """From rates to workers, GPUs, nodes and API instances, per model, region and node class.
 
-How many workers a load needs, for a target utilization and waits within the deadline.
-
+The number of workers follows from the load, a target utilization and waits within the deadline.
 Workers of one model are the servers of one queue, as all of them pull from one subscription.
 Arrivals are taken as Poisson and service times as exponential (M/M/c). Batches of one model differ
-less than that, and M/D/c waits less than M/M/c at the same load, so what comes out is on the safe
-side. Where items join and leave one by one, the servers are the places of all workers, each as slow
-as in a full worker. Not counted: a request of more items than a batch holds brings them all at
-once.
+less than that, and M/D/c waits less than M/M/c at the same load, so the result is on the safe side.
+With continuous batching, the servers are the slots of all workers, each as slow as in a full
+worker. Not counted: a request of more items than a batch holds brings them all at once.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ def mean_wait_s(servers: int, load: float, service_s: float) -> float:
 TRIP_S = 0.1
 """Pub/Sub round trip, p90, 2 x 47 ms: github.com/davidxia/cloud-message-latency (2021)."""
 CPUS_OF_A_WORKER = int(CPU_ONLY["cpu"])
-"""Of a worker without a GPU. It has so many processes, or one for a model that shares weights."""
+"""CPUs of a worker without a GPU. It has a process for each, or one if the weights are shared."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class Pool:
 
     @property
     def machine_type(self) -> str:
-        """Of each node."""
+        """Machine type of each node."""
         return self.node.machine_type
 
     @property
@@ -149,7 +147,7 @@ class Site:
 
     region: str
     share: float
-    """Of all requests."""
+    """Share of all requests."""
     workers: tuple[Workers, ...]
     pools: tuple[Pool, ...]
     general_mean: int
@@ -219,7 +217,7 @@ def _service_s(model: Model, rate: ModelRate) -> float:
 
 
 def _spare_s(model: Model, batch: int, batch_s: float) -> float:
-    """How long a request may wait for its batch, so that its answer is there by the deadline."""
+    """Returns how long a request may wait for its batch and still meet its deadline."""
     spare_s = model.deadline.default_s - TRIP_S - batch_s
     if spare_s <= 0:
         raise ConfigurationError(
@@ -233,7 +231,7 @@ def _spare_s(model: Model, batch: int, batch_s: float) -> float:
 
 
 def batch_items(model: Model, rate: ModelRate) -> int:
-    """Items of a full batch: as many usual items as the budget holds, at most max_items."""
+    """Items of a full batch: the usual items that fit the budget, at most max_items."""
     one = model.definition.usual_work(model, rate.tokens_per_item)
     return (
         max(1, min(model.batch.max_items, int(model.budget // one)))
@@ -258,7 +256,7 @@ def size_site(
 ) -> Site:
     """The nodes and the API instances of one region, which has the part `share` of all requests.
 
-    Peaks of models are taken to come together. `buffer` places of each class are kept warm beside
+    Peaks of models are assumed to coincide. `buffer` places of each class are kept warm alongside
     the workers.
 
     Raises:
@@ -302,8 +300,8 @@ def _check_gpus(
     for type_, reservation in variables.reservations.items():
         if reservation.zone not in gpus[type_].zones_in(region):
             raise ConfigurationError(
-                f"regions.{region}.reservations.{type_}: {reservation.zone} is no zone of {region} "
-                "that has the GPU (infra/kubernetes/gpus.yaml)",
+                f"regions.{region}.reservations.{type_}: {reservation.zone} is not a zone of "
+                f"{region} that has the GPU (infra/kubernetes/gpus.yaml)",
                 field=f"regions.{region}.reservations",
             )
     overflow = platform.overflow_in(region)
@@ -360,5 +358,5 @@ def _api_instances(
 
 
 def inboxes_for(instances: int, runners: int) -> int:
-    """Inboxes of a region whose API has so many instances at most, with so many batch runners."""
+    """Inboxes of a region with these maximum numbers of API instances and batch runners."""
     return (instances + runners) * INSTANCES_TO_INBOXES

@@ -1,4 +1,4 @@
-"""What Terraform's stage `platform` creates: topics, subscriptions, node pools, Redis.
+"""The resources of Terraform's `platform` stage: topics, subscriptions, node pools, Redis.
 
 A test compares the two.
 """

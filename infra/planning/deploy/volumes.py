@@ -30,7 +30,7 @@ from shared.topics import direct_id, inbox_topic_id
 from shared.usage.row import row_of
 
 HOURS = 730.0
-"""Of a month: 365 x 24 / 12, as Google's price lists have it."""
+"""Hours per month: 365 x 24 / 12, as in Google's price lists."""
 SECONDS = HOURS * 3600
 DAYS = HOURS / 24
 MESSAGE_BYTES = 20 + 16
@@ -57,12 +57,12 @@ class Volume:
     replies: Replies
     """The topic of an inbox that replies come to."""
     reply_bytes: Mapping[Replies, int | None]
-    """What a reply would be billed for each time, on either topic."""
+    """Billed bytes of each publish or delivery of a reply, on either topic."""
     row_bytes: int
     inputs_bytes: float
-    """Of inputs that are too large for a message."""
+    """Size of the inputs that are too large for a message."""
     results_bytes: float | None
-    """Of results that are."""
+    """Size of the results that are too large for a message."""
     answered_bytes: float | None
 
 
@@ -95,13 +95,13 @@ def volume(model: Model, rate: ModelRate) -> Volume:
 
 
 def _apart(model: Model, size_bytes: int | None, limit_bytes: int) -> int:
-    """Bytes that lie in the object store instead of a message. Texts and vectors never do."""
+    """Bytes that are in the object store instead of a message. Texts and vectors never do."""
     is_apart = size_bytes is not None and size_bytes > limit_bytes and model.definition.stores_blobs
     return size_bytes or 0 if is_apart else 0
 
 
 def job_bytes(model: Model, input_bytes: int, items: int) -> int:
-    """What a job is billed for: body, attributes, and what every message has."""
+    """Returns the billed bytes of a job: body, attributes and the overhead of each message."""
     given = cast(Input, model.definition.sample_input(model, input_bytes))
     job = Job(
         _envelope(model),
@@ -111,7 +111,7 @@ def job_bytes(model: Model, input_bytes: int, items: int) -> int:
 
 
 def reply_bytes(model: Model, output_bytes: int | None, items: int, replies: Replies) -> int | None:
-    """What a reply is billed for each time that it is published or delivered. None: not known."""
+    """Returns the billed bytes of each publish or delivery of a reply. None if not known."""
     model = model.model_copy(update={"replies": replies})
     receipt = Receipt("miss", NOW_S, NOW_S, NOW_S, 10.25, 100.25, 8, 100)
     result = cast(Result | None, model.definition.sample_result(model, output_bytes))

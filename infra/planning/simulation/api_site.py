@@ -14,11 +14,11 @@ from shared.service_rate import ServiceRate
 
 INTERACTIVE_SHARE = 0.75
 BATCH_SHARE = 0.5
-"""As in api/dispatch/admission.py."""
+"""Equals BATCH_SHARE of api/dispatch/admission.py."""
 
 
 class SimulatedJob:
-    """A request, which is one message. It ends once, whoever learns of it later."""
+    """A request, which is one message. It ends once, even if it is answered again later."""
 
     __slots__ = (
         "arrived_s",
@@ -45,9 +45,9 @@ class SimulatedJob:
         self.started_s = -1.0
         self.has_ended = False
         self.read_s = self.steps = 0.0
-        """Where items join between steps: what is left of its first step, and its other steps."""
+        """With continuous batching: the rest of its first step, and its other steps."""
         self.share_s = self.spare_s = 0.0
-        """What an item of its worker had had when it joined."""
+        """The batch's share_s and spare_s when it was admitted."""
 
 
 class ApiSite:
@@ -55,8 +55,8 @@ class ApiSite:
 
     Args:
         region: where.
-        model: of the catalog.
-        instances: how many there can be.
+        model: the model's catalog entry.
+        instances: the maximum number of instances.
         concurrency: requests that one instance holds.
     """
 
@@ -68,7 +68,7 @@ class ApiSite:
         self.interactive = self.batch = 0
         """Items in flight of each lane."""
         self.admitted = [0, 0]
-        """Items let in, of each lane."""
+        """Admitted items of each lane."""
         self.shed = [0, 0]
         """Items refused, of each lane."""
         self.requests = 0

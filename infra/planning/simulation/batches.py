@@ -1,10 +1,9 @@
-"""Whole batches: what waits when the model of a worker falls idle.
+"""Batches of simulated workers: whole batches, and batches that admit items between steps.
 
-Batches of steps, which items join and leave one by one (decision 62).
-
-Between two changes all steps take as long, so only changes are events: an item joins, has read its
-prompt, or is done. A step is not waited for: who joins is in at once, and who is late leaves with
-the next change.
+A whole batch is made of what waits when the model of a worker falls idle. In a batch of steps
+(continuous batching, decision 62), all steps between two changes take the same time, so only
+changes are events: an item is admitted, has read its prompt, or is done. A step is not waited for:
+an item is admitted at once, and one that is late leaves with the next change.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from shared.step_time import StepTime
 
 INTERACTIVE, BATCH = 0, 1
 BATCH_LANE_EVERY = 16
-"""One batch in so many begins with the batch lane (workers/scheduling/lanes.py)."""
+"""Every 16th batch begins with the batch lane (workers/scheduling/lanes.py)."""
 
 OnEnded = Callable[[SimulatedWorker, list[SimulatedJob], float], None]
 """Called with jobs that a worker is done with, and the seconds that the model took for them."""
@@ -34,7 +33,7 @@ class WholeBatches:
 
     Args:
         env: the clock.
-        model: of the catalog.
+        model: the model's catalog entry.
         load: seconds of batches.
         chance: the source of chance.
         on_ended: called after each batch. It starts the next one.
@@ -81,7 +80,7 @@ class WholeBatches:
         done.callbacks.append(self._finish)
 
     def _batch_of(self, worker: SimulatedWorker) -> Iterator[SimulatedJob]:
-        """What waits, up to a full batch: interactive jobs first, but for one batch in 16."""
+        """Returns waiting jobs, up to a full batch: interactive first, except every 16th time."""
         self._batches += 1
         lanes = (INTERACTIVE, BATCH)
         if worker.held[BATCH] and self._batches % BATCH_LANE_EVERY == 0:
@@ -117,9 +116,9 @@ class WholeBatches:
 
 
 BATCH_JOIN_SHARE = 1 / 4
-"""As in workers/scheduling/lanes.py."""
+"""Share of a batch for the batch lane, as in workers/scheduling/lanes.py."""
 SHARED_WEIGHTS_SHARE = 0.5
-"""As in workers/runtime/step_execution.py."""
+"""The value in workers/runtime/step_execution.py."""
 NEARLY = 1e-9
 """Steps or seconds of which nothing is left."""
 
@@ -145,7 +144,7 @@ class SteppedBatches:
         self._fixed_share = SHARED_WEIGHTS_SHARE if model.definition.shares_weights else 0.0
 
     def start(self, worker: SimulatedWorker) -> None:
-        """What a worker holds joins, as far as there are places."""
+        """Admits the items that a worker holds, up to its free slots."""
         self._advance(worker)
         joining = list(self._joining(worker))
         if not joining:
@@ -167,7 +166,7 @@ class SteppedBatches:
         self._schedule(worker, inside)
 
     def _joining(self, worker: SimulatedWorker) -> Iterator[SimulatedJob]:
-        """Interactive jobs first. Beside them the lane `batch` gets a quarter of the places."""
+        """Interactive jobs first. Alongside, the `batch` lane gets 1/4 of the slots."""
         free = self._places - sum(job.items for job in worker.running)
         has_callers = any(not job.is_batch_lane for job in worker.running)
         for lane in (INTERACTIVE, BATCH):
@@ -185,7 +184,7 @@ class SteppedBatches:
                 yield job
 
     def _schedule(self, worker: SimulatedWorker, inside: Inside) -> None:
-        """What happens next in a worker, and what of its time is spare until then."""
+        """Returns the next event in a worker, and its spare time until then."""
         items = sum(job.items for job in worker.running)
         fill = min(1.0, items / self._places)
         slowed = worker.slowed(self._kept_when_sharing)
@@ -267,5 +266,5 @@ class SteppedBatches:
 
 
 def _reading(worker: SimulatedWorker) -> SimulatedJob | None:
-    """The job whose prompt is read: one after the other, while the texts beside it wait."""
+    """The job whose prompt is read: one after the other, while the other texts wait."""
     return next((job for job in worker.running if job.read_s > NEARLY), None)

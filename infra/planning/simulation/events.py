@@ -1,6 +1,6 @@
-"""What goes wrong in a scenario, and what operators do in it.
+"""Failures in a scenario, and the actions of its operators.
 
-When requests arrive: streams of times, a minute at a time.
+Requests arrive at streams of times, computed a minute at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from infra.planning.simulation.streams import Arrivals, Burst, Constant, StepArr
 from infra.planning.simulation.worker import Steps
 
 CHUNK_S = 10.0
-"""Within so long the rate of a wave counts as constant. Steps and bursts are cut exactly."""
+"""Seconds in which a wave's rate counts as constant. Steps and bursts are cut exactly."""
 
 Times = NDArray[np.float64]
 
@@ -40,8 +40,8 @@ def arrival_times(
     """The times of a stream in order, in chunks.
 
     Args:
-        stream: what arrives.
-        duration_s: of the scenario.
+        stream: the arrivals.
+        duration_s: duration of the scenario.
         generator: the source of chance.
 
     Raises:

@@ -44,7 +44,7 @@ class Fleet:
         self.is_out_of_stock = False
         self.is_lost = False
         self._retired_busy_s = self._retired_s = 0.0
-        """Of nodes that are gone."""
+        """Seconds of nodes that are gone."""
         env.process(self._scale())
 
     # Pods
@@ -94,8 +94,8 @@ class Fleet:
 
     def _order_nodes(self) -> None:
         places = sum(node.free for node in self.nodes)
-        lacking = len(self._pending) + self.buffer - places
-        wanted = max(0, -(-lacking // self.places))
+        missing = len(self._pending) + self.buffer - places
+        wanted = max(0, -(-missing // self.places))
         if self._most_nodes is not None:
             wanted = min(wanted, self._most_nodes - len(self.nodes))
         if self.is_out_of_stock:
@@ -188,6 +188,6 @@ class Fleet:
 
 
 def _order(node: Node, worker: SimulatedWorker) -> tuple[int, int]:
-    """Where a pod goes first: with the anti-affinity, to the fewest workers of its model."""
+    """Placement order of a pod: with anti-affinity, first the fewest workers of its model."""
     alike = sum(one.model == worker.model for one in node.workers)
     return (alike if worker.is_spread else 0, -len(node.workers))

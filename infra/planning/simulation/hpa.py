@@ -26,7 +26,7 @@ class HorizontalPodAutoscaler:
     Args:
         least: minReplicas.
         most: maxReplicas.
-        behavior: how fast it may change.
+        behavior: limits on its rate of change.
     """
 
     def __init__(self, least: int, most: int, behavior: Behavior) -> None:
@@ -38,7 +38,7 @@ class HorizontalPodAutoscaler:
         self._removed: deque[tuple[float, int]] = deque()
 
     def desired(self, now_s: float, replicas: int, readings: Sequence[Reading]) -> int:
-        """How many replicas there shall be from now on."""
+        """Returns the desired number of replicas from now on."""
         if not self._recommended:
             self._recommended.append((now_s, replicas))
         if replicas == 0:
@@ -54,7 +54,7 @@ class HorizontalPodAutoscaler:
         return wanted
 
     def _proposed(self, replicas: int, readings: Sequence[Reading]) -> int | None:
-        """The highest of what single metrics ask for. None: they do not tell."""
+        """Returns the highest proposal of all metrics. None if no metric has a value."""
         wanted = [
             self._wanted(replicas, value, target) for value, target in readings if value is not None
         ]

@@ -1,4 +1,4 @@
-"""KEDA's part: reads the triggers, leaves and reaches zero, and stands in for metrics that fail.
+"""KEDA's part: reads the triggers, scales from and to zero, and replaces metrics that fail.
 
 Source: kedacore/keda, pkg/scalers/prometheus_scaler.go (ExecutePromQuery),
 pkg/fallback/fallback.go (GetMetricsWithFallback, doFallback),
@@ -27,10 +27,10 @@ class Autoscaler:
 
     Args:
         rules: the ScaledObject.
-        series: what queries see.
+        series: the series that queries see.
 
     Raises:
-        ConfigurationError: a query can't be evaluated, or asks for an unknown metric.
+        ConfigurationError: a query can't be evaluated, or has an unknown metric.
     """
 
     def __init__(self, rules: AutoscalerRules, series: TimeSeries) -> None:
@@ -50,11 +50,11 @@ class Autoscaler:
         self._hpa = HorizontalPodAutoscaler(least, rules.maxReplicaCount, rules.behavior)
         self._active_s = -math.inf
         self.is_endpoint_up = True
-        """Whether queries are answered at all."""
+        """True if queries are answered at all."""
 
     @property
     def looks_back_s(self) -> float:
-        """How far its queries look back."""
+        """The lookback of its queries in seconds."""
         return max((query.looks_back_s for _, query in self._triggers), default=0.0)
 
     def poll(self, now_s: float, replicas: int) -> int:

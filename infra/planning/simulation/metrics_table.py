@@ -1,6 +1,6 @@
-"""The metrics that rules may ask for: one row each. A new metric of a rule needs a row here.
+"""The metrics that rules may query: one row each. A new metric of a rule needs a row here.
 
-A row has the values of one target at a time, with the labels that tell them apart.
+A row has the values of one target at a time, with the labels that distinguish them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Values = tuple[tuple[Labels, float], ...]
 INTERACTIVE: Labels = (("lane", "interactive"),)
 BATCH: Labels = (("lane", "batch"),)
 BUSY_DIGITS = 3
-"""As DIGITS of workers/scheduling/busy_ratio.py."""
+"""Equals DIGITS of workers/scheduling/busy_ratio.py."""
 
 
 def _busy_ratio(worker: SimulatedWorker, now_s: float) -> Values:
@@ -36,7 +36,7 @@ OF_WORKERS: dict[str, Callable[[SimulatedWorker, float], Values]] = {
     "penstock_worker_items_waiting": lambda one, now_s: (((), sum(map(len, one.held))),),
     "penstock_worker_busy_ratio": _busy_ratio,
 }
-"""Of each pod, labeled `worker`, `pod` and `location` besides: as workers/metrics.py has them."""
+"""Metrics of each pod, as in workers/metrics.py, plus the labels `worker`, `pod` and `location`."""
 
 OF_API: dict[str, Callable[[ApiSite], Values]] = {
     "penstock_api_items_in_flight": lambda site: (
@@ -52,9 +52,9 @@ OF_API: dict[str, Callable[[ApiSite], Values]] = {
         (BATCH, site.admitted[1]),
     ),
 }
-"""Of each region's API, labeled `model` and `location` besides: as api/metrics.py has them."""
+"""Metrics of each region's API, as in api/metrics.py, plus the labels `model` and `location`."""
 
 UNDELIVERED = "pubsub_googleapis_com:subscription_num_undelivered_messages"
-"""Of each subscription, labeled `subscription_id` and `monitored_resource`."""
+"""Metric of each subscription, labeled `subscription_id` and `monitored_resource`."""
 
 KNOWN = frozenset((*OF_WORKERS, *OF_API, UNDELIVERED))

@@ -10,12 +10,12 @@ from infra.planning.simulation.streams import Arrivals, Entry, Seconds
 
 
 class StepsLoad(Entry):
-    """What a worker takes where items join and leave between steps."""
+    """Step times of a worker with continuous batching."""
 
     count: float = Field(gt=0)
     """Steps of an item, on average."""
     spread: Literal["none", "exponential"] = "exponential"
-    """How their number varies."""
+    """The distribution of the number of steps."""
     fixed_s: Seconds
     """Seconds of a step that do not depend on its items."""
     per_item_s: Seconds
@@ -29,7 +29,7 @@ class StepsLoad(Entry):
 
     @property
     def first_work(self) -> int:
-        """Of how many items a step would take as long as a first step, at least 1."""
+        """Number of items whose step would take as long as a first step, at least 1."""
         more_s = max(0.0, self.first_s - self.fixed_s)
         return max(1, round(more_s / self.per_item_s)) if self.per_item_s else 1
 
@@ -45,22 +45,22 @@ class ModelLoad(Entry):
     seconds_per_item: float | None = Field(None, gt=0)
     """Seconds of one worker for an item in a full batch, alone on its GPU. Or there are `steps`."""
     steps: StepsLoad | None = None
-    """Where items join and leave between steps. None: a worker computes whole batches."""
+    """Step times with continuous batching. None if a worker computes whole batches."""
     fixed_s: Seconds = 0.0
     """Seconds of a batch that do not depend on its items."""
     measured: str
-    """Where the seconds come from: command, GPU and day."""
+    """The source of the seconds: command, GPU and day."""
     kept_when_sharing: float = Field(1.0, gt=0, le=1)
     """The share of a GPU's rate that is left when several workers use it at once."""
     spread: Literal["none", "exponential"] = "none"
-    """How seconds of batches vary. `exponential` is for comparisons with theory."""
+    """The distribution of batch seconds. `exponential` is for comparisons with theory."""
     items_per_request: int = Field(1, ge=1, le=16)
     batch_lane_share: float = Field(0.0, ge=0, le=1)
-    """Of the requests, those of the lane `batch`."""
+    """Share of the requests in the `batch` lane."""
     deadline_s: float | None = Field(None, gt=0)
     """Default: the catalog's."""
     start_replicas: int | None = Field(None, ge=0)
-    """Of each region, ready at the start. Default: replicas.min."""
+    """Replicas of each region that are ready at the start. Default: replicas.min."""
 
     @model_validator(mode="after")
     def _takes_time(self) -> Self:

@@ -17,7 +17,7 @@ from infra.planning.simulation.result import HOUR_S, SimulationResult
 from infra.planning.simulation.show import rows_of_gpus, rows_of_models
 
 BUCKETS = 240
-"""Of percentiles and rates over time."""
+"""Intervals in plots of percentiles and rates over time."""
 ROW_PX = 230
 TITLES = (
     "Replicas",
@@ -191,7 +191,7 @@ def _middles(edges: Column) -> list[float]:
 def _percentiles(
     result: SimulationResult, times: Any, values: Any, which: tuple[int, ...]
 ) -> list[list[float]]:
-    """For each percentile its line over the buckets. A bucket without requests has none."""
+    """Returns the line of each percentile over the buckets. An empty bucket has no value."""
     at_s, all_values = np.asarray(times), np.asarray(values)
     order = np.argsort(at_s, kind="stable")
     cuts = np.searchsorted(at_s[order], _edges(result)[1:-1])

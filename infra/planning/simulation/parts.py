@@ -16,12 +16,12 @@ Place = tuple[str, str]
 
 @dataclass
 class Parts:
-    """What the world consists of. Events change it."""
+    """The parts of the simulated world. Events change them."""
 
     services: dict[str, Service]
-    """By model. Workers of all regions pull from one subscription."""
+    """Services by model. Workers of all regions pull from one subscription."""
     sites: dict[Place, ApiSite] = field(default_factory=dict)
     fleets: dict[tuple[str, str], Fleet] = field(default_factory=dict)
-    """By GPU class and region."""
+    """Fleets by GPU class and region."""
     replicas: dict[Place, SimulatedDeployment] = field(default_factory=dict)
     autoscalers: dict[Place, Autoscaler] = field(default_factory=dict)

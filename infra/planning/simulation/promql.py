@@ -1,15 +1,10 @@
-"""Evaluates the queries of the autoscaler over simulated time series.
+"""Evaluates the PromQL queries of the autoscaler over simulated time series.
 
-The parser is promql-parser's, which follows Prometheus'. What is not evaluated here is refused by
-name, so that a rule is never simulated as something else.
+The parser is promql-parser's, which follows Prometheus'. An expression that is not supported here
+is refused by name, so that a rule is never simulated as something else.
 
 Semantics: prometheus.io/docs/prometheus/latest/querying; extrapolation of `rate` and `increase` as
 in prometheus/prometheus, promql/functions.go, `extrapolatedRate`.
-
-Values of PromQL and what is computed with them.
-
-Extrapolation of `rate` and `increase`: prometheus/prometheus, promql/functions.go,
-`extrapolatedRate`.
 """
 
 from __future__ import annotations
@@ -75,7 +70,7 @@ def _divided_by_zero(left: float) -> float:
 
 
 def increase(series: Series, first: int, last: int, from_s: float, to_s: float) -> float | None:
-    """By how much a counter grew, extrapolated to the range. None for less than two samples.
+    """Returns the growth of a counter, extrapolated to the range. None for less than two samples.
 
     Args:
         series: the counter.
@@ -90,7 +85,7 @@ def increase(series: Series, first: int, last: int, from_s: float, to_s: float) 
     start_s, end_s = times_s[first], times_s[last - 1]
     grown = values[last - 1] - values[first]
     if series.has_fallen:
-        # A counter that fell began anew at zero.
+        # A counter that fell was reset to zero.
         pairs = pairwise(values[first:last])
         grown += sum(before for before, after in pairs if after < before)
     sampled_s = end_s - start_s
@@ -166,7 +161,7 @@ def _pairs(
 
 
 LOOKBACK_S = 300.0
-"""How old the newest sample of an instant vector may be: Prometheus' default."""
+"""Maximum age of the newest sample of an instant vector: Prometheus' default."""
 
 _MATCHES = {"Equal": "=", "NotEqual": "!=", "Re": "=~", "NotRe": "!~"}
 
@@ -190,9 +185,9 @@ class PromQuery:
         compiler = _Compiler(text)
         self._evaluate = compiler.compiled(parsed)
         self.metrics = frozenset(compiler.metrics)
-        """The names of the metrics that it asks for."""
+        """The names of the metrics that it queries."""
         self.looks_back_s = compiler.looks_back_s
-        """How far it looks back, in seconds."""
+        """The lookback in seconds."""
 
     def value(self, series: TimeSeries, now_s: float) -> Value:
         """A number, or a vector by labels, at a time in seconds."""
@@ -219,7 +214,7 @@ class _Compiler:
         self.metrics: set[str] = set()
         self.looks_back_s = 0.0
         self._outer_s = 0.0
-        """Of the subqueries around what is compiled."""
+        """Range in seconds of the subqueries around the current expression."""
 
     def compiled(self, node: Any) -> _Step:
         kind = type(node).__name__

@@ -1,4 +1,4 @@
-"""What is kept of a run: how each request ended, and what there was over time."""
+"""Records a run: the ending of each request, and series over time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class RequestEnd(Enum):
-    """How a request ended. Every request ends once."""
+    """The ending of a request. Every request ends once."""
 
     SERVED = "served"
     REFUSED = "refused"
@@ -29,13 +29,13 @@ class ModelRecord:
     arrived: int = 0
     outcomes: Counter[RequestEnd] = field(default_factory=Counter)
     arrived_s: array[float] = field(default_factory=lambda: array("d"))
-    """Of served requests."""
+    """Arrival times of served requests."""
     answer_s: array[float] = field(default_factory=lambda: array("d"))
     """Seconds until the answer."""
     queue_s: array[float] = field(default_factory=lambda: array("d"))
     """Seconds until the batch began."""
     ended_s: array[float] = field(default_factory=lambda: array("d"))
-    """When requests that were not served ended."""
+    """End times of requests that were not served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Sample:
     model: str
     region: str
     replicas: int
-    """As the autoscaler set them."""
+    """Replicas, as the autoscaler set them."""
     ready: int
     busy: int
     in_flight: int

@@ -1,4 +1,4 @@
-"""A Deployment: keeps as many pods as the autoscaler wants, and rolls out new versions."""
+"""A Deployment: keeps the pods that the autoscaler requests, and rolls out new versions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class SimulatedDeployment:
 
     Args:
         env: the clock.
-        service: what the workers serve.
-        fleet: where they run.
-        rules: of rollouts and drains.
+        service: the service of the workers' model.
+        fleet: the nodes that they run on.
+        rules: rules of rollouts and drains.
         cluster: times.
         region: where.
-        recorder: gets what ended workers did.
+        recorder: gets the work of ended workers.
     """
 
     def __init__(
@@ -165,13 +165,13 @@ class SimulatedDeployment:
             self._recorder.worker_work_s += worker.work_s
 
     def count_workers(self) -> None:
-        """At the end: counts what the workers did that are still there."""
+        """Counts the work of the remaining workers, at the end of a run."""
         for worker in (*self.workers, *self.leaving):
             worker.settle(self._env.now)
             self._count(worker)
 
     def kill_down_to(self, count: int) -> None:
-        """Kills the oldest pods that serve, until so many are left."""
+        """Kills the oldest pods that serve, until `count` are left."""
         for worker in [one for one in self.workers if one.is_serving][: len(self.workers) - count]:
             self.workers.remove(worker)
             self._recorder.lost_workers["killed"] += 1

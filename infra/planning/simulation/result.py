@@ -1,4 +1,4 @@
-"""What came out of a run, and the figures that sum it up."""
+"""The results of a run, and the figures that summarize it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FleetCost:
     node_s: float
     gpu_busy_s: float
     dollars_per_h: float | None
-    """Of one node. None: no price is known there."""
+    """Price of one node. None if no price is known there."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ModelSummary:
     open: int
     deadline_s: float
     p50_s: float | None
-    """Seconds until the answer, of served requests. None: there are none."""
+    """Seconds until the answer, over served requests. None if no request was served."""
     p95_s: float | None
     p99_s: float | None
     queue_p95_s: float | None
@@ -69,13 +69,13 @@ class Summary:
     gpus_mean: float
     gpu_hours: float
     gpu_busy_share: float
-    """Of paid GPU time, that in which the GPU computed."""
+    """Share of paid GPU time in which the GPU computed."""
     worker_busy_share: float
-    """Of the time of ready workers, that in which they computed."""
+    """Share of ready workers' time in which they computed."""
     worker_work_share: float
-    """Of what ready workers could do, that which they did. Less where steps had room for more."""
+    """Share of ready workers' capacity that was used. Less if steps were not full."""
     dollars: float | None
-    """Of GPU nodes. None: a price is not known."""
+    """Cost of GPU nodes. None if a price is not known."""
     dollars_per_day: float | None
     workers_lost: dict[str, int]
 

@@ -31,7 +31,7 @@ class _Read(BaseModel):
 
 
 class ScalingPolicy(_Read):
-    """How much a scaling may change within a period."""
+    """A limit on how much scaling may change within a period."""
 
     type: Literal["Percent", "Pods"]
     value: int
@@ -59,7 +59,7 @@ DEFAULT_DOWN = {
     "stabilizationWindowSeconds": 300,
     "policies": [{"type": "Percent", "value": 100, "periodSeconds": 15}],
 }
-"""Of fields that are not set: kubernetes.io, Horizontal Pod Autoscaling, "Default Behavior"."""
+"""Values of unset fields: kubernetes.io, Horizontal Pod Autoscaling, "Default Behavior"."""
 
 
 class Behavior(_Read):
@@ -70,7 +70,7 @@ class Behavior(_Read):
 
 
 class Fallback(_Read):
-    """What KEDA tells the HPA while a trigger fails."""
+    """The value that KEDA reports to the HPA while a trigger fails."""
 
     failureThreshold: int
     replicas: int
@@ -102,18 +102,18 @@ class AutoscalerRules(_Read):
 
 
 class WorkerRules(_Read):
-    """What the manifests say about the workers of one model."""
+    """The manifests' rules for the workers of one model."""
 
     model: str
     slug: str
     autoscaler: AutoscalerRules
     max_surge: str
     max_unavailable: str
-    """Of a rollout: a number, or a share with `%`."""
+    """Unavailable pods allowed during a rollout: a number, or a share with `%`."""
     drain_s: float
-    """What a worker that stops gives the batches that it runs."""
+    """Seconds that a stopping worker allows its running batches."""
     spread_over_nodes: bool
-    """Whether pods of a model prefer nodes without each other."""
+    """True if pods of a model prefer nodes without each other."""
 
 
 def read_rules(

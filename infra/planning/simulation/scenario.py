@@ -22,7 +22,7 @@ class ScenarioRegion(Entry):
     """A region of the deployment."""
 
     share: float = Field(gt=0, le=1)
-    """Of all requests."""
+    """Share of all requests."""
     max_gpus: int | None = Field(None, ge=0)
     """Quota or stock of GPU nodes. Default: no bound."""
 
@@ -31,18 +31,18 @@ class Cluster(Entry):
     """Times of nodes and pods, and what is kept. docs/explanation/simulation.md has the sources."""
 
     node_start_s: Seconds = 150.0
-    """From the order of a GPU node until pods can start on it."""
+    """Time from the order of a GPU node until pods can start on it."""
     pod_start_s: Seconds = 60.0
-    """From its place on a node until a worker is warm and pulls."""
+    """Time from its placement on a node until a worker is warm and pulls."""
     node_idle_s: Seconds = 600.0
     """A node without workers is deleted then: cluster-autoscaler's scale-down-unneeded-time."""
     tick_s: float = Field(10.0, gt=0)
-    """How often the cluster autoscaler looks. Its scan-interval."""
+    """The cluster autoscaler's scan-interval."""
     buffer: int = Field(1, ge=0)
     """Places kept warm for each GPU class, as `python -m infra.kubernetes --buffer`."""
     spot: bool = True
     spot_notice_s: Seconds = 30.0
-    """From the notice of a spot node to its end."""
+    """Time from the notice of a spot node to its end."""
     spot_losses_per_node_day: float = Field(0.0, ge=0)
     """Losses of single spot nodes, at random."""
 
@@ -57,31 +57,31 @@ class ScenarioApi(Entry):
 
 
 class ScenarioBroker(Entry):
-    """How Pub/Sub gives jobs to workers."""
+    """Rules by which Pub/Sub delivers jobs to workers."""
 
     delivery: Literal["random", "idle_first"] = "random"
     """`random`: to any worker whose flow control has room. Pub/Sub promises nothing better."""
     lease_s: Seconds = 20.0
-    """Of a job that a worker has (PubSubTransport.subscribe). It is renewed after each third."""
+    """Lease of a job that a worker holds (PubSubTransport.subscribe), renewed after each third."""
     batches_held: int = Field(2, ge=1)
     """Flow control of a worker, in full batches: one that runs, the others wait for it."""
 
 
 class Metrics(Entry):
-    """When queries see what."""
+    """Delays until queries see a sample."""
 
     scrape_s: float = Field(10.0, gt=0)
     """PodMonitoring and the API's collector (infra/kubernetes/cluster/pod-monitoring.yaml)."""
     age_s: Seconds = 5.0
-    """From a scrape until queries see it."""
+    """Delay from a scrape until queries see it."""
     has_stale_markers: bool = False
-    """Whether queries see at once that a target is gone. Prometheus does, Google's backend does
+    """True if queries see at once that a target is gone. Prometheus does, Google's backend does
     not (cloud.google.com/stackdriver/docs/managed-prometheus/promql-differences).
     """
     pubsub_sample_s: float = Field(60.0, gt=0)
-    """Pub/Sub samples its gauges so often."""
+    """Sampling interval of Pub/Sub's gauges."""
     pubsub_age_s: Seconds = 120.0
-    """And they are visible that much later (cloud.google.com/monitoring/api/metrics_gcp)."""
+    """Delay until queries see them (cloud.google.com/monitoring/api/metrics_gcp)."""
 
 
 class SpotLoss(Entry):
@@ -123,7 +123,7 @@ class MetricsOutage(Entry):
     what: Literal["endpoint", "samples"] = "endpoint"
     """`endpoint`: queries fail. `samples`: they are answered, but nothing new is scraped."""
     metrics: tuple[str, ...] = ()
-    """Of samples: only metrics whose name starts so. Empty: all."""
+    """Prefixes of the metrics whose samples are affected. Empty: all."""
 
 
 class RolloutEvent(Entry):
@@ -142,7 +142,7 @@ class SetReplicas(Entry):
     model: str
     count: int = Field(ge=0)
     is_kill: bool = False
-    """Whether workers that are too many die at once, with jobs in hand, instead of draining."""
+    """True if surplus workers die at once with the jobs that they hold, instead of draining."""
 
 
 Event = Annotated[
@@ -152,7 +152,7 @@ Event = Annotated[
 
 
 class Scenario(Entry):
-    """All that a simulation needs besides the rules that deploy."""
+    """All that a simulation needs in addition to the deployment's rules."""
 
     about: str = ""
     duration_s: float = Field(gt=0)
@@ -162,7 +162,7 @@ class Scenario(Entry):
     catalog: Path | tuple[dict[str, Any], ...] = Path("models.yaml")
     """A catalog's file, relative to the scenario's, or its entries."""
     models: dict[str, ModelLoad] = Field(min_length=1)
-    """By the catalog's names. Models without an entry are not simulated."""
+    """Load by the catalog's model names. Models without an entry are not simulated."""
     regions: dict[str, ScenarioRegion] = Field(
         {"us-central1": ScenarioRegion(share=1.0)}, min_length=1
     )
@@ -189,7 +189,7 @@ class Scenario(Entry):
 def read_scenario(name: str, changes: tuple[str, ...] = ()) -> Scenario:
     """Reads a scenario.
 
-    A file may have a `base`: another file, whose fields hold where it says nothing.
+    A file may have a `base`: another file, whose fields are the defaults.
 
     Args:
         name: a file, or the name of a shipped scenario.

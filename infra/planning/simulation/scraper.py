@@ -24,7 +24,7 @@ class Scraper:
         env: the clock.
         series: gets the samples.
         metrics: intervals and ages.
-        parts: what is scraped.
+        parts: the scraped parts.
     """
 
     def __init__(

@@ -23,10 +23,10 @@ class Service:
 
     Args:
         env: the clock.
-        model: of the catalog.
+        model: the model's catalog entry.
         load: seconds of batches.
-        broker: how jobs are given to workers.
-        record: gets how each request ended.
+        broker: rules of job delivery to workers.
+        record: gets the ending of each request.
         trip_s: both ways over Pub/Sub.
         chance: the source of chance.
     """
@@ -50,7 +50,7 @@ class Service:
         self._is_idle_first = broker.delivery == "idle_first"
         self._lease_s = broker.lease_s
         self._most_held = broker.batches_held * model.batch.max_items
-        """In each lane, the batch that runs included."""
+        """Maximum held items in each lane, including the running batch."""
         self.queues: tuple[deque[SimulatedJob], deque[SimulatedJob]] = (deque(), deque())
         """Published, and with no worker."""
         self._open: list[SimulatedWorker] = []
@@ -166,7 +166,7 @@ class Service:
             self._idle[worker] = None
 
     def _ended(self, worker: SimulatedWorker, jobs: list[SimulatedJob], took_s: float) -> None:
-        """A worker is done with jobs, for which the model took so long. It goes on."""
+        """A worker is done with jobs, for which the model took this time. It continues."""
         for job in jobs:
             lane = BATCH if job.is_batch_lane else INTERACTIVE
             worker.held_items[lane] -= job.items

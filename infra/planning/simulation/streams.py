@@ -26,7 +26,7 @@ class _Arrivals(Entry):
 
 
 class Constant(_Arrivals):
-    """The same rate all the time."""
+    """Arrivals at a constant rate."""
 
     kind: Literal["constant"] = "constant"
     per_s: float = Field(ge=0)

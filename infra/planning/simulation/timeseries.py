@@ -25,9 +25,9 @@ class Series:
     age_s: float = 0.0
     """Seconds after a scrape before a query sees its samples."""
     has_fallen: bool = False
-    """Whether a value was ever below the one before, as a counter that begins anew."""
+    """True if a value was ever below the one before, as after a counter's reset."""
     ended_s: float = math.inf
-    """When its target was gone: Prometheus writes a marker of staleness then."""
+    """The time its target disappeared, when Prometheus writes a staleness marker."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Matcher:
     value: str
 
     def fits(self, labels: Labels) -> bool:
-        """Whether labels meet the condition. A missing label is empty, as in Prometheus."""
+        """Returns whether labels meet the condition. A missing label is empty, as in Prometheus."""
         found = dict(labels).get(self.label, "")
         tests: dict[str, Callable[[], bool]] = {
             "=": lambda: found == self.value,
@@ -54,7 +54,7 @@ class TimeSeries:
     """All series by metric name and labels.
 
     Args:
-        kept_s: how far back queries look. Older series and samples may be dropped.
+        kept_s: the longest lookback of queries. Older series and samples may be dropped.
     """
 
     def __init__(self, kept_s: float = math.inf) -> None:

@@ -15,7 +15,7 @@ from infra.planning.simulation.api_site import SimulatedJob
 from shared.step_time import StepTime
 
 BUSY_FADE_S = 30.0
-"""As FADE_S of workers/scheduling/busy_ratio.py."""
+"""Equals FADE_S of workers/scheduling/busy_ratio.py."""
 
 Steps = Generator[simpy.Event, Any, None]
 """A process of the simulation."""
@@ -23,18 +23,18 @@ Steps = Generator[simpy.Event, Any, None]
 
 @dataclass(slots=True)
 class Inside:
-    """What is in a batch that items join between steps."""
+    """State of a batch that admits items between steps (continuous batching)."""
 
     time: StepTime
-    """What the worker has learned of its steps."""
+    """The worker's estimate of its step times."""
     share_s: float = 0.0
-    """What an item that was in all the time has had of it."""
+    """Seconds of the worker that an item got if it was in the batch all the time."""
     spare_s: float = 0.0
-    """Of that, what was spare."""
+    """The spare part of share_s."""
     spare_part: float = 0.0
-    """Of each second now, what counts as spare."""
+    """The part of each second that currently counts as spare."""
     work_part: float = 0.0
-    """And what a full worker would do in it, in truth."""
+    """The part of each second in which a full worker would do the same work."""
     steps_per_s: float = 0.0
     """0: a prompt is read."""
 
@@ -64,7 +64,7 @@ class Node:
         """Seconds in which at least one did."""
         self.ordered_s = 0.0
         self.since_s = 0.0
-        """Since when nobody is on it, or somebody computes."""
+        """Start of the current state: idle, or computing."""
 
     @property
     def free(self) -> int:
@@ -130,7 +130,7 @@ class SimulatedWorker:
         self.node: Node | None = None
         self.is_ready = self.is_draining = self.is_gone = False
         self.is_new = True
-        """Whether it has the newest version of its Deployment."""
+        """True if it has the newest version of its Deployment."""
         self.ready_s = -1.0
         self.held: tuple[deque[SimulatedJob], deque[SimulatedJob]] = (deque(), deque())
         """Jobs of each lane that wait here: interactive, batch."""
@@ -143,18 +143,18 @@ class SimulatedWorker:
         self.open_at = -1
         """Its place among the workers with room."""
         self.inside: Inside | None = None
-        """Where items join between steps."""
+        """Set if the worker admits items between steps."""
         self.step_time: StepTime | None = None
-        """What it has learned of its steps, from its first one on."""
+        """Its estimate of its step times, from its first step on."""
         self.inference_s = self.spare_s = 0.0
         self.items = self.batches = 0
         """Counters of its metrics."""
         self.busy_s = 0.0
-        """In which it computed."""
+        """Seconds in which it computed."""
         self.work_s = 0.0
-        """In which a full one would have done as much."""
+        """Seconds in which a full worker would have done the same work."""
         self.busy_parts = (0.0, 0.0)
-        """Of what it computes, the share of each lane."""
+        """The share of each lane in what it computes."""
         self.busy_average = (0.0, 0.0)
         self.busy_since_s = 0.0
 
@@ -183,7 +183,7 @@ class SimulatedWorker:
             self.work_s += passed_s * (1.0 if self.inside is None else self.inside.work_part)
 
     def slowed(self, kept_when_sharing: float) -> float:
-        """How many times longer all takes now, because others compute on the same GPU."""
+        """Returns the current slowdown factor from others that compute on the same GPU."""
         node = self.node
         assert node is not None
         return 1.0 if node.busy <= 1 else node.busy / kept_when_sharing
@@ -194,12 +194,12 @@ class SimulatedWorker:
         self.busy_since_s, self.busy_parts = now_s, parts
 
     def busy_ratio(self, now_s: float) -> tuple[float, float]:
-        """For each lane, what penstock_worker_busy_ratio shows."""
+        """Returns penstock_worker_busy_ratio of each lane."""
         fade = math.exp((self.busy_since_s - now_s) / BUSY_FADE_S)
         (interactive, batch), (old, old_batch) = self.busy_parts, self.busy_average
         return interactive + (old - interactive) * fade, batch + (old_batch - batch) * fade
 
     @property
     def is_serving(self) -> bool:
-        """Whether it pulls jobs."""
+        """Returns whether it pulls jobs."""
         return self.is_ready and not self.is_draining and not self.is_gone

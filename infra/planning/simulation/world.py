@@ -34,13 +34,13 @@ from shared.catalog import Catalog, Model, read_catalog
 from shared.errors import ConfigurationError
 
 SAMPLES = 1440
-"""Of a run, for what is shown over time."""
+"""Samples of a run, for plots over time."""
 MARGIN_S = 60.0
 """Series are kept for longer than queries look back."""
 MIN_SAMPLE_S = 5.0
 
 Rules = Mapping[str, Mapping[str, WorkerRules]]
-"""By region and model."""
+"""Rules by region and model."""
 
 
 def simulate(
@@ -49,7 +49,7 @@ def simulate(
     """Runs a scenario. The same scenario and rules give the same result.
 
     Args:
-        scenario: what happens.
+        scenario: the scenario to run.
         models_file: a catalog that replaces the scenario's.
         rules: replace those that are read from what deploys (`deployed_rules`).
 
@@ -66,7 +66,7 @@ def deployed_rules(scenario: Scenario, models_file: Path | None = None) -> tuple
     """The catalog of a scenario, and the rules that would be deployed for it.
 
     Raises:
-        ConfigurationError: the catalog can't be read or lacks a model of the scenario.
+        ConfigurationError: the catalog can't be read, or a model of the scenario is missing.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-simulate-") as folder:
         path = models_file or scenario.catalog
@@ -262,7 +262,7 @@ class World:
     # Result
 
     def result(self) -> SimulationResult:
-        """What came out, after the end."""
+        """Returns the results, after the end."""
         self._take_samples()
         for replicas in self.parts.replicas.values():
             replicas.count_workers()

@@ -1,4 +1,4 @@
-"""What the autoscaler is told, as Kustomize renders it."""
+"""The autoscaler's triggers, as Kustomize renders them."""
 
 from __future__ import annotations
 

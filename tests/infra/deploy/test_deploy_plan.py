@@ -26,15 +26,15 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_the_example_is_planned_by_the_command() -> None:
-    told = penstock("deploy", "plan", "--rates", EXAMPLE)
-    assert (told.returncode, told.stderr) == (0, "")
+    reported = penstock("deploy", "plan", "--rates", EXAMPLE)
+    assert (reported.returncode, reported.stderr) == (0, "")
     for words in (
         "an example, not measured",
         "l4-x4-spot",
         "NVIDIA_L4_GPUS",
         "no price memorystore/STANDARD_SMALL",
     ):
-        assert words in told.stdout
+        assert words in reported.stdout
 
 
 def test_rates_can_be_words(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,9 +97,9 @@ def test_too_small_settings_are_raised_and_told() -> None:
     models = [entry(), entry("slow", gpu={"type": "none"}, replicas={"max": 3})]
     asked = {"texts": rate(4000), "slow": rate(100, seconds_per_item=0.05)}
     plan = plan_of(*models, rates=asked, platform=platform)
-    told = {change.setting: (change.now, change.needed) for change in plan.changes}
+    reported = {change.setting: (change.now, change.needed) for change in plan.changes}
     site = plan.sites[0]
-    assert told == {
+    assert reported == {
         "api.max_instances": (4, site.api_peak),
         "inboxes.per_region": (8, 2 * site.api_peak),
         "nodes.general.max": (2, site.general_peak),
@@ -272,7 +272,7 @@ def test_wrong_words_are_refused_with_the_reason(
                     }
                 }
             },
-            "regions.europe-west4.reservations.a100: europe-west4-c is no zone",
+            "regions.europe-west4.reservations.a100: europe-west4-c is not a zone",
         ),
         ({"regions": {"me-central1": {}}}, "regions.me-central1: no zone has l4 (infra/kubernetes"),
         (

@@ -33,6 +33,8 @@ ON_ONE_MACHINE = {
 OF_TESTS = {"PENSTOCK_TEST_PATIENCE"}
 OF_THE_STACK = {"PENSTOCK_RABBITMQ_SERVER"}
 """Which program the stack on one machine starts. No process of a deployment reads it."""
+OF_THE_EXAMPLES = {"PENSTOCK_URL", "PENSTOCK_API_KEY"}
+"""Variables of the clients in examples/. No process of Penstock reads them."""
 LEFT_ALONE: dict[type[Settings], set[str]] = {
     ApiSettings: {
         *("PENSTOCK_LOG_LEVEL", "PENSTOCK_MEMORY_CACHE_BYTES", "PENSTOCK_REQUEST_MAX_BYTES"),
@@ -184,6 +186,7 @@ def test_no_setting_is_misspelt_anywhere() -> None:
         | variables(RowArchiveSettings)
         | OF_TESTS
         | OF_THE_STACK
+        | OF_THE_EXAMPLES
     )
     files = subprocess.run(
         ["git", "ls-files", "--", *WRITTEN_IN],

@@ -95,10 +95,10 @@ def test_command_is_one_of_ours(unit: str) -> None:
     (command,) = re.findall(r"(?m)^ExecStart=(.*)$", text_of(unit))
     program, *words = command.removeprefix(BIN).split()
     if program == "penstock":
-        told = run(Path(sys.executable).parent / "penstock", words[0], "--help")
-        assert told.returncode == 0, told.stderr
+        reported = run(Path(sys.executable).parent / "penstock", words[0], "--help")
+        assert reported.returncode == 0, reported.stderr
         for option in (word for word in words if word.startswith("--")):
-            assert option in told.stdout
+            assert option in reported.stdout
     else:
         assert (program, words[:2]) == ("python", ["-m", "functions_framework"])
         source = Path(words[words.index("--source") + 1].removeprefix("/opt/penstock/"))

@@ -1,6 +1,6 @@
 """Wrong values of Terraform's variables are refused by a plan, which says which one and why.
 
-A plan tells of all variables that are wrong. So each of the plans here has a wrong value for many
+A plan reports all variables that are wrong. So each of the plans here has a wrong value for many
 of them, one each. Variables that are checked against others have plans in which those are right.
 """
 
@@ -258,14 +258,14 @@ def check(
     folder: Path, root: str, right: dict[str, Any], wrong: dict[str, tuple[Any, str]]
 ) -> None:
     given = right | {name: value for name, (value, _) in wrong.items()}
-    told = refusals(folder, root, given)
+    reported = refusals(folder, root, given)
     missing = {
-        name: (value, told.get(name))
+        name: (value, reported.get(name))
         for name, (value, reason) in wrong.items()
-        if not any(reason in said for said in told.get(name, []))
+        if not any(reason in said for said in reported.get(name, []))
     }
     assert missing == {}
-    assert set(told) == set(wrong)
+    assert set(reported) == set(wrong)
 
 
 @pytest.mark.parametrize("wrong", plans_of(MISSPELLED))
@@ -316,9 +316,9 @@ def test_every_object_is_checked_for_options_that_are_not_there() -> None:
 def test_variables_that_do_not_fit_together(
     tmp_path: Path, given: dict[str, Any], wrong: str, reason: str
 ) -> None:
-    told = refusals(tmp_path, "platform", RIGHT | given)
-    assert set(told) == {wrong}
-    assert any(reason in said for said in told[wrong])
+    reported = refusals(tmp_path, "platform", RIGHT | given)
+    assert set(reported) == {wrong}
+    assert any(reason in said for said in reported[wrong])
 
 
 def test_every_variable_is_tried() -> None:
@@ -353,9 +353,9 @@ def test_refused_with_the_variable_and_the_reason(
 )
 def test_catalog_that_cannot_be_deployed(tmp_path: Path, models: str, reason: str) -> None:
     (tmp_path / "wrong.yaml").write_text(models)
-    told = refusals(tmp_path, "platform", RIGHT | {"models_file": str(tmp_path / "wrong.yaml")})
-    assert set(told) == {"models_file"}
-    assert reason in told["models_file"][0]
+    reported = refusals(tmp_path, "platform", RIGHT | {"models_file": str(tmp_path / "wrong.yaml")})
+    assert set(reported) == {"models_file"}
+    assert reason in reported["models_file"][0]
 
 
 @pytest.mark.parametrize(

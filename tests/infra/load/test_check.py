@@ -1,4 +1,4 @@
-"""A check waits for rows that are on their way, and no longer than it was told."""
+"""A check waits for rows that are on their way, and no longer than its limit."""
 
 from __future__ import annotations
 

@@ -160,27 +160,27 @@ def test_each_flaw_is_named(
 
 
 def test_refused_request_has_one_row_that_costs_nothing() -> None:
-    told = line(0, status=429, code="overloaded", tokens=None, cost_usd=None)
-    assert kinds(compared([told], [])) == ["row missing"]
-    assert "wrong status" in kinds(compared([told], [row(0, cost_usd=0.0, tokens=None)]))
-    assert "wrong cost" in kinds(compared([told], [refused(0, cost_usd=0.1)]))
+    entry = line(0, status=429, code="overloaded", tokens=None, cost_usd=None)
+    assert kinds(compared([entry], [])) == ["row missing"]
+    assert "wrong status" in kinds(compared([entry], [row(0, cost_usd=0.0, tokens=None)]))
+    assert "wrong cost" in kinds(compared([entry], [refused(0, cost_usd=0.1)]))
 
 
 def test_failed_answer_is_not_charged_in_secret() -> None:
-    told = line(0, status=504, code="deadline_exceeded", tokens=None, cost_usd=0.0)
-    assert kinds(compared([told], [row(0)])) == ["wrong cost"]
+    entry = line(0, status=504, code="deadline_exceeded", tokens=None, cost_usd=0.0)
+    assert kinds(compared([entry], [row(0)])) == ["wrong cost"]
 
 
 @pytest.mark.parametrize("ending", ["lost", "unanswered", "canceled", "foreign"])
 def test_rows_decide_where_no_answer_came(ending: str) -> None:
-    told = line(0, ending=ending, status=0, tokens=None, cost_usd=None)
+    entry = line(0, ending=ending, status=0, tokens=None, cost_usd=None)
     for rows in ([], [row(0)], [row(0, status="canceled", cost_usd=0.0)]):
-        found = compared([told], rows)
+        found = compared([entry], rows)
         assert found.differences == []
         said = rows[0].status if rows else "no row"
         assert found.told_by_rows == {f"{ending}: {said}": 1}
     assert found.tokens == 10
-    assert "wrong tenant" in kinds(compared([told], [row(0, tenant="b")]))
+    assert "wrong tenant" in kinds(compared([entry], [row(0, tenant="b")]))
 
 
 def test_caller_without_a_known_tenant_has_that_of_its_rows() -> None:
@@ -189,8 +189,8 @@ def test_caller_without_a_known_tenant_has_that_of_its_rows() -> None:
 
 
 def test_request_that_was_never_sent_has_no_row() -> None:
-    told = line(0, ending="unconnected", status=0, tokens=None, cost_usd=None)
-    assert "row too many" in kinds(compared([told], [row(0)]))
+    entry = line(0, ending="unconnected", status=0, tokens=None, cost_usd=None)
+    assert "row too many" in kinds(compared([entry], [row(0)]))
 
 
 @pytest.mark.parametrize(

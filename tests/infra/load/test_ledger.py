@@ -46,5 +46,5 @@ def test_kept_ledger_is_not_written_over(tmp_path: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(content)
-    with pytest.raises(ConfigurationError, match=r"is no ledger, or its line \d is damaged"):
+    with pytest.raises(ConfigurationError, match=r"not a ledger, or line \d is corrupt"):
         read_ledger(path)

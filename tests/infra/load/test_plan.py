@@ -76,7 +76,7 @@ async def test_trace_gets_names_for_aliases_and_a_usual_model(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("at_s,tenant\n0,nobody\n", "there is no key of the tenant 'nobody'"),
+        ("at_s,tenant\n0,nobody\n", "no key of the tenant 'nobody'"),
         ("at_s,tenant,model\n0,acme,huge\n", "model: 'huge' is not served there"),
         ("at_s,tenant,model\n0,acme,pairs\n", "model: pairs has the task similarity"),
     ],

@@ -31,7 +31,7 @@ class Asked:
 
 
 def asked_by(query: str) -> Asked:
-    """Parses a query. Raises ValueError if it is none."""
+    """Parses a query. Raises ValueError if it is not PromQL."""
     asked = Asked()
     _walk(parser.parse(query), asked)
     return asked

@@ -1,4 +1,4 @@
-"""Who is told of which errors. The rules for Prometheus run in promtool where there is one, the
+"""Alerts by kind of error. The rules for Prometheus run in promtool if it is installed, the
 alerts of Cloud Monitoring in the simulation's own evaluator.
 """
 
@@ -39,7 +39,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Case:
-    """What happened until now, and who is told."""
+    """Events until now, and the alerts that fire."""
 
     about: str
     counted: Sequence[Counted]

@@ -27,7 +27,7 @@ RANGE = ("--from", "2026-10-05", "--to", "2026-11-09")
 
 
 @pytest.fixture
-def told(
+def printed(
     loaded: bigquery.Client,
     bigquery_endpoint: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -39,52 +39,52 @@ def told(
     return lambda *words: CliRunner().invoke(app, words)
 
 
-def test_list_names_owner_and_audience(told: Told) -> None:
-    shown = told("report", "list").stdout
+def test_list_names_owner_and_audience(printed: Told) -> None:
+    shown = printed("report", "list").stdout
     for one in reports().values():
         assert one.title in shown
-    assert told("report").stdout == shown
+    assert printed("report").stdout == shown
 
 
-def test_one_report_in_each_format_says_the_same(told: Told, tmp_path: Path) -> None:
+def test_one_report_in_each_format_says_the_same(printed: Told, tmp_path: Path) -> None:
     words = ("report", "usage_keys", *RANGE, "--tenant", "acme", "--model", "draw")
-    rows = json.loads(told(*words, "--format", "json").stdout)
+    rows = json.loads(printed(*words, "--format", "json").stdout)
     assert {row["tenant"] for row in rows} == {"acme"}
-    lines = list(csv.DictReader(io.StringIO(told(*words, "--format", "csv").stdout)))
+    lines = list(csv.DictReader(io.StringIO(printed(*words, "--format", "csv").stdout)))
     costs = [row["cost_usd"] for row in rows]
     assert [float(line["cost_usd"]) for line in lines] == pytest.approx(costs, rel=1e-12)
     assert [line["key_id"] or None for line in lines] == [row["key_id"] for row in rows]
     file = tmp_path / "usage.parquet"
-    assert told(*words, "--format", "parquet", "--output", str(file)).exit_code == 0
+    assert printed(*words, "--format", "parquet", "--output", str(file)).exit_code == 0
     with duckdb.connect() as connection:
         kept = connection.execute(
             "SELECT CAST(day AS VARCHAR), cost_usd FROM read_parquet(?)", [str(file)]
         ).fetchall()
     assert [day for day, _ in kept] == [row["day"] for row in rows]
     assert [cost for _, cost in kept] == pytest.approx(costs, rel=1e-12)
-    assert len(told(*words).stdout.splitlines()) == 1 + len(rows)
+    assert len(printed(*words).stdout.splitlines()) == 1 + len(rows)
 
 
-def test_all_reports_become_files_of_a_folder(told: Told, tmp_path: Path) -> None:
-    answer = told("report", "all", *RANGE, "--format", "csv", "--output", str(tmp_path / "made"))
+def test_all_reports_become_files_of_a_folder(printed: Told, tmp_path: Path) -> None:
+    answer = printed("report", "all", *RANGE, "--format", "csv", "--output", str(tmp_path / "made"))
     assert answer.exit_code == 0, answer.stderr
     made = {path.stem for path in (tmp_path / "made").iterdir()}
     assert made == reports().keys()
 
 
-def test_all_reports_of_a_tenant_are_those_that_have_tenants(told: Told) -> None:
-    shown = json.loads(told("report", "all", *RANGE, "--tenant", "acme", "--json").stdout)
+def test_all_reports_of_a_tenant_are_those_that_have_tenants(printed: Told) -> None:
+    shown = json.loads(printed("report", "all", *RANGE, "--tenant", "acme", "--json").stdout)
     assert shown.keys() == {name for name, one in reports().items() if "tenants" not in one.without}
 
 
-def test_dry_run_says_the_cost_and_reads_nothing(told: Told) -> None:
-    shown = told("report", "usage", *RANGE, "--dry-run", "--max-gib", "0.001").stdout
+def test_dry_run_says_the_cost_and_reads_nothing(printed: Told) -> None:
+    shown = printed("report", "usage", *RANGE, "--dry-run", "--max-gib", "0.001").stdout
     assert shown.startswith("usage: ")
     assert shown.endswith("on demand\n")
 
 
-def test_query_that_would_read_too_much_is_refused(told: Told) -> None:
-    answer = told("report", "usage", *RANGE, "--max-gib", "0.001")
+def test_query_that_would_read_too_much_is_refused(printed: Told) -> None:
+    answer = printed("report", "usage", *RANGE, "--max-gib", "0.001")
     assert answer.exit_code == 1
     assert "bytes billed" in answer.stderr
 
@@ -105,21 +105,23 @@ def test_query_that_would_read_too_much_is_refused(told: Told) -> None:
         (("usage", "--tenant", "x" * 300), "tenant: 1 to 1000 names"),
     ],
 )
-def test_wrong_words_are_refused_by_name(told: Told, words: tuple[str, ...], reason: str) -> None:
-    answer = told("report", *words)
+def test_wrong_words_are_refused_by_name(
+    printed: Told, words: tuple[str, ...], reason: str
+) -> None:
+    answer = printed("report", *words)
     assert answer.exit_code == 1
     assert reason in answer.stderr
 
 
 def test_budgets_are_those_of_the_directory_of_keys(
-    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    printed: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shared.tenants.plan import Plan
 
     plans = {"small": Plan(budget_usd_per_month=0.5)}
     url = keys_url(tmp_path, plans=plans, tenants={"globex": "small"}, g="globex", a="acme")
     monkeypatch.setenv("PENSTOCK_KEYS_URL", url)
-    rows = json.loads(told("report", "budgets", *RANGE, "--json").stdout)
+    rows = json.loads(printed("report", "budgets", *RANGE, "--json").stdout)
     assert {(row["tenant"], row["budget_usd"]) for row in rows if row["tenant"] != "acme"} == {
         ("globex", 0.5),
         ("initech", None),
@@ -127,8 +129,8 @@ def test_budgets_are_those_of_the_directory_of_keys(
     }
 
 
-def test_invoices_of_a_month_add_up(told: Told, made_rows: list[Fields]) -> None:
-    answer = told("invoice", "--month", "2026-10", "--format", "csv")
+def test_invoices_of_a_month_add_up(printed: Told, made_rows: list[Fields]) -> None:
+    answer = printed("invoice", "--month", "2026-10", "--format", "csv")
     lines = list(csv.DictReader(io.StringIO(answer.stdout)))
     october = ALL._replace(until=ALL.until.replace(month=11, day=1))
     for tenant in TENANTS:
@@ -141,11 +143,11 @@ def test_invoices_of_a_month_add_up(told: Told, made_rows: list[Fields]) -> None
 
 
 def test_invoices_are_a_file_for_each_tenant_with_the_same_number_again(
-    told: Told, tmp_path: Path
+    printed: Told, tmp_path: Path
 ) -> None:
     names = []
     for folder in ("first", "again"):
-        answer = told("invoice", "--month", "2026-10", "--output", str(tmp_path / folder))
+        answer = printed("invoice", "--month", "2026-10", "--output", str(tmp_path / folder))
         assert answer.exit_code == 0
         names.append(sorted(path.name for path in (tmp_path / folder).iterdir()))
     assert names[0] == names[1]
@@ -153,7 +155,7 @@ def test_invoices_are_a_file_for_each_tenant_with_the_same_number_again(
 
 
 @pytest.mark.parametrize("month", ["2026-13", "26-10", "2026-10-01", ""])
-def test_wrong_month_is_refused(told: Told, month: str) -> None:
-    answer = told("invoice", "--month", month)
+def test_wrong_month_is_refused(printed: Told, month: str) -> None:
+    answer = printed("invoice", "--month", month)
     assert (answer.exit_code, answer.stdout) == (1, "")
     assert "is not a month such as 2026-10" in answer.stderr

@@ -83,7 +83,7 @@ def test_bigquery_itself_accepts_the_query(report: Report, tmp_path: Path) -> No
     ]
     command = ["bq", "query", "--use_legacy_sql=false", "--dry_run", f"--dataset_id={dataset}"]
     command += [f"--parameter={value}" for value in values]
-    told = subprocess.run(
+    reported = subprocess.run(
         command, input=report.sql, capture_output=True, text=True, timeout=WAIT_LIMIT_S
     )
-    assert told.returncode == 0, told.stdout + told.stderr
+    assert reported.returncode == 0, reported.stdout + reported.stderr

@@ -40,12 +40,12 @@ def page(browser: Browser) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": 360, "height": 740}, offline=True)
     context.set_default_timeout(WAIT_LIMIT_S * 1000)
     expect.set_options(timeout=WAIT_LIMIT_S * 1000)
-    page, told, asked = context.new_page(), [], []
-    page.on("pageerror", lambda error: told.append(str(error)))
-    page.on("console", lambda message: told.append(message.text))
+    page, reported, asked = context.new_page(), [], []
+    page.on("pageerror", lambda error: reported.append(str(error)))
+    page.on("console", lambda message: reported.append(message.text))
     page.on("request", lambda request: asked.append(request.url))
     yield page
-    assert told == []
+    assert reported == []
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
     context.close()
 
@@ -94,7 +94,7 @@ def test_names_of_strangers_are_text(page: Page, empty: bigquery.Client, tmp_pat
 def test_empty_reports_say_so(page: Page, runner: ReportRunner, tmp_path: Path) -> None:
     nothing = ask("2025-10-01", "2025-10-03")
     opened(page, as_html([runner.run(find_report("usage"), nothing)]), tmp_path)
-    expect(page.get_by_text("There are no rows.")).to_be_visible()
+    expect(page.get_by_text("No rows.")).to_be_visible()
     opened(page, invoice_page([]), tmp_path)
     expect(page.get_by_text("Nothing was used.")).to_be_visible()
 

@@ -82,8 +82,8 @@ async def test_run_makes_days_invoices_and_summaries(
         f"summaries/{day.day}.{kind}" for day in result.days for kind in ("html", "txt")
     }
     assert len([name for name in files if name.startswith("invoices/2026-10/")]) == 5
-    (told,) = [record for record in caplog.records if record.message == "daily summary"]
-    assert told.subject in files["summaries/2026-11-01.txt"].decode()  # type: ignore[attr-defined]
+    (reported,) = [record for record in caplog.records if record.message == "daily summary"]
+    assert reported.subject in files["summaries/2026-11-01.txt"].decode()  # type: ignore[attr-defined]
     again = await running.reports.run(running.days())
     assert again.objects == result.objects
     assert running.files() == files
@@ -157,8 +157,8 @@ async def test_anomaly_is_told_of_once_and_is_in_the_summary(
         first = await running.reports.judge_hours("UTC")
         assert first.anomalies == 2  # of all tenants, and of acme at nine
         assert (await running.reports.judge_hours("UTC")).anomalies == 0
-    told = [record for record in caplog.records if record.message == "anomaly"]
-    assert [(one.measure, one.tenant) for one in told] == [  # type: ignore[attr-defined]
+    reported = [record for record in caplog.records if record.message == "anomaly"]
+    assert [(one.measure, one.tenant) for one in reported] == [  # type: ignore[attr-defined]
         ("cost_usd", None),
         ("cost_usd", "acme"),
     ]
@@ -239,7 +239,7 @@ async def test_summary_is_a_page_that_a_mail_can_hold(
 
 
 @pytest.fixture
-def told(
+def reported(
     empty: bigquery.Client,
     bigquery_endpoint: str,
     tmp_path: Path,
@@ -258,13 +258,13 @@ def told(
 
 
 def test_command_does_a_day_and_says_its_summary(
-    told: Callable[..., Result],
+    reported: Callable[..., Result],
     empty: bigquery.Client,
     tmp_path: Path,
     made_rows: list[Fields],
 ) -> None:
     load(empty, "rows", made_rows)
-    answer = told("--day", "2026-10-31")
+    answer = reported("--day", "2026-10-31")
     assert answer.exit_code == 0, answer.stderr
     written = tmp_path / "objects" / "summaries" / "2026-10-31.txt"
     assert answer.stdout == written.read_text()
@@ -275,8 +275,8 @@ def test_command_does_a_day_and_says_its_summary(
     assert f"Penstock 2026-10-31: ${total:.4f}, " in answer.stdout
 
 
-def test_command_judges_hours(told: Callable[..., Result]) -> None:
-    answer = told("--hours")
+def test_command_judges_hours(reported: Callable[..., Result]) -> None:
+    answer = reported("--hours")
     assert (answer.exit_code, answer.stdout) == (0, "")
     assert answer.stderr == "0 objects written, 0 new anomalies\n"
 
@@ -291,17 +291,17 @@ def test_command_judges_hours(told: Callable[..., Result]) -> None:
     ],
 )
 def test_wrong_words_are_refused_by_name(
-    told: Callable[..., Result], words: tuple[str, ...], reason: str
+    reported: Callable[..., Result], words: tuple[str, ...], reason: str
 ) -> None:
-    answer = told(*words)
+    answer = reported(*words)
     assert (answer.exit_code, answer.stdout) == (1, "")
     assert reason in answer.stderr
 
 
 def test_wrong_billing_zone_is_refused(
-    told: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+    reported: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_BILLING_TZ", "../../etc/passwd")
-    answer = told("--day", "2026-10-31")
+    answer = reported("--day", "2026-10-31")
     assert answer.exit_code == 1
     assert "PENSTOCK_BILLING_TZ: '../../etc/passwd' is not a time zone" in answer.stderr

@@ -52,17 +52,17 @@ def ended(*arguments: str, **settings: str) -> tuple[int, str]:
     ],
 )
 def test_url_that_is_no_store_is_refused(url: str, said: str) -> None:
-    status, told = ended(rows_url=url)
+    status, reported = ended(rows_url=url)
     assert status == 1
-    assert told.startswith(f"penstock row archive: {said}"), told
+    assert reported.startswith(f"penstock row archive: {said}"), reported
 
 
 def test_port_that_is_taken_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        status, told = ended(rows_url=f"file://{tmp_path}", health_port=str(port))
+        status, reported = ended(rows_url=f"file://{tmp_path}", health_port=str(port))
     assert status == 1
-    assert f"PENSTOCK_HEALTH_PORT: 127.0.0.1:{port}: " in told
+    assert f"PENSTOCK_HEALTH_PORT: 127.0.0.1:{port}: " in reported
 
 
 def test_process_says_what_waits_and_ends_when_asked(tmp_path: Path) -> None:
@@ -114,8 +114,8 @@ def test_lost_table_is_restored(bigquery_endpoint: str, tmp_path: Path) -> None:
             "project": project,
             "bigquery_endpoint": bigquery_endpoint,
         }
-        status, told = ended("restore", "--to", "2026-09-21", **given)
-        assert (status, told.splitlines()[0]) == (
+        status, reported = ended("restore", "--to", "2026-09-21", **given)
+        assert (status, reported.splitlines()[0]) == (
             0,
             "rows: 1 days restored, 2026-09-21 to 2026-09-21",
         )

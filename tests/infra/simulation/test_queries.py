@@ -119,7 +119,7 @@ def test_arrivals_are_seconds_of_work() -> None:
 def test_items_count_for_their_seconds_less_what_was_spare(
     spare: float | None, seconds: float
 ) -> None:
-    # Workers that do not tell of it, which an older version may be, count for all of their time.
+    # Workers that do not report it, which an older version may be, count for all of their time.
     world = World().api(per_s=0.5).api(lane="batch").worker("a", 0.9)
     world.items(per_s=0.1, seconds=3.0, spare=spare, region="elsewhere")
     assert world.ask(QUERIES.arrivals()) == pytest.approx(0.5 * seconds)
