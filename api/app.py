@@ -64,7 +64,7 @@ def create_app(
     admin: AbstractAsyncContextManager[Admin],
     rows: AbstractAsyncContextManager[RowSink],
 ) -> FastAPI:
-    """The API as an ASGI app. Only its lifespan opens connections.
+    """Returns the API as an ASGI app. Only its lifespan opens connections.
 
     Args:
         settings: the settings of this process.

@@ -78,7 +78,7 @@ AnyToolChoice = Literal["none", "auto", "required"] | ToolChoice | AllowedToolCh
 
 
 def allowed_tools(tools: list[Tool] | None, choice: AnyToolChoice | None) -> list[Tool]:
-    """The tools that the model may call."""
+    """Returns the tools that the model may call."""
     if choice == "none" or not tools:
         return []
     if not isinstance(choice, AllowedToolChoice):
@@ -90,7 +90,7 @@ def allowed_tools(tools: list[Tool] | None, choice: AnyToolChoice | None) -> lis
 def forced_tools(
     tools: list[Tool] | None, choice: AnyToolChoice | None
 ) -> list[FunctionTool] | None:
-    """The tools of which the model must call one. None: it need not.
+    """Returns the tools of which the model must call one. None: it need not.
 
     Raises:
         ValueError: there is no tool that is chosen.
@@ -256,7 +256,7 @@ MAX_INT64 = 2**63 - 1
 
 
 def text_or_list(value: Any) -> str:
-    """The tag of a form, so that errors are about the one that was meant."""
+    """Returns the tag of a form, so that errors are about the one that was meant."""
     return "list:" if isinstance(value, list) else "text:"
 
 
@@ -370,7 +370,7 @@ class ResponseFormat(Body):
         return self
 
     def to_schema(self) -> str:
-        """The JSON schema of the answer, as JSON. Empty: any text."""
+        """Returns the JSON schema of the answer, as JSON. Empty: any text."""
         if self.type == "text":
             return ""
         if self.json_schema is None or self.json_schema.schema_ is None:

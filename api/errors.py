@@ -229,7 +229,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
-    """The response to one of the EXPECTED_ERRORS."""
+    """Returns the response to one of the EXPECTED_ERRORS."""
     set_error_code(request, error)
     match error:
         case PenstockError():
@@ -271,7 +271,7 @@ def set_error_code(request: Request, error: Exception) -> None:
 
 
 def error_response(error: PenstockError) -> Response:
-    """The response with `error` in OpenAI's shape."""
+    """Returns the response with `error` in OpenAI's shape."""
     mapping = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
     # OpenAI names the limit in the type.
     kind = error.unit if type(error) is RateLimited else mapping.type
@@ -285,7 +285,7 @@ def encode_error(body: msgspec.Struct) -> bytes:
 
 
 def headers_for(error: PenstockError) -> dict[str, str]:
-    """The headers of an error: whether and when to retry, and how to authenticate."""
+    """Returns the headers of an error: whether and when to retry, and how to authenticate."""
     mapping = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
     headers = {}
     if mapping.retry is not None:
@@ -303,7 +303,7 @@ def headers_for(error: PenstockError) -> dict[str, str]:
 
 
 def to_bad_input(error: ValidationError | RequestValidationError) -> BadInput:
-    """The first error of a body, by field and reason."""
+    """Returns the first error of a body, by field and reason."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return BadInput(f"the body is not valid JSON: {first['ctx']['error']}")

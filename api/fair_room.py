@@ -36,7 +36,7 @@ class Demand:
     lane: str = ""
     """`batch`, or empty for interactive requests."""
     is_promised: bool = False
-    """Whether the objective on deadlines holds for the items (shared/slo.py)."""
+    """True if the objective on deadlines holds for the items (shared/slo.py)."""
 
 
 RESERVE = 0.125
@@ -107,7 +107,7 @@ class FairRoom:
         return 0 if holding is None else holding.items
 
     def part_of(self, asked: Asks) -> float:
-        """The weight of its tenant over those of all with items here, itself included."""
+        """Returns the weight of its tenant over those of all with items here, itself included."""
         holding = self._holdings.get(asked.tenant)
         others = self.weights if holding is None else max(0.0, self.weights - holding.weight)
         return asked.weight / (others + asked.weight)

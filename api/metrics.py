@@ -130,7 +130,7 @@ JOBS_CANCELED = Counter(
 
 @lru_cache(maxsize=1024)
 def of_requests(route: str, model: str, status: int) -> tuple[Counter, Histogram]:
-    """The counter and histogram of such requests.
+    """Returns the counter and histogram of such requests.
 
     Cached, since label lookups cost more than counting.
     """
@@ -139,13 +139,13 @@ def of_requests(route: str, model: str, status: int) -> tuple[Counter, Histogram
 
 @lru_cache(maxsize=1024)
 def of_errors(route: str, status: int, code: str) -> Counter:
-    """The counter of such errors."""
+    """Returns the counter of such errors."""
     return ERRORS.labels(route, str(status), code)
 
 
 @lru_cache(maxsize=1024)
 def of_items(model: str, cache: str, status: str) -> Counter:
-    """The counter of such items."""
+    """Returns the counter of such items."""
     return ITEMS.labels(model, cache, status)
 
 

@@ -20,7 +20,7 @@ closed."""
 
 
 def server_config(app: ASGIApp, settings: ApiSettings) -> uvicorn.Config:
-    """The configuration of the server.
+    """Returns the configuration of the server.
 
     Raises:
         ConfigurationError: the certificate and its key can't be used.

@@ -73,7 +73,7 @@ class Progress:
         self._moved_s = clock()
         self.ended_lines = 0
         self.is_stalled = False
-        """Whether the rest of the lines waits for a later turn."""
+        """True if the rest of the lines waits for a later turn."""
 
     def note_end(self, line: BatchLine) -> None:
         """A line ended."""
@@ -94,7 +94,7 @@ class Progress:
             self.attempts[line.number] = self.attempts.get(line.number, 0) + 1
 
     def is_worth_waiting(self, error: PenstockError) -> bool:
-        """Whether a line that failed with this is tried again in this turn.
+        """Returns whether a line that failed with this is tried again in this turn.
 
         A budget that is spent holds up this line only: others may be cheaper.
         """
@@ -204,7 +204,7 @@ class LineExecutor:
         response: InferenceResponse,
         limited: LimitedRequest,
     ) -> bytes:
-        """The answer to a line. It is charged if there is one."""
+        """Returns the answer to a line. It is charged if there is one."""
         tools = ReplyTools(self.objects, self.image_codec, time.time() + REPLY_LIMIT_S)
         try:
             with response:

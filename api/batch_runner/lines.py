@@ -171,7 +171,7 @@ def read_line(line: Line, batch: BatchCreated, catalog: Catalog) -> BatchLine:
 
 
 def custom_id_of(line: Line) -> str:
-    """The custom_id of a line that was validated before."""
+    """Returns the custom_id of a line that was validated before."""
     return _fields_of(line).custom_id
 
 
@@ -182,19 +182,19 @@ def default_seed(batch: BatchCreated, number: int) -> int:
 
 
 def answered(batch: BatchCreated, line: BatchLine, request_id: str, body: bytes) -> bytes:
-    """The line of the output file with an answer."""
+    """Returns the line of the output file with an answer."""
     return _line(batch, line.number, line.custom_id, 200, request_id, body)
 
 
 def refused(batch: BatchCreated, line: BatchLine, request_id: str, error: PenstockError) -> bytes:
-    """The line of the error file with the response that the live route gives."""
+    """Returns the line of the error file with the response that the live route gives."""
     response = error_response(error)
     body = bytes(response.body)
     return _line(batch, line.number, line.custom_id, response.status_code, request_id, body)
 
 
 def not_run(batch: BatchCreated, number: int, custom_id: str, code: str, message: str) -> bytes:
-    """The line of the error file of a request that was not run, and why."""
+    """Returns the line of the error file of a request that was not run, and why."""
     wrong = {"code": code, "message": message}
     return msgspec.json.encode(
         {

@@ -113,7 +113,7 @@ class Stop:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the caller canceled the batch."""
+        """Returns whether the caller canceled the batch."""
         return self._cancelled.is_set()
 
     @property
@@ -144,11 +144,11 @@ class Turns(Protocol):
     """Which other batches wait for the turn of this one."""
 
     def is_next_one_due(self) -> bool:
-        """Whether it is another batch's turn after the segment that is being run."""
+        """Returns whether it is another batch's turn after the segment that is being run."""
         ...
 
     def is_anyone_waiting(self) -> bool:
-        """Whether any batch could run in place of this one."""
+        """Returns whether any batch could run in place of this one."""
         ...
 
 

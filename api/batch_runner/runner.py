@@ -137,7 +137,7 @@ class _Held:
         return self.is_next_due
 
     def is_anyone_waiting(self) -> bool:
-        """Whether any batch could run in place of this one."""
+        """Returns whether any batch could run in place of this one."""
         return self.is_any_waiting
 
     def cancel(self) -> None:
@@ -153,7 +153,7 @@ class _Patience:
     pauses: Iterator[float] = field(default_factory=lambda: backoff(FIRST_PAUSE_S, MAX_PAUSE_S))
     until_s: float = 0.0
     is_aside: bool = False
-    """Whether it has stepped aside. Then a cancellation can end it at once."""
+    """True if it has stepped aside. Then a cancellation can end it at once."""
 
     def wait(self, *, is_aside: bool) -> None:
         """Waits at least FIRST_PAUSE_S, and longer than the last time."""

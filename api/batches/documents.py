@@ -209,7 +209,7 @@ _answers_decoder = msgspec.msgpack.Decoder(dict[int, LineAnswer])
 
 
 def counts_after(before: Counts, answers: Sequence[LineAnswer]) -> Counts:
-    """The counts with these answers besides."""
+    """Returns the counts with these answers besides."""
     completed = sum(answer.end == "completed" for answer in answers)
     return Counts(
         before.completed + completed,
@@ -220,7 +220,7 @@ def counts_after(before: Counts, answers: Sequence[LineAnswer]) -> Counts:
 
 
 def encode_segment(counts: Counts, answers: Sequence[LineAnswer]) -> bytes:
-    """The bytes of a segment. `counts` are those of all lines up to its end."""
+    """Returns the bytes of a segment. `counts` are those of all lines up to its end."""
     outputs = [answer.data for answer in answers if answer.end == "completed"]
     errors = [answer.data for answer in answers if answer.end != "completed"]
     output, error = (b"".join(one + b"\n" for one in lines) for lines in (outputs, errors))
@@ -228,7 +228,7 @@ def encode_segment(counts: Counts, answers: Sequence[LineAnswer]) -> bytes:
 
 
 def encode_half_segment(segment: int, counts: Counts, answers: Mapping[int, LineAnswer]) -> bytes:
-    """The bytes of the answers of a segment so far, by the number of their lines."""
+    """Returns the bytes of the answers of a segment so far, by the number of their lines."""
     return _padded(HalfSegmentHeader(segment, counts)) + msgspec.msgpack.encode(answers)
 
 

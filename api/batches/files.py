@@ -265,7 +265,7 @@ class Upload:
 
 
 def data_key(tenant: str, file_id: str) -> str:
-    """The object with the bytes of a file."""
+    """Returns the object with the bytes of a file."""
     return f"{FILES}/{owner_of(tenant)}/{file_id}/data"
 
 

@@ -33,7 +33,7 @@ def new_file_id(at_s: float, seed: str = "") -> str:
 
 
 def new_batch_id(at_s: float) -> str:
-    """The id of a batch that is created at `at_s` (Unix time)."""
+    """Returns the id of a batch that is created at `at_s` (Unix time)."""
     return f"batch_{_countdown(at_s)}{_tail('')}"
 
 
@@ -43,12 +43,12 @@ def created_at_s(batch_id: str) -> float:
 
 
 def is_file_id(given: str) -> bool:
-    """Whether this has the form of the id of a file."""
+    """Returns whether this has the form of the id of a file."""
     return _FILE.fullmatch(given) is not None
 
 
 def is_batch_id(given: str) -> bool:
-    """Whether this has the form of the id of a batch."""
+    """Returns whether this has the form of the id of a batch."""
     return _BATCH.fullmatch(given) is not None
 
 

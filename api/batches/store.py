@@ -112,7 +112,7 @@ class BatchStore:
         return state
 
     async def state(self, owner: str, batch_id: str) -> BatchState | None:
-        """All that is known of a batch. None if there is none.
+        """Returns all that is known of a batch. None if there is none.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -132,7 +132,7 @@ class BatchStore:
         return BatchState(created, plan, cancelled_at_s, finalizing, counts)
 
     async def ids(self, tenant: str) -> list[str]:
-        """The ids of a tenant's batches, the newest first.
+        """Returns the ids of a tenant's batches, the newest first.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -157,7 +157,7 @@ class BatchStore:
         return float(msgspec.json.decode(data, type=dict[str, float])["at_s"])
 
     async def open(self, owner: str = "") -> list[OpenBatch]:
-        """All open batches, or those of one owner, the newest of each owner first.
+        """Returns all open batches, or those of one owner, the newest of each owner first.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -184,7 +184,7 @@ class BatchStore:
             await self._objects.delete(f"{OPEN}/{owner}/{batch_id}/{mark}")
 
     async def segments(self, owner: str, batch_id: str) -> list[StoredObject]:
-        """The segments that are written, in order. None is missing between two of them.
+        """Returns the segments that are written, in order. None is missing between two of them.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -225,7 +225,7 @@ class BatchStore:
         await self._objects.put(key, data, "application/octet-stream")
 
     async def half_segment(self, owner: str, batch_id: str, segment: int) -> dict[int, LineAnswer]:
-        """The answers that are kept of a segment, by the numbers of their lines.
+        """Returns the answers that are kept of a segment, by the numbers of their lines.
 
         Raises:
             Unavailable: the object store is out of reach.

@@ -37,7 +37,7 @@ class Outlook(NamedTuple):
     """What one more demand of a tenant would meet."""
 
     is_busy: bool
-    """Whether items of anyone are in flight."""
+    """True if items of anyone are in flight."""
     held: int
     """The tenant's items in flight, in both lanes."""
     wait_s: float
@@ -80,7 +80,7 @@ class Admission:
         return self._instance.total
 
     def rate_of(self, model: str) -> ServiceRate:
-        """The measured service rate of a model."""
+        """Returns the measured service rate of a model."""
         if model not in self._rates:
             known = self._models.get(model)
             self._rates[model] = ServiceRate(

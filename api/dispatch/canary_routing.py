@@ -47,10 +47,10 @@ class Board(Protocol):
     ) -> None: ...
 
     async def state(self, canary: Model) -> CanaryState:
-        """Whether the canary gets requests."""
+        """Returns whether the canary gets requests."""
 
     async def may_judge(self, canary: Model) -> bool:
-        """Whether this process is to judge now."""
+        """Returns whether this process is to judge now."""
 
     async def counts(self, canary: Model) -> CanaryCounts:
         """What both revisions did lately."""
@@ -107,7 +107,7 @@ class CanaryRouter:
             await self.board.__aexit__(kind, error, trace)
 
     def routed(self, request: InferenceRequest) -> InferenceRequest:
-        """The request as the canary of its model gets it, or the same request."""
+        """Returns the request as the canary of its model gets it, or the same request."""
         model = request.model
         if model.name not in self._canaries:
             return request
@@ -116,7 +116,7 @@ class CanaryRouter:
         return request if chosen is model else replace(request, model=chosen)
 
     def choose(self, model: Model, tenant: str, inputs: Sequence[Input], otherwise: str) -> Model:
-        """The revision that serves a request: the model itself or its canary.
+        """Returns the revision that serves a request: the model itself or its canary.
 
         Args:
             model: of the catalog.
@@ -133,7 +133,7 @@ class CanaryRouter:
         return canary if _part_of(canary, key) < canary.canary.share else model
 
     def is_serving(self, canary: Model) -> bool:
-        """Whether this instance sends a canary its share."""
+        """Returns whether this instance sends a canary its share."""
         return self._clock() < self._serving_until_s.get(canary.name, 0.0)
 
     async def refresh(self) -> None:
@@ -184,7 +184,7 @@ def _ended(task: asyncio.Task[None]) -> None:
 
 
 def _part_of(canary: Model, key: tuple[object, ...]) -> float:
-    """A number from 0 to 1 that is the same for equal keys, and another for each canary.
+    """Returns a number from 0 to 1 that is the same for equal keys, and another for each canary.
 
     It does not depend on the share. So a larger share keeps those that have the canary already.
     """

@@ -55,7 +55,7 @@ class Elsewhere:
     other_weights: float = 0.0
     """Of tenants that are not in `tenants`."""
     is_guess: bool = False
-    """Whether only the number of instances is known, from an earlier time."""
+    """True if only the number of instances is known, from an earlier time."""
 
 
 @dataclass(order=True, slots=True)
@@ -121,7 +121,7 @@ class ModelWindow:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is published or waits."""
+        """Returns whether nothing is published or waits."""
         return not self._tenants
 
     @property
@@ -222,7 +222,7 @@ class ModelWindow:
             first.left.set_result(None)
 
     def _fits(self, tenant: _Tenant, items: int) -> bool:
-        """Whether a job of `tenant` that was counted as held may leave."""
+        """Returns whether a job of `tenant` that was counted as held may leave."""
         if not tenant.published:
             return True
         # Who hears nothing of the others keeps to its part of the smallest window.
@@ -319,7 +319,7 @@ class PublishWindow:
             window.release(demand)
 
     def of_demand(self, demand: Demand) -> ModelWindow:
-        """The window that a job of this demand takes a place in."""
+        """Returns the window that a job of this demand takes a place in."""
         key = (demand.model, demand.lane)
         window = self.of.get(key)
         if window is None:

@@ -68,7 +68,7 @@ class Readiness:
         self._last = ReadinessStatus(False, *["not asked yet"] * 3)
 
     async def check(self) -> ReadinessStatus:
-        """The status now, or at most REUSED_S ago."""
+        """Returns the status now, or at most REUSED_S ago."""
         async with self._probing:
             if time.monotonic() - self._probed_s > REUSED_S:
                 pubsub, redis_found = await asyncio.gather(

@@ -271,7 +271,7 @@ class ReplySubscription:
 
     @property
     def is_connected(self) -> bool:
-        """Whether replies can arrive on it."""
+        """Returns whether replies can arrive on it."""
         return self.subscription is not None and self.subscription.is_connected
 
 
@@ -300,7 +300,7 @@ class OpenInbox:
 
     @property
     def is_connected(self) -> bool:
-        """Whether replies can arrive on every subscription."""
+        """Returns whether replies can arrive on every subscription."""
         return all(each.is_connected for each in self.subscriptions)
 
     def register(self, request_id: str, job_index: int, replies: Replies) -> PendingReply:

@@ -85,7 +85,7 @@ class InferenceRequest:
     """Unix time, within the longest deadline of the model."""
     options: RequestOptions
     is_repeatable: bool = True
-    """Whether equal inputs give equal results. If not, no item is cached or joined."""
+    """True if equal inputs give equal results. If not, no item is cached or joined."""
     client_request_id: str = ""
     """The `x-request-id` of the caller, for rows."""
     key_id: str = ""
@@ -99,7 +99,7 @@ class InferenceRequest:
     weight: float = 1.0
     """The tenant's share of a busy model, from its plan."""
     is_run_again: Callable[[], bool] = lambda: False
-    """Whether somebody asks the same again, under the same id, if this is broken off."""
+    """True if somebody asks the same again, under the same id, if this is broken off."""
 
     def demand(self, items: int) -> Demand:
         """What so many of its items want from the workers."""
@@ -115,11 +115,11 @@ class InferenceRequest:
 
     @property
     def is_promised(self) -> bool:
-        """Whether the objective on deadlines holds for its items."""
+        """Returns whether the objective on deadlines holds for its items."""
         return self.options.is_promised(self.model.deadline)
 
     def too_late(self) -> DeadlineExceeded:
-        """The error of a request without an answer at its deadline."""
+        """Returns the error of a request without an answer at its deadline."""
         received_at_s = self.options.received_at_s
         waited_s, limit_s = time.time() - received_at_s, round(self.deadline_s - received_at_s, 3)
         return DeadlineExceeded(
@@ -146,9 +146,9 @@ class InferenceResponse:
     on_end: Callable[[InferenceResponse], None] = lambda _: None
     """Called at the end of the block."""
     is_delivered: bool = True
-    """Whether the caller got the results, as far as is known."""
+    """True if the caller got the results, as far as is known."""
     is_broken_off: bool = False
-    """Whether the block was canceled, so that the work may be done again."""
+    """True if the block was canceled, so that the work may be done again."""
 
     def __enter__(self) -> Self:
         return self
@@ -170,7 +170,7 @@ class InferenceResponse:
         return sum(cost_usd(self.price, outcome) for outcome in delivered)
 
     def headers(self) -> dict[str, str]:
-        """The response headers of every inference answer.
+        """Returns the response headers of every inference answer.
 
         Times are those of the slowest item, since items run in parallel. The cache is `hit`, `miss`
         or `joined` if all items agree, and `partial` otherwise. Device time and cost are sums.

@@ -38,7 +38,7 @@ class InFlightJob:
     published_at_s: float = 0.0
     """Unix time at which the broker accepted the job. 0 before that."""
     is_answered: bool = False
-    """Whether its outcomes are those of a reply."""
+    """True if its outcomes are those of a reply."""
     task: asyncio.Task[list[ItemOutcome]] | None = None
 
 
@@ -145,7 +145,7 @@ class RequestState:
         self._jobs: list[InFlightJob] = []
 
     def pending(self) -> list[int]:
-        """The indexes of the items without an outcome."""
+        """Returns the indexes of the items without an outcome."""
         return [index for index, completion in enumerate(self.completions) if completion is None]
 
     def remaining_s(self) -> float:
@@ -178,7 +178,7 @@ class RequestState:
         self.completions[index] = completion
 
     def has_result(self, index: int) -> bool:
-        """Whether an item has ended with a result."""
+        """Returns whether an item has ended with a result."""
         completion = self.completions[index]
         return completion is not None and completion.outcome.result is not None
 
@@ -192,7 +192,7 @@ class RequestState:
         on_end: Callable[[InferenceResponse], None],
         error: PenstockError | None = None,
     ) -> InferenceResponse:
-        """All outcomes, in the order of the inputs.
+        """Returns all outcomes, in the order of the inputs.
 
         Args:
             on_end: called once it is known whether the caller got them.
@@ -215,7 +215,7 @@ class RequestState:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether a job of it was started."""
+        """Returns whether a job of it was started."""
         return bool(self._jobs)
 
 
@@ -226,12 +226,12 @@ def _is_of_leader(outcome: ItemOutcome) -> bool:
 
 
 def cache_hit(item: Item, result: Result, level: str) -> ItemOutcome:
-    """The outcome of an item that the cache level `level` has."""
+    """Returns the outcome of an item that the cache level `level` has."""
     return ItemOutcome(item.index, "succeeded", _receipt_of_shared(level, result), result)
 
 
 def _of_joined(index: int, in_flight: InFlightItem, completion: ItemCompletion) -> ItemOutcome:
-    """The leader's outcome as that of an item that joined.
+    """Returns the leader's outcome as that of an item that joined.
 
     If the leader left without it, the first that gets the result is who it was computed for.
     """

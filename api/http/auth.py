@@ -126,7 +126,7 @@ class LiveDirectory:
         await self.store.__aexit__(kind, error, trace)
 
     def current(self) -> Directory | None:
-        """The directory to check keys with. None if there is none, or it is too old."""
+        """Returns the directory to check keys with. None if there is none, or it is too old."""
         if self._clock() - self._current_s > STALE_LIMIT_S:
             return None
         return self._directory
@@ -359,7 +359,7 @@ def check_access(caller: Caller, method: str, path: str, stored: StoredWork | No
 
 
 def may_see(caller: Caller, path: str, stored: StoredWork) -> bool:
-    """Whether a list at `path` has this for the caller."""
+    """Returns whether a list at `path` has this for the caller."""
     try:
         check_access(caller, "GET", path, stored)
     except Forbidden:
@@ -622,7 +622,7 @@ _REASONS = (f"an API key is needed: {HOW_TO_SEND}", "two API keys were sent, and
 
 
 def _sent_keys(headers: RawHeaders) -> set[str]:
-    """All keys in the headers. Bytes that are not ASCII make a key that nobody has."""
+    """Returns all keys in the headers. Bytes that are not ASCII make a key that nobody has."""
     sent = set[str]()
     for name, value in headers:
         if name == b"authorization":

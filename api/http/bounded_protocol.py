@@ -262,7 +262,7 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
-    """The protocol class with the limits of these settings."""
+    """Returns the protocol class with the limits of these settings."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = settings.max_connections
     if files != resource.RLIM_INFINITY:

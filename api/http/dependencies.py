@@ -64,7 +64,7 @@ class Dependencies:
 
 
 def dependencies_of(request: Request) -> Dependencies:
-    """The dependencies of the app of this request."""
+    """Returns the dependencies of the app of this request."""
     dependencies = request.app.state.dependencies
     assert isinstance(dependencies, Dependencies), (
         "the lifespan sets them before the first request; this is a bug"

@@ -47,7 +47,7 @@ async def compress(response: Response, accept_encoding: str) -> None:
 
 
 def accepts_gzip(accept_encoding: str) -> bool:
-    """Whether the header allows gzip (RFC 9110, 12.5.3).
+    """Returns whether the header allows gzip (RFC 9110, 12.5.3).
 
     Without the header nothing is compressed.
     """
@@ -105,7 +105,7 @@ class _Streamed(msgspec.Struct):
 
 
 def asks_for_stream(body: bytes) -> bool:
-    """Whether a body asks for its answer as a stream. A wrong body does not."""
+    """Returns whether a body asks for its answer as a stream. A wrong body does not."""
     try:
         return bool(_streamed_decoder.decode(body).stream)
     except msgspec.MsgspecError:

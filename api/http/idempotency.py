@@ -73,7 +73,7 @@ async def run_idempotent(request: Request, endpoint: Endpoint) -> Response:
 
 
 def _fingerprint(request: Request, body: bytes) -> str:
-    """A digest of method, path, query and body. Equal requests have the same."""
+    """Returns a digest of method, path, query and body. Equal requests have the same."""
     kind = request.headers.get("content-type", "")
     if boundary := _BOUNDARY.search(kind):
         # Clients choose a new boundary for each retry of the same form.

@@ -73,7 +73,7 @@ class BodyBudget:
             del self.held_of[tenant]
 
     def is_full(self, tenant: str) -> bool:
-        """Whether this tenant may send no large body now."""
+        """Returns whether this tenant may send no large body now."""
         return self.held_bytes > self.together_bytes or self.held_of[tenant] > share_of(
             self.together_bytes
         )
@@ -161,13 +161,13 @@ class RequestContext:
     options: RequestOptions | None = None
     """The options from its headers, once they were read."""
     is_compressible: bool = False
-    """Whether a long body of the answer is worth compressing."""
+    """True if a long body of the answer is worth compressing."""
     key_seed: int | None = None
     """With an Idempotency-Key: the default seed of images, the same on every instance."""
     error_code: str = ""
     """The code of the error in the answer."""
     has_rows: bool = False
-    """Whether its items leave rows, however they end."""
+    """True if its items leave rows, however they end."""
     streamed_max_bytes: int = 0
     """The limit of a body that its route passes on piece by piece. 0: the body is held."""
     record_refusal: Callable[[RequestContext], None] | None = None
@@ -180,7 +180,7 @@ class RequestContext:
 
 
 def context_of(request: Request) -> RequestContext:
-    """The context of this request, from the middleware."""
+    """Returns the context of this request, from the middleware."""
     context = request.scope["penstock.context"]
     assert isinstance(context, RequestContext), "the middleware wraps every route; this is a bug"
     return context
@@ -380,7 +380,7 @@ def _digest_of(given: str) -> str:
 
 
 def _number(text: str | None) -> int:
-    """The value of Content-Length.
+    """Returns the value of Content-Length.
 
     Python does not parse very long numbers, so they become maxsize.
     """

@@ -184,7 +184,7 @@ OF_STATUS = {
 
 
 def references(*names: str) -> Described:
-    """The headers of one answer, those that every answer has among them."""
+    """Returns the headers of one answer, those that every answer has among them."""
     return {name: {"$ref": f"#/components/headers/{name}"} for name in (*ALWAYS, *names)}
 
 
@@ -282,17 +282,17 @@ _DESCRIPTIONS = {
 
 
 def inference_body(json: type[BaseModel], form: type[BaseModel] | None = None) -> Described:
-    """The request of an inference route: a JSON body, optionally a form, and headers."""
+    """Returns the request of an inference route: a JSON body, optionally a form, and headers."""
     return _request_body(INFERRING, json, form)
 
 
 def prediction_body(json: type[BaseModel]) -> Described:
-    """The request of a route that creates predictions: a JSON body and headers."""
+    """Returns the request of a route that creates predictions: a JSON body and headers."""
     return _request_body(PREDICTING, json)
 
 
 def json_body(json: type[BaseModel]) -> Described:
-    """The request of a route with a JSON body and no headers of its own."""
+    """Returns the request of a route with a JSON body and no headers of its own."""
     return _request_body([], json)
 
 
@@ -316,12 +316,12 @@ def responses(
 
 
 def errors(*statuses: int) -> Responses:
-    """The errors of a route in OpenAI's shape."""
+    """Returns the errors of a route in OpenAI's shape."""
     return _errors(statuses, ErrorReply, "application/json")
 
 
 def inference_responses(reply: type[msgspec.Struct], *headers: str) -> Responses:
-    """The responses of an inference route."""
+    """Returns the responses of an inference route."""
     answers = responses(reply, *INFERENCE_ERRORS, headers=(*OF_INFERENCE, *headers))
     answers[422]["description"] = "This `Idempotency-Key` was used with another request."
     # Where some items of a request fail, the others were computed and are told of all the same.
@@ -332,7 +332,7 @@ def inference_responses(reply: type[msgspec.Struct], *headers: str) -> Responses
 
 
 def problems(*statuses: int) -> Responses:
-    """The errors of a route in Replicate's shape."""
+    """Returns the errors of a route in Replicate's shape."""
     return _errors(statuses, Problem, "application/problem+json")
 
 
@@ -345,7 +345,7 @@ def of_both_apis(*statuses: int) -> Responses:
 
 
 def success(text: str, reply: type[msgspec.Struct], *headers: str) -> Described:
-    """A response with a JSON body."""
+    """Returns a response with a JSON body."""
     content = {"application/json": {"schema": ref_to(reply)}}
     return {
         "description": text,
@@ -371,7 +371,7 @@ def event_stream(*kinds: str) -> Described:
 
 
 def streamed(answers: Responses) -> Responses:
-    """The responses of a route that answers as a stream of events too, if asked for it.
+    """Returns the responses of a route that answers as a stream of events too, if asked for it.
 
     A stream says in `Location` at which URL it can be read again.
     """
@@ -383,19 +383,19 @@ def streamed(answers: Responses) -> Responses:
 
 
 def empty(text: str) -> Described:
-    """A response without a body."""
+    """Returns a response without a body."""
     return {"description": text, "headers": references()}
 
 
 def not_over() -> Responses:
-    """The error of a route that needs a prediction that has ended."""
+    """Returns the error of a route that needs a prediction that has ended."""
     found = problems(409)
     found[409]["description"] = "The prediction has not ended."
     return found
 
 
 def binary(text: str, *media_types: str, headers: tuple[str, ...] = ()) -> Described:
-    """A response whose body is not JSON, with these headers besides the common ones."""
+    """Returns a response whose body is not JSON, with these headers besides the common ones."""
     schema = {"type": "string", "format": "binary"}
     content = {media_type: {"schema": schema} for media_type in media_types}
     described = references(*headers)
@@ -403,7 +403,7 @@ def binary(text: str, *media_types: str, headers: tuple[str, ...] = ()) -> Descr
 
 
 def ref_to(body: type[BaseModel] | type[msgspec.Struct]) -> dict[str, str]:
-    """A reference to the schema of a body."""
+    """Returns a reference to the schema of a body."""
     return {"$ref": SCHEMA_REF.format(name=body.__name__)}
 
 

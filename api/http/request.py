@@ -184,7 +184,7 @@ class ApiRequest:
         self.dependencies.access.caller_of(self.http.scope["headers"])
 
     def limited(self, model: Model, inputs: Sequence[Input]) -> LimitedRequest:
-        """A block that runs within the limits of the caller. See LimitedRequest."""
+        """Returns a block that runs within the limits of the caller. See LimitedRequest."""
         return LimitedRequest(
             self.dependencies.limiter,
             self.caller,
@@ -223,7 +223,7 @@ class ApiRequest:
         check_model(self.caller, model.name)
 
     async def prediction(self, prediction_id: str) -> PredictionSnapshot:
-        """A prediction of the tenant, also one that another endpoint created, as it is now.
+        """Returns a prediction of the tenant, also one that another endpoint created, as it is now.
 
         Raises:
             NotFound: the tenant has no such prediction, or it has expired.
@@ -236,16 +236,16 @@ class ApiRequest:
         return found
 
     def lists(self, snapshot: PredictionSnapshot) -> bool:
-        """Whether a list of predictions has this one for the caller."""
+        """Returns whether a list of predictions has this one for the caller."""
         return may_see(self.caller, self.http.scope["route"].path, snapshot.prediction)
 
     def listed_models(self) -> list[Model]:
-        """The models that the caller may see."""
+        """Returns the models that the caller may see."""
         models, allowed = self.dependencies.catalog.models, self.caller.models
         return [model for model in models if allowed is None or model.name in allowed]
 
     def listed_model(self, name: str) -> Model:
-        """The model of this name, if the caller may see it.
+        """Returns the model of this name, if the caller may see it.
 
         Raises:
             UnknownModel: it is not served, or not for this key.
@@ -278,7 +278,7 @@ class ApiRequest:
         return Quota(self.tenant, usual_bytes if own_bytes is None else own_bytes, field)
 
     def link_to(self, key: str, media_type: str) -> str:
-        """A URL that serves an object for the next 60 minutes."""
+        """Returns a URL that serves an object for the next 60 minutes."""
         return self.base_url + self.dependencies.url_signer.path(key, media_type)
 
 

@@ -49,7 +49,7 @@ class StoredResponse(msgspec.Struct, omit_defaults=True):
     object_key: str = ""
     model: str = ""
     is_of_the_moment: bool = False
-    """Whether it depends on more than the request, whatever its status is."""
+    """True if it depends on more than the request, whatever its status is."""
 
     @property
     def media_type(self) -> str:
@@ -58,7 +58,7 @@ class StoredResponse(msgspec.Struct, omit_defaults=True):
 
     @property
     def is_final(self) -> bool:
-        """Whether the response is the same at any other time."""
+        """Returns whether the response is the same at any other time."""
         return self.status in STORED_STATUSES and not self.is_of_the_moment
 
 
@@ -243,7 +243,7 @@ class IdempotencyService:
         return await self._with_body(_decoder.decode(encoded))
 
     async def _without_large_body(self, response: StoredResponse) -> StoredResponse:
-        """The response for Redis. A large body goes to the object store."""
+        """Returns the response for Redis. A large body goes to the object store."""
         if response.body_bytes <= INLINE_LIMIT_BYTES:
             return response
         key = _body_key(response)
@@ -253,7 +253,7 @@ class IdempotencyService:
     async def _with_body(
         self, stored: StoredResponse, own: StoredResponse | None = None
     ) -> StoredResponse:
-        """The stored response with its body. The body is not fetched if `own` has it."""
+        """Returns the stored response with its body. The body is not fetched if `own` has it."""
         if not stored.object_key:
             return stored
         if own is not None and _body_key(own) == stored.object_key:

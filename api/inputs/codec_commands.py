@@ -112,7 +112,7 @@ def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> f
 
 
 def _prepared(data: bytes, command: PrepareSource, reserve: Callable[[int], None]) -> Image.Image:
-    """The image in `data`, upright, in RGB, and resized to the output size."""
+    """Returns the image in `data`, upright, in RGB, and resized to the output size."""
     with _opened(data, SOURCE_FORMATS) as picture:
         shape = picture.size
         # The orientation of a PNG may follow its pixels. Until it is known, assume upright.
@@ -157,7 +157,7 @@ def _orientation(picture: Image.Image) -> int:
 def _target(
     picture: Image.Image, shape: tuple[int, int], command: PrepareSource
 ) -> tuple[int, int]:
-    """The output width and height, in the displayed orientation."""
+    """Returns the output width and height, in the displayed orientation."""
     width, height = _unturned(shape, picture)
     return command.size or size_like(width, height, command.limits)
 
@@ -170,7 +170,7 @@ def _unturned(size: tuple[int, int], picture: Image.Image) -> tuple[int, int]:
 def _cost_bytes(
     picture: Image.Image, shape: tuple[int, int], target: tuple[int, int] | None = None
 ) -> int:
-    """The most memory that the work takes, measured.
+    """Returns the most memory that the work takes, measured.
 
     Pillow uses four bytes per pixel in most modes.
     """
@@ -190,7 +190,7 @@ def _cost_bytes(
 
 
 def _reduced_bytes(have: tuple[int, int], want: tuple[int, int]) -> int:
-    """The memory of `_reduced`: averaged, resampled in both directions, and rotated."""
+    """Returns the memory of `_reduced`: averaged, resampled in both directions, and rotated."""
     across, down = _factors(have, want)
     height = math.ceil(have[1] / down)
     return 4 * (math.ceil(have[0] / across) * height + want[0] * height + 2 * want[0] * want[1])
@@ -204,7 +204,7 @@ def _factors(have: tuple[int, int], want: tuple[int, int]) -> tuple[int, int]:
 
 
 def _reduced(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """The image without alpha, in `size`.
+    """Returns the image without alpha, in `size`.
 
     Works in strips, so there is no second full copy in memory.
     """
@@ -219,7 +219,7 @@ def _reduced(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def _flat(picture: Image.Image) -> Image.Image:
-    """The image on a white background, without transparency."""
+    """Returns the image on a white background, without transparency."""
     if not picture.has_transparency_data:
         return picture.convert("RGB")
     layer = picture.convert("RGBA")

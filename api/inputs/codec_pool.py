@@ -111,7 +111,7 @@ class CodecClient:
 
     @property
     def is_up(self) -> bool:
-        """Whether it takes commands."""
+        """Returns whether it takes commands."""
         return (
             self._process.returncode is None
             and not self._writer.is_closing()
@@ -436,7 +436,7 @@ class CodecPool:
                 self._kill(child, releases=True)
 
     def _reuse_idle(self) -> CodecClient | None:
-        """The process that has been idle for the shortest time. None without one."""
+        """Returns the process that has been idle for the shortest time. None without one."""
         while self._idle:
             child, timer = self._idle.popitem()
             timer.cancel()

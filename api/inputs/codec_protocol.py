@@ -92,6 +92,6 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def frame_header(frame: CodecRequest | CodecReply, data_bytes: int = 0) -> bytes:
-    """A frame without the `data_bytes` bytes of its image."""
+    """Returns a frame without the `data_bytes` bytes of its image."""
     encoded = _encode(frame)
     return LENGTHS.pack(len(encoded), data_bytes) + encoded

@@ -131,5 +131,5 @@ class SourcePictures:
         return f"{caller.base_url}/v1/files/{file.id}"
 
     async def stored(self, source: Blob) -> Blob:
-        """The source for a message. A large one goes to the object store."""
+        """Returns the source for a message. A large one goes to the object store."""
         return await stored_input(source, self._objects)

@@ -72,7 +72,7 @@ _decoder = msgspec.json.Decoder(_Expiring)
 
 
 def owner_of(tenant: str) -> str:
-    """The digest that stands for a tenant in keys: 128 bits of BLAKE2b (RFC 7693)."""
+    """Returns the digest that stands for a tenant in keys: 128 bits of BLAKE2b (RFC 7693)."""
     return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
 
 
@@ -318,5 +318,5 @@ def _is_listed_no_more(name: str, now_s: float) -> bool:
 
 
 def _is_left_behind(name: str, now_s: float) -> bool:
-    """Whether a reservation, named by its end, is over."""
+    """Returns whether a reservation, named by its end, is over."""
     return int(name.split("_")[0]) <= now_s

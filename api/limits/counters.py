@@ -98,12 +98,12 @@ class Counter(ABC):
 
     @abstractmethod
     def is_due(self, now_s: float) -> bool:
-        """Whether there is something to give back now."""
+        """Returns whether there is something to give back now."""
 
     @property
     @abstractmethod
     def is_idle(self) -> bool:
-        """Whether nothing would be lost with this object."""
+        """Returns whether nothing would be lost with this object."""
 
     def retry_after_s(self, now_s: float) -> float:
         """Seconds until there is room for what was last refused."""
@@ -119,7 +119,7 @@ class Counter(ABC):
         return max(0.0, self.limit - self.used)
 
     def is_blocked(self, need: float, now_s: float) -> bool:
-        """Whether Redis has just refused as much."""
+        """Returns whether Redis has just refused as much."""
         return need >= self._blocked_need and now_s < self._blocked_until_s
 
     def _note(self, ask: Ask, answer: Answer, sent_s: float) -> None:
@@ -190,7 +190,7 @@ class LeasedCounter(Counter):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to be given back."""
+        """Returns whether nothing is to be given back."""
         return not self._returns and self._left <= 0
 
     @property
@@ -237,7 +237,7 @@ class WindowCounter(LeasedCounter):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to be given back, and nothing was used without Redis."""
+        """Returns whether nothing is to be given back, and nothing was used without Redis."""
         return super().is_idle and not self._alone
 
     def _give_back_alone(self, amount: float) -> None:
@@ -258,9 +258,9 @@ class MonthCounter(LeasedCounter):
         self.key_id = ""
         """The key whose budget it is. Empty: the tenant's."""
         self.is_known = False
-        """Whether Redis has said what was used of it, if only that nothing was."""
+        """True if Redis has said what was used of it, if only that nothing was."""
         self.is_open = False
-        """Whether it may be spent without Redis while that is not known."""
+        """True if it may be spent without Redis while that is not known."""
         self.spent = 0.0
         """By all instances, when Redis was last asked: used, and not only reserved."""
         self._reserved = 0.0
@@ -327,7 +327,7 @@ class MonthCounter(LeasedCounter):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to be given back now or later, and Redis knows it."""
+        """Returns whether nothing is to be given back now or later, and Redis knows it."""
         return super().is_idle and not self._reserved and self._told < ROUNDING_USD
 
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
@@ -345,7 +345,7 @@ class MonthCounter(LeasedCounter):
 
     @property
     def may_spend_alone(self) -> bool:
-        """Whether anything of it may be spent while Redis is away."""
+        """Returns whether anything of it may be spent while Redis is away."""
         return self.is_known or self.is_open
 
     def _give_back_alone(self, amount: float) -> None:
@@ -353,7 +353,7 @@ class MonthCounter(LeasedCounter):
 
 
 def month_of(at_s: float) -> float:
-    """The calendar month (UTC) of a Unix time, in months since January of the year 0."""
+    """Returns the calendar month (UTC) of a Unix time, in months since January of the year 0."""
     at = datetime.fromtimestamp(at_s, UTC)
     return at.year * 12 + at.month - 1
 
@@ -418,16 +418,16 @@ class SlotCounter(Counter):
         self.in_use -= need
 
     def is_due(self, now_s: float) -> bool:
-        """Whether slots are spare, or their lifetime must be renewed."""
+        """Returns whether slots are spare, or their lifetime must be renewed."""
         if self._held > self.in_use:
             return now_s >= self._spare_since_s + LEASE_S
         return self._held > 0 and now_s >= self._held_until_s - SLOTS_S / 2
 
     @property
     def is_idle(self) -> bool:
-        """Whether no slot is held."""
+        """Returns whether no slot is held."""
         return not self.in_use and not self._held
 
     def is_blocked(self, need: float, now_s: float) -> bool:
-        """Whether Redis has just refused as many."""
+        """Returns whether Redis has just refused as many."""
         return super().is_blocked(self.in_use + need, now_s)

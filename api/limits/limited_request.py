@@ -248,7 +248,7 @@ def used_by(
 
 
 def highest_cost_usd(price: ItemPrice, unit: Unit, bound: WorkBound) -> float:
-    """The most that an item can be charged.
+    """Returns the most that an item can be charged.
 
     Args:
         price: its terms.

@@ -46,9 +46,9 @@ class Account:
     key_limits: Limits | None
     counters: list[Counter]
     counts_work: bool = False
-    """Whether the work of a request matters."""
+    """True if the work of a request matters."""
     has_budget: bool = False
-    """Whether its cost matters."""
+    """True if its cost matters."""
     asking: asyncio.Future[None] | None = field(default=None, compare=False)
     """The round trip to Redis that is under way."""
 
@@ -64,7 +64,7 @@ class Accounts:
         self._totals_at_s = 0.0
 
     def of(self, caller: Caller, model: str, unit: Unit, month: float = 0) -> Account:
-        """The account of a caller for a model whose work is counted in `unit`.
+        """Returns the account of a caller for a model whose work is counted in `unit`.
 
         Args:
             caller: who asks.
@@ -302,7 +302,7 @@ class Limiter:
         return self._accounts.of(caller, model, unit, month)
 
     def headers(self, account: Account) -> dict[str, str]:
-        """The `x-ratelimit-*` headers of an answer."""
+        """Returns the `x-ratelimit-*` headers of an answer."""
         return headers_of(account.counters, self._clock())
 
     async def reserve(self, account: Account, demand: RequestDemand) -> Reservation:

@@ -29,7 +29,7 @@ class Need(NamedTuple):
 
 
 def headers_of(counters: Iterable[Counter], now_s: float) -> dict[str, str]:
-    """The headers `x-ratelimit-{limit,remaining,reset}-<unit>`.
+    """Returns the headers `x-ratelimit-{limit,remaining,reset}-<unit>`.
 
     If several limits have one unit (of the tenant, of the key, of the model), they show the one of
     which least is left.
@@ -50,7 +50,7 @@ def headers_of(counters: Iterable[Counter], now_s: float) -> dict[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """A duration as OpenAI writes it: `6m0s`, `1s`, `17ms`. Rounded up."""
+    """Returns a duration as OpenAI writes it: `6m0s`, `1s`, `17ms`. Rounded up."""
     if seconds < 1:
         milliseconds = math.ceil(seconds * 1000)
         return "1s" if milliseconds == 1000 else f"{milliseconds}ms" if milliseconds else "0s"

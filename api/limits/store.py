@@ -84,7 +84,7 @@ class Totals(NamedTuple):
     at_ms: int
     """By Redis's clock."""
     is_whole: bool
-    """Whether these are all that changed."""
+    """True if these are all that changed."""
 
 
 _answers = msgspec.json.Decoder(list[Answer])
@@ -209,7 +209,7 @@ class LimitStore(RedisStore):
         await self._commands.run("ZREM", f"{self._prefix}instances", self._instance)
 
     async def claim_warning(self, key: str, period: float, share: float) -> bool:
-        """Whether this caller is the first to warn about this share of a month's budget.
+        """Returns whether this caller is the first to warn about this share of a month's budget.
 
         Raises:
             Unavailable: Redis did not answer. It may have noted the warning all the same.

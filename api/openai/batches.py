@@ -156,7 +156,7 @@ class BatchesPage(msgspec.Struct):
 
 
 def shown_batch(state: BatchState) -> BatchObject:
-    """The body of a batch."""
+    """Returns the body of a batch."""
     created, plan, counts = state.created, state.plan, state.counts or Counts()
     shown = BatchObject(
         id=created.id,

@@ -66,7 +66,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def failure_event(code: str, message: str) -> bytes:
-    """An error, as OpenAI's clients raise it."""
+    """Returns an error, as OpenAI's clients raise it."""
     mapping = ERROR_MAPPINGS.get(code, ERROR_MAPPINGS["internal"])
     detail = ErrorDetail(message, mapping.type, None, code)
     return _event(ErrorReply(detail))
@@ -124,7 +124,7 @@ class ChatEvents:
         return [*events, self._chunk(ended)]
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
-        """The tokens, if they were asked for."""
+        """Returns the tokens, if they were asked for."""
         if not self._has_usage:
             return [DONE]
         usage = usage_of(results_of(outcomes, self._model), self._body.n or 1)
@@ -132,7 +132,7 @@ class ChatEvents:
         return [_event(chunk), DONE]
 
     def failure(self, code: str, message: str) -> bytes:
-        """An error."""
+        """Returns an error."""
         return failure_event(code, message)
 
     def _chunk(self, choice: ChatChunkChoice) -> bytes:
@@ -177,7 +177,7 @@ class CompletionEvents:
         return [self._chunk(CompletionChoice(index, "", result.finish_reason))]
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
-        """The tokens, if they were asked for."""
+        """Returns the tokens, if they were asked for."""
         if not self._has_usage:
             return [DONE]
         usage = usage_of(results_of(outcomes, self._model), self._body.n or 1)
@@ -185,7 +185,7 @@ class CompletionEvents:
         return [_event(reply), DONE]
 
     def failure(self, code: str, message: str) -> bytes:
-        """An error."""
+        """Returns an error."""
         return failure_event(code, message)
 
     def _chunk(self, choice: CompletionChoice) -> bytes:
@@ -323,7 +323,7 @@ def _stream(
     last_id: str,
     held: ExitStack,
 ) -> Response:
-    """The events behind `last_id`. Frees what is `held` at the end."""
+    """Returns the events behind `last_id`. Frees what is `held` at the end."""
     with held:
         prediction, model = snapshot.prediction, _model_of(call, snapshot)
         seen = seen_from_id(last_id, _items_of(body))
@@ -349,7 +349,7 @@ def _items_of(body: ChatBody | CompletionBody) -> int:
 def _stored(
     call: ApiRequest, endpoint: _Endpoint[Any], body: ChatBody, snapshot: PredictionSnapshot
 ) -> Response:
-    """The whole answer of a prediction.
+    """Returns the whole answer of a prediction.
 
     Raises:
         PredictionNotOver: it is being written.

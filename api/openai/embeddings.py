@@ -120,13 +120,13 @@ class EmbeddingsEndpoint(Endpoint):
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """The vectors as the body asks for them."""
+        """Returns the vectors as the body asks for them."""
         body = cast(EmbeddingsBody, request.body)
         return _encoder.encode(embeddings_reply(body, request.model, outcomes))
 
 
 def inputs_of(body: EmbeddingsBody, model: Model) -> list[TextInput | TokensInput]:
-    """The items of a body.
+    """Returns the items of a body.
 
     Raises:
         BadInput: the model can't compute them.
@@ -156,7 +156,7 @@ def kept_dimensions(body: EmbeddingsBody, model: Model) -> int:
 def embeddings_reply(
     body: EmbeddingsBody, model: Model, outcomes: Sequence[ItemOutcome]
 ) -> EmbeddingsReply:
-    """The reply to a body, all of whose items have a result.
+    """Returns the reply to a body, all of whose items have a result.
 
     With `truncate` each vector says how many tokens of its text were cut.
     """
@@ -181,7 +181,7 @@ def embeddings_reply(
 
 
 def _matrix(vectors: Sequence[bytes], model: Model, dimensions: int) -> NDArray[np.float32]:
-    """The vectors as an (n, dimensions) matrix.
+    """Returns the vectors as an (n, dimensions) matrix.
 
     Cut vectors are normalized again, as in OpenAI's API.
     """

@@ -60,7 +60,7 @@ class Endpoint(ABC):
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """The body of the answer, as JSON in one line.
+        """Returns the body of the answer, as JSON in one line.
 
         Raises:
             Unavailable: the object store is out of reach.

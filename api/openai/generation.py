@@ -92,7 +92,7 @@ def read_tool_calls(
 
 
 def shown_of(text: str) -> str:
-    """The part of a text so far that is no call, and can't become one with more text.
+    """Returns the part of a text so far that is no call, and can't become one with more text.
 
     It is a beginning of what `read_tool_calls` returns as text, whatever comes.
     """
@@ -110,7 +110,7 @@ def shown_of(text: str) -> str:
 
 
 def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
-    """The JSON schema, as JSON, of a call of one of these tools.
+    """Returns the JSON schema, as JSON, of a call of one of these tools.
 
     Args:
         tools: the name of each, and the schema of its arguments.
@@ -146,14 +146,14 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def _find_whole(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
-    """The call that the whole text is, if it is one."""
+    """Returns the call that the whole text is, if it is one."""
     before = _WHOLE_CALL.match(text)
     found = _calls_at(text, before.end(), names) if before else None
     return [(0, found)] if found is not None and not text[found.end :].strip() else []
 
 
 def _find_within(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
-    """The calls behind signs, each with the place of its sign."""
+    """Returns the calls behind signs, each with the place of its sign."""
     found: list[tuple[int, _Found]] = []
     end = 0
     for sign in _SIGN.finditer(text):
@@ -212,7 +212,7 @@ class ChatEndpoint(Endpoint):
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """The answers."""
+        """Returns the answers."""
         body = cast(ChatBody, request.body)
         made = f"line-{time.time_ns():x}"
         return msgspec.json.encode(chat_reply(body, made, time.time(), request.model, outcomes))
@@ -230,7 +230,7 @@ class CompletionEndpoint(Endpoint):
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """The texts."""
+        """Returns the texts."""
         body = cast(CompletionBody, request.body)
         made = f"line-{time.time_ns():x}"
         return msgspec.json.encode(
@@ -248,7 +248,7 @@ def _line(body: TextBody, catalog: Catalog, default_seed: int) -> LineRequest:
 
 
 def model_of(body: TextBody, catalog: Catalog) -> Model:
-    """The model that a body names, or the first text model of the catalog.
+    """Returns the model that a body names, or the first text model of the catalog.
 
     Raises:
         UnknownModel: there is no such text model.
@@ -257,12 +257,12 @@ def model_of(body: TextBody, catalog: Catalog) -> Model:
 
 
 def is_repeatable(body: TextBody) -> bool:
-    """Whether an equal request gets an equal answer."""
+    """Returns whether an equal request gets an equal answer."""
     return body.seed is not None or body.temperature == 0 or body.top_p == 0
 
 
 def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[GenerationInput]:
-    """The items of a body: n for each prompt, with consecutive seeds.
+    """Returns the items of a body: n for each prompt, with consecutive seeds.
 
     Raises:
         BadInput: the model can't write as much.
@@ -331,12 +331,12 @@ def _first_of(body: TextBody, model: Model) -> GenerationInput:
 
 
 def tools_of(body: ChatBody) -> list[dict[str, object]]:
-    """The tools as a chat template gets them."""
+    """Returns the tools as a chat template gets them."""
     return [tool.model_dump(exclude_none=True) for tool in body.allowed_tools]
 
 
 def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[GenerationResult]:
-    """The results of outcomes, all of which have one."""
+    """Returns the results of outcomes, all of which have one."""
     results = [outcome.result for outcome in outcomes]
     found = [result for result in results if isinstance(result, GenerationResult)]
     if len(found) < len(results):
@@ -345,7 +345,7 @@ def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[Generation
 
 
 def usage_of(results: Sequence[GenerationResult], choices: int = 1) -> TextUsage:
-    """The tokens of an answer. The prompt counts once for its n choices, as with OpenAI."""
+    """Returns the tokens of an answer. The prompt counts once for its n choices, as with OpenAI."""
     read = sum(result.input_tokens for result in results[::choices])
     written = sum(result.output_tokens for result in results)
     cached = sum(result.cached_tokens for result in results[::choices])
@@ -359,7 +359,7 @@ def chat_reply(
     model: Model,
     outcomes: Sequence[ItemOutcome],
 ) -> ChatReply:
-    """The reply to a chat, all of whose items have a result. `made` is its id."""
+    """Returns the reply to a chat, all of whose items have a result. `made` is its id."""
     results = results_of(outcomes, model)
     choices = [chat_choice(body, made, index, result) for index, result in enumerate(results)]
     return ChatReply(made, int(created_at_s), model.name, choices, usage_of(results, body.n or 1))
@@ -400,7 +400,7 @@ def completion_reply(
     model: Model,
     outcomes: Sequence[ItemOutcome],
 ) -> CompletionReply:
-    """The reply to a prompt, all of whose items have a result. `made` is its id."""
+    """Returns the reply to a prompt, all of whose items have a result. `made` is its id."""
     results = results_of(outcomes, model)
     choices = [
         CompletionChoice(

@@ -269,7 +269,7 @@ class GenerationsEndpoint(Endpoint):
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """The images as base64."""
+        """Returns the images as base64."""
         body = cast(GenerationBody, request.body)
         results = results_of(outcomes, request.model)
         items = []
@@ -284,7 +284,7 @@ class GenerationsEndpoint(Endpoint):
 
 
 def model_of(body: GenerationBody | EditForm, catalog: Catalog) -> Model:
-    """The model that a body names, or the first image model of the catalog.
+    """Returns the model that a body names, or the first image model of the catalog.
 
     Raises:
         UnknownModel: there is no such image model.
@@ -295,7 +295,7 @@ def model_of(body: GenerationBody | EditForm, catalog: Catalog) -> Model:
 
 
 def size_in(body: GenerationBody | EditForm, model: Model) -> tuple[int, int] | None:
-    """The requested width and height. None for `auto`.
+    """Returns the requested width and height. None for `auto`.
 
     Raises:
         BadInput: the model can't produce it.
@@ -304,7 +304,7 @@ def size_in(body: GenerationBody | EditForm, model: Model) -> tuple[int, int] | 
 
 
 def first_of(body: GenerationBody, model: Model) -> ImageInput:
-    """The first image of a body.
+    """Returns the first image of a body.
 
     Raises:
         BadInput: the model can't produce it.
@@ -313,12 +313,12 @@ def first_of(body: GenerationBody, model: Model) -> ImageInput:
 
 
 def consecutive(first: ImageInput, start: int, count: int) -> list[ImageInput]:
-    """The images of a request: like the first one, with the seeds from `start` on."""
+    """Returns the images of a request: like the first one, with the seeds from `start` on."""
     return [msgspec.structs.replace(first, seed=start + number) for number in range(count)]
 
 
 def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[ImageResult]:
-    """The images of outcomes, all of which have a result."""
+    """Returns the images of outcomes, all of which have a result."""
     results = [outcome.result for outcome in outcomes]
     images = [result for result in results if isinstance(result, ImageResult)]
     if len(images) < len(results):
@@ -327,7 +327,7 @@ def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[ImageResul
 
 
 async def read_image(objects: ObjectStore, image: Blob) -> bytes:
-    """The bytes of an image, which may be in the object store.
+    """Returns the bytes of an image, which may be in the object store.
 
     Raises:
         Unavailable: the object store is out of reach, or the image was removed meanwhile.

@@ -108,7 +108,7 @@ class ResponseEvents:
         return True, self._first_end - _PART - 1, self._after - self._first_end + 1
 
     def reply(self, status: ResponseStatus, **facts: Any) -> ResponseReply:
-        """The answer without its output."""
+        """Returns the answer without its output."""
         body = self._body
         given = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return ResponseReply(
@@ -138,7 +138,7 @@ class ResponseEvents:
         )
 
     def whole(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> ResponseReply:
-        """The answer with its output, which was written until `ended_at_s`."""
+        """Returns the answer with its output, which was written until `ended_at_s`."""
         (result,) = results_of(outcomes, self._model)
         is_cut = result.finish_reason == "length"
         return self.reply(
@@ -201,7 +201,7 @@ class ResponseEvents:
         return self._joined(*begin, self._delta(number, now[len(shown) :], told))
 
     def _logprobs(self, given: Sequence[TokenLogprob]) -> list[LogprobOfText]:
-        """Those that were asked for."""
+        """Returns those that were asked for."""
         return [_shown_logprob(one) for one in given] if self._body.has_logprobs else []
 
     def _shown(self, text: str) -> str:
@@ -254,7 +254,7 @@ class ResponseEvents:
         return events
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
-        """The whole answer."""
+        """Returns the whole answer."""
         whole = self.whole(outcomes, ended_at_s)
         event = self._event(self._last, f"response.{whole.status}", response=whole)
         return [event] if event else []
@@ -265,13 +265,13 @@ class ResponseEvents:
         return self._event(self._last, "response.failed", response=failed, is_kept=True)
 
     def failed(self, code: str, message: str) -> ResponseReply:
-        """The answer that says why there is none."""
+        """Returns the answer that says why there is none."""
         if code == "canceled":
             return self.reply("cancelled")
         return self.reply("failed", error=ResponseError(code, message))
 
     def _event(self, number: int, kind: str, *, is_kept: bool = False, **facts: Any) -> bytes:
-        """An event. Empty if the reader has it."""
+        """Returns an event. Empty if the reader has it."""
         if number <= self._after and not is_kept:
             return b""
         told = {"type": kind, "sequence_number": number, **facts}
@@ -287,7 +287,7 @@ def _shown_logprob(one: TokenLogprob) -> LogprobOfText:
 
 
 def _call_events(call: OutputCall, at: int) -> list[tuple[str, dict[str, Any]]]:
-    """The events of a call, which comes in one piece."""
+    """Returns the events of a call, which comes in one piece."""
     place = {"output_index": at, "item_id": call.id}
     begun = msgspec.structs.replace(call, arguments="", status="in_progress")
     written = {**place, "arguments": call.arguments, "name": call.name}
@@ -393,7 +393,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 
 async def _continued(call: ApiRequest, body: ResponseBody, previous: str) -> ResponseBody:
-    """The request with what came before it."""
+    """Returns the request with what came before it."""
     try:
         snapshot = await _find(call, previous)
     except NotFound as error:
@@ -476,7 +476,7 @@ def _events_of(
 def _stream(
     call: ApiRequest, snapshot: PredictionSnapshot, after: int, held: ExitStack
 ) -> Response:
-    """The events behind `after`. Frees what is `held` at the end."""
+    """Returns the events behind `after`. Frees what is `held` at the end."""
     with held:
         body, events = _events_of(call, snapshot, after)
         if IS_HEAD in call.http.scope:

@@ -164,7 +164,7 @@ class InputMessage(Body):
     phase: Option | None = Field(None, description="Accepted from earlier answers.")
 
     def to_chat(self) -> dict[str, Any]:
-        """The message of a chat."""
+        """Returns the message of a chat."""
         return {"role": self.role, "content": _text_of(self.content)}
 
 
@@ -179,7 +179,7 @@ class InputCall(Body):
     status: Option | None = None
 
     def to_chat(self) -> dict[str, Any]:
-        """The message of a chat."""
+        """Returns the message of a chat."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"role": "assistant", "tool_calls": [{"id": self.call_id, "function": function}]}
 
@@ -194,7 +194,7 @@ class InputResult(Body):
     status: Option | None = None
 
     def to_chat(self) -> dict[str, Any]:
-        """The message of a chat."""
+        """Returns the message of a chat."""
         content = _text_of(self.output)
         return {"role": "tool", "tool_call_id": self.call_id, "content": content}
 
@@ -226,7 +226,7 @@ class ResponseTool(Body):
     strict: bool | None = None
 
     def to_chat(self) -> dict[str, Any]:
-        """The tool of a chat."""
+        """Returns the tool of a chat."""
         return {
             "type": "function",
             "function": self.model_dump(exclude={"type"}, exclude_none=True),
@@ -241,7 +241,7 @@ class NamedTool(Body):
 
 
 def _named(tool: NamedTool) -> dict[str, Any]:
-    """The tool as chats name it."""
+    """Returns the tool as chats name it."""
     return {"type": "function", "function": {"name": tool.name}}
 
 
@@ -269,7 +269,7 @@ class TextFormat(Body):
         return self
 
     def to_chat(self) -> dict[str, Any]:
-        """The `response_format` of a chat."""
+        """Returns the `response_format` of a chat."""
         if self.type != "json_schema":
             return {"type": self.type}
         schema = {"name": self.name or "answer", "schema": self.schema_}
@@ -350,17 +350,17 @@ class ResponseBody(Body):
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is a prediction underneath, which any instance can tell of."""
+        """Returns whether it is a prediction underneath, which any instance can tell of."""
         return bool(self.stream or self.background or self.store)
 
     @property
     def waits(self) -> bool:
-        """Whether the answer to the request is the whole text, which is kept."""
+        """Returns whether the answer to the request is the whole text, which is kept."""
         return bool(self.store) and not (self.stream or self.background)
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the answer has log probabilities."""
+        """Returns whether the answer has log probabilities."""
         asked = "message.output_text.logprobs" in (self.include or ())
         return asked or self.top_logprobs is not None
 
@@ -372,7 +372,7 @@ class ResponseBody(Body):
         return self.input
 
     def after(self, earlier: ResponseBody, output: list[dict[str, Any]]) -> ResponseBody:
-        """The same with an earlier request and its output before it.
+        """Returns the same with an earlier request and its output before it.
 
         Raises:
             pydantic.ValidationError: these are too many items.
@@ -386,7 +386,7 @@ class ResponseBody(Body):
         return ResponseBody.model_validate(given)
 
     def to_chat(self) -> ChatBody:
-        """The chat that asks for the same.
+        """Returns the chat that asks for the same.
 
         Raises:
             pydantic.ValidationError: parts of it don't belong together.

@@ -50,7 +50,7 @@ def find_version(catalog: Catalog, version: str) -> Model:
 
 
 def is_replicates_client(user_agent: str) -> bool:
-    """Whether the user agent is a client of Replicate, such as `replicate-python/1.0.7`.
+    """Returns whether the user agent is a client of Replicate, such as `replicate-python/1.0.7`.
 
     Nothing else tells it from OpenAI's where both ask for the same path: keys and hosts are the
     same here.
@@ -70,7 +70,7 @@ class PredictionSnapshot(NamedTuple):
 
     @property
     def is_unpublished(self) -> bool:
-        """Whether the broker may not have the job."""
+        """Returns whether the broker may not have the job."""
         return self.record.state == "starting" and not self.record.published
 
     @property

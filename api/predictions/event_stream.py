@@ -67,7 +67,7 @@ class StreamEvent(NamedTuple):
     data: str = ""
 
     def encoded(self, place: Place) -> bytes:
-        """The event on the wire."""
+        """Returns the event on the wire."""
         return encode_event(KINDS[self.kind], self.data, place.to_id())
 
 
@@ -80,12 +80,12 @@ class Place(NamedTuple):
 
     @classmethod
     def from_id(cls, last_id: str) -> Place:
-        """The place in an event id. The start for foreign ids."""
+        """Returns the place in an event id. The start for foreign ids."""
         found = _ID.fullmatch(last_id)
         return cls(int(found[1]), int(found[2]), found[3] or "") if found else cls()
 
     def to_id(self) -> str:
-        """The id of an event after which a reader is here."""
+        """Returns the id of an event after which a reader is here."""
         kept = f"{max(0, self.kind)}.{max(0, self.number)}"
         return f"{kept}.{self.preview}" if self.preview else kept
 
@@ -188,7 +188,7 @@ class HeldResponse(StreamingResponse):
 
 
 def events_of(snapshot: PredictionSnapshot, url_signer: UrlSigner) -> list[StreamEvent]:
-    """All events of a prediction so far, in order."""
+    """Returns all events of a prediction so far, in order."""
     prediction, record = snapshot
     events = []
     if logs := logs_of(record):
@@ -231,7 +231,7 @@ def failure_event(message: str) -> bytes:
 
 
 def encode_event(kind: str, data: str, event_id: str | None = None) -> bytes:
-    """An event on the wire, with an id if one is given.
+    """Returns an event on the wire, with an id if one is given.
 
     Each line of its data is a field of its own. A line ends where any reader ends it: at least one
     that is in use takes more characters for line ends than the standard does, and would lose what
@@ -264,7 +264,7 @@ class OutputEvents:
         return []
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
-        """The end."""
+        """Returns the end."""
         return [encode_event("done", "{}")]
 
     def failure(self, code: str, message: str) -> bytes:

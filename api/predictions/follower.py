@@ -155,7 +155,7 @@ class PredictionFollower:
 
 
 def _may_be_told(record: Record, kept: HeldLimits, now_s: float) -> bool:
-    """Whether a worker may still say what a canceled prediction is charged."""
+    """Returns whether a worker may still say what a canceled prediction is charged."""
     if record.attempts == 0 and now_s >= record.canceled_at_s + ENDING_S:
         return False
     return now_s < kept.deadline_s + GRACE_S

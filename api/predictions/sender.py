@@ -45,9 +45,9 @@ class NewPrediction:
     keep_s: int | None
     """How long it is kept after its end, by the tenant's plan. None: as long as usual."""
     is_keyed: bool
-    """Whether the caller can repeat the request and get the same prediction."""
+    """True if the caller can repeat the request and get the same prediction."""
     is_promised: bool
-    """Whether the objective on deadlines holds for it."""
+    """True if the objective on deadlines holds for it."""
 
     @property
     def demand(self) -> Demand:
@@ -149,5 +149,5 @@ class PredictionSender:
 
 
 def failed_reply(code: str, message: str) -> bytes:
-    """The reply for a record that no worker ended, with a code of shared.errors."""
+    """Returns the reply for a record that no worker ended, with a code of shared.errors."""
     return encode_reply_body(ReplyBody([], ItemError(code, message), replied_at_s=time.time()))

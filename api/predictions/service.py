@@ -297,7 +297,7 @@ class Predictions:
         return None
 
     async def previews(self, snapshot: PredictionSnapshot, cursor: str) -> list[Preview]:
-        """The previews after `cursor`, while more are drawn for the next seconds.
+        """Returns the previews after `cursor`, while more are drawn for the next seconds.
 
         None while Redis does not answer.
         """
@@ -416,5 +416,5 @@ def _not_found(prediction_id: str) -> NotFound:
 
 
 def _is_final(status: int | None) -> bool:
-    """Whether a receiver that answered so is told no more."""
+    """Returns whether a receiver that answered so is told no more."""
     return status is not None and (200 <= status < 300 or status == HTTPStatus.GONE)

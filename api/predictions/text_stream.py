@@ -63,7 +63,7 @@ class ReadPace:
         self._found_s = now_s
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it is time to look."""
+        """Returns whether it is time to look."""
         pause_s = SURE_SHARE * min(*self._gaps_s, MAX_GAP_S)
         return self._found_s is None or now_s >= self._found_s + pause_s
 
@@ -186,7 +186,7 @@ class TextShape(Protocol):
     """The form of the events. The ids of the parts of a text count from 0."""
 
     def opening(self, index: int) -> bytes | None:
-        """The first event of a text."""
+        """Returns the first event of a text."""
 
     def delta(
         self,
@@ -202,13 +202,13 @@ class TextShape(Protocol):
         """
 
     def ending(self, index: int, result: GenerationResult) -> Sequence[bytes]:
-        """The last events of a text."""
+        """Returns the last events of a text."""
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> Sequence[bytes]:
-        """The last events of all. The prediction ended at `ended_at_s` (unix time)."""
+        """Returns the last events of all. The prediction ended at `ended_at_s` (unix time)."""
 
     def failure(self, code: str, message: str) -> bytes:
-        """The event of an error, after which nothing comes."""
+        """Returns the event of an error, after which nothing comes."""
 
 
 class StreamLost(PenstockError):
@@ -393,7 +393,7 @@ class _Watch:
         self._checked_s = self._sent_s = time.monotonic()
         self.every_s = min(CHECK_S, HEARTBEAT_S)
         self.has_refused = False
-        """Whether the reader may not go on."""
+        """True if the reader may not go on."""
 
     def is_heartbeat_due(self, *, is_silent: bool) -> bool:
         """Whether nothing was sent for so long that a comment is due. Checks the reader too.
@@ -455,7 +455,7 @@ class _Stream:
             yield self._with_id(event)
 
     def fail(self, code: str, message: str) -> bytes:
-        """The event of an error."""
+        """Returns the event of an error."""
         return self._with_id(self._shape.failure(code, message))
 
     def _end_of(self, index: int, result: GenerationResult) -> Iterator[bytes]:

@@ -139,7 +139,7 @@ async def stream(
 
 
 def _is_read_along(dependencies: Dependencies, prediction: Prediction) -> bool:
-    """Whether its output comes token by token."""
+    """Returns whether its output comes token by token."""
     with suppress(UnknownModel):  # gone from the catalog: only its record tells of it
         model = dependencies.catalog.find(prediction.model)
         return API_TASKS[model.task].streams_tokens and not prediction.is_list
@@ -151,7 +151,7 @@ def _stays_valid() -> None:
 
 
 def _sends_key(request: Request) -> bool:
-    """Whether the request has a key, which then decides: a wrong key is told of."""
+    """Returns whether the request has a key, which then decides: a wrong key is told of."""
     return "authorization" in request.headers or "x-api-key" in request.headers
 
 

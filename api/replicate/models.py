@@ -43,7 +43,7 @@ COG_VERSION = "0.16.0"
 
 
 def version_body(model: Model, created_at_s: float) -> dict[str, Any]:
-    """The only version of a model, ready for JSON."""
+    """Returns the only version of a model, ready for JSON."""
     return {
         "id": version_of(model),
         "created_at": iso(created_at_s),
@@ -53,7 +53,7 @@ def version_body(model: Model, created_at_s: float) -> dict[str, Any]:
 
 
 def model_body(model: Model, owner: str, base_url: str, created_at_s: float) -> dict[str, Any]:
-    """A model in Replicate's shape, ready for JSON."""
+    """Returns a model in Replicate's shape, ready for JSON."""
     return {
         "url": f"{base_url}/v1/models/{owner}/{model.name}",
         "owner": owner,
@@ -71,7 +71,7 @@ def model_body(model: Model, owner: str, base_url: str, created_at_s: float) -> 
 
 
 def deployment_body(model: Model, owner: str, created_at_s: float) -> dict[str, Any]:
-    """The only deployment of a model, ready for JSON."""
+    """Returns the only deployment of a model, ready for JSON."""
     release = {
         "number": 1,
         "model": f"{owner}/{model.name}",
@@ -88,7 +88,7 @@ def deployment_body(model: Model, owner: str, created_at_s: float) -> dict[str, 
 
 
 def hardware_body(kind: str) -> dict[str, Any]:
-    """A GPU type of the catalog in Replicate's shape, ready for JSON."""
+    """Returns a GPU type of the catalog in Replicate's shape, ready for JSON."""
     return {"sku": kind, "name": "CPU" if kind == "none" else f"NVIDIA {kind.upper()} GPU"}
 
 
@@ -259,7 +259,7 @@ async def list_files(request: Request) -> Response:
 
 
 async def shown_files(call: ApiRequest) -> list[dict[str, Any]]:
-    """The newest files of the caller, as Replicate's clients know them."""
+    """Returns the newest files of the caller, as Replicate's clients know them."""
     return [_shown(call, file) for file in await call.dependencies.files.newest(call.tenant)]
 
 

@@ -139,7 +139,7 @@ def new_prediction(
 
 
 def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tuple[str, ...]]:
-    """The webhook URL and its events. Refuses URLs that could never be delivered to."""
+    """Returns the webhook URL and its events. Refuses URLs that could never be delivered to."""
     url, events = body.webhook_target
     if url:
         field = "webhook" if body.webhook else "webhook_completed"
@@ -162,7 +162,7 @@ def _ids(tenant: str, own_id: str, key: str) -> tuple[str, str]:
 
 
 async def _digest(body: PredictionBody, model: Model) -> str:
-    """A digest of the body and the model. Equal requests have the same."""
+    """Returns a digest of the body and the model. Equal requests have the same."""
     given = body.model_dump(exclude={"version"})
     image = given["input"].get("image")
     if isinstance(image, str) and len(image) > MAX_URL_CHARS:
@@ -173,7 +173,7 @@ async def _digest(body: PredictionBody, model: Model) -> str:
 
 
 def digest_of(text: str) -> str:
-    """A digest of what was asked for."""
+    """Returns a digest of what was asked for."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -275,7 +275,7 @@ def _check_names(**names: str) -> None:
 
 
 def _created(dependencies: Dependencies, snapshot: PredictionSnapshot, *, is_new: bool) -> Response:
-    """The answer to a creation.
+    """Returns the answer to a creation.
 
     Replicate's clients take `processing` for an end here: it becomes `starting`.
     """

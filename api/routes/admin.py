@@ -424,7 +424,7 @@ async def _issued(call: ApiRequest, issued: IssuedKey) -> Response:
 
 
 async def _done(call: ApiRequest, reply: msgspec.Struct) -> Response:
-    """The answer to a change, which this instance knows before the next request."""
+    """Returns the answer to a change, which this instance knows before the next request."""
     await call.dependencies.access.refresh()
     return _json(reply)
 

@@ -25,7 +25,7 @@ class ModelStatus(msgspec.Struct, kw_only=True):
 
     model: str
     is_busy: bool
-    """Whether items of anyone wait for a worker."""
+    """True if items of anyone wait for a worker."""
     your_items_in_flight: Count
     """Items of your tenant that wait for a worker."""
     expected_wait_s: Seconds
@@ -81,5 +81,5 @@ def _status(call: ApiRequest, model: str) -> ModelStatus:
 
 
 def _coarse(wait_s: float) -> float:
-    """The next of STEPS_S. The exact wait would tell how many others wait."""
+    """Returns the next of STEPS_S. The exact wait would tell how many others wait."""
     return next((step for step in STEPS_S if wait_s <= step), STEPS_S[-1])

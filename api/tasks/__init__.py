@@ -19,7 +19,7 @@ MAX_FIELDS = 100
 async def read_inputs(
     given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
 ) -> Inputs:
-    """The inputs of one prediction.
+    """Returns the inputs of one prediction.
 
     Args:
         given: the `input` of the body.

@@ -21,7 +21,7 @@ class Inputs:
     shown: dict[str, Any]
     """The input as it is kept and shown. A picture inside it became the URL of a file."""
     is_list: bool
-    """Whether the output is a list, or its only element."""
+    """True if the output is a list, or its only element."""
     is_repeatable: bool
     output_format: str = "png"
 
@@ -37,13 +37,13 @@ class ApiTask(ABC):
     output_schema: ClassVar[dict[str, Any]]
     """The output, as JSON Schema."""
     streams_tokens: ClassVar[bool] = False
-    """Whether its workers write tokens where a stream can read them while they compute."""
+    """True if its workers write tokens where a stream can read them while they compute."""
 
     @abstractmethod
     async def read(
         self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
     ) -> Inputs:
-        """The items of one prediction.
+        """Returns the items of one prediction.
 
         Args:
             given: the `input` of the body.

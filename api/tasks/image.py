@@ -181,7 +181,7 @@ class ImageApi(ApiTask):
 
 
 def _size(parsed: PictureInput, model: Model) -> tuple[int, int] | None:
-    """The requested size. None: not given."""
+    """Returns the requested size. None: not given."""
     if parsed.size:
         return size_of(parsed.size, model)
     if not (parsed.width or parsed.height):

@@ -40,7 +40,7 @@ class TextsToCompare(Body):
         return self
 
     def all_pairs(self) -> list[tuple[str, str]]:
-        """Each text, and what to compare it with."""
+        """Returns each text, and what to compare it with."""
         if self.pairs is not None:
             return [(text, query) for text, query in self.pairs]
         return [(text, self.query or "") for text in self.texts or ()]

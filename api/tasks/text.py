@@ -75,7 +75,7 @@ class TextApi(ApiTask):
 
 
 def _shown(given: dict[str, Any]) -> dict[str, Any]:
-    """The input as its record keeps it: without what is accepted and not read."""
+    """Returns the input as its record keeps it: without what is accepted and not read."""
     if not given.get("messages"):
         return given
     messages = [

@@ -166,7 +166,7 @@ def _list(given: QueryParams, field: str) -> Sequence[str]:
 def _within(
     allowed: tuple[str, ...] | None, chosen: tuple[str, ...] | None
 ) -> tuple[str, ...] | None:
-    """The chosen ones among the allowed ones. None: all."""
+    """Returns the chosen ones among the allowed ones. None: all."""
     if allowed is None or chosen is None:
         return chosen if allowed is None else allowed
     return tuple(name for name in chosen if name in allowed)

@@ -75,7 +75,7 @@ class UsageRows:
         self._client: Any = None
 
     def read(self, query: UsageQuery) -> list[UsageLine]:
-        """The lines of all buckets that have any, in order.
+        """Returns the lines of all buckets that have any, in order.
 
         Raises:
             BadInput: there are more than MAX_LINES.
