@@ -2,11 +2,8 @@
 
 The body is that of OpenAI: `{"error": {"message", "type", "param", "code"}}`, always with all four
 keys (https://platform.openai.com/docs/guides/error-codes). `code` is the stable code of
-shared/errors.py.
-
-All methods of a path, for the header `Allow` (RFC 9110, 10.2.1).
-
-The router would name those of one route only.
+shared/errors.py. A 405 names all methods of its path in the `Allow` header (RFC 9110, 10.2.1). The
+router would name those of one route only.
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ class TooSlow(BadInput):
 
 
 class Unauthorized(PenstockError):
-    """No valid API key was given."""
+    """The request has no valid API key."""
 
     code = "invalid_api_key"
     public_by_default = None
@@ -92,7 +89,7 @@ class NotNow(BadInput):
 
 
 class StorageFull(NotNow):
-    """What the tenant stores leaves no room for this."""
+    """The storage quota of the tenant has no room for this."""
 
     code = "storage_quota_exceeded"
 
@@ -111,7 +108,7 @@ class MethodNotAllowed(PenstockError):
 
 
 class KeyReused(PenstockError):
-    """This Idempotency-Key was used with another request; a key stands for one request."""
+    """This Idempotency-Key was used with another request; a key identifies one request."""
 
     code = "idempotency_key_reused"
     public_by_default = None
@@ -244,7 +241,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
 
 
 def log_reason(error: PenstockError, request_id: str) -> None:
-    """Logs what the caller of a request is not shown of an error."""
+    """Logs the details of an error that are not shown to the caller."""
     if error.public_message != error.message:
         facts = {"request_id": request_id, "code": error.code, "reason": error.message}
         log.warning("request failed", extra=facts)
@@ -253,7 +250,7 @@ def log_reason(error: PenstockError, request_id: str) -> None:
 def set_error_code(request: Request, error: Exception) -> None:
     """Puts the error code into the context of the request, for metrics and rows.
 
-    The log gets the reason that callers are not shown.
+    The log gets the details that are not shown to callers.
     """
     match error:
         case PenstockError():

@@ -88,7 +88,7 @@ TENANTS = Gauge(
 )
 MAX_TENANT = Gauge(
     "penstock_api_largest_tenant_items",
-    "Items of the tenant that has most of them waiting, as of the last quarter of a second.",
+    "Maximum number of waiting items of any one tenant, in the last quarter of a second.",
     ["model", "lane"],
 )
 PREDICTIONS = Counter(
@@ -106,13 +106,11 @@ IDEMPOTENT_REQUESTS = Counter(
 )
 IMAGES = Counter(
     "penstock_api_pictures_total",
-    "Pictures to decode or encode, by end. shed: refused with 429. "
+    "Images to decode or encode, by outcome. shed: refused with 429. "
     "*_waiting: ended before the work began.",
     ["end"],
 )
-IMAGES_WAITING = Gauge(
-    "penstock_api_pictures_waiting", "Pictures waiting to be decoded or encoded."
-)
+IMAGES_WAITING = Gauge("penstock_api_pictures_waiting", "Images waiting to be decoded or encoded.")
 CONNECTIONS_CUT = Counter(
     "penstock_api_connections_cut_total",
     "Connections that the API closed: idle, full, invalid, head_too_large, head_too_slow, unread.",

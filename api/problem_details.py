@@ -32,7 +32,7 @@ from api.errors import (
 from shared.errors import BadInput, PenstockError
 
 MAX_FIELDS = 100
-"""How many invalid fields one response names."""
+"""Maximum number of invalid fields that one response names."""
 UNPROCESSABLE = frozenset(
     {"invalid_input", "input_too_large", "context_length_exceeded", "storage_quota_exceeded"}
 )

@@ -56,8 +56,8 @@ def _tls_context(settings: ApiSettings) -> ssl.SSLContext:
         context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
     except OSError as error:
         raise ConfigurationError(
-            f"PENSTOCK_TLS_CERT: {settings.tls_cert} and {settings.tls_key} are no certificate "
-            f"with its key: {error.strerror or error}",
+            f"PENSTOCK_TLS_CERT: {settings.tls_cert} and {settings.tls_key} are not a certificate "
+            f"and its key: {error.strerror or error}",
             field="tls_cert",
         ) from error
     return context

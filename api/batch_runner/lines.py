@@ -1,6 +1,5 @@
-"""One line of a batch: from its bytes to a request, and from an outcome to a line of an output.
-
-Splits a stream of bytes into the lines of a JSONL file (https://jsonlines.org).
+"""Splits a JSONL file (https://jsonlines.org) into lines, and maps lines to requests and outcomes
+to lines of the output.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Line(NamedTuple):
     number: int
     """Its number in the file, from 1. Blank lines count."""
     offset: int
-    """Where it begins in the file, in bytes."""
+    """Offset of the line in the file, in bytes."""
     data: bytes | None
     """Without its end. None: it is too long."""
 
@@ -59,7 +58,7 @@ class LineSplitter:
     Args:
         longest_bytes: the data of longer lines is dropped.
         number: of the first line.
-        offset: where the first line begins in the file.
+        offset: bytes before the first line in the file.
     """
 
     def __init__(

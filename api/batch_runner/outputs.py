@@ -49,7 +49,7 @@ class Outputs:
     ) -> str:
         if not any(length for _, _, length in parts):
             return ""
-        # Named by the batch: whoever composes it again writes over the same file.
+        # Named after the batch: composing it again overwrites the same file.
         file_id = new_file_id(batch.created_at_s, f"{batch.id} {kind}")
         async with self._objects.writer(data_key(batch.tenant, file_id), JSONL) as writer:
             for segment, start, length in parts:

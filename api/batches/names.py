@@ -1,4 +1,4 @@
-"""Ids of files and batches, and where the object store has what belongs to them.
+"""Ids of files and batches, and the keys of their objects in the object store.
 
     batches/files/<owner>/<file>/data, file.json     an uploaded file, or the output of a batch
     batches/runs/<owner>/<batch>/…                   the documents and the segments of a batch

@@ -1,4 +1,4 @@
-"""Where batches are kept: their documents, their segments, and the markers of open ones."""
+"""Stores batches: their documents, their segments, and the markers of open ones."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class BatchStore:
         self._admissions = Admissions(objects, self._marked)
 
     async def create(self, created: BatchCreated, most_open: int) -> bool:
-        """Keeps a new batch, unless `most_open` of its tenant are open. Returns whether it did.
+        """Stores a new batch, unless `most_open` of its tenant are open. Returns whether it did.
 
-        Its marker comes first: a batch that nobody finds would never end.
+        Its marker comes first: a batch that no runner finds would never end.
 
         Raises:
             Overloaded: too many are being created at once.
@@ -86,7 +86,7 @@ class BatchStore:
         return await self._objects.create(key, msgspec.json.encode(document), _JSON)
 
     async def read(self, owner: str, batch_id: str, name: str, kind: type[D]) -> D | None:
-        """Reads a document. None if there is none.
+        """Reads a document. None if it does not exist.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -112,7 +112,7 @@ class BatchStore:
         return state
 
     async def state(self, owner: str, batch_id: str) -> BatchState | None:
-        """Returns all that is known of a batch. None if there is none.
+        """Returns the state of a batch. None if it does not exist.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -252,7 +252,7 @@ class BatchStore:
         try:
             segments = await self.segments(owner, batch_id)
             counts = (await self.header(segments[-1])).counts if segments else Counts()
-        except BadInput:  # the batch ended meanwhile, and its segments are gone
+        except BadInput:  # the batch has ended in the meantime, and its segments are gone
             return Counts()
         try:
             key = _half_segment_key(owner, batch_id)

@@ -1,7 +1,8 @@
-"""Chooses the revision of a model that a request gets, and takes canaries back.
+"""Chooses the revision of a model for each request, and rolls canaries back.
 
 Each instance looks at the board in Redis (shared/canary/board.py) once a second. One of them judges
-in each second, and all follow. While Redis is away a canary gets nothing: it could not be judged.
+in each second, and all follow. While Redis is out of reach a canary gets nothing: it could not be
+judged.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from shared.tasks import Input
 REFRESH_S = 1.0
 READ_LIMIT_S = 2.0
 STALE_LIMIT_S = 4.0
-"""What was read so long ago is not known any more."""
+"""State older than STALE_LIMIT_S counts as unknown."""
 _WHOLE = 1 << 64
 
 log = logging.getLogger(__name__)
 
 
 class Board(Protocol):
-    """What is known of canaries. The implementation is shared/canary/board.py."""
+    """The state of canaries. The implementation is shared/canary/board.py."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -50,10 +51,10 @@ class Board(Protocol):
         """Returns whether the canary gets requests."""
 
     async def may_judge(self, canary: Model) -> bool:
-        """Returns whether this process is to judge now."""
+        """Returns whether this process should judge now."""
 
     async def counts(self, canary: Model) -> CanaryCounts:
-        """What both revisions did lately."""
+        """Returns the recent counts of both revisions."""
 
     async def count(self, canary: Model, counts: CanaryCounts) -> None:
         """Adds to that."""
@@ -137,7 +138,7 @@ class CanaryRouter:
         return self._clock() < self._serving_until_s.get(canary.name, 0.0)
 
     async def refresh(self) -> None:
-        """Looks at the board once, and judges where it is this instance's turn."""
+        """Reads the board once, and judges if it is this instance's turn."""
         async with asyncio.TaskGroup() as tasks:
             for canary in self._canaries.values():
                 tasks.create_task(self._refresh(canary))

@@ -103,7 +103,7 @@ OUTCOME_BYTES = 512
 """The size of an outcome in a reply without its result: index, status and receipt."""
 PUBLISH_LIMIT_S = 10.0
 LOOK_EVERY_S = 5.0
-"""How often the record is read while the reply is outstanding."""
+"""Interval at which the record is read while the reply is outstanding."""
 TIMER_EARLY_S = 0.002
 """Timers of the event loop have a resolution of 1 ms, so they may fire just before the deadline."""
 
@@ -171,7 +171,7 @@ class JobSender:
         `job.is_answered` with the reply.
 
         Raises:
-            DeadlineExceeded: no reply came in time, or there was no room in time.
+            DeadlineExceeded: no reply came in time, or the window had no room in time.
             Unavailable: the broker or the object store is out of reach.
             PenstockError: the worker could not read the job, or answered it wrongly.
         """

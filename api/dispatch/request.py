@@ -27,7 +27,7 @@ REVISION_HEADER = "x-penstock-revision"
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The options of one request, parsed from its headers once. None or empty: not given."""
+    """The options of one request, parsed from its headers once. None or empty: not set."""
 
     received_at_s: float = 0.0
     """Unix time of arrival. Time limits count from here."""
@@ -63,7 +63,7 @@ class RequestOptions:
         return self.received_at_s + min([bound.longest_s, *given_s])
 
     def is_promised(self, bound: Deadline) -> bool:
-        """Whether the objective on deadlines holds: not in the lane batch, nor with less time."""
+        """Returns whether the SLO applies: not in the `batch` lane, nor with less time."""
         limits_s = (self.deadline_s, self.queue_limit_s, self.cancel_after_s)
         return is_promised(bound, self.lane, limits_s)
 
@@ -99,23 +99,23 @@ class InferenceRequest:
     weight: float = 1.0
     """The tenant's share of a busy model, from its plan."""
     is_run_again: Callable[[], bool] = lambda: False
-    """True if somebody asks the same again, under the same id, if this is broken off."""
+    """Returns whether the same request is sent again, under the same id, if this is canceled."""
 
     def demand(self, items: int) -> Demand:
-        """What so many of its items want from the workers."""
+        """Returns the demand of `items` of its items on the workers."""
         return Demand(
             self.model.name,
             items,
             self.tenant,
             self.weight,
             self.options.lane,
-            # A canary that has no room refuses nobody: the other revision takes the items.
+            # A full canary refuses no caller: the other revision takes the items.
             self.is_promised and not self.model.is_canary,
         )
 
     @property
     def is_promised(self) -> bool:
-        """Returns whether the objective on deadlines holds for its items."""
+        """Returns whether the SLO applies to its items."""
         return self.options.is_promised(self.model.deadline)
 
     def too_late(self) -> DeadlineExceeded:
@@ -140,15 +140,15 @@ class InferenceResponse:
     price: ItemPrice
     """The terms on which its items are charged."""
     revision: str
-    """The revision of the model that was asked."""
+    """The revision of the model that computed it."""
     error: PenstockError | None = None
     """Why the request ended before its items did."""
     on_end: Callable[[InferenceResponse], None] = lambda _: None
     """Called at the end of the block."""
     is_delivered: bool = True
-    """True if the caller got the results, as far as is known."""
+    """True if the results were delivered to the caller, as far as is known."""
     is_broken_off: bool = False
-    """True if the block was canceled, so that the work may be done again."""
+    """True if the block was canceled, so the work may be repeated."""
 
     def __enter__(self) -> Self:
         return self
@@ -165,7 +165,7 @@ class InferenceResponse:
 
     @property
     def cost_usd(self) -> float:
-        """What the request is charged: the sum of its rows."""
+        """The charge of the request: the sum of its rows."""
         delivered = as_delivered(self.outcomes, is_delivered=self.is_delivered)
         return sum(cost_usd(self.price, outcome) for outcome in delivered)
 

@@ -1,10 +1,9 @@
 """The state of one request in the dispatcher: its items, its jobs, and the completions so far.
 
-Single flight: identical items of concurrent requests are computed once.
-
-The first request for an item leads it. Later requests with the same cache key join it and wait for
-the same outcome. An item lives as long as one request waits for it. If its leader gives up or runs
-out of time, the item is abandoned, and requests that still have time start it again.
+Single flight: identical items of concurrent requests are computed once. The first request for an
+item leads it. Later requests with the same cache key join it and wait for the same outcome. An item
+lives as long as one request waits for it. If its leader gives up or runs out of time, the item is
+abandoned, and requests that still have time start it again.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class InFlightJob:
     published_at_s: float = 0.0
     """Unix time at which the broker accepted the job. 0 before that."""
     is_answered: bool = False
-    """True if its outcomes are those of a reply."""
+    """True if its outcomes come from a reply."""
     task: asyncio.Task[list[ItemOutcome]] | None = None
 
 
@@ -67,7 +66,7 @@ class InFlightItem:
     completed: asyncio.Future[ItemCompletion | None] = field(default_factory=_new_future)
     """None: the item was abandoned."""
     waiters: int = 0
-    """How many items of requests wait for it."""
+    """Number of items of requests that wait for it."""
     job: InFlightJob | None = None
     is_unpaid: bool = False
     """The leader left without the result. The first request that gets it pays for all of it."""
@@ -156,7 +155,7 @@ class RequestState:
         """Puts items into a job with an index of its own in this request."""
         index = len(self._jobs)
         if self.request.batch_id and len(items) < len(self.items):
-            # A line may be asked for again when more of it is in the cache. The job of what is left
+            # A line may be repeated when more of it is in the cache. The job of the remaining items
             # must not find the record of a job of other items.
             index = zlib.crc32(repr([one.item.index for one in items]).encode())
         job = InFlightJob(list(items), index, self.request.deadline_s)
@@ -215,7 +214,7 @@ class RequestState:
 
     @property
     def has_jobs(self) -> bool:
-        """Returns whether a job of it was started."""
+        """Returns whether any of its jobs was started."""
         return bool(self._jobs)
 
 

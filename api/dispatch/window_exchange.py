@@ -1,11 +1,11 @@
-"""Tells other instances what this one has in its publish windows, through Redis.
+"""Shares the state of publish windows with other instances, through Redis.
 
 Each instance has a field in a hash for each model and lane, with a lease. An instance that dies is
 forgotten when its leases end. No request waits for Redis. While Redis is out of reach the last
 known state counts until the lease ends. After that each instance keeps to its own service rate,
 which is its part of what the workers do.
 
-An instance without work for a model tells nothing about it. It pauses in proportion to the number
+An instance without work for a model reports nothing about it. It pauses in proportion to the number
 of instances, so the load on Redis does not grow with its square.
 """
 
@@ -28,9 +28,10 @@ from shared.stores.redis_client import RedisLink, load_script
 PAUSE_S, PAUSE_PER_INSTANCE_S = 0.25, 0.01
 """Between two exchanges: the shortest, and for each other instance."""
 LEASE_PAUSES = 8
-"""After so many pauses without word an instance counts as dead."""
+"""Number of pauses without a report after which an instance counts as dead."""
 MAX_TENANTS = 32
-"""The tenants with the most items are told one by one. Of the others only the weights are."""
+"""Maximum number of tenants reported individually, those with the most items. For the others, only
+the sum of weights is reported."""
 REDIS_LIMIT_S, REDIS_RETRY_S = 1.0, 0.25
 
 ERRORS = Counter(
@@ -44,7 +45,7 @@ _EXCHANGE = load_script("api/dispatch/window_exchange.lua")
 
 
 class Told(msgspec.Struct, array_like=True):
-    """What an instance tells of a window."""
+    """The state of a window that an instance reports."""
 
     size: float
     published: int
@@ -81,7 +82,7 @@ class WindowExchange:
         self._told: set[Key] = set()
         self._heard_s: dict[Key, float] = {}
         self._instances = 0
-        """The most others that had work for the same model, when last heard of."""
+        """Maximum number of other instances with work for the same model, at the last exchange."""
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -110,7 +111,7 @@ class WindowExchange:
             await self.exchange()
 
     async def exchange(self) -> None:
-        """Tells and hears once about each model that has or had work here."""
+        """Reports and reads the state of each model that has or had work here, once."""
         windows = [
             (key, window)
             for key, window in self._windows.of.items()
@@ -150,7 +151,7 @@ class WindowExchange:
 
 
 def told_of(window: ModelWindow) -> Told:
-    """What to tell of a window."""
+    """Returns the state that is shared with other instances."""
     tenants = list(window.items_by_tenant())
     largest = heapq.nlargest(MAX_TENANTS, tenants, key=lambda one: one[2])
     others = sum(weight for _, weight, _ in tenants) - sum(weight for _, weight, _ in largest)
@@ -158,7 +159,7 @@ def told_of(window: ModelWindow) -> Told:
 
 
 def combined(told: Iterable[Told]) -> Elsewhere:
-    """What all other instances have together."""
+    """Returns the combined state of all other instances."""
     tenants: dict[str, tuple[float, int]] = {}
     size, published, other_weights, instances = 0.0, 0, 0.0, 0
     for one in told:

@@ -1,7 +1,7 @@
 """uvicorn's HTTP protocol with limits on request heads, on pipelined requests and on connections.
 
 A head is the URL and the headers of a request. h11, uvicorn's other parser, limits its size.
-httptools does not. It copies all that it has of a header for each piece that arrives, so one
+httptools does not. It copies the header read so far for each piece that arrives, so one
 endless header blocks all other requests. A typical request, whose head arrives in one piece, sets
 no timer here.
 """
@@ -129,7 +129,7 @@ class BoundedHttp(HttpToolsProtocol):
         """
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                self._error = BadInput("CONNECT asks for a tunnel, and this is no proxy")
+                self._error = BadInput("CONNECT requests a tunnel, and this server is not a proxy")
                 raise self._error
             self._offers_protocol = True
             return

@@ -1,4 +1,4 @@
-"""The dependencies of routes, which the lifespan opens and keeps in the state of the app."""
+"""The dependencies of routes, which the lifespan opens and stores in the state of the app."""
 
 from __future__ import annotations
 

@@ -4,9 +4,8 @@ Accepted values are within the bounds of the job decoder, so workers can read ev
 Other values are refused, and the error names the header. Invalid values of Cache-Control and Prefer
 are ignored, as their standards demand.
 
-Which kind of client sent a request, from its `User-Agent`. Rows have the kind, never the header.
-
-The set is closed, so that reports can group by it and nobody can write text into the table.
+The kind of client comes from its `User-Agent`. Rows have the kind, never the header. The set of
+kinds is closed, so that reports can group by it and callers can't write text into the table.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ MAX_MS = MAX_DEADLINE_S * 1000
 MAX_KEY_CHARS = 255
 MAX_WAIT_S = 60.0
 _SHOWN = 40
-"""How many characters of an invalid value its error repeats."""
+"""Maximum number of characters of an invalid value that its error repeats."""
 _MS = re.compile(r"[0-9]{1,12}")
 _CANCEL_AFTER = re.compile(r"(?=[0-9])(?:([0-9]{1,3})h)?(?:([0-9]{1,5})m)?(?:([0-9]{1,6})s?)?")
 _WAIT = re.compile(r"wait(?:\s*=\s*\"?([0-9]+)\"?)?(?:\s*;.*)?", re.IGNORECASE)

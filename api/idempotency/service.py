@@ -34,7 +34,7 @@ STORED_STATUSES = frozenset({*range(200, 300), 400, 422})
 FIRST_POLL_S, MAX_POLL_S = 0.05, 0.25
 """Pauses between two reads of a key that another instance has claimed."""
 MAX_WAITING = 1000
-"""The most requests that wait for others at a time."""
+"""Maximum number of requests that wait for others at a time."""
 RENEWALS_PER_LEASE = 4
 CLOSE_LIMIT_S = 1.0
 
@@ -99,7 +99,7 @@ class IdempotencyService:
         self._objects = objects
         self._running: dict[str, _Running] = {}
         self.waiting = 0
-        """How many requests wait for others."""
+        """Number of requests that wait for others."""
 
     async def __aenter__(self) -> Self:
         self._renewing = asyncio.create_task(self._renew())
@@ -262,7 +262,7 @@ class IdempotencyService:
             body = await self._objects.get(stored.object_key, stored.body_bytes)
         except BadInput as error:
             raise Unavailable(
-                public="the answer kept for this Idempotency-Key is no longer there"
+                public="the answer stored for this Idempotency-Key no longer exists"
             ) from error
         return msgspec.structs.replace(stored, body=body)
 

@@ -36,9 +36,9 @@ thumbnails."""
 EQUAL_DB = 100.0
 """The ratio of equal images, of which the formula has none."""
 STRIP_PIXELS = 1 << 18
-"""How many pixels of the decoded image are flattened and reduced at a time."""
+"""Number of pixels of the decoded image that are flattened and reduced at a time."""
 WORKING_BYTES = 24 * 1024 * 1024
-"""The most memory for decoder, strips and encoder."""
+"""Maximum memory for decoder, strips and encoder."""
 
 # Pillow's own bound only warns at first. The bound here refuses right after the header was read.
 Image.MAX_IMAGE_PIXELS = None
@@ -94,7 +94,7 @@ def run_command(
     except Exception as error:
         if not isinstance(error, _UNDECODABLE):
             traceback.print_exc()
-        return CodecError("invalid_input", "not a PNG, JPEG or WebP picture, or a broken one"), b""
+        return CodecError("invalid_input", "not a PNG, JPEG or WebP image, or a damaged one"), b""
 
 
 def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> float:
@@ -170,7 +170,7 @@ def _unturned(size: tuple[int, int], picture: Image.Image) -> tuple[int, int]:
 def _cost_bytes(
     picture: Image.Image, shape: tuple[int, int], target: tuple[int, int] | None = None
 ) -> int:
-    """Returns the most memory that the work takes, measured.
+    """Returns the maximum memory that the work takes, in bytes, as measured.
 
     Pillow uses four bytes per pixel in most modes.
     """
@@ -197,7 +197,7 @@ def _reduced_bytes(have: tuple[int, int], want: tuple[int, int]) -> int:
 
 
 def _factors(have: tuple[int, int], want: tuple[int, int]) -> tuple[int, int]:
-    """How many pixels are averaged into one, horizontally and vertically."""
+    """Returns how many pixels are averaged into one, horizontally and vertically."""
     return max(1, int(have[0] / want[0] / REDUCING_GAP)), max(
         1, int(have[1] / want[1] / REDUCING_GAP)
     )

@@ -43,7 +43,7 @@ class EncodeImage(msgspec.Struct, tag="encode"):
 
 
 class CompareImages(msgspec.Struct, tag="compare"):
-    """Compare two PNGs, of which the first has so many bytes. The second follows it."""
+    """Compare two PNGs. The first has `first_bytes` bytes, and the second follows it."""
 
     first_bytes: int
 

@@ -73,10 +73,10 @@ class Files:
         Args:
             quota: of its owner.
             data: its bytes.
-            name: as the caller named it.
-            content_type: as the caller said.
-            metadata: kept with it.
-            keep_s: seconds after which it is gone, KEEP_S at most.
+            name: the caller's name for it.
+            content_type: the caller's media type.
+            metadata: stored with it.
+            keep_s: seconds until it expires, KEEP_S at most.
 
         Raises:
             BadInput: the metadata is too large.

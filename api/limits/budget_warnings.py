@@ -1,4 +1,4 @@
-"""Warns tenants when parts of their budgets are spent: each once a month, over all instances."""
+"""Warns tenants when shares of their budgets are spent: each once a month, over all instances."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BudgetWarnings:
     """Publishes warnings in the background. An async context manager that owns their tasks.
 
     Args:
-        store: knows which warnings were given.
+        store: knows which warnings were sent.
         publisher: sends them to the function that posts webhooks.
     """
 

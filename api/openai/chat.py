@@ -1,9 +1,7 @@
 """POST /v1/chat/completions and /v1/completions, and their streams.
 
 A streamed answer is a prediction: its record is in Redis before its job is published, so any
-instance can go on with the stream.
-
-The events of streamed chats and completions, in OpenAI's shape.
+instance can resume the stream. Events are in OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ class ChatEvents:
         self._has_usage = options is not None and options.include_usage
 
     def opening(self, index: int) -> bytes:
-        """Who speaks."""
+        """Returns the event with the role of the message."""
         return self._chunk(ChatChunkChoice(index, ChatDelta("assistant", "")))
 
     def delta(
@@ -109,7 +107,7 @@ class ChatEvents:
         return self._chunk(ChatChunkChoice(index, ChatDelta(content=text), told))
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
-        """What was held back, the calls of tools, and why the message ends."""
+        """Returns the text held back, the tool calls, and the finish reason."""
         choice = chat_choice(self._body, self._made, index, result)
         events = []
         content = choice.message.content or ""
@@ -124,7 +122,7 @@ class ChatEvents:
         return [*events, self._chunk(ended)]
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
-        """Returns the tokens, if they were asked for."""
+        """Returns the token counts, if they were requested."""
         if not self._has_usage:
             return [DONE]
         usage = usage_of(results_of(outcomes, self._model), self._body.n or 1)
@@ -177,7 +175,7 @@ class CompletionEvents:
         return [self._chunk(CompletionChoice(index, "", result.finish_reason))]
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
-        """Returns the tokens, if they were asked for."""
+        """Returns the token counts, if they were requested."""
         if not self._has_usage:
             return [DONE]
         usage = usage_of(results_of(outcomes, self._model), self._body.n or 1)
@@ -205,7 +203,7 @@ StartingAfter = Annotated[
 
 
 class _Endpoint(NamedTuple, Generic[B]):
-    """What differs between the two endpoints."""
+    """The differences between the two endpoints."""
 
     path: str
     body: type[B]
@@ -227,10 +225,10 @@ COMPLETION = _Endpoint(
     responses=streamed(inference_responses(ChatReply)),
 )
 async def create_chat(request: Request) -> Response:
-    """Answers with the whole message, or with `"stream": true` token by token.
+    """Answers with the complete message, or with `"stream": true` token by token.
 
     Each event of a stream has an id. The same request with the same `Idempotency-Key` and that id
-    as `Last-Event-ID` goes on behind it, on any instance.
+    as `Last-Event-ID` resumes after it, on any instance.
     """
     return await _create(request, CHAT)
 

@@ -1,15 +1,14 @@
 """Chat completions and completions in OpenAI's shape: from a body to inputs, and to a reply.
 
-Reads the calls of tools out of a model's text.
-
-Each family of models has been trained on a form of its own, which its chat template shows:
+Tool calls are parsed from the model's text. Each family of models is trained on its own form, which
+its chat template shows:
 
 - Hermes, Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one or several.
 - SmolLM2: `<tool_call>[{"name": …, "arguments": {…}}, …]</tool_call>`.
 - Mistral: `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`.
 - Llama 3.1: the text is `{"name": …, "parameters": {…}}`, possibly behind `<|python_tag|>`.
 
-A call that is forced has the form of Llama 3.1, with `arguments`, whatever the family.
+A forced call has the form of Llama 3.1, with `arguments`, for every family.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from shared.messages import ItemOutcome
 from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
 
 _WHOLE, _WITHIN = ("{", "<|python_tag|>"), ("<tool_call>", "[TOOL_CALLS]")
-"""How a text begins that is a call, and what comes before a call."""
+"""The start of a text that is a call, and the markers before a call."""
 _SIGN = re.compile("|".join(map(re.escape, _WITHIN)))
 _WHOLE_CALL = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?=\{)")
 _CLOSING = re.compile(r"\s*</tool_call>")
@@ -66,14 +65,14 @@ class _Found(NamedTuple):
 def read_tool_calls(
     text: str, names: Collection[str], id_seed: str
 ) -> tuple[str, list[CalledTool]]:
-    """Splits a text into what the model says and the calls that it asks for.
+    """Splits a text into the model's message and its tool calls.
 
-    A call of a tool that the caller does not have stays text, as does what is no JSON.
+    A call of an unknown tool stays text, as does anything that is not JSON.
 
     Args:
         text: as the model wrote it.
         names: the tools that the caller has.
-        id_seed: makes the ids of the calls. Equal seeds give equal ids, on any instance.
+        id_seed: the seed for the ids of the calls. Equal seeds give equal ids, on any instance.
 
     Returns:
         The text before, between and after the calls, and the calls in order.
@@ -92,9 +91,9 @@ def read_tool_calls(
 
 
 def shown_of(text: str) -> str:
-    """Returns the part of a text so far that is no call, and can't become one with more text.
+    """Returns the part of a text so far that is not a call and can't become one with more text.
 
-    It is a beginning of what `read_tool_calls` returns as text, whatever comes.
+    It is a prefix of the text that `read_tool_calls` returns, whatever follows.
     """
     start = text.lstrip()
     if not start or any(start.startswith(sign) or sign.startswith(start) for sign in _WHOLE):
@@ -105,7 +104,7 @@ def shown_of(text: str) -> str:
     for length in range(min(longest, len(text)), 0, -1):
         if any(sign.startswith(text[-length:]) for sign in _WITHIN):
             return text[:-length].rstrip()
-    # Space before a call is no part of what is said.
+    # Space before a call is not part of the message.
     return text.rstrip()
 
 
@@ -167,7 +166,7 @@ def _find_within(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
 
 
 def _calls_at(text: str, at: int, names: Collection[str]) -> _Found | None:
-    """The calls in the JSON at a place, an object or a list of them. None if one is no call."""
+    """Returns the calls in the JSON (object or list) at a position. None if one is not a call."""
     start = _SPACE.match(text, at)
     try:
         given, end = _decoder.raw_decode(text, start.end() if start else at)
@@ -251,7 +250,7 @@ def model_of(body: TextBody, catalog: Catalog) -> Model:
     """Returns the model that a body names, or the first text model of the catalog.
 
     Raises:
-        UnknownModel: there is no such text model.
+        UnknownModel: the text model does not exist.
     """
     return catalog.default("text") if body.model is None else catalog.find(body.model, "text")
 
@@ -265,11 +264,11 @@ def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[Generatio
     """Returns the items of a body: n for each prompt, with consecutive seeds.
 
     Raises:
-        BadInput: the model can't write as much.
+        BadInput: the model can't generate that many tokens.
         InputTooLarge: the prompt is too long for the model.
     """
     first = _first_of(body, model)
-    # One seed for one text: with the most likely token, always, the seed changes nothing.
+    # One seed for greedy decoding: the seed has no effect.
     seed = default_seed if body.seed is None else body.seed
     start = 0 if is_repeatable(body) and body.seed is None else seed % MAX_SEED
     prompts: Sequence[str | list[int]] = [""]
@@ -283,8 +282,8 @@ def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[Generatio
     for one in made:
         if (tokens := one.estimate_work() - one.max_tokens) > 8 * model.generation.context_tokens:
             raise InputTooLarge(
-                f"about {tokens} tokens; {model.name} reads at most "
-                f"{model.generation.context_tokens}, with those that it writes",
+                f"about {tokens} tokens; the context of {model.name} has at most "
+                f"{model.generation.context_tokens}, generated tokens included",
                 field="prompt" if isinstance(body, CompletionBody) else "messages",
             )
     return made
@@ -304,7 +303,7 @@ def _first_of(body: TextBody, model: Model) -> GenerationInput:
         asked = asked or body.max_completion_tokens
     if asked is not None and asked > limits.longest_tokens:
         raise BadInput(
-            f"max_tokens: {model.name} writes at most {limits.longest_tokens} tokens, not {asked}",
+            f"max_tokens: {asked}; {model.name} generates at most {limits.longest_tokens} tokens",
             field="max_tokens",
         )
     made = GenerationInput(
@@ -340,12 +339,12 @@ def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[Generation
     results = [outcome.result for outcome in outcomes]
     found = [result for result in results if isinstance(result, GenerationResult)]
     if len(found) < len(results):
-        raise PenstockError(f"{model.name} gave a result that is no text; this is a bug")
+        raise PenstockError(f"{model.name} returned a result that is not text; this is a bug")
     return found
 
 
 def usage_of(results: Sequence[GenerationResult], choices: int = 1) -> TextUsage:
-    """Returns the tokens of an answer. The prompt counts once for its n choices, as with OpenAI."""
+    """Returns the token usage. The prompt counts once for its n choices, as with OpenAI."""
     read = sum(result.input_tokens for result in results[::choices])
     written = sum(result.output_tokens for result in results)
     cached = sum(result.cached_tokens for result in results[::choices])

@@ -1,8 +1,7 @@
-"""Generated images in OpenAI's shape: from a body to inputs, and from results to a reply.
+"""POST /v1/images/generations (from a prompt) and POST /v1/images/edits (from an image).
 
-Reads both forms of an edit request: a form with a file, and JSON with a data: URI.
-
-POST /v1/images/generations (from a prompt) and POST /v1/images/edits (from an image).
+From a body to inputs, and from results to a reply, in OpenAI's shape. An edit request is a form
+with a file, or JSON with a data: URI.
 """
 
 from __future__ import annotations
@@ -243,7 +242,7 @@ async def _only_image(form: FormData) -> bytes:
 
 RESULT_LIMIT_BYTES = 64 * 1024 * 1024
 _BYTES_PER_PIXEL = 4
-"""An image in base64, at most: three bytes a pixel, which noise does not compress, and a third."""
+"""Maximum size of an image in base64: 3 bytes per pixel (noise does not compress), plus a third."""
 
 
 class GenerationsEndpoint(Endpoint):
@@ -287,7 +286,7 @@ def model_of(body: GenerationBody | EditForm, catalog: Catalog) -> Model:
     """Returns the model that a body names, or the first image model of the catalog.
 
     Raises:
-        UnknownModel: there is no such image model.
+        UnknownModel: the image model does not exist.
     """
     if body.model is None:
         return catalog.default("image")
@@ -322,15 +321,15 @@ def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[ImageResul
     results = [outcome.result for outcome in outcomes]
     images = [result for result in results if isinstance(result, ImageResult)]
     if len(images) < len(results):
-        raise PenstockError(f"{model.name} gave a result that is no image; this is a bug")
+        raise PenstockError(f"{model.name} returned a result that is not an image; this is a bug")
     return images
 
 
 async def read_image(objects: ObjectStore, image: Blob) -> bytes:
-    """Returns the bytes of an image, which may be in the object store.
+    """Returns the bytes of an image, fetched from the object store if they are there.
 
     Raises:
-        Unavailable: the object store is out of reach, or the image was removed meanwhile.
+        Unavailable: the object store is out of reach, or the image was removed in the meantime.
     """
     if image.data is not None:
         return image.data
@@ -339,7 +338,7 @@ async def read_image(objects: ObjectStore, image: Blob) -> bytes:
     try:
         return await objects.get(image.object_key, RESULT_LIMIT_BYTES)
     except BadInput as error:
-        raise Unavailable("the image is no longer there; send the request again") from error
+        raise Unavailable("the image no longer exists; send the request again") from error
 
 
 router = APIRouter(route_class=FastRoute)

@@ -1,14 +1,13 @@
-"""POST /v1/responses, and what became of them.
+"""/v1/responses in OpenAI's shape: creates, reads, streams and deletes responses.
 
-One that is streamed or written in the background is a prediction, which any instance can tell of.
+A response that is streamed or computed in the background is a prediction, which any instance can
+serve.
 
-Answers of /v1/responses in OpenAI's shape, whole and as events.
-
-The sequence number of an event follows from the tokens that a reader has with it, not from how
-many events came before: it is the same at every instance, also if one could not read the tokens
-for a while. The first events have the numbers 0 to 3. An event with tokens has 3 and how many there
-are. The events of the end begin behind the most tokens that there can be. So numbers grow, with
-gaps.
+The sequence number of an event follows from the tokens that a reader has with it, not from the
+number of earlier events: it is the same on every instance, also if one could not read the tokens
+for a while. The first events have the numbers 0 to 3. An event with tokens has 3 plus the number of
+tokens so far. The final events are numbered after the maximum number of tokens. So numbers grow,
+with gaps.
 """
 
 from __future__ import annotations
@@ -75,13 +74,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ResponseEvents:
-    """The answer to one request, and its events behind the one with the number `after`.
+    """The answer to one request, and its events after number `after`.
 
     Args:
-        body: of the request. Its `max_output_tokens` is set if events are told of.
+        body: the body of the request. Its `max_output_tokens` is set if events are sent.
         made: the id of the answer.
-        created_at_s: when it was asked for.
-        model: that writes.
+        created_at_s: when it was requested.
+        model: the model that generates it.
         after: the sequence number of the last event that the reader has. -1: none.
     """
 
@@ -100,7 +99,7 @@ class ResponseEvents:
 
     @property
     def seen(self) -> tuple[bool, int, int]:
-        """What a reader of the event `after` has: the opening, tokens, and pieces of the end."""
+        """State of a reader after event `after`: the opening, tokens, and pieces of the end."""
         if self._after < _PART:
             return False, 0, 0
         if self._after < self._first_end:
@@ -175,7 +174,7 @@ class ResponseEvents:
         return OutputMessage(f"msg_{self._made}", content, status)
 
     def opening(self, index: int) -> bytes | None:
-        """That the answer was asked for."""
+        """Returns the event for a created answer."""
         begun = self.reply("in_progress")
         return self._joined(
             self._event(0, "response.created", response=begun),
@@ -201,7 +200,7 @@ class ResponseEvents:
         return self._joined(*begin, self._delta(number, now[len(shown) :], told))
 
     def _logprobs(self, given: Sequence[TokenLogprob]) -> list[LogprobOfText]:
-        """Returns those that were asked for."""
+        """Returns the requested ones."""
         return [_shown_logprob(one) for one in given] if self._body.has_logprobs else []
 
     def _shown(self, text: str) -> str:
@@ -222,7 +221,7 @@ class ResponseEvents:
         return {"item_id": f"msg_{self._made}", "output_index": 0, "content_index": 0}
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
-        """What was held back, and the ends of the items. The piece before had the first number."""
+        """Returns the text held back, and the ends of items, numbered from the piece before."""
         events: list[tuple[str, dict[str, Any]]] = []
         shown = self._shown(result.text)
         for at, item in enumerate(self._output(result)):
@@ -260,12 +259,12 @@ class ResponseEvents:
         return [event] if event else []
 
     def failure(self, code: str, message: str) -> bytes:
-        """That there is no answer."""
+        """Returns the event for a failed answer."""
         failed = self.failed(code, message)
         return self._event(self._last, "response.failed", response=failed, is_kept=True)
 
     def failed(self, code: str, message: str) -> ResponseReply:
-        """Returns the answer that says why there is none."""
+        """Returns the failed answer, with its error."""
         if code == "canceled":
             return self.reply("cancelled")
         return self.reply("failed", error=ResponseError(code, message))
@@ -330,7 +329,7 @@ async def create_response(request: Request) -> Response:
     longest = model.generation.longest_tokens
     if body.max_output_tokens is not None and body.max_output_tokens > longest:
         raise BadInput(
-            f"max_output_tokens: {model.name} writes at most {longest} tokens",
+            f"max_output_tokens: {model.name} generates at most {longest} tokens",
             field="max_output_tokens",
         )
     seed = call.context.key_seed
@@ -428,7 +427,7 @@ async def _create_kept(
     call: ApiRequest, body: ResponseBody, model: Model, inputs: Sequence[GenerationInput]
 ) -> Response:
     dependencies = call.dependencies
-    # Numbers of events follow from the most tokens, so these stay as they are now.
+    # Numbers of events follow from the maximum number of tokens, so it is stored now.
     shown = body.model_dump(mode="json", exclude_unset=True, by_alias=True)
     shown["max_output_tokens"] = inputs[0].max_tokens
     read = Inputs(inputs, shown, is_list=False, is_repeatable=is_repeatable(body.to_chat()))

@@ -1,9 +1,7 @@
-"""The body of requests to /v1/responses, as OpenAI's clients send it.
+"""The bodies of requests to and answers of /v1/responses.
 
-https://platform.openai.com/docs/api-reference/responses. What it asks for is what a chat asks for,
-so it is read into one.
-
-The bodies of answers of /v1/responses, as structs. Fields are those of OpenAI's API.
+Fields are those of OpenAI's API (https://platform.openai.com/docs/api-reference/responses). A
+request is converted to that of a chat.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class LogprobOfText(msgspec.Struct):
 
 
 class OutputText(msgspec.Struct):
-    """What the model says."""
+    """The model's message."""
 
     text: str
     type: Literal["output_text"] = "output_text"
@@ -83,7 +81,7 @@ class ResponseUsage(msgspec.Struct):
 
 
 class ResponseError(msgspec.Struct):
-    """Why there is no answer."""
+    """The reason for a failed answer."""
 
     code: str
     message: str
@@ -96,7 +94,7 @@ class IncompleteDetails(msgspec.Struct):
 
 
 class ResponseReply(msgspec.Struct, kw_only=True):
-    """An answer, whole or on its way."""
+    """An answer, complete or in progress."""
 
     id: str
     created_at: int
@@ -133,7 +131,7 @@ class ResponseReply(msgspec.Struct, kw_only=True):
 
 
 class ResponseDeleted(msgspec.Struct):
-    """An answer that is gone."""
+    """A deleted answer."""
 
     id: str
     deleted: bool = True
@@ -185,7 +183,7 @@ class InputCall(Body):
 
 
 class InputResult(Body):
-    """What a function gave."""
+    """The result of a function."""
 
     type: Literal["function_call_output"]
     call_id: ItemId
@@ -217,7 +215,7 @@ InputItem = Annotated[
 
 
 class ResponseTool(Body):
-    """A function that the model may call. There are no other tools."""
+    """A function that the model may call. No other tools are supported."""
 
     type: Literal["function"]
     name: str = Field(pattern=TOOL_NAME)
@@ -254,7 +252,7 @@ class AllowedResponseTools(Body):
 
 
 class TextFormat(Body):
-    """What the text looks like."""
+    """The format of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, pattern=TOOL_NAME)
@@ -277,14 +275,14 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """How the text is written."""
+    """Options of the text."""
 
     format: TextFormat | None = None
     verbosity: Option | None = Field(None, description="Accepted, without effect.")
 
 
 class ResponseStreamOptions(Body):
-    """What a stream tells of."""
+    """Options of a stream."""
 
     include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
 
@@ -350,12 +348,12 @@ class ResponseBody(Body):
 
     @property
     def is_kept(self) -> bool:
-        """Returns whether it is a prediction underneath, which any instance can tell of."""
+        """Returns whether it is stored as a prediction, which any instance can serve."""
         return bool(self.stream or self.background or self.store)
 
     @property
     def waits(self) -> bool:
-        """Returns whether the answer to the request is the whole text, which is kept."""
+        """Returns whether the request waits for the complete text, which is stored."""
         return bool(self.store) and not (self.stream or self.background)
 
     @property
@@ -366,7 +364,7 @@ class ResponseBody(Body):
 
     @property
     def items(self) -> list[InputMessage | InputCall | InputResult]:
-        """What it asks about, as items."""
+        """Returns its input, as items."""
         if isinstance(self.input, str):
             return [InputMessage(role="user", content=self.input)]
         return self.input

@@ -1,6 +1,6 @@
-"""A prediction as its creator sees it: its latest snapshot, and how to wait for its end.
+"""A created prediction: its latest snapshot, and waiting for its end.
 
-Presents the models of the catalog to Replicate's clients, each with one version.
+Also maps the models of the catalog to Replicate's owners and versions: each has one version.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shared.stores.record_state import Record
 log = logging.getLogger(__name__)
 
 OWNER = "penstock"
-"""The owner that is shown if the caller names none."""
+"""The owner that is shown if the caller does not name one."""
 _CLIENTS = re.compile(r"replicate[-/]", re.IGNORECASE)
 
 
@@ -52,14 +52,15 @@ def find_version(catalog: Catalog, version: str) -> Model:
 def is_replicates_client(user_agent: str) -> bool:
     """Returns whether the user agent is a client of Replicate, such as `replicate-python/1.0.7`.
 
-    Nothing else tells it from OpenAI's where both ask for the same path: keys and hosts are the
-    same here.
+    Nothing else distinguishes it from OpenAI's on paths that both use: keys and hosts are the same
+    here.
     """
     return _CLIENTS.match(user_agent) is not None
 
 
 POLL_S = 0.5
-"""How often waiting requests read the record: a cancel sends no reply, and replies may get lost."""
+"""Interval at which waiting requests read the record: a cancel sends no reply, and replies may be
+lost."""
 
 
 class PredictionSnapshot(NamedTuple):
@@ -95,7 +96,7 @@ class Creation:
     Args:
         snapshot: as created or found.
         refresh: reads it again.
-        waiter: gets the reply to this instance. None: only the record tells.
+        waiter: gets the reply to this instance. None: only the record reports the end.
         is_new: whether this request created it.
     """
 
@@ -117,7 +118,7 @@ class Creation:
         await self._wait(lambda record: record.is_over, limit_s)
 
     async def wait_for_reply(self, limit_s: float) -> None:
-        """Waits for what its worker says of a prediction that is over, at most `limit_s`.
+        """Waits for the worker's reply about a prediction that has ended, at most `limit_s`.
 
         A canceled one is over before its worker knows.
         """

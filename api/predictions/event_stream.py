@@ -1,21 +1,18 @@
-"""Streams a prediction as server-sent events.
+"""Streams a prediction as server-sent events, as Replicate's clients read them.
 
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 Events are `logs`, `output` (one per element), `error` and `done`, in this order, as Replicate's
 clients expect. All of them follow from the record. So a client that reconnects with Last-Event-ID,
-to any instance, gets exactly the events that it has not received. The output of a text model comes
-as it is written (api/predictions/event_stream.py).
+to any instance, gets exactly the events that it has not received.
 
-A reader can ask for `preview` and `queue` too: Replicate's clients fail on events that they do not
-know. Previews are in a stream in Redis, and the id of each event says how far its reader has got in
-it. `queue` says where the prediction stands in line. It is a state, so a reader that comes back
-is told of it anew.
+If the output is a text, it is streamed while it is generated (api/predictions/text_stream.py). Each
+`output` event has the addition to the text: the text is the concatenation of all of them.
 
-The events of a prediction whose output is a text, as Replicate's clients read them.
-
-An `output` event has what the text has more than before. The text is all of them, one after
-another.
+`preview` and `queue` are sent only on request, because Replicate's clients fail on unknown events.
+Previews are in a stream in Redis, and the id of each event has the position of its reader in it.
+`queue` has the prediction's position in the queue. It is a state, so a reader that reconnects gets
+it again.
 """
 
 from __future__ import annotations
@@ -72,7 +69,7 @@ class StreamEvent(NamedTuple):
 
 
 class Place(NamedTuple):
-    """How far a reader has got: the last event, and the last preview."""
+    """Position of a reader: the last event, and the last preview."""
 
     kind: int = -1
     number: int = -1
@@ -103,7 +100,7 @@ class EventStreams:
         """Holds room for a stream of this tenant.
 
         Raises:
-            Overloaded: there is none.
+            Overloaded: no room is left.
         """
         stream = OneItem(tenant)
         if self._room.turns_to_wait(stream):
@@ -127,9 +124,9 @@ class EventStreams:
         Args:
             snapshot: the prediction.
             last_id: the id of the last event that the reader has. Empty: none.
-            check: raises PenstockError once the reader may read no more, since its key was revoked.
-                The error is the last event then.
-            extra: which of EXTRA_KINDS it wants.
+            check: raises PenstockError once the reader may not continue, since its key was revoked.
+              The error is the last event then.
+            extra: the EXTRA_KINDS that it wants.
         """
         async with aclosing(self._events(snapshot, last_id, check, extra)) as events:
             try:
@@ -231,11 +228,11 @@ def failure_event(message: str) -> bytes:
 
 
 def encode_event(kind: str, data: str, event_id: str | None = None) -> bytes:
-    """Returns an event on the wire, with an id if one is given.
+    """Returns an event on the wire, with an id unless it is None.
 
-    Each line of its data is a field of its own. A line ends where any reader ends it: at least one
-    that is in use takes more characters for line ends than the standard does, and would lose what
-    is behind them.
+    Each line of its data is a separate field. Lines are split at every line end that any reader
+    accepts: at least one reader in use accepts more characters than the standard does, and would
+    lose the data after them.
     """
     lines = "".join(f"data: {line}\n" for line in _LINE_END.split(data))
     named = "" if event_id is None else f"id: {event_id}\n"
@@ -268,7 +265,7 @@ class OutputEvents:
         return [encode_event("done", "{}")]
 
     def failure(self, code: str, message: str) -> bytes:
-        """Why there is no more text, and the end. A canceled prediction is no error."""
+        """Returns the error that ended the text, and the end. A cancellation is not an error."""
         if code == "canceled":
             return encode_event("done", '{"reason":"canceled"}')
         return failure_event(message)

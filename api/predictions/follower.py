@@ -1,8 +1,9 @@
-"""Settles what predictions of callers with limits have reserved, when they end.
+"""Settles the reservations of predictions with limits, when they end.
 
-What a prediction reserved lies in Redis with its record (shared/stores/holds.py). Every instance
-settles what is due, its own or not, so nothing depends on the instance that created it. That one
-only knows which items are in flight here, and frees their slots. If it dies, they expire.
+The reservations of a prediction are in Redis with its record (shared/stores/holds.py). Every
+instance settles those that are due, its own or not, so nothing depends on the instance that created
+it. That instance only knows which items are in flight here, and frees their slots. If it dies, they
+expire.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ MAX_LOOKED_AT = 512
 """Predictions of this instance that are looked for at a time."""
 SWEEP_S = 0.25
 ENDING_S = 10.0
-"""For so long after a prediction was canceled, its worker is waited for, which tells the charge.
+"""How long to wait for the worker's final receipt, with the charge, after a cancellation.
 
-One that is at work is waited for until the deadline.
+A worker that is computing is waited for until the deadline.
 """
 CLOSE_LIMIT_S = 1.0
 
@@ -155,7 +156,7 @@ class PredictionFollower:
 
 
 def _may_be_told(record: Record, kept: HeldLimits, now_s: float) -> bool:
-    """Returns whether a worker may still say what a canceled prediction is charged."""
+    """Returns whether a worker may still report the charge of a canceled prediction."""
     if record.attempts == 0 and now_s >= record.canceled_at_s + ENDING_S:
         return False
     return now_s < kept.deadline_s + GRACE_S

@@ -1,4 +1,4 @@
-"""What is told of a prediction while it runs and after: its stream of events, and its webhooks."""
+"""The event stream and the webhooks of a prediction."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ async def list_webhooks(request: Request, prediction_id: str) -> Response:
     },
 )
 async def replay_webhook(request: Request, prediction_id: str) -> Response:
-    """Sends `completed` again, under the same `webhook-id`, signed anew.
+    """Sends `completed` again, under the same `webhook-id`, with a new signature.
 
-    Earlier events are not replayed, because the states that they told of are gone.
+    Earlier events are not replayed, because their states no longer exist.
     """
     call = authenticate(request)
     await call.prediction(prediction_id)
@@ -109,10 +109,10 @@ async def stream(
 ) -> Response:
     """Server-sent events: logs, output, error, done. `Last-Event-ID` resumes a stream.
 
-    With `events=preview`, also what images look like between two steps, as small WebP. With
-    `events=queue`, also the place in line, whenever it changes. The link in `urls.stream` is signed
-    and needs no API key. The output of a text model comes as it is written, piece by piece, and has
-    neither previews nor places in line.
+    With `events=preview`, also previews of images between two steps, as small WebP. With
+    `events=queue`, also the position in the queue, whenever it changes. The link in `urls.stream`
+    is signed and needs no API key. The output of a text model is streamed while it is generated,
+    and has neither previews nor queue positions.
     """
     dependencies = dependencies_of(request)
     if signature and not _sends_key(request):
@@ -139,8 +139,8 @@ async def stream(
 
 
 def _is_read_along(dependencies: Dependencies, prediction: Prediction) -> bool:
-    """Returns whether its output comes token by token."""
-    with suppress(UnknownModel):  # gone from the catalog: only its record tells of it
+    """Returns whether its output is streamed token by token."""
+    with suppress(UnknownModel):  # removed from the catalog: only its record is left
         model = dependencies.catalog.find(prediction.model)
         return API_TASKS[model.task].streams_tokens and not prediction.is_list
     return False
@@ -151,7 +151,7 @@ def _stays_valid() -> None:
 
 
 def _sends_key(request: Request) -> bool:
-    """Returns whether the request has a key, which then decides: a wrong key is told of."""
+    """Returns whether the request has a key, which then decides: a wrong key is an error."""
     return "authorization" in request.headers or "x-api-key" in request.headers
 
 
@@ -159,5 +159,6 @@ def _extra_kinds(events: str) -> set[str]:
     extra = set(filter(None, events.split(",")))
     if unknown := sorted(extra - {*EXTRA_KINDS}):
         known = ", ".join(EXTRA_KINDS)
-        raise BadInput(f"events: {unknown[0][:40]!r} is none of {known}", field="events")
+        reason = f"events: unknown event {unknown[0][:40]!r}; expected one of {known}"
+        raise BadInput(reason, field="events")
     return extra

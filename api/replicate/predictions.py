@@ -226,7 +226,7 @@ async def delete(request: Request, prediction_id: str) -> Response:
     """
     call = authenticate(request)
     dependencies = call.dependencies
-    # The objects go first: without the record nobody would know of them.
+    # The objects go first: without the record nothing refers to them.
     snapshot = await call.prediction(prediction_id)
     if snapshot.record.is_over:
         await dependencies.result_fetcher.delete(snapshot)

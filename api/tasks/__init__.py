@@ -23,14 +23,14 @@ async def read_inputs(
 
     Args:
         given: the `input` of the body.
-        model: that is to compute them.
-        caller: whose files may be named.
-        pictures: fetches and keeps pictures that the input names.
+        model: the model that computes them.
+        caller: the owner of the files that may be named.
+        pictures: fetches and stores images that the input names.
 
     Raises:
-        InvalidFields: something in it is wrong.
-        Overloaded: too many pictures wait to be decoded.
-        DeadlineExceeded: the source picture was not decoded in time.
+        InvalidFields: a field of it is not valid.
+        Overloaded: too many images wait to be decoded.
+        DeadlineExceeded: the source image was not decoded in time.
         Unavailable: the object store is out of reach.
     """
     if len(given) > MAX_FIELDS:

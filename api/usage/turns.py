@@ -1,4 +1,4 @@
-"""Turns at BigQuery: few queries at a time, shared by tenants, whoever asks how often."""
+"""Limits concurrent BigQuery queries, in total and per tenant."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Answer = TypeVar("Answer")
 
 
 class Turns:
-    """Who asks BigQuery now, and who waits for it.
+    """The running BigQuery queries, and those that wait.
 
     A tenant starts a query if more threads are free than it has queries running. So alone it runs
-    two and leaves two, and it takes three tenants at their worst to hold all. Those who wait take
-    turns by tenant.
+    two and leaves two, and it takes at least three tenants to hold all. Tenants that wait take
+    turns.
     """
 
     def __init__(self) -> None:
         self._claimed: Counter[str] = Counter()
         self._running: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        # Of its own, so that slow queries keep no other work of the process from a thread.
+        # A separate pool, so that slow queries take no threads from other work of the process.
         self._threads = ThreadPoolExecutor(MAX_RUNNING, "usage")
 
     def claim(self, tenant: str) -> None:
