@@ -170,7 +170,7 @@ class FairRoom:
         self.total += asked.items
 
     def release(self, asked: Asks) -> None:
-        """Lets items out that were let in."""
+        """Releases admitted items."""
         holding = self._holdings[asked.tenant]
         holding.items -= asked.items
         self.total -= asked.items

@@ -55,7 +55,7 @@ ITEMS = Counter(
 IN_FLIGHT = Gauge("penstock_api_items_in_flight", "Items waiting for a worker.", ["model", "lane"])
 ADMITTED = Counter(
     "penstock_api_items_admitted_total",
-    "Items let in to wait for a worker, those of predictions included.",
+    "Items admitted to wait for a worker, including those of predictions.",
     ["model", "lane"],
 )
 CANARY_SHARE = Gauge(

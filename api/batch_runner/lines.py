@@ -1,5 +1,6 @@
-"""Splits a JSONL file (https://jsonlines.org) into lines, and maps lines to requests and outcomes
-to lines of the output.
+"""Lines of batches: splits a JSONL file into requests, and writes outcomes as lines of the output.
+
+The format is that of https://jsonlines.org.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs one batch from where it is to its end, or until it is another batch's turn."""
+"""Runs one batch from its current state to its end, or until it is another batch's turn."""
 
 from __future__ import annotations
 

@@ -426,7 +426,7 @@ class ReplyInbox:
 
     @property
     def ready(self) -> bool:
-        """Whether replies can arrive: an inbox is held and all its subscriptions are connected."""
+        """True if replies can arrive: an inbox is held, and all its subscriptions are connected."""
         return self._open is not None and self._open.is_connected
 
     @contextmanager

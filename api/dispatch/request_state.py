@@ -219,7 +219,7 @@ class RequestState:
 
 
 def _is_of_leader(outcome: ItemOutcome) -> bool:
-    """Whether only the leader failed: a late or unreadable item may still succeed for others."""
+    """Returns whether only the leader failed: others may still get a late or unreadable item."""
     unreadable = outcome.error is not None and outcome.error.code == UndecodableMessage.code
     return outcome.status == "expired" or unreadable
 

@@ -69,7 +69,7 @@ class LiveDirectory:
     """The latest valid directory of a store. An async context manager that runs the refresh.
 
     Args:
-        store: where the directory is. It is opened and closed with this object.
+        store: the store of the directory. It is opened and closed with this object.
         clock: monotonic seconds.
         refresh_s: pause between two reads.
         served: the models that plans and keys may name. A file that names any other is not valid.

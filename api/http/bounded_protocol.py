@@ -278,7 +278,7 @@ def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
 
 @lru_cache(maxsize=256)
 def _is_host(value: bytes) -> bool:
-    """Whether this is `uri-host [ ":" port ]` (RFC 9110, 7.2; RFC 3986, 3.2.2), and not empty."""
+    """Returns whether it is `uri-host [ ":" port ]` (RFC 9110, 7.2; RFC 3986, 3.2.2), not empty."""
     found = _HOST.fullmatch(value)
     if found is None or int(found["port"] or 0) > MAX_PORT:
         return False

@@ -1,5 +1,7 @@
-"""Parses multipart forms: as they arrive, with one file in pieces and the other fields whole, or
-completely, with all files closed in the end, including a truncated one.
+"""Parses multipart forms, as they arrive or completely.
+
+`UploadForm` yields its file in pieces and has the other fields as text. `closed_form` reads the
+complete form and closes its files, including a truncated one.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def run_command(
     except Exception as error:
         if not isinstance(error, _UNDECODABLE):
             traceback.print_exc()
-        return CodecError("invalid_input", "not a PNG, JPEG or WebP image, or a damaged one"), b""
+        return CodecError("invalid_input", "not a PNG, JPEG or WebP image, or a broken one"), b""
 
 
 def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> float:

@@ -70,7 +70,7 @@ class ImageEncoded(msgspec.Struct, tag="encoded"):
 
 
 class ImagesCompared(msgspec.Struct, tag="compared"):
-    """How close the images are: peak signal-to-noise ratio. 100 if equal, 0 if sizes differ."""
+    """Peak signal-to-noise ratio of the images, in dB. 100 if equal, 0 if sizes differ."""
 
     psnr_db: float
 

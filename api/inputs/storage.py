@@ -289,7 +289,7 @@ class Reservation:
 
 @asynccontextmanager
 async def swept(storage: Storage) -> AsyncIterator[None]:
-    """Removes what has expired again and again during the block."""
+    """Removes expired files periodically during the block."""
     sweeping = asyncio.create_task(_sweep_forever(storage))
     try:
         yield
@@ -306,14 +306,14 @@ async def _sweep_forever(storage: Storage) -> None:
             if storage.clock() >= by_age_at_s:
                 by_age_at_s = storage.clock() + SWEEP_BY_AGE_EVERY_S
                 removed += await storage.sweep_by_age()
-            log.info("removed what has expired", extra={"objects": removed})
+            log.info("removed expired files", extra={"objects": removed})
         except PenstockError as error:
             log.warning("expired files were not removed", extra={"reason": error.message})
         await asyncio.sleep(SWEEP_EVERY_S)
 
 
 def _is_listed_no_more(name: str, now_s: float) -> bool:
-    """Whether an entry of LISTED, named by its countdown, is older than any file is kept."""
+    """Returns whether an entry of LISTED, named by its countdown, is older than KEEP_S."""
     return LATEST_S - int(name.split("_")[0]) + KEEP_S <= now_s
 
 

@@ -416,7 +416,7 @@ class Limiter:
         """Waits until a request ends that has reserved a part of one of the account's budgets.
 
         Each such end wakes one waiter, and `wake_all_next` the next one. Requests in other
-        instances wake nobody, so ask again when the time is over.
+        instances wake no waiter, so try again when the time is over.
 
         Args:
             account: the account of a request that was refused.

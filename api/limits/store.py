@@ -144,7 +144,7 @@ class LimitStore(RedisStore):
         """Takes what all asks need, or nothing if one of them does not fit.
 
         Raises:
-            Unavailable: Redis did not answer. It may have counted the asks all the same.
+            Unavailable: Redis did not answer. It may still have counted the asks.
         """
         return await self._run(asks, "")
 
@@ -158,7 +158,7 @@ class LimitStore(RedisStore):
             asks: that need nothing, with what comes back.
 
         Raises:
-            Unavailable: Redis did not answer. It may have settled it all the same.
+            Unavailable: Redis did not answer. It may still have settled it.
         """
         return await self._run(asks, f"{self._record_prefix}{record_id}")
 

@@ -195,7 +195,7 @@ class TextShape(Protocol):
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """More of a text, behind what was there before. None: nothing to tell.
+        """Returns the addition to a text since the last event. None if nothing is to be sent.
 
         `at`: the tokens, and the pieces of the end, that a reader of the event has.
         """
@@ -226,7 +226,7 @@ class Seen(NamedTuple):
 
 
 def seen_from_id(last_id: str, items: int) -> list[Seen]:
-    """What the reader of an event with this id has. Nothing where it is empty.
+    """Returns the position of the reader of an event with this id. The start if it is empty.
 
     Raises:
         BadInput: no event of such a stream has this id.
@@ -392,10 +392,10 @@ class _Watch:
         self._checked_s = self._sent_s = time.monotonic()
         self.every_s = min(CHECK_S, HEARTBEAT_S)
         self.has_refused = False
-        """True if the reader may not go on."""
+        """True if the reader may not continue."""
 
     def is_heartbeat_due(self, *, is_silent: bool) -> bool:
-        """Whether nothing was sent for so long that a comment is due. Checks the reader too.
+        """Returns whether a comment is due, since nothing was sent. Checks the reader too.
 
         Raises:
             PenstockError: the reader may not continue.
@@ -428,7 +428,7 @@ class _Stream:
         for chunk in chunks:
             if chunk.first < text.seen.tokens < chunk.end or chunk.first != text.tokens:
                 raise StreamLost(
-                    "Last-Event-ID does not belong to this stream; fetch the full completion instead"
+                    "Last-Event-ID does not belong to this stream; fetch the full completion"
                 )
             before, text.tokens = text.text, chunk.end
             text.text += chunk.text
@@ -465,7 +465,7 @@ class _Stream:
         # reader that has all tokens may lack a piece. It is the first one of the end.
         if not text.seen.ended:
             if text.tokens < text.seen.tokens or not result.text.startswith(text.text):
-                raise StreamLost("the text differs from what was streamed; get the whole of it")
+                raise StreamLost("the completion changed since it was streamed; fetch it again")
             rest, logprobs = result.text[len(text.text) :], result.logprobs[text.tokens :]
             text.tokens = result.output_tokens
             at = (text.tokens, text.ended)

@@ -158,7 +158,7 @@ class ImageApi(ApiTask):
     async def read(
         self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
     ) -> Inputs:
-        """One item for each picture. They differ in their seeds."""
+        """Returns one item for each image. They differ in their seeds."""
         parsed = PictureInput.model_validate(given, strict=True)
         size, shown = _size(parsed, model), given
         if parsed.image is None:
