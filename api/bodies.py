@@ -101,7 +101,7 @@ class Body(BaseModel):
 
 
 def shape_of(value: Any) -> str:
-    """The shape of an input by its first element, so that errors mention only this shape."""
+    """Returns the shape of an input by its first element: errors mention only this shape."""
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(value, list):
         return (

@@ -32,7 +32,7 @@ _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 def allowed_methods(routes: Iterable[BaseRoute], scope: Scope) -> list[str]:
-    """The methods of `routes` for the path of `scope`, with OPTIONS, and with HEAD next to GET."""
+    """Returns the methods of `routes` for a path, with OPTIONS, and with HEAD next to GET."""
     known = list(routes)
     taken = [method for method in _METHODS if _is_taken(known, dict(scope, method=method))]
     return [*taken[:1], "HEAD", *taken[1:], "OPTIONS"] if "GET" in taken else [*taken, "OPTIONS"]
@@ -84,7 +84,7 @@ class NotFound(PenstockError):
 class NotNow(BadInput):
     """As things are now this can't be done. Later the same request may be answered otherwise.
 
-    So no such answer is kept for an Idempotency-Key.
+    So such an answer is not stored for an Idempotency-Key.
     """
 
 
@@ -154,7 +154,7 @@ class BudgetExceeded(RateLimited):
 
 
 class BudgetReserved(BudgetExceeded):
-    """Requests in flight have reserved what is left of the budget. It passes when they end."""
+    """Requests in flight have reserved the rest of the budget. It passes when they end."""
 
     code = "rate_limit_exceeded"
 
@@ -277,7 +277,7 @@ def error_response(error: PenstockError) -> Response:
 
 
 def encode_error(body: msgspec.Struct) -> bytes:
-    """The body of an error as JSON. It repeats what callers sent, but not the secret of a key."""
+    """Returns the body of an error as JSON. It repeats values of callers, but no key's secret."""
     return without_keys(msgspec.json.encode(body).decode()).encode()
 
 
@@ -312,7 +312,7 @@ def to_bad_input(error: ValidationError | RequestValidationError) -> BadInput:
 
 
 def describe(wrong: Mapping[str, Any]) -> tuple[str, str]:
-    """The place (`images[0].image_url`, empty: the whole body) and reason of a pydantic error."""
+    """Returns place (`images[0].image_url`, empty: the body) and reason of a pydantic error."""
     # Tags of unions are in the location as 'name:'. They are internal.
     places = [
         place for place in wrong["loc"] if not (isinstance(place, str) and place.endswith(":"))

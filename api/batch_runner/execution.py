@@ -76,13 +76,13 @@ class Progress:
         """True if the rest of the lines waits for a later turn."""
 
     def note_end(self, line: BatchLine) -> None:
-        """A line ended."""
+        """Records that a line ended."""
         self.attempts.pop(line.number, None)
         self._moved_s = self._clock()
         self.ended_lines += 1
 
     def note_failure(self, line: BatchLine, error: PenstockError, *, has_ended: bool) -> None:
-        """A line failed, and may be tried again.
+        """Records that a line failed and may be tried again.
 
         Args:
             line: that failed.
@@ -236,7 +236,7 @@ def _request(
 
 
 def _request_id(batch: BatchCreated, line: BatchLine, attempt: int) -> str:
-    """The same whenever a line is computed again, so that its job and its rows are the same too."""
+    """Returns an id that is the same each time a line is computed, as are its job and its rows."""
     return f"{batch.id}-{line.number}" + (f"-{attempt}" if attempt else "")
 
 

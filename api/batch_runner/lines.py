@@ -176,7 +176,7 @@ def custom_id_of(line: Line) -> str:
 
 
 def default_seed(batch: BatchCreated, number: int) -> int:
-    """The seed of a line's images that give none: the same whenever the line is computed again."""
+    """Returns the seed of images without one: the same each time a line is computed."""
     digest = hashlib.blake2b(f"{batch.id}-{number}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big")
 

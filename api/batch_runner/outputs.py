@@ -13,7 +13,7 @@ from shared.stores.objects import ObjectStore, StoredObject
 
 
 class Outputs:
-    """Writes the files of batches whose lines are over."""
+    """Writes the files of batches whose lines have all ended."""
 
     def __init__(self, objects: ObjectStore, store: BatchStore, files: BatchFiles) -> None:
         self._objects = objects

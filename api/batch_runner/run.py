@@ -108,7 +108,7 @@ class Stop:
         self._cancelled = asyncio.Event()
 
     def cancel(self) -> None:
-        """The caller canceled the batch."""
+        """Stops the batch because its caller canceled it."""
         self._cancelled.set()
 
     @property
@@ -231,7 +231,7 @@ class BatchRun:
         return await store.read(self._owner, batch.id, "plan", BatchPlan) or plan
 
     async def _run_segments(self, plan: BatchPlan, file: BatchFile) -> Paused | None:
-        """Runs what is left. Returns None if that is all over."""
+        """Runs the remaining lines. Returns None once all have ended."""
         store, batch_id = self._tools.store, self._batch.id
         index, counts = await self._written()
         while index < len(plan.segments):

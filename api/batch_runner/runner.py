@@ -94,7 +94,7 @@ class BatchLeases(RedisStore):
                 log.warning("lease of a batch not renewed", extra=facts)
 
     async def release(self, batch_id: str) -> None:
-        """Ends a lease. Without Redis it ends by itself."""
+        """Ends a lease. Without Redis it expires."""
         with contextlib.suppress(Unavailable):
             await self._commands.run_script(_RELEASE, [_key(batch_id)], self._holder)
 
@@ -323,5 +323,5 @@ class BatchRunner:
 
 
 def _oldest_of_each(opened: Iterable[OpenBatch]) -> list[OpenBatch]:
-    """One batch of each owner. The newest come first, so the last one counts."""
+    """Returns one batch of each owner. The newest come first, so the last one counts."""
     return list({one.owner: one for one in opened}.values())

@@ -96,7 +96,7 @@ class Admissions:
         raise AssertionError("backoff ended; this is a bug")
 
     async def _state(self, owner: str) -> tuple[int, list[str]]:
-        """The number of the last admission, and the batches that were open at it and still are."""
+        """Returns the number of the last admission, and its batches that are still open."""
         found = await self._objects.listing(f"{ADMISSIONS}/{owner}", 1)
         marked = await self._open_ids(owner)
         if not found:  # batches of an earlier release, if any

@@ -132,7 +132,7 @@ class LineError(msgspec.Struct):
 
 
 class Finalizing(msgspec.Struct):
-    """All lines are over: which end the batch comes to."""
+    """The end of a batch, decided once all lines have ended."""
 
     end: End
     at_s: float

@@ -28,7 +28,7 @@ _BATCH = re.compile(r"batch_[0-9a-f]{32}")
 
 
 def new_file_id(at_s: float, seed: str = "") -> str:
-    """The id of a file that is created at `at_s` (Unix time). The same `seed` gives the same id."""
+    """Returns the id of a file created at `at_s` (Unix time). Equal seeds give equal ids."""
     return f"file-{_countdown(at_s)}{_tail(seed)}"
 
 
@@ -38,7 +38,7 @@ def new_batch_id(at_s: float) -> str:
 
 
 def created_at_s(batch_id: str) -> float:
-    """When a batch was created (Unix time), by its id."""
+    """Returns when a batch was created (Unix time), by its id."""
     return (_LAST_MS - int(batch_id.removeprefix("batch_")[:12], 16)) / 1000
 
 

@@ -126,7 +126,7 @@ class Batches:
 
         Raises:
             NotFound: the tenant has no such batch.
-            BadInput: it is over.
+            BadInput: it has ended.
             Unavailable: the object store is out of reach.
         """
         state = await self._store.find(tenant, batch_id)

@@ -149,7 +149,7 @@ class BatchStore:
         await self._objects.create(f"{OPEN}/{owner}/{batch_id}/cancel", data, _JSON)
 
     async def cancelled_at_s(self, owner: str, batch_id: str) -> float:
-        """When a batch was canceled (Unix time), or 0."""
+        """Returns when a batch was canceled (Unix time), or 0."""
         try:
             data = await self._objects.get(f"{OPEN}/{owner}/{batch_id}/cancel", 1024)
         except BadInput:
@@ -172,7 +172,7 @@ class BatchStore:
         ]
 
     async def close(self, owner: str, batch_id: str) -> None:
-        """Removes the segments and the markers of a batch that is over, the markers last.
+        """Removes the segments and the markers of a batch that has ended, the markers last.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -208,13 +208,13 @@ class BatchStore:
         counts: Counts,
         answers: Mapping[int, LineAnswer],
     ) -> None:
-        """Keeps the answers of a segment so far, in place of what was kept before.
+        """Stores the answers of a segment so far, in place of the earlier ones.
 
         Args:
             owner: of the batch.
             batch_id: the batch.
             segment: the index of the segment.
-            counts: of all lines that are over.
+            counts: the counts of all lines that have ended.
             answers: by the numbers of their lines.
 
         Raises:
@@ -225,7 +225,7 @@ class BatchStore:
         await self._objects.put(key, data, "application/octet-stream")
 
     async def half_segment(self, owner: str, batch_id: str, segment: int) -> dict[int, LineAnswer]:
-        """Returns the answers that are kept of a segment, by the numbers of their lines.
+        """Returns the stored answers of a half segment, by the numbers of their lines.
 
         Raises:
             Unavailable: the object store is out of reach.

@@ -49,7 +49,7 @@ class Outlook(NamedTuple):
 class Admission:
     """Counts items in flight by model, lane and tenant, and measures service rates.
 
-    Each lane has a room of its own for the instance and for each model.
+    Each lane has separate bounds for the instance and for each model.
 
     Args:
         max_in_flight: the room of the interactive lane for all models together, in items.

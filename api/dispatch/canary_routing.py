@@ -179,7 +179,7 @@ class CanaryRouter:
 
 
 def _ended(task: asyncio.Task[None]) -> None:
-    """Without the task nothing is known of canaries soon, so they get nothing."""
+    """Logs the end of the task: canary states soon expire, so canaries get nothing."""
     if not task.cancelled():
         log.critical("looking at canaries ended; this is a bug", exc_info=task.exception())
 

@@ -225,7 +225,7 @@ class JobSender:
                     raise request.too_late() from None
 
     async def _recorded_reply(self, record: str) -> ReplyBody | None:
-        """The reply in the record of the job. None without one, or while Redis is out of reach."""
+        """Returns the reply in the job's record. None without one or if Redis is unreachable."""
         try:
             found = await self._records.read(record)
         except Unavailable:

@@ -91,7 +91,7 @@ class ModelWindow:
 
     Args:
         rate: the service rate of the model.
-        floor: the smallest size, in items: the most that one model process takes at once.
+        floor: the smallest size, in items: the maximum that one model process takes at once.
         broker_wait_s: how long jobs may wait at the broker.
         is_guess_used: whether the size follows from an assumed rate until the rate was measured.
           Items above the floor may stay at the broker for as long as an item takes, with other

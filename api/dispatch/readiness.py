@@ -96,7 +96,7 @@ class Readiness:
         return "ok"
 
     async def _probe_pubsub(self) -> str:
-        """`ok` after a round trip through the broker by each of our two topics, else the reason."""
+        """Returns `ok` after a round trip through the broker by both topics, else the reason."""
         found = await asyncio.gather(*map(self._probe_replies, get_args(Replies)))
         return next((reason for reason in found if reason != "ok"), "ok")
 

@@ -52,11 +52,11 @@ class RequestOptions:
         return bound.default_s if self.deadline_s is None else min(self.deadline_s, bound.longest_s)
 
     def answer_by_s(self, bound: Deadline) -> float:
-        """Unix time at which the answer is due."""
+        """Returns the Unix time at which the answer is due."""
         return self.received_at_s + self.limit_s(bound)
 
     def done_by_s(self, bound: Deadline) -> float:
-        """Unix time at which a prediction is stopped: the shortest limit of model and caller."""
+        """Returns the Unix time at which a prediction is stopped: the shorter of two limits."""
         given_s = [
             limit_s for limit_s in (self.deadline_s, self.cancel_after_s) if limit_s is not None
         ]
@@ -206,7 +206,7 @@ class InferenceResponse:
 
 
 def shown_usd(usd: float) -> str:
-    """An amount as a header shows it: the same double as in the rows, without an exponent."""
+    """Returns an amount for a header: the same double as in the rows, without an exponent."""
     return f"{Decimal(repr(usd)).normalize():f}" if usd else "0"
 
 

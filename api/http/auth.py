@@ -128,7 +128,7 @@ class LiveDirectory:
         return self._directory
 
     def status(self) -> str:
-        """`ok` if keys can be checked, else the reason as anybody may read it. The log has more."""
+        """Returns `ok` if keys can be checked, else a public reason. The log has the details."""
         if self.current() is not None:
             return "ok"
         return self._failure.public_message if self._failure else "not read yet"

@@ -207,7 +207,7 @@ class BoundedHttp(HttpToolsProtocol):
         return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
     def _wrong_host(self) -> str:
-        """Why the request's Host header is refused (RFC 9112, 3.2). Empty: it is not."""
+        """Returns why the Host header is refused (RFC 9112, 3.2). Empty if it is accepted."""
         hosts = [value for name, value in self.headers if name == b"host"]
         if not hosts:
             is_needed = self.parser.get_http_version() == "1.1"

@@ -91,7 +91,7 @@ def _fingerprint(request: Request, body: bytes) -> str:
 
 
 def _receive(body: bytes) -> Callable[[], Coroutine[Any, Any, Message]]:
-    """The channel of a caller that never hangs up: keyed requests run to the end without one."""
+    """Receives from a caller that never hangs up: keyed requests run to the end without one."""
     messages: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> Message:
@@ -135,7 +135,7 @@ def _response(stored: StoredResponse, context: RequestContext, *, is_replayed: b
 
 
 def _of_replay(stored: StoredResponse) -> dict[str, str]:
-    """The headers of a replay. It is charged once, and takes nothing of the caller's limits."""
+    """Returns a replay's headers. It is charged once, and does not count toward limits."""
     kept = {
         name: value for name, value in stored.headers.items() if not name.startswith(LIMITS_PREFIX)
     }

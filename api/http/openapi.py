@@ -307,7 +307,7 @@ def _request_body(
 def responses(
     reply: type[msgspec.Struct], *statuses: int, headers: tuple[str, ...] = ()
 ) -> Responses:
-    """The responses of a route in OpenAI's shape: 200 with `reply` and `headers`, or an error."""
+    """Returns a route's responses in OpenAI's shape: 200 with `reply`, `headers`, and errors."""
     return {200: success("The result.", reply, *headers)} | errors(*statuses)
 
 
@@ -351,7 +351,7 @@ def success(text: str, reply: type[msgspec.Struct], *headers: str) -> Described:
 
 
 def event_stream(*kinds: str) -> Described:
-    """A response that is a stream of server-sent events. The schema is that of one event."""
+    """Returns a response that is a stream of server-sent events, with the schema of one event."""
     properties = {
         "event": {"type": "string", "enum": list(kinds)},
         "id": {"type": "string"},

@@ -56,7 +56,7 @@ FAMILIES = frozenset({family for _, family in _FAMILIES} | {OTHER})
 
 @lru_cache(maxsize=512)
 def family_of(user_agent: str) -> str:
-    """The kind of client that sends this header. Empty without one, `other` if it is unknown."""
+    """Returns the kind of client with this header. Empty without one, `other` if unknown."""
     found = user_agent[:MAX_READ].strip().lower()
     if not found:
         return ""
@@ -151,7 +151,7 @@ def _cache_control(text: str) -> dict[str, Any]:
 
 
 def _prefer(text: str) -> dict[str, Any]:
-    """RFC 7240: unknown preferences are ignored, and the first of two counts."""
+    """Parses `Prefer` (RFC 7240): unknown preferences are ignored, and the first of two counts."""
     for found in filter(None, (_WAIT.fullmatch(one.strip()) for one in text.split(","))):
         asked = found[1]
         # There may be any number of digits, so they are counted before they are parsed.

@@ -98,7 +98,7 @@ def run_command(
 
 
 def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> float:
-    """Peak signal-to-noise ratio of two PNGs, 10 log10(255^2 / MSE) as in ITU-T J.340."""
+    """Returns the PSNR of two PNGs in dB, 10 log10(255^2 / MSE) as in ITU-T J.340."""
     with (
         _opened(data[:first_bytes], ("PNG",)) as one,
         _opened(data[first_bytes:], ("PNG",)) as other,
@@ -131,7 +131,7 @@ def _prepared(data: bytes, command: PrepareSource, reserve: Callable[[int], None
 
 
 def size_like(width: int, height: int, limits: SourceLimits) -> tuple[int, int]:
-    """The aspect ratio of the source at the default pixel count of the model, in its multiples."""
+    """Returns a size with the source's aspect ratio and the model's default pixel count."""
     scale = math.sqrt(limits.width * limits.height / (width * height))
     step, most = limits.multiple, limits.largest_pixels
 

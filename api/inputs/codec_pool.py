@@ -161,7 +161,7 @@ class CodecClient:
 
     async def _death_error(self) -> PenstockError:
         self._writer.transport.abort()
-        # It ends by itself. A kill polls the process first, which can take its exit status from
+        # It ends without help. A kill polls the process first, which can take its exit status from
         # the thread that waits for it: asyncio then reports 255.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EXIT_LIMIT_S):

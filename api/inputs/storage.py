@@ -143,7 +143,7 @@ class Storage:
                 await reservation.take(size_bytes or 0)
             yield reservation
         finally:
-            with contextlib.suppress(Unavailable):  # it ends by itself
+            with contextlib.suppress(Unavailable):  # it expires
                 await reservation.end()
 
     async def sweep(self) -> int:
@@ -260,7 +260,7 @@ class Reservation:
             await storage.objects.delete(before)
 
     async def end(self) -> None:
-        """Gives the room back. What was written counts by itself.
+        """Gives the room back. Written files are counted on their own.
 
         Raises:
             Unavailable: the object store is out of reach.

@@ -152,7 +152,7 @@ class LeasedCounter(Counter):
         return self._period
 
     def give_back(self, amount: float, period: float, now_s: float) -> None:
-        """Into the lease if that is of the same period, else with the next round trip."""
+        """Adds to a lease of the same period, or gives back with the next round trip."""
         if period == ALONE:
             self._give_back_alone(amount)
         elif period == self._period and now_s < self._ends_s and amount >= -self._left:
@@ -239,7 +239,7 @@ class WindowCounter(LeasedCounter):
         return super().is_idle and not self._alone
 
     def _give_back_alone(self, amount: float) -> None:
-        """Nothing: when in the minute it was used is not known any more."""
+        """Does nothing: the time of use within the minute is not known any more."""
 
 
 class MonthCounter(LeasedCounter):

@@ -248,7 +248,7 @@ def used_by(
 
 
 def highest_cost_usd(price: ItemPrice, unit: Unit, bound: WorkBound) -> float:
-    """Returns the most that an item can be charged.
+    """Returns the maximum charge of an item.
 
     Args:
         price: the terms of the item.

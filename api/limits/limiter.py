@@ -557,7 +557,7 @@ class Reservation:
         self._taken = [taken for taken in self._taken if taken[0].counter.unit == "items"]
 
     def cancel(self) -> None:
-        """Ends the reservation of a request that was not taken on: nothing counts."""
+        """Ends the reservation of a request that was not accepted: nothing counts."""
         for (counter, amount), period in self._taken:
             self._limiter.give_back_to(counter, amount, period)
         self._end()

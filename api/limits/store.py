@@ -91,7 +91,7 @@ _answers = msgspec.json.Decoder(list[Answer])
 
 
 def scripts(clock: str = CLOCK) -> tuple[Script, Script, Script]:
-    """The scripts that take, register and read totals, with a file that says what time it is."""
+    """Returns the scripts that take, register and read totals, with a file for the time."""
     return (
         load_script(clock, "api/limits/take.lua"),
         load_script(clock, "api/limits/register.lua"),

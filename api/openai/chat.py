@@ -98,7 +98,7 @@ class ChatEvents:
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """More of the message. What may become the call of a tool is held back."""
+        """Returns the addition to the message. A possible start of a tool call is held back."""
         if self._has_tools:
             text = shown_of(before + text)[len(shown_of(before)) :]
         told = chat_logprobs(logprobs) if self._body.logprobs and logprobs else None
@@ -152,7 +152,7 @@ class CompletionEvents:
         self._has_usage = options is not None and options.include_usage
 
     def opening(self, index: int) -> None:
-        """Nothing: a completion begins with its text."""
+        """Returns nothing: a completion begins with its text."""
 
     def delta(
         self,
@@ -162,7 +162,7 @@ class CompletionEvents:
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """More of the text."""
+        """Returns the event with the addition to the text."""
         told = None
         if self._body.logprobs is not None and logprobs:
             told = completion_logprobs(logprobs, len(before))
@@ -171,7 +171,7 @@ class CompletionEvents:
         return self._chunk(CompletionChoice(index, text, None, told))
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
-        """Why the text ends."""
+        """Returns the event with the finish reason."""
         return [self._chunk(CompletionChoice(index, "", result.finish_reason))]
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
@@ -253,7 +253,7 @@ async def create_completion(request: Request) -> Response:
 async def read_chat(
     request: Request, completion_id: str, stream: bool = False, starting_after: StartingAfter = ""
 ) -> Response:
-    """The whole answer once it is there. With `stream=true` its events, from any place on."""
+    """The completed chat, or with `stream=true` its events, replayed from any id."""
     call = authenticate(request)
     snapshot = await call.prediction(completion_id)
     if snapshot.prediction.endpoint != CHAT.path:

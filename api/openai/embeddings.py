@@ -107,7 +107,7 @@ class EmbeddingsEndpoint(Endpoint):
     path = "/v1/embeddings"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """One item for each text."""
+        """Returns one item for each text."""
         body = EmbeddingsBody.model_validate_json(data, strict=True)
         model = catalog.find(body.model, "embedding")
         dimensions = kept_dimensions(body, model)

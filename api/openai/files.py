@@ -256,7 +256,7 @@ async def get_content(request: Request, file_id: str) -> Response:
 
 
 def _asked_range(header: str, size_bytes: int) -> tuple[int, int]:
-    """The first byte and the one after the last. Forms that are not understood mean all of it.
+    """Returns the first byte and the one after the last. Unknown forms mean the whole file.
 
     RFC 9110, 14.2 allows a server to ignore `Range`.
     """

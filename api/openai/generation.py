@@ -205,7 +205,7 @@ class ChatEndpoint(Endpoint):
     path = "/v1/chat/completions"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """One item for each of n answers."""
+        """Returns one item for each of n answers."""
         return _line(ChatBody.model_validate_json(data, strict=True), catalog, default_seed)
 
     async def reply(
@@ -223,7 +223,7 @@ class CompletionEndpoint(Endpoint):
     path = "/v1/completions"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """One item for each of n texts of each prompt."""
+        """Returns one item for each of n texts of each prompt."""
         return _line(CompletionBody.model_validate_json(data, strict=True), catalog, default_seed)
 
     async def reply(
@@ -365,7 +365,7 @@ def chat_reply(
 
 
 def chat_choice(body: ChatBody, made: str, index: int, result: GenerationResult) -> ChatChoice:
-    """One answer, with the calls of tools that are in its text."""
+    """Returns one answer, with the tool calls in its text."""
     text, calls = result.text, list[CalledTool]()
     if names := {tool.function.name for tool in body.allowed_tools}:
         text, calls = read_tool_calls(text, names, f"{made}:{index}")
@@ -378,7 +378,7 @@ def chat_choice(body: ChatBody, made: str, index: int, result: GenerationResult)
 
 
 def chat_logprobs(given: Sequence[TokenLogprob]) -> ChatLogprobs:
-    """Log probabilities as chats show them."""
+    """Returns log probabilities in the form of chats."""
     return ChatLogprobs(
         [
             ShownTokenLogprob(
@@ -416,7 +416,7 @@ def completion_reply(
 
 
 def completion_logprobs(given: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
-    """Log probabilities as completions show them. `offset`: characters of the text before."""
+    """Returns log probabilities in the form of completions. `offset`: characters before."""
     ends = itertools.accumulate((len(one.token) for one in given), initial=offset)
     return CompletionLogprobs(
         [one.token for one in given],

@@ -251,7 +251,7 @@ class GenerationsEndpoint(Endpoint):
     path = "/v1/images/generations"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """One item for each image. Links end within an hour, so they are refused."""
+        """Returns one item for each image. Links expire within an hour, so they are refused."""
         body = GenerationBody.model_validate_json(data, strict=True)
         if body.response_format == "url":
             raise BadInput(
@@ -422,7 +422,7 @@ async def _answer(
 async def _encode(
     call: ApiRequest, body: GenerationBody | EditForm, result: ImageResult, deadline_s: float
 ) -> ImageItem:
-    """One image in the requested format, as bytes or as a link."""
+    """Returns one image in the requested format, as bytes or as a link."""
     objects = call.dependencies.objects
     stored_key = result.image.object_key
     if body.response_format == "url" and body.output_format == "png" and stored_key is not None:

@@ -189,7 +189,7 @@ class ResponseEvents:
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """More of the message. What may become the call of a tool is held back."""
+        """Returns the addition to the message. A possible start of a tool call is held back."""
         shown, now = self._shown(before), self._shown(before + text)
         if now == shown:
             return None
@@ -352,7 +352,7 @@ async def create_response(request: Request) -> Response:
 async def read_response(
     request: Request, response_id: str, stream: bool = False, starting_after: StartingAfter = -1
 ) -> Response:
-    """A streamed or background response as it is now. With `stream=true` its events."""
+    """The current state of a streamed or background response. With `stream=true` its events."""
     call = authenticate(request)
     snapshot = await _find(call, response_id)
     if not stream:

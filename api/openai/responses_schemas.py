@@ -64,7 +64,7 @@ class WrittenDetails(msgspec.Struct):
 
 
 class InputDetails(msgspec.Struct):
-    """Tokens whose keys and values had been computed before. What is kept costs nothing."""
+    """Tokens whose keys and values were cached. Storing them costs nothing."""
 
     cached_tokens: int = 0
     cache_write_tokens: int = 0

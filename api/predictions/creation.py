@@ -27,7 +27,7 @@ _CLIENTS = re.compile(r"replicate[-/]", re.IGNORECASE)
 
 
 def version_of(model: Model) -> str:
-    """The id of a model's version: 256 bits of BLAKE2b (RFC 7693) over what decides its results."""
+    """Returns a model's version id: 256 bits of BLAKE2b (RFC 7693) of all that decides results."""
     facts = "\n".join((model.name, model.source, model.revision, model.precision))
     return hashlib.blake2b(facts.encode(), digest_size=32).hexdigest()
 
@@ -120,7 +120,7 @@ class Creation:
     async def wait_for_reply(self, limit_s: float) -> None:
         """Waits for the worker's reply about a prediction that has ended, at most `limit_s`.
 
-        A canceled one is over before its worker knows.
+        A canceled one has ended before its worker knows.
         """
         await self._wait(lambda record: not record.is_over or record.reply is not None, limit_s)
 

@@ -222,7 +222,7 @@ def _shown(preview: Preview) -> str:
 
 
 def failure_event(message: str) -> bytes:
-    """Why a stream ends early, and its end."""
+    """Returns the error of a stream that ends early, and its end."""
     detail = msgspec.json.encode({"detail": message}).decode()
     return encode_event("error", detail) + encode_event("done", '{"reason":"error"}')
 
@@ -243,7 +243,7 @@ class OutputEvents:
     """The events of one text. The stream puts their ids before them."""
 
     def opening(self, index: int) -> None:
-        """Nothing: an output begins with its text."""
+        """Returns nothing: an output begins with its text."""
 
     def delta(
         self,
@@ -253,11 +253,11 @@ class OutputEvents:
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """More of the text."""
+        """Returns the event with the addition to the text."""
         return encode_event("output", text) if text else None
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
-        """Nothing: a text ends with its prediction."""
+        """Returns nothing: a text ends with its prediction."""
         return []
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:

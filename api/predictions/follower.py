@@ -129,7 +129,7 @@ class PredictionFollower:
         await self._limiter.settle_hold(due.record_id, kept.takings, used)
 
     async def _end_if_late(self, record_id: str, kept: HeldLimits) -> None:
-        """Reading a prediction ends it if it is late. That makes its hold due again."""
+        """Ends a late prediction by reading it. That makes its hold due again."""
         with suppress(NotFound):
             await self._predictions.read_linked(record_id, kept.prediction_id)
 
@@ -141,7 +141,7 @@ class PredictionFollower:
         held = await self._holds.are_held([hold.record_id for _, hold in looked_at])
         for (limited, hold), is_held in zip(looked_at, held, strict=True):
             if hold.is_stored is None:
-                # An equal request may have created the prediction, with a hold of its own.
+                # An equal request may have created the prediction, with its own hold.
                 hold.is_stored = is_held and await self._holds.read(hold.record_id) == hold.data
                 if hold.is_stored:
                     limited.hand_over()

@@ -216,7 +216,7 @@ class Predictions:
         snapshot = await self.read(tenant, prediction_id)
         prediction = snapshot.prediction
         if snapshot.record.is_over and await self._owes_webhook(prediction):
-            # Before it is deleted: one that is kept for nothing expires.
+            # Before it is deleted: one that is kept in vain expires.
             await self._records.webhook_log.keep_end(prediction.record, encode_end(*snapshot))
         deleted = await self._records.delete(prediction.record, prediction.deadline_s)
         if deleted is None:

@@ -229,7 +229,7 @@ def seen_from_id(last_id: str, items: int) -> list[Seen]:
     """Returns the position of the reader of an event with this id. The start if it is empty.
 
     Raises:
-        BadInput: no event of such a stream has this id.
+        BadInput: the id is not one of such a stream.
     """
     if not last_id:
         return [Seen()] * items
@@ -422,7 +422,7 @@ class _Stream:
         self.texts = texts
 
     def read(self, index: int, chunks: Sequence[TokenChunk]) -> Iterator[bytes]:
-        """The events of what was written of a text."""
+        """Returns the events of the tokens written of a text."""
         text = self.texts[index]
         yield from self._open(index)
         for chunk in chunks:
@@ -440,7 +440,7 @@ class _Stream:
                     yield self._with_id(event)
 
     def end(self, snapshot: PredictionSnapshot) -> Iterator[bytes]:
-        """The events of what the texts have beyond that, and of their ends."""
+        """Returns the events of the rest of the texts, and of their ends."""
         reply = snapshot.record.reply
         outcomes = reply.outcomes if reply is not None else []
         if snapshot.record.state != "succeeded" or len(outcomes) < len(self.texts):
@@ -491,7 +491,7 @@ class _Stream:
 
 
 def _failure(snapshot: PredictionSnapshot, outcomes: Sequence[ItemOutcome]) -> tuple[str, str]:
-    """Why a prediction has no texts: a code, and words."""
+    """Returns why a prediction has no texts: a code and a message."""
     if snapshot.record.state == "canceled":
         return "canceled", "the request was canceled"
     failed = next((one for one in outcomes if one.error is not None), None)

@@ -147,7 +147,7 @@ def _is_read_along(dependencies: Dependencies, prediction: Prediction) -> bool:
 
 
 def _stays_valid() -> None:
-    """A signed link does not end before its time."""
+    """Does nothing: a signed link is valid until it expires."""
 
 
 def _sends_key(request: Request) -> bool:

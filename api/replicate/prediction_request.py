@@ -151,7 +151,7 @@ def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tupl
 
 
 def _ids(tenant: str, own_id: str, key: str) -> tuple[str, str]:
-    """The prediction id and the record id: from the caller, from an Idempotency-Key, or new."""
+    """Returns prediction id and record id: from the caller, from an Idempotency-Key, or new."""
     if own_id:
         return own_id, record_of(tenant, own_id)
     if key:

@@ -38,7 +38,7 @@ CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 499, 503, 504)
 
 
 def creation_responses() -> Responses:
-    """The responses of a route that creates predictions: a new one, or that of an equal request."""
+    """Returns the responses of a route that creates predictions or finds existing ones."""
     reply = PredictionReply
     answers: Responses = {
         200: success(

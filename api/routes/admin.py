@@ -403,7 +403,7 @@ def _check_slashes(request: Request) -> None:
 
 
 async def _read(call: ApiRequest, kind: type[Body]) -> Body:
-    """The body of a change. Plans and limits are structs, so their own checks hold here too."""
+    """Returns the body of a change. Plans and limits are structs, which check themselves."""
     data = await call.http.body()
     check_amount(data)
     try:

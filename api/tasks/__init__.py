@@ -42,7 +42,7 @@ async def read_inputs(
 
 
 def openapi_schema_of(model: Model) -> dict[str, Any]:
-    """The model's input and output in the form that cog publishes. Clients make forms from it."""
+    """Returns the schema of input and output in cog's form. Clients build forms from it."""
     task = API_TASKS[model.task]
     given = task.input_schema.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas = {

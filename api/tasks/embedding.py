@@ -120,7 +120,7 @@ class EmbeddingApi(ApiTask):
     async def read(
         self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
     ) -> Inputs:
-        """One item for each text."""
+        """Returns one item for each text."""
         parsed = TextsInput.model_validate(given, strict=True)
         inputs = text_inputs(parsed.given, model, truncate=parsed.truncate or "none")
         check_texts([parsed.given] if isinstance(parsed.given, str) else parsed.given)

@@ -58,7 +58,7 @@ class SimilarityApi(ApiTask):
     async def read(
         self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
     ) -> Inputs:
-        """One item for each pair."""
+        """Returns one item for each pair."""
         parsed = TextsToCompare.model_validate(given, strict=True)
         pairs, limit = parsed.all_pairs(), model.text.max_input_bytes
         for index, pair in enumerate(pairs):

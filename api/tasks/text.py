@@ -49,7 +49,7 @@ class TextApi(ApiTask):
     async def read(
         self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
     ) -> Inputs:
-        """One item."""
+        """Returns one item."""
         parsed = TextToContinue.model_validate(given, strict=True)
         limits = model.generation
         if parsed.max_tokens is not None and parsed.max_tokens > limits.longest_tokens:

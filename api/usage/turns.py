@@ -54,7 +54,7 @@ class Turns:
 
     @asynccontextmanager
     async def taken(self, tenant: str) -> AsyncIterator[None]:
-        """The turn of a tenant that has claimed one."""
+        """Holds the turn of a tenant that has claimed one."""
         try:
             await self._turn(tenant)
             try:
