@@ -214,7 +214,7 @@ class BatchRunner:
         free = MAX_AT_ONCE - len(self._held)
         for one in waiting[:free]:
             self._start(one)
-        self._tell_held(due, is_contended=len(waiting) > free)
+        self._report_waiting(due, is_contended=len(waiting) > free)
 
     def _is_due(self, one: OpenBatch) -> bool:
         patience = self._patience.get(one.id)
@@ -222,7 +222,7 @@ class BatchRunner:
             return True
         return patience.until_s <= time.monotonic()
 
-    def _tell_held(self, due: list[OpenBatch], *, is_contended: bool) -> None:
+    def _report_waiting(self, due: list[OpenBatch], *, is_contended: bool) -> None:
         """Reports to the running batches who waits for their turns."""
         others: dict[str, list[str]] = {}
         for one in due:

@@ -264,9 +264,9 @@ class MonthCounter(LeasedCounter):
         self._reserved = 0.0
         """By requests of this instance that are not over."""
         self._asking = 0.0
-        self._told = 0.0
+        self._reported = 0.0
         """The amount this instance may give back, as last reported to Redis."""
-        self._told_s = 0.0
+        self._reported_s = 0.0
 
     def is_spent(self, amount: float) -> bool:
         """Returns whether `amount` would not fit even if all reservations came back unused."""
@@ -304,7 +304,7 @@ class MonthCounter(LeasedCounter):
         self.is_known = True
         self.spent = answer.used - answer.held
         if ask.held >= 0:
-            self._told, self._told_s = ask.held - ask.need + answer.granted, sent_s
+            self._reported, self._reported_s = ask.held - ask.need + answer.granted, sent_s
 
     def learn(self, used: float, at_s: float) -> None:
         """Records the amount used at `at_s`, unless a later answer is known."""
@@ -318,15 +318,15 @@ class MonthCounter(LeasedCounter):
 
     def is_due(self, now_s: float) -> bool:
         """Returns whether something goes back, or less may come back than Redis assumes."""
-        if self._reserved and now_s >= self._told_s + SLOTS_S / 2:
+        if self._reserved and now_s >= self._reported_s + SLOTS_S / 2:
             return True
-        is_over = self._told > self._reserved + self._left + ROUNDING_USD
+        is_over = self._reported > self._reserved + self._left + ROUNDING_USD
         return super().is_due(now_s) or (is_over and now_s >= self._ends_s)
 
     @property
     def is_idle(self) -> bool:
         """Returns whether nothing is to be given back now or later, and Redis knows it."""
-        return super().is_idle and not self._reserved and self._told < ROUNDING_USD
+        return super().is_idle and not self._reserved and self._reported < ROUNDING_USD
 
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
         """This instance's part of what was left. Redis gets to know it afterwards.

@@ -104,10 +104,10 @@ class Accounts:
             self._has_all_totals = False
         for counter in self._counters.values():
             if isinstance(counter, MonthCounter):
-                self._tell(counter)
+                self._update(counter)
 
-    def _tell(self, counter: MonthCounter) -> None:
-        """Says to a counter what is known of its budget."""
+    def _update(self, counter: MonthCounter) -> None:
+        """Updates a counter with the known usage of its budget."""
         used = self._totals.get(counter.key)
         if used is not None:
             month = counter.month or max(used)
@@ -191,7 +191,7 @@ class Accounts:
             self._counters[key, month] = counter
             if isinstance(counter, MonthCounter):
                 counter.month = month
-                self._tell(counter)
+                self._update(counter)
         counter.limit = limit
         return counter
 
@@ -312,13 +312,13 @@ class Limiter:
         reservation = Reservation(self)
         needs = [Need(counter, demand.of(counter)) for counter in account.counters]
         try:
-            lacking = self._take(reservation, needs)
-            if lacking and account.asking is not None:
+            missing = self._take(reservation, needs)
+            if missing and account.asking is not None:
                 # The answer may have enough for this request too.
                 await asyncio.wait([account.asking])
-                lacking = self._take(reservation, lacking)
-            if lacking:
-                await self._ask(reservation, account, lacking)
+                missing = self._take(reservation, missing)
+            if missing:
+                await self._ask(reservation, account, missing)
         except BaseException:
             reservation.cancel()
             raise
@@ -326,58 +326,58 @@ class Limiter:
 
     def _take(self, reservation: Reservation, needs: Sequence[Need]) -> list[Need]:
         """Takes from leases. Returns the needs that only Redis can grant."""
-        now_s, lacking = self._clock(), []
+        now_s, missing = self._clock(), []
         for need in needs:
             period = need.counter.take(need.amount, now_s)
             if period is None:
-                lacking.append(need)
+                missing.append(need)
             else:
                 reservation.note(need, period)
         hopeless = [
             need
-            for need in lacking
+            for need in missing
             if need.amount > need.counter.limit or need.counter.is_blocked(need.amount, now_s)
         ]
         if hopeless:
             raise refusal(hopeless, now_s)
-        return lacking
+        return missing
 
     async def _ask(
-        self, reservation: Reservation, account: Account, lacking: Sequence[Need]
+        self, reservation: Reservation, account: Account, missing: Sequence[Need]
     ) -> None:
         """Asks Redis for all missing amounts at once, and takes alone if it does not answer."""
         sent_s = self._clock()
-        asks = [counter.ask(amount, sent_s) for counter, amount in lacking]
+        asks = [counter.ask(amount, sent_s) for counter, amount in missing]
         asking = account.asking = asyncio.get_running_loop().create_future()
         try:
             answers = await self.store.take(asks)
         except BaseException as error:
-            for (counter, amount), ask in zip(lacking, asks, strict=True):
+            for (counter, amount), ask in zip(missing, asks, strict=True):
                 counter.abandon(ask, amount)
             if not isinstance(error, Unavailable):
                 raise
-            self._take_alone(reservation, lacking)
+            self._take_alone(reservation, missing)
             return
         finally:
             asking.set_result(None)
             if account.asking is asking:
                 account.asking = None
-        for (counter, amount), ask, answer in zip(lacking, asks, answers, strict=True):
+        for (counter, amount), ask, answer in zip(missing, asks, answers, strict=True):
             counter.accept(ask, answer, sent_s, need=amount)
-        self.touch(counter for counter, _ in lacking)
-        for (counter, amount), answer in zip(lacking, answers, strict=True):
+        self.touch(counter for counter, _ in missing)
+        for (counter, amount), answer in zip(missing, answers, strict=True):
             if self._warnings is not None and isinstance(counter, MonthCounter):
                 is_refused = not answer.fits and counter.is_spent(amount)
                 self._warnings.check(counter, account.plan, account.tenant, is_refused=is_refused)
-        refused = [need for need, answer in zip(lacking, answers, strict=True) if not answer.fits]
+        refused = [need for need, answer in zip(missing, answers, strict=True) if not answer.fits]
         if refused:
             raise refusal(refused, self._clock())
-        for need, answer in zip(lacking, answers, strict=True):
+        for need, answer in zip(missing, answers, strict=True):
             reservation.note(need, answer.period)
 
-    def _take_alone(self, reservation: Reservation, lacking: Sequence[Need]) -> None:
+    def _take_alone(self, reservation: Reservation, missing: Sequence[Need]) -> None:
         now_s = self._clock()
-        for need in lacking:
+        for need in missing:
             counter = need.counter
             period = counter.take_alone(need.amount, now_s, self._standing)
             if period is None and isinstance(counter, MonthCounter) and not counter.may_spend_alone:

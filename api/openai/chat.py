@@ -101,10 +101,10 @@ class ChatEvents:
         """Returns the addition to the message. A possible start of a tool call is held back."""
         if self._has_tools:
             text = shown_of(before + text)[len(shown_of(before)) :]
-        told = chat_logprobs(logprobs) if self._body.logprobs and logprobs else None
-        if not text and told is None:
+        encoded = chat_logprobs(logprobs) if self._body.logprobs and logprobs else None
+        if not text and encoded is None:
             return None
-        return self._chunk(ChatChunkChoice(index, ChatDelta(content=text), told))
+        return self._chunk(ChatChunkChoice(index, ChatDelta(content=text), encoded))
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
         """Returns the text held back, the tool calls, and the finish reason."""
@@ -115,8 +115,8 @@ class ChatEvents:
             events.append(self._chunk(ChatChunkChoice(index, ChatDelta(content=rest))))
         if isinstance(choice.message.tool_calls, list):
             for number, call in enumerate(choice.message.tool_calls):
-                told = {"index": number} | msgspec.to_builtins(call)
-                delta = ChatDelta(tool_calls=[told])
+                tool_call = {"index": number} | msgspec.to_builtins(call)
+                delta = ChatDelta(tool_calls=[tool_call])
                 events.append(self._chunk(ChatChunkChoice(index, delta)))
         ended = ChatChunkChoice(index, ChatDelta(), finish_reason=choice.finish_reason)
         return [*events, self._chunk(ended)]
@@ -163,12 +163,12 @@ class CompletionEvents:
         at: tuple[int, int],
     ) -> bytes | None:
         """Returns the event with the addition to the text."""
-        told = None
+        encoded = None
         if self._body.logprobs is not None and logprobs:
-            told = completion_logprobs(logprobs, len(before))
-        if not text and told is None:
+            encoded = completion_logprobs(logprobs, len(before))
+        if not text and encoded is None:
             return None
-        return self._chunk(CompletionChoice(index, text, None, told))
+        return self._chunk(CompletionChoice(index, text, None, encoded))
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
         """Returns the event with the finish reason."""
@@ -328,13 +328,13 @@ def _stream(
         if IS_HEAD in call.http.scope:
             return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
         shape = endpoint.events(body, prediction.id, prediction.created_at_s, model)
-        told = call.dependencies.text_streams.follow(
+        sse = call.dependencies.text_streams.follow(
             snapshot, shape, seen, call.check_key, stays=False
         )
         headers = {**_HEADERS, "location": f"{CHAT.path}/{prediction.id}"}
         if endpoint is not CHAT:
             del headers["location"]
-        return HeldResponse(told, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+        return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
 
 
 def _items_of(body: ChatBody | CompletionBody) -> int:

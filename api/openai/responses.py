@@ -159,9 +159,9 @@ class ResponseEvents:
         calls = message.tool_calls if isinstance(message.tool_calls, list) else []
         items: list[OutputItem] = []
         if message.content or not calls:
-            told = self._logprobs(result.logprobs)
+            encoded = self._logprobs(result.logprobs)
             is_cut = result.finish_reason == "length" and not calls
-            said = [OutputText(message.content or "", logprobs=told)]
+            said = [OutputText(message.content or "", logprobs=encoded)]
             items.append(self._message(said, "incomplete" if is_cut else "completed"))
         return items + [
             OutputCall(
@@ -193,11 +193,11 @@ class ResponseEvents:
         shown, now = self._shown(before), self._shown(before + text)
         if now == shown:
             return None
-        told = self._logprobs(logprobs)
+        encoded = self._logprobs(logprobs)
         tokens, ended = at
         number = self._first_end + ended - 1 if ended else _PART + tokens
         begin = [] if shown else self._begin(_ITEM, _PART)
-        return self._joined(*begin, self._delta(number, now[len(shown) :], told))
+        return self._joined(*begin, self._delta(number, now[len(shown) :], encoded))
 
     def _logprobs(self, given: Sequence[TokenLogprob]) -> list[LogprobOfText]:
         """Returns the requested ones."""
@@ -273,8 +273,8 @@ class ResponseEvents:
         """Returns an event. Empty if the reader has it."""
         if number <= self._after and not is_kept:
             return b""
-        told = {"type": kind, "sequence_number": number, **facts}
-        return f"event: {kind}\n".encode() + b"data: " + _encode(told) + b"\n\n"
+        event = {"type": kind, "sequence_number": number, **facts}
+        return f"event: {kind}\n".encode() + b"data: " + _encode(event) + b"\n\n"
 
     def _joined(self, *events: bytes) -> bytes | None:
         return b"".join(events) or None
@@ -482,11 +482,11 @@ def _stream(
             return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
         stays = bool(body.background or not body.stream)
         seen = [Seen(*events.seen)]
-        told = call.dependencies.text_streams.follow(
+        sse = call.dependencies.text_streams.follow(
             snapshot, events, seen, call.check_key, stays=stays
         )
         headers = {**_HEADERS, "location": f"{PATH}/{snapshot.prediction.id}"}
-        return HeldResponse(told, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+        return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
 
 
 def _state_of(call: ApiRequest, snapshot: PredictionSnapshot) -> ResponseReply:

@@ -143,14 +143,14 @@ class EventStreams:
         extra: Collection[str],
     ) -> AsyncGenerator[bytes]:
         place, sent_s = Place.from_id(last_id), time.monotonic()
-        until_s, told = sent_s + MAX_S, None
+        until_s, sent = sent_s + MAX_S, None
         while True:
             if QUEUE in extra:
                 queued = await self._predictions.place(snapshot)
-                if queued is not None and queued != told:
+                if queued is not None and queued != sent:
                     shown = msgspec.json.encode(queued._asdict()).decode()
                     yield encode_event(QUEUE, shown, place.to_id())
-                    told, sent_s = queued, time.monotonic()
+                    sent, sent_s = queued, time.monotonic()
             if PREVIEW in extra:
                 for preview in await self._predictions.previews(snapshot, place.preview):
                     place = place._replace(preview=preview.cursor)

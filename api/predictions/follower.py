@@ -122,7 +122,7 @@ class PredictionFollower:
             if not record.is_over:
                 await self._end_if_late(due.record_id, kept)
                 return
-            if record.reply is None and _may_be_told(record, kept, time.time()):
+            if record.reply is None and _may_be_reported(record, kept, time.time()):
                 return
             outcomes = [] if record.reply is None else record.reply.outcomes
             used = used_by(kept.price, kept.unit, outcomes)
@@ -155,7 +155,7 @@ class PredictionFollower:
                 self._followed.append((limited, hold))
 
 
-def _may_be_told(record: Record, kept: HeldLimits, now_s: float) -> bool:
+def _may_be_reported(record: Record, kept: HeldLimits, now_s: float) -> bool:
     """Returns whether a worker may still report the charge of a canceled prediction."""
     if record.attempts == 0 and now_s >= record.canceled_at_s + ENDING_S:
         return False

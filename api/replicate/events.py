@@ -129,13 +129,13 @@ async def stream(
         if _is_read_along(dependencies, prediction):
             texts, seen = dependencies.text_streams, seen_from_id(last_id, 1)
             held.enter_context(texts.reserved(prediction.tenant))
-            told = texts.follow(snapshot, OutputEvents(), seen, check, stays=True)
+            sse = texts.follow(snapshot, OutputEvents(), seen, check, stays=True)
         else:
             held.enter_context(dependencies.event_streams.reserved(prediction.tenant))
-            told = dependencies.event_streams.follow(snapshot, last_id, check, extra)
+            sse = dependencies.event_streams.follow(snapshot, last_id, check, extra)
         if IS_HEAD in request.scope:
             return Response(headers=headers, media_type=EVENTS_TYPE)
-        return HeldResponse(told, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+        return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
 
 
 def _is_read_along(dependencies: Dependencies, prediction: Prediction) -> bool:
