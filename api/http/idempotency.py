@@ -27,7 +27,7 @@ from api.http.auth import check_model
 from api.http.middleware import RequestContext, context_of
 from api.http.request import open_request, while_connected
 from api.idempotency.service import IdempotentRequest, StoredResponse
-from api.limits.shown import LIMITS_PREFIX
+from api.limits.messages import LIMITS_PREFIX
 
 REPLAYED = "idempotent-replayed"
 LARGE_BYTES = 256 * 1024

@@ -23,7 +23,7 @@ import msgspec
 
 from api.limits.budget_warnings import BudgetWarnings
 from api.limits.counters import LEASE_S, Counter, MonthCounter, SlotCounter, WindowCounter
-from api.limits.shown import BUDGET_UNIT, Need, headers_of, refusal
+from api.limits.messages import BUDGET_UNIT, Need, headers_of, refusal
 from api.limits.store import MAX_TOTALS, SLOTS_S, Answer, Ask, Kind, LimitStore, Standing, Totals
 from shared.errors import Unavailable
 from shared.tasks.base import Unit
