@@ -64,7 +64,7 @@ def create_app(
     admin: AbstractAsyncContextManager[Admin],
     rows: AbstractAsyncContextManager[RowSink],
 ) -> FastAPI:
-    """The API as an ASGI app. Only its lifespan opens connections.
+    """Returns the API as an ASGI app. Only its lifespan opens connections.
 
     Args:
         settings: the settings of this process.
@@ -150,7 +150,7 @@ def _add_routes(app: FastRouteApp) -> None:
 
 
 class _Configuration(NamedTuple):
-    """What is validated before any connection opens, so that a wrong setting fails at once."""
+    """Settings validated before any connection opens, so that a wrong setting fails at once."""
 
     settings: ApiSettings
     catalog: Catalog
@@ -247,7 +247,7 @@ def _dependencies(
     text_streams: TextStreams,
     image_codec: ImageCodec,
 ) -> Dependencies:
-    """What the routes work with, from what is open and what need not be opened."""
+    """Returns the dependencies of the routes."""
     storage = Storage(configuration.objects)
     sources = Files(configuration.objects, storage)
     batch_files = BatchFiles(configuration.objects, storage)

@@ -1,12 +1,8 @@
-"""The bodies of requests, as pydantic models that validate and document them.
+"""Bodies that several endpoints share.
 
-Fields are those of OpenAI's API (https://platform.openai.com/docs/api-reference). Extensions say
-so. Replies are in openai_replies.py.
-
-The bodies of replies, as structs.
-
-msgspec encodes bytes as JSON without intermediate Python objects. Fields are those of OpenAI's API
-(https://platform.openai.com/docs/api-reference). Extensions say so.
+Requests are pydantic models, which validate and document them. Replies are msgspec structs, which
+encode bytes as JSON without intermediate Python objects. Fields are those of OpenAI's API
+(https://platform.openai.com/docs/api-reference). Extensions are marked as such.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ class Usage(msgspec.Struct):
 
 
 class ErrorDetail(msgspec.Struct):
-    """What went wrong. `code` is stable, and `param` names the wrong field."""
+    """An error. `code` is stable, and `param` names the wrong field."""
 
     message: str
     type: str
@@ -64,7 +60,7 @@ MetadataValue = Annotated[str, Field(max_length=512)]
 Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
 """OpenAI's bounds."""
 EndUser = Annotated[str, Field(max_length=128)]
-"""Who uses the caller's application. The bound is OpenAI's for `safety_identifier`."""
+"""The end user of the caller's application. The bound is OpenAI's for `safety_identifier`."""
 CacheKey = Annotated[str, Field(max_length=64)]
 """OpenAI's bound for `prompt_cache_key`."""
 Option = Annotated[str, Field(max_length=64)]
@@ -99,13 +95,13 @@ Options = Annotated[dict[str, Any], AfterValidator(_is_short)]
 
 
 class Body(BaseModel):
-    """What callers send: fields we don't know are refused."""
+    """Base of request bodies: unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def shape_of(value: Any) -> str:
-    """The shape of an input by its first element, so that errors mention only this shape."""
+    """Returns the shape of an input by its first element: errors mention only this shape."""
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(value, list):
         return (

@@ -1,10 +1,8 @@
-"""The bodies of requests for text, as OpenAI's clients send them.
+"""Bodies of chat completions and completions, with their tools.
 
-https://platform.openai.com/docs/api-reference/chat and /completions. Extensions say so.
-
-The bodies of answers with text, as structs. Fields are those of OpenAI's API.
-
-Tools in the bodies of requests for text, and which of them the model may or must call.
+Requests are pydantic models, and replies are structs. Fields are those of OpenAI's API
+(https://platform.openai.com/docs/api-reference/chat and /completions). Extensions are marked as
+such.
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ AnyToolChoice = Literal["none", "auto", "required"] | ToolChoice | AllowedToolCh
 
 
 def allowed_tools(tools: list[Tool] | None, choice: AnyToolChoice | None) -> list[Tool]:
-    """The tools that the model may call."""
+    """Returns the tools that the model may call."""
     if choice == "none" or not tools:
         return []
     if not isinstance(choice, AllowedToolChoice):
@@ -90,10 +88,10 @@ def allowed_tools(tools: list[Tool] | None, choice: AnyToolChoice | None) -> lis
 def forced_tools(
     tools: list[Tool] | None, choice: AnyToolChoice | None
 ) -> list[FunctionTool] | None:
-    """The tools of which the model must call one. None: it need not.
+    """Returns the tools of which the model must call one. None if it need not call any.
 
     Raises:
-        ValueError: there is no tool that is chosen.
+        ValueError: the chosen tool does not exist.
     """
     if choice is None or choice in ("none", "auto"):
         return None
@@ -138,7 +136,7 @@ class CalledTool(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """What the model says."""
+    """The model's message."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
@@ -155,7 +153,7 @@ class ShownLogprob(msgspec.Struct):
 
 
 class ShownTokenLogprob(ShownLogprob):
-    """A token of the text, with the most likely ones at its place."""
+    """A token of the text, with the most likely alternatives at its position."""
 
     top_logprobs: list[ShownLogprob]
 
@@ -188,7 +186,7 @@ class ChatReply(msgspec.Struct):
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
-    """What a message has more than before."""
+    """The addition to a message since the last event."""
 
     role: str = ""
     content: str | None = None
@@ -248,7 +246,7 @@ MAX_SCHEMA = 64 * 1024
 """Characters of a JSON schema."""
 MAX_TOOLS = 128
 MAX_CHOICES, MAX_PROMPTS = 8, 8
-"""Of one request. Together MAX_ITEMS of shared/stores/token_streams.py."""
+"""Limits of one request. Their product is MAX_ITEMS of shared/stores/token_streams.py."""
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -256,7 +254,7 @@ MAX_INT64 = 2**63 - 1
 
 
 def text_or_list(value: Any) -> str:
-    """The tag of a form, so that errors are about the one that was meant."""
+    """Returns the tag of a form, so that errors are about the one that was meant."""
     return "list:" if isinstance(value, list) else "text:"
 
 
@@ -268,7 +266,7 @@ class TextPart(Body):
 
 
 class FunctionCall(Body):
-    """What an assistant called. `arguments` is JSON."""
+    """A function that an assistant called. `arguments` is JSON."""
 
     name: str
     arguments: str
@@ -297,7 +295,7 @@ class Message(Body):
     name: str | None = Field(None, max_length=64)
     tool_calls: list[ToolCall] | None = None
     tool_call_id: ItemId | None = None
-    refusal: str | None = Field(None, description="What an earlier answer said instead.")
+    refusal: str | None = Field(None, description="The refusal of an earlier answer.")
     annotations: list[Any] | None = Field(
         None, exclude=True, description="Accepted from earlier answers, and not kept."
     )
@@ -313,7 +311,7 @@ class Message(Body):
         return self
 
     def to_template(self) -> dict[str, Any]:
-        """The message as chat templates read it: text in one piece, arguments as objects."""
+        """Returns the message for chat templates: text in one piece, arguments as objects."""
         found: dict[str, Any] = {
             # Open models know no developers.
             "role": "system" if self.role == "developer" else self.role,
@@ -339,7 +337,7 @@ class Message(Body):
 
 
 def _parsed(call: FunctionCall) -> dict[str, Any]:
-    """The call with its arguments as objects, or as their text where that is no sound JSON."""
+    """Returns the call with its arguments as objects, or as text if they are not valid JSON."""
     try:
         # Its bound on nesting is that of bodies, and it takes no lone surrogates.
         arguments = from_json(call.arguments, allow_inf_nan=False)
@@ -358,7 +356,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What the answer looks like."""
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -370,7 +368,7 @@ class ResponseFormat(Body):
         return self
 
     def to_schema(self) -> str:
-        """The JSON schema of the answer, as JSON. Empty: any text."""
+        """Returns the JSON schema of the answer, as JSON. Empty: any text."""
         if self.type == "text":
             return ""
         if self.json_schema is None or self.json_schema.schema_ is None:
@@ -379,14 +377,14 @@ class ResponseFormat(Body):
 
 
 class StreamOptions(Body):
-    """What a stream tells of."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
 
 
 class _SampledBody(Body):
-    """What all requests for text have."""
+    """Fields of all requests for text."""
 
     model: str | None = Field(None, description="Default: the first text model of the catalog.")
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None

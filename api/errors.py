@@ -2,11 +2,8 @@
 
 The body is that of OpenAI: `{"error": {"message", "type", "param", "code"}}`, always with all four
 keys (https://platform.openai.com/docs/guides/error-codes). `code` is the stable code of
-shared/errors.py.
-
-All methods of a path, for the header `Allow` (RFC 9110, 10.2.1).
-
-The router would name those of one route only.
+shared/errors.py. A 405 names all methods of its path in the `Allow` header (RFC 9110, 10.2.1). The
+router would name those of one route only.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 def allowed_methods(routes: Iterable[BaseRoute], scope: Scope) -> list[str]:
-    """The methods of `routes` for the path of `scope`, with OPTIONS, and with HEAD next to GET."""
+    """Returns the methods of `routes` for a path, with OPTIONS, and with HEAD next to GET."""
     known = list(routes)
     taken = [method for method in _METHODS if _is_taken(known, dict(scope, method=method))]
     return [*taken[:1], "HEAD", *taken[1:], "OPTIONS"] if "GET" in taken else [*taken, "OPTIONS"]
@@ -64,7 +61,7 @@ class TooSlow(BadInput):
 
 
 class Unauthorized(PenstockError):
-    """No valid API key was given."""
+    """The request has no valid API key."""
 
     code = "invalid_api_key"
     public_by_default = None
@@ -87,12 +84,12 @@ class NotFound(PenstockError):
 class NotNow(BadInput):
     """As things are now this can't be done. Later the same request may be answered otherwise.
 
-    So no such answer is kept for an Idempotency-Key.
+    So such an answer is not stored for an Idempotency-Key.
     """
 
 
 class StorageFull(NotNow):
-    """What the tenant stores leaves no room for this."""
+    """The storage quota of the tenant has no room for this."""
 
     code = "storage_quota_exceeded"
 
@@ -111,7 +108,7 @@ class MethodNotAllowed(PenstockError):
 
 
 class KeyReused(PenstockError):
-    """This Idempotency-Key was used with another request; a key stands for one request."""
+    """This Idempotency-Key was used with another request; a key identifies one request."""
 
     code = "idempotency_key_reused"
     public_by_default = None
@@ -157,7 +154,7 @@ class BudgetExceeded(RateLimited):
 
 
 class BudgetReserved(BudgetExceeded):
-    """Requests in flight have reserved what is left of the budget. It passes when they end."""
+    """Requests in flight have reserved the rest of the budget. It passes when they end."""
 
     code = "rate_limit_exceeded"
 
@@ -229,7 +226,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
-    """The response to one of the EXPECTED_ERRORS."""
+    """Returns the response to one of the EXPECTED_ERRORS."""
     set_error_code(request, error)
     match error:
         case PenstockError():
@@ -244,7 +241,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
 
 
 def log_reason(error: PenstockError, request_id: str) -> None:
-    """Logs what the caller of a request is not shown of an error."""
+    """Logs the details of an error that are not shown to the caller."""
     if error.public_message != error.message:
         facts = {"request_id": request_id, "code": error.code, "reason": error.message}
         log.warning("request failed", extra=facts)
@@ -253,7 +250,7 @@ def log_reason(error: PenstockError, request_id: str) -> None:
 def set_error_code(request: Request, error: Exception) -> None:
     """Puts the error code into the context of the request, for metrics and rows.
 
-    The log gets the reason that callers are not shown.
+    The log gets the details that are not shown to callers.
     """
     match error:
         case PenstockError():
@@ -271,7 +268,7 @@ def set_error_code(request: Request, error: Exception) -> None:
 
 
 def error_response(error: PenstockError) -> Response:
-    """The response with `error` in OpenAI's shape."""
+    """Returns the response with `error` in OpenAI's shape."""
     mapping = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
     # OpenAI names the limit in the type.
     kind = error.unit if type(error) is RateLimited else mapping.type
@@ -280,12 +277,12 @@ def error_response(error: PenstockError) -> Response:
 
 
 def encode_error(body: msgspec.Struct) -> bytes:
-    """The body of an error as JSON. It repeats what callers sent, but not the secret of a key."""
+    """Returns the body of an error as JSON. It repeats values of callers, but no key's secret."""
     return without_keys(msgspec.json.encode(body).decode()).encode()
 
 
 def headers_for(error: PenstockError) -> dict[str, str]:
-    """The headers of an error: whether and when to retry, and how to authenticate."""
+    """Returns the headers of an error: whether and when to retry, and how to authenticate."""
     mapping = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
     headers = {}
     if mapping.retry is not None:
@@ -303,7 +300,7 @@ def headers_for(error: PenstockError) -> dict[str, str]:
 
 
 def to_bad_input(error: ValidationError | RequestValidationError) -> BadInput:
-    """The first error of a body, by field and reason."""
+    """Returns the first error of a body, by field and reason."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return BadInput(f"the body is not valid JSON: {first['ctx']['error']}")
@@ -315,7 +312,7 @@ def to_bad_input(error: ValidationError | RequestValidationError) -> BadInput:
 
 
 def describe(wrong: Mapping[str, Any]) -> tuple[str, str]:
-    """The place (`images[0].image_url`, empty: the whole body) and reason of a pydantic error."""
+    """Returns place (`images[0].image_url`, empty: the body) and reason of a pydantic error."""
     # Tags of unions are in the location as 'name:'. They are internal.
     places = [
         place for place in wrong["loc"] if not (isinstance(place, str) and place.endswith(":"))

@@ -1,19 +1,18 @@
-"""Room for a bounded number of items, shared by tenants in proportion to their weights.
+"""Weighted capacity limiter: a bounded number of items, shared by tenants in proportion to weights.
 
-Pure: no clock, no I/O. Three rules, from the first that applies:
+Pure: no clock, no I/O. Three rules, of which the first that applies decides:
 
-- While there is more than the reserve left, anyone is let in. So idle room is used.
-- Within the bound, a tenant below its fair share is let in: its weight over the weights of all
-  tenants with items here. A tenant alone has all of the room.
-- Beyond the bound, a tenant is let in up to its guaranteed part, which is its share of the reserve
-  and at least one item. So a small tenant finds room while others fill theirs, even if a single
-  request of them was larger than what was left.
+- While more than the reserve is left, any tenant is admitted. So idle capacity is used.
+- Within the bound, a tenant below its fair share is admitted: its weight over the weights of all
+  tenants with items here. A tenant alone has all of the capacity.
+- Beyond the bound, a tenant is admitted up to its guaranteed part, which is its share of the
+  reserve and at least one item. So a small tenant is admitted while others fill their shares, even
+  if a single request of theirs was larger than the remaining capacity.
 
-A request is let in with all of its items as soon as one fits. Otherwise large requests would never
-get in beside small ones. Only the guaranteed part counts items exactly. The state has one entry for
-each tenant with items here, and there are at most MAX_OVER times the bound, plus one request.
-
-What a request wants from the workers.
+A request is admitted with all of its items as soon as one fits. Otherwise large requests would
+never be admitted alongside small ones. Only the guaranteed part counts items exactly. The state has
+one entry for each tenant with items here, and there are at most MAX_OVER times the bound, plus one
+request.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Demand:
     lane: str = ""
     """`batch`, or empty for interactive requests."""
     is_promised: bool = False
-    """Whether the objective on deadlines holds for the items (shared/slo.py)."""
+    """True if the SLO applies to the items (shared/slo.py)."""
 
 
 RESERVE = 0.125
@@ -47,16 +46,16 @@ before something leaves. An eighth of 512 items is 64 requests of one text. More
 a tenant whose neighbors send little.
 """
 MAX_OVER = 2
-"""Beyond the bound times this, nobody is let in. It takes as many tenants as the bound has
-items."""
+"""Beyond MAX_OVER times the bound, no tenant is admitted. Only as many tenants as the bound has
+items can reach it."""
 
 
 class Asks(Protocol):
-    """What a tenant asks room for."""
+    """Items for which a tenant requests capacity."""
 
     @property
     def tenant(self) -> str:
-        """Who asks."""
+        """The tenant that asks."""
 
     @property
     def weight(self) -> float:
@@ -64,7 +63,7 @@ class Asks(Protocol):
 
     @property
     def items(self) -> int:
-        """How many items."""
+        """Number of items."""
 
 
 class OneItem(NamedTuple):
@@ -84,38 +83,38 @@ class Holding:
 
 
 class FairRoom:
-    """The items of all tenants in one room.
+    """The items of all tenants under one bound.
 
     Args:
-        bound: how many items it is meant for.
+        bound: the number of items it is meant for.
     """
 
     def __init__(self, bound: float) -> None:
         self.bound = bound
         self.total = 0
         self.weights = 0.0
-        """Of all tenants with items here."""
+        """Sum over all tenants with items here."""
         self._holdings: dict[str, Holding] = {}
 
     def __len__(self) -> int:
-        """How many tenants have items here."""
+        """Returns the number of tenants with items here."""
         return len(self._holdings)
 
     def held_by(self, tenant: str) -> int:
-        """How many items this tenant has here."""
+        """Returns the number of items that this tenant has here."""
         holding = self._holdings.get(tenant)
         return 0 if holding is None else holding.items
 
     def part_of(self, asked: Asks) -> float:
-        """The weight of its tenant over those of all with items here, itself included."""
+        """Returns the weight of its tenant over those of all with items here, itself included."""
         holding = self._holdings.get(asked.tenant)
         others = self.weights if holding is None else max(0.0, self.weights - holding.weight)
         return asked.weight / (others + asked.weight)
 
     def turns_to_wait(self, asked: Asks) -> float:
-        """How many items must leave before it is let in. 0: now.
+        """Returns how many items must leave before it is admitted. 0: now.
 
-        Items leave in fair order. So of all that leave, the tenant's own are its part.
+        Items leave in fair order. So the tenant's own are its share of those that leave.
         """
         idle = self.bound * (1 - RESERVE)
         if self.total < idle:
@@ -132,14 +131,14 @@ class FairRoom:
         return max(1.0, min(self.total - idle + 1, max(until_share, until_bound)))
 
     def ahead_of(self, asked: Asks, enough: float) -> float:
-        """How many items leave in fair order before the last one that is asked for.
+        """Returns how many items leave in fair order before the last one of the request.
 
         While n items of a tenant leave, those of another one of the same weight do too, but no more
         than n (generalized processor sharing: Parekh and Gallager, IEEE/ACM ToN 1(3), 1993).
 
         Args:
-            asked: not yet let in.
-            enough: up to this number the answer may be too high, which saves time.
+            asked: not yet admitted.
+            enough: up to this number the result may be too high, which saves time.
         """
         holding = self._holdings.get(asked.tenant)
         own = asked.items + (0 if holding is None else holding.items)
@@ -171,7 +170,7 @@ class FairRoom:
         self.total += asked.items
 
     def release(self, asked: Asks) -> None:
-        """Lets items out that were let in."""
+        """Releases admitted items."""
         holding = self._holdings[asked.tenant]
         holding.items -= asked.items
         self.total -= asked.items

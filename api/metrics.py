@@ -55,7 +55,7 @@ ITEMS = Counter(
 IN_FLIGHT = Gauge("penstock_api_items_in_flight", "Items waiting for a worker.", ["model", "lane"])
 ADMITTED = Counter(
     "penstock_api_items_admitted_total",
-    "Items let in to wait for a worker, those of predictions included.",
+    "Items admitted to wait for a worker, including those of predictions.",
     ["model", "lane"],
 )
 CANARY_SHARE = Gauge(
@@ -88,7 +88,7 @@ TENANTS = Gauge(
 )
 MAX_TENANT = Gauge(
     "penstock_api_largest_tenant_items",
-    "Items of the tenant that has most of them waiting, as of the last quarter of a second.",
+    "Maximum number of waiting items of any one tenant, in the last quarter of a second.",
     ["model", "lane"],
 )
 PREDICTIONS = Counter(
@@ -106,13 +106,11 @@ IDEMPOTENT_REQUESTS = Counter(
 )
 IMAGES = Counter(
     "penstock_api_pictures_total",
-    "Pictures to decode or encode, by end. shed: refused with 429. "
+    "Images to decode or encode, by outcome. shed: refused with 429. "
     "*_waiting: ended before the work began.",
     ["end"],
 )
-IMAGES_WAITING = Gauge(
-    "penstock_api_pictures_waiting", "Pictures waiting to be decoded or encoded."
-)
+IMAGES_WAITING = Gauge("penstock_api_pictures_waiting", "Images waiting to be decoded or encoded.")
 CONNECTIONS_CUT = Counter(
     "penstock_api_connections_cut_total",
     "Connections that the API closed: idle, full, invalid, head_too_large, head_too_slow, unread.",
@@ -130,7 +128,7 @@ JOBS_CANCELED = Counter(
 
 @lru_cache(maxsize=1024)
 def of_requests(route: str, model: str, status: int) -> tuple[Counter, Histogram]:
-    """The counter and histogram of such requests.
+    """Returns the counter and histogram of such requests.
 
     Cached, since label lookups cost more than counting.
     """
@@ -139,13 +137,13 @@ def of_requests(route: str, model: str, status: int) -> tuple[Counter, Histogram
 
 @lru_cache(maxsize=1024)
 def of_errors(route: str, status: int, code: str) -> Counter:
-    """The counter of such errors."""
+    """Returns the counter of such errors."""
     return ERRORS.labels(route, str(status), code)
 
 
 @lru_cache(maxsize=1024)
 def of_items(model: str, cache: str, status: str) -> Counter:
-    """The counter of such items."""
+    """Returns the counter of such items."""
     return ITEMS.labels(model, cache, status)
 
 

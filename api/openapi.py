@@ -1,4 +1,4 @@
-"""The OpenAPI document: the schemas that routes refer to, and what the server answers by itself."""
+"""The OpenAPI document: shared schemas, and responses of the server that no route sends."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from api.errors import (
 from shared.errors import BadInput, PenstockError
 
 MAX_FIELDS = 100
-"""How many invalid fields one response names."""
+"""Maximum number of invalid fields that one response names."""
 UNPROCESSABLE = frozenset(
     {"invalid_input", "input_too_large", "context_length_exceeded", "storage_quota_exceeded"}
 )
@@ -67,7 +67,7 @@ class ProblemRoute(APIRoute):
     """A route whose errors are problem details."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, with errors mapped to responses."""
+        """Returns the handler, with errors mapped to responses."""
         handle = super().get_route_handler()
 
         async def handled(request: Request) -> Response:
@@ -100,7 +100,7 @@ def errors_in_input() -> Iterator[None]:
 
 
 def problem_response(request: Request, error: Exception) -> Response:
-    """The response to one of the EXPECTED_ERRORS, as problem details."""
+    """Returns the response to one of the EXPECTED_ERRORS, as problem details."""
     set_error_code(request, error)
     match error:
         case PenstockError():

@@ -20,7 +20,7 @@ closed."""
 
 
 def server_config(app: ASGIApp, settings: ApiSettings) -> uvicorn.Config:
-    """The configuration of the server.
+    """Returns the configuration of the server.
 
     Raises:
         ConfigurationError: the certificate and its key can't be used.
@@ -56,8 +56,8 @@ def _tls_context(settings: ApiSettings) -> ssl.SSLContext:
         context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
     except OSError as error:
         raise ConfigurationError(
-            f"PENSTOCK_TLS_CERT: {settings.tls_cert} and {settings.tls_key} are no certificate "
-            f"with its key: {error.strerror or error}",
+            f"PENSTOCK_TLS_CERT: {settings.tls_cert} and {settings.tls_key} are not a certificate "
+            f"and its key: {error.strerror or error}",
             field="tls_cert",
         ) from error
     return context

@@ -25,9 +25,9 @@ from shared.tenants.plan import Caller
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
 MAX_RESERVED_PAUSE_S = 5.0
-"""A budget that requests in other processes have reserved is asked again after this time."""
+"""Pause before a budget that requests in other processes have reserved is checked again."""
 STALLED_S = 30.0
-"""A batch of which no line has ended for so long steps aside, if another batch waits."""
+"""A batch in which no line has ended for STALLED_S yields to another batch that waits."""
 REPLY_LIMIT_S = 60.0
 """For the encoding of the images of one line."""
 LANE = "batch"
@@ -52,10 +52,10 @@ _TRANSIENT = (Overloaded, Unavailable, DeadlineExceeded, Canceled)
 
 
 class Progress:
-    """What one turn of a batch has brought, and whether it is worth waiting for more.
+    """Progress of one turn of a batch, and whether it is worth waiting for more.
 
     Args:
-        should_yield: whether another batch could run in place of this one.
+        should_yield: returns whether another batch could run in place of this one.
         attempts: ends that the records of lines have, by the numbers of the lines. They outlive the
             turn, as the next one would get these ends again.
         clock: monotonic seconds.
@@ -73,16 +73,16 @@ class Progress:
         self._moved_s = clock()
         self.ended_lines = 0
         self.is_stalled = False
-        """Whether the rest of the lines waits for a later turn."""
+        """True if the rest of the lines waits for a later turn."""
 
     def note_end(self, line: BatchLine) -> None:
-        """A line ended."""
+        """Records that a line ended."""
         self.attempts.pop(line.number, None)
         self._moved_s = self._clock()
         self.ended_lines += 1
 
     def note_failure(self, line: BatchLine, error: PenstockError, *, has_ended: bool) -> None:
-        """A line failed, and may be tried again.
+        """Records that a line failed and may be tried again.
 
         Args:
             line: that failed.
@@ -94,7 +94,7 @@ class Progress:
             self.attempts[line.number] = self.attempts.get(line.number, 0) + 1
 
     def is_worth_waiting(self, error: PenstockError) -> bool:
-        """Whether a line that failed with this is tried again in this turn.
+        """Returns whether a line that failed with `error` is tried again in this turn.
 
         A budget that is spent holds up this line only: others may be cheaper.
         """
@@ -107,13 +107,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class LineExecutor:
-    """Runs lines through the dispatcher, in the lane `batch`.
+    """Runs lines through the dispatcher, in the `batch` lane.
 
-    What keeps a line from being computed now is tried again until its batch expires: a full
-    instance, a broker out of reach, a deadline, a worker that gave up. A budget of which the rest
-    is reserved is tried again when a request ends. If the budget is spent, or if nothing moves
-    while others wait, the line waits for a later turn of its batch. What is wrong with the line
-    itself ends it.
+    Temporary failures are retried until the batch expires: a full instance, an unreachable
+    broker, a deadline, a worker that gave up. If the rest of a budget is reserved, the line is
+    retried when a request ends. If the budget is spent, or if nothing moves while others wait, the
+    line waits for a later turn of its batch. An error in the line itself ends it.
     """
 
     dispatcher: Dispatcher
@@ -204,7 +203,7 @@ class LineExecutor:
         response: InferenceResponse,
         limited: LimitedRequest,
     ) -> bytes:
-        """The answer to a line. It is charged if there is one."""
+        """Returns the answer to a line. It is charged if there is one."""
         tools = ReplyTools(self.objects, self.image_codec, time.time() + REPLY_LIMIT_S)
         try:
             with response:
@@ -237,7 +236,7 @@ def _request(
 
 
 def _request_id(batch: BatchCreated, line: BatchLine, attempt: int) -> str:
-    """The same whenever a line is computed again, so that its job and its rows are the same too."""
+    """Returns an id that is the same each time a line is computed, as are its job and its rows."""
     return f"{batch.id}-{line.number}" + (f"-{attempt}" if attempt else "")
 
 

@@ -1,6 +1,6 @@
-"""One line of a batch: from its bytes to a request, and from an outcome to a line of an output.
+"""Lines of batches: splits a JSONL file into requests, and writes outcomes as lines of the output.
 
-Splits a stream of bytes into the lines of a JSONL file (https://jsonlines.org).
+The format is that of https://jsonlines.org.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Line(NamedTuple):
     number: int
     """Its number in the file, from 1. Blank lines count."""
     offset: int
-    """Where it begins in the file, in bytes."""
+    """Offset of the line in the file, in bytes."""
     data: bytes | None
     """Without its end. None: it is too long."""
 
@@ -59,7 +59,7 @@ class LineSplitter:
     Args:
         longest_bytes: the data of longer lines is dropped.
         number: of the first line.
-        offset: where the first line begins in the file.
+        offset: bytes before the first line in the file.
     """
 
     def __init__(
@@ -171,30 +171,30 @@ def read_line(line: Line, batch: BatchCreated, catalog: Catalog) -> BatchLine:
 
 
 def custom_id_of(line: Line) -> str:
-    """The custom_id of a line that was validated before."""
+    """Returns the custom_id of a line that was validated before."""
     return _fields_of(line).custom_id
 
 
 def default_seed(batch: BatchCreated, number: int) -> int:
-    """The seed of a line's images that give none: the same whenever the line is computed again."""
+    """Returns the seed of images without one: the same each time a line is computed."""
     digest = hashlib.blake2b(f"{batch.id}-{number}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big")
 
 
 def answered(batch: BatchCreated, line: BatchLine, request_id: str, body: bytes) -> bytes:
-    """The line of the output file with an answer."""
+    """Returns the line of the output file with an answer."""
     return _line(batch, line.number, line.custom_id, 200, request_id, body)
 
 
 def refused(batch: BatchCreated, line: BatchLine, request_id: str, error: PenstockError) -> bytes:
-    """The line of the error file with the response that the live route gives."""
+    """Returns the line of the error file with the response that the live route gives."""
     response = error_response(error)
     body = bytes(response.body)
     return _line(batch, line.number, line.custom_id, response.status_code, request_id, body)
 
 
 def not_run(batch: BatchCreated, number: int, custom_id: str, code: str, message: str) -> bytes:
-    """The line of the error file of a request that was not run, and why."""
+    """Returns the line of the error file of a request that was not run, and why."""
     wrong = {"code": code, "message": message}
     return msgspec.json.encode(
         {

@@ -13,7 +13,7 @@ from shared.stores.objects import ObjectStore, StoredObject
 
 
 class Outputs:
-    """Writes the files of batches whose lines are over."""
+    """Writes the files of batches whose lines have all ended."""
 
     def __init__(self, objects: ObjectStore, store: BatchStore, files: BatchFiles) -> None:
         self._objects = objects
@@ -49,7 +49,7 @@ class Outputs:
     ) -> str:
         if not any(length for _, _, length in parts):
             return ""
-        # Named by the batch: whoever composes it again writes over the same file.
+        # Named after the batch: composing it again overwrites the same file.
         file_id = new_file_id(batch.created_at_s, f"{batch.id} {kind}")
         async with self._objects.writer(data_key(batch.tenant, file_id), JSONL) as writer:
             for segment, start, length in parts:

@@ -37,7 +37,7 @@ async def opened_runner(
     *,
     lease_s: float = LEASE_S,
 ) -> AsyncIterator[BatchRunner]:
-    """Opens all that a runner needs. The caller runs it inside the block.
+    """Opens everything that a runner needs. The caller runs it inside the block.
 
     Args:
         settings: those of the API.
@@ -45,7 +45,7 @@ async def opened_runner(
         transport: the connection to the broker. Not yet open.
         admin: creates an inbox if no pool has one. Not yet open.
         rows: takes the rows of lines that no worker computes. Not yet open.
-        lease_s: after so many seconds another runner takes over from one that died.
+        lease_s: seconds after which another runner takes over from one that died.
 
     Raises:
         ConfigurationError: the URL of the object store or of the keys is wrong.

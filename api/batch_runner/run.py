@@ -1,4 +1,4 @@
-"""Runs one batch from where it is to its end, or until it is another batch's turn."""
+"""Runs one batch from its current state to its end, or until it is another batch's turn."""
 
 from __future__ import annotations
 
@@ -96,29 +96,29 @@ class Share:
 
 
 BYTES_OF_AN_ITEM = 64 * 1024
-"""A line takes at least an item of the window for so many bytes."""
+"""A line counts as at least one item of the window per BYTES_OF_AN_ITEM of its size."""
 log = logging.getLogger(__name__)
 
 
 class Stop:
-    """Says that no more lines of a batch are run, and why."""
+    """Stops a batch: no more of its lines are run. Holds the reason."""
 
     def __init__(self, expires_at_s: float) -> None:
         self._expires_at_s = expires_at_s
         self._cancelled = asyncio.Event()
 
     def cancel(self) -> None:
-        """The caller canceled the batch."""
+        """Stops the batch because its caller canceled it."""
         self._cancelled.set()
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the caller canceled the batch."""
+        """Returns whether the caller canceled the batch."""
         return self._cancelled.is_set()
 
     @property
     def end(self) -> End | None:
-        """The end that the batch comes to. None: it goes on."""
+        """The end of the batch. None if it continues."""
         if self.is_cancelled:
             return "cancelled"
         return "expired" if time.time() >= self._expires_at_s else None
@@ -130,7 +130,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class RunTools:
-    """What runs of batches work with."""
+    """Dependencies shared by all runs of batches."""
 
     store: BatchStore
     files: BatchFiles
@@ -141,14 +141,14 @@ class RunTools:
 
 
 class Turns(Protocol):
-    """Which other batches wait for the turn of this one."""
+    """Other batches that wait for the turn of this one."""
 
     def is_next_one_due(self) -> bool:
-        """Whether it is another batch's turn after the segment that is being run."""
+        """Returns whether another batch runs next, after the current segment."""
         ...
 
     def is_anyone_waiting(self) -> bool:
-        """Whether any batch could run in place of this one."""
+        """Returns whether any batch could run in place of this one."""
         ...
 
 
@@ -164,14 +164,14 @@ class Paused(Enum):
 
 
 class BatchRun:
-    """One batch in the hands of this runner.
+    """One batch that this runner runs.
 
     Args:
         tools: shared by all runs.
         batch: the batch.
-        stop: says when no more lines are run.
+        stop: signals that no more lines are run.
         share: bounds the lines in flight.
-        turns: which other batches wait.
+        turns: other batches that wait.
         attempts: of its lines in earlier turns (`Progress`).
     """
 
@@ -193,10 +193,10 @@ class BatchRun:
         self._progress = Progress(turns.is_anyone_waiting, attempts)
 
     async def run(self) -> BatchEnded | Paused:
-        """Returns the end of the batch, which is kept, or why it goes on in a later turn.
+        """Returns the end of the batch, which is stored, or why it continues in a later turn.
 
         Raises:
-            Unavailable: the object store is out of reach. Nothing of what is kept is lost.
+            Unavailable: the object store is out of reach. Stored segments are not lost.
         """
         batch, store = self._batch, self._tools.store
         try:
@@ -231,7 +231,7 @@ class BatchRun:
         return await store.read(self._owner, batch.id, "plan", BatchPlan) or plan
 
     async def _run_segments(self, plan: BatchPlan, file: BatchFile) -> Paused | None:
-        """Runs what is left. Returns None if that is all over."""
+        """Runs the remaining lines. Returns None once all have ended."""
         store, batch_id = self._tools.store, self._batch.id
         index, counts = await self._written()
         while index < len(plan.segments):
@@ -342,7 +342,7 @@ class BatchRun:
         return LineAnswer(data, "not_run")
 
     async def _written(self) -> tuple[int, Counts]:
-        """How many segments are written, and the counts at the end of the last one."""
+        """Returns the number of segments written, and the counts at the end of the last one."""
         written = await self._tools.store.segments(self._owner, self._batch.id)
         counts = (await self._tools.store.header(written[-1])).counts if written else Counts()
         return len(written), counts

@@ -1,19 +1,15 @@
 """The runner: leases open batches, runs several at the same time, and announces their ends.
 
-Tenants take turns. A runner has at most one batch of a tenant in hand, the oldest that can go on.
-Where more tenants wait than it has hands, a batch is put back after each segment, and the tenant
+Tenants take turns. A runner runs at most one batch per tenant: the oldest that can run. If more
+tenants wait than it can serve at a time, a batch is put back after each segment, and the tenant
 that was served longest ago is next.
 
-A batch whose lines can't run now, such as for a budget that is spent, steps aside: its place goes
-to another batch. It is looked at again after pauses that grow up to MAX_PAUSE_S, and goes on
-before newer batches of its tenant.
+A batch whose lines can't run now, for example because a budget is spent, steps aside for another
+batch. It is checked again after pauses that grow up to MAX_PAUSE_S, and runs before newer batches
+of its tenant. The items in flight are bounded per runner and shared equally among its batches.
 
-Bounds what a runner has in flight, and shares it equally among its batches.
-
-Leases of batches in Redis, so that runners do not compute the same lines.
-
-A lease saves work, no more: documents and segments are written once, so two runners of one batch
-could do no harm (api/batches/documents.py).
+Leases in Redis keep runners from computing the same lines. A lease only saves work: documents and
+segments are written once, so two runners of one batch do no harm (api/batches/documents.py).
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ from shared.webhook_publisher import WebhookPublisher
 from shared.webhooks import BatchEvent
 
 LEASE_S = 15.0
-"""After the death of a runner its batches wait for so long."""
+"""How long the batches of a runner wait after its death."""
 
 ERRORS = Counter(
     "penstock_batch_leases_errors_total",
@@ -98,7 +94,7 @@ class BatchLeases(RedisStore):
                 log.warning("lease of a batch not renewed", extra=facts)
 
     async def release(self, batch_id: str) -> None:
-        """Ends a lease. Without Redis it ends by itself."""
+        """Ends a lease. Without Redis it expires."""
         with contextlib.suppress(Unavailable):
             await self._commands.run_script(_RELEASE, [_key(batch_id)], self._holder)
 
@@ -111,13 +107,13 @@ POLL_S = 2.0
 """Each look lists the open batches, for which buckets charge."""
 MAX_AT_ONCE = 8
 ELSEWHERE_S = 5.0
-"""A batch that another runner holds is left alone for so long."""
+"""How long a batch that another runner holds is left alone."""
 NEVER_CREATED_S = 120.0
 """A marker without a batch is removed after this time: its creation broke off."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 OPEN = Gauge("penstock_batches_open", "Batches of all tenants that are not over.")
-RUNNING = Gauge("penstock_batches_running", "Batches that this runner has in hand.")
+RUNNING = Gauge("penstock_batches_running", "Batches that this runner is running.")
 log = logging.getLogger(__name__)
 
 
@@ -133,11 +129,11 @@ class _Held:
     is_any_waiting: bool = False
 
     def is_next_one_due(self) -> bool:
-        """Whether more tenants wait than there are hands, or an older batch of this one does."""
+        """Returns whether more tenants wait than can run, or an older batch of this one does."""
         return self.is_next_due
 
     def is_anyone_waiting(self) -> bool:
-        """Whether any batch could run in place of this one."""
+        """Returns whether any batch could run in place of this one."""
         return self.is_any_waiting
 
     def cancel(self) -> None:
@@ -153,7 +149,7 @@ class _Patience:
     pauses: Iterator[float] = field(default_factory=lambda: backoff(FIRST_PAUSE_S, MAX_PAUSE_S))
     until_s: float = 0.0
     is_aside: bool = False
-    """Whether it has stepped aside. Then a cancellation can end it at once."""
+    """True if it has stepped aside. A cancellation can then end it at once."""
 
     def wait(self, *, is_aside: bool) -> None:
         """Waits at least FIRST_PAUSE_S, and longer than the last time."""
@@ -218,7 +214,7 @@ class BatchRunner:
         free = MAX_AT_ONCE - len(self._held)
         for one in waiting[:free]:
             self._start(one)
-        self._tell_held(due, is_contended=len(waiting) > free)
+        self._report_waiting(due, is_contended=len(waiting) > free)
 
     def _is_due(self, one: OpenBatch) -> bool:
         patience = self._patience.get(one.id)
@@ -226,8 +222,8 @@ class BatchRunner:
             return True
         return patience.until_s <= time.monotonic()
 
-    def _tell_held(self, due: list[OpenBatch], *, is_contended: bool) -> None:
-        """Tells the batches in hand who waits for their turns."""
+    def _report_waiting(self, due: list[OpenBatch], *, is_contended: bool) -> None:
+        """Reports to the running batches who waits for their turns."""
         others: dict[str, list[str]] = {}
         for one in due:
             held = self._held.get(one.owner)
@@ -327,5 +323,5 @@ class BatchRunner:
 
 
 def _oldest_of_each(opened: Iterable[OpenBatch]) -> list[OpenBatch]:
-    """One batch of each owner. The newest come first, so the last one counts."""
+    """Returns one batch of each owner. The newest come first, so the last one counts."""
     return list({one.owner: one for one in opened}.values())

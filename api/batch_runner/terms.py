@@ -1,7 +1,7 @@
 """The limits of a batch's tenant and key as they are now, from the directory of keys.
 
-A batch may run for a day. A budget that is raised meanwhile lets its lines go on, and one that is
-lowered holds them. Its price, its weight and its models are those of its creation.
+A batch may run for a day. If its budget is raised in the meantime, its lines continue. If it is
+lowered, they wait. Its price, its weight and its models are those of its creation.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class CurrentTerms:
-    """Reads the directory when somebody asks. An async context manager that owns the store.
+    """Reads the directory on demand. An async context manager that owns the store.
 
     Args:
-        store: has the directory. None: nobody needs a key, and limits are those of the creation.
+        store: has the directory. None: no keys are required, and limits are those of the creation.
         clock: monotonic seconds.
     """
 
@@ -59,10 +59,10 @@ class CurrentTerms:
             await self._store.__aexit__(kind, error, trace)
 
     async def caller_of(self, batch: BatchCreated) -> Caller:
-        """Who pays for the lines of a batch, with the budgets of now.
+        """Returns the caller that pays for the lines of a batch, with its current budgets.
 
-        What is not known is as it was when the batch was created: a key that is gone, or all while
-        no directory can be read. Rates are for requests only.
+        If the key is gone or no directory can be read, the terms are those of the batch's creation.
+        Rate limits apply only to requests.
         """
         await self._refresh()
         if not self._version:
@@ -84,7 +84,7 @@ class CurrentTerms:
                 if found is None:
                     return
                 source = self._store.source
-                # Thousands of keys take tens of milliseconds, in which lines go on.
+                # Thousands of keys take tens of milliseconds, in which lines continue.
                 document = await asyncio.to_thread(decode_document, found.data, source)
             except (TimeoutError, Unavailable, ConfigurationError) as error:
                 self._failed(str(error) or f"no answer in {READ_LIMIT_S:g} s")
@@ -94,7 +94,7 @@ class CurrentTerms:
             self._limits = {key.id: key.limits for key in document.keys}
 
     def _failed(self, reason: str) -> None:
-        """Logs a reason once, as the store is asked again and again."""
+        """Logs a reason once, because the store is read again and again."""
         if self._store is not None and reason != self._reason:
             facts = {"source": self._store.source, "reason": reason}
             log.warning("limits of batches not read; those read before count", extra=facts)

@@ -16,7 +16,7 @@ MAX_LINES = 50_000
 MAX_INPUTS = 50_000
 """Texts, or images, in all lines together, as in OpenAI's API."""
 MAX_ERRORS = 100
-"""How many errors are told. Nothing is read after the last of them."""
+"""Maximum number of errors reported. Nothing is read after the last of them."""
 SEGMENT_LINES = 1000
 SEGMENT_INPUT_BYTES = 4 * 1024 * 1024
 SEGMENT_REPLY_BYTES = 16 * 1024 * 1024

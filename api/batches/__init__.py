@@ -1,1 +1,1 @@
-"""Files and batches: what is kept of them in the object store."""
+"""Files and batches, stored in the object store."""

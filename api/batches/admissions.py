@@ -1,9 +1,9 @@
-"""Bounds the open batches of an owner exactly, however many instances create them at once.
+"""Bounds the open batches of an owner exactly, even if many instances create them at once.
 
 Each admission is an object with a number, without gaps, and has the ids of all batches that are
-open after it. So the last one is the state. An instance reads it, leaves out what is over by now,
-and writes the next number, which the store lets only one writer do (`ObjectStore.create`). Whoever
-was slower looks again. A batch has its marker before its admission, so one without is over.
+open after it. So the last one is the state. An instance reads it, leaves out the batches that have
+ended, and writes the next number, which the store permits only one writer (`ObjectStore.create`).
+A slower writer reads again. A batch has its marker before its admission, so one without is over.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shared.errors import BadInput, Overloaded, Unavailable
 from shared.stores.objects import ObjectStore
 
 KEPT = 1000
-"""Admissions that are kept. A number is not used again while an instance may still try to write it:
-nobody admits so many batches within MAX_S.
+"""Number of admissions kept. A number is not reused while an instance may still try to write it:
+no owner admits KEPT batches within MAX_S.
 """
 MAX_S = 10.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 0.2
@@ -52,14 +52,14 @@ class Admissions:
         """Admits a batch, unless `most` of its owner are open.
 
         Args:
-            owner: of the batch.
+            owner: the owner of the batch.
             batch_id: the batch.
-            most: how many may be open.
+            most: the maximum number of open batches.
             mark: writes the marker of the batch. It is called before the batch is admitted, and not
                 at all if there is no room from the start.
 
         Returns:
-            Whether it is admitted. If not, it may have a marker all the same.
+            Whether it is admitted. If not, it may still have a marker.
 
         Raises:
             Overloaded: other instances were faster for MAX_S.
@@ -79,7 +79,7 @@ class Admissions:
         is_marked = False
         for pause_s in backoff(FIRST_PAUSE_S, MAX_PAUSE_S):
             last, open_ids = await self._state(owner)
-            # The store said no, but it was written. Or another one counted it as the first state.
+            # The store refused, but it was written. Or another instance counted it at the start.
             if batch_id in open_ids:
                 return True
             if len(open_ids) >= most:
@@ -96,7 +96,7 @@ class Admissions:
         raise AssertionError("backoff ended; this is a bug")
 
     async def _state(self, owner: str) -> tuple[int, list[str]]:
-        """The number of the last admission, and the batches that were open at it and still are."""
+        """Returns the number of the last admission, and its batches that are still open."""
         found = await self._objects.listing(f"{ADMISSIONS}/{owner}", 1)
         marked = await self._open_ids(owner)
         if not found:  # batches of an earlier release, if any
@@ -104,7 +104,7 @@ class Admissions:
         number = _LAST - int(found[0].key.rpartition("/")[2])
         try:
             admitted = _ids.decode(await self._objects.get(found[0].key, _MAX_BYTES))
-        except BadInput:  # it was the last one for so long that the store removed it
+        except BadInput:  # it was so old that the store removed it
             return number, sorted(marked)
         return number, [one for one in admitted if one in marked]
 

@@ -1,21 +1,20 @@
-"""What is kept of a batch: documents that are written once, and what they say together.
+"""The documents of a batch, each written once, and the state that follows from them.
 
     created      → validating
     plan         → in_progress
-    cancel       → cancelling        (a marker beside the batches that are open)
+    cancel       → cancelling        (a marker next to that of the open batch)
     finalizing   → finalizing        with the end that it leads to
     ended        → completed, failed, expired, cancelled
 
-Each step is one document, and the first writer of a document wins. So no runner can take back what
-another one did, however late it is.
+Each step is one document, and the first writer of a document wins. So a runner that is late can't
+undo the work of another one.
 
-The form of a segment: a line with the counts so far, the answers, and the errors.
+A segment has a line with the counts so far, then the answers, then the errors. It is one object, so
+it is stored completely or not at all. Its counts include those of all earlier segments, so the last
+one has the progress of its batch.
 
-A segment is one object, so it is there whole or not at all. Its counts include those of all earlier
-segments: the last one tells the progress of its batch.
-
-A batch that can't go on within a segment keeps the answers that it has as a half segment. Unlike a
-segment it is written over. Whoever runs the segment next begins with it, and without it computes
+A batch that must pause within a segment stores the answers so far as a half segment. Unlike a
+segment, it is overwritten. The next runner of the segment begins with it, and without it computes
 all lines again.
 """
 
@@ -54,7 +53,7 @@ _NO_RATES = {
 
 
 class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What its caller asked for, and on which terms. Times are Unix seconds."""
+    """The caller's request and its terms. Times are Unix seconds."""
 
     id: str
     tenant: str
@@ -76,7 +75,9 @@ class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
     key_limits: Limits | None = None
 
     def caller(self, plan: Plan, plan_name: str, key_limits: Limits | None) -> Caller:
-        """Who pays. Lines are within the budgets of the month. Rates are for requests only.
+        """Returns the caller that pays.
+
+        Lines count toward the monthly budgets. Rate limits apply only to requests.
 
         Args:
             plan: of the tenant.
@@ -96,14 +97,14 @@ class LineBlock(msgspec.Struct, array_like=True):
     """Lines that are written together. Which lines they are never changes."""
 
     offset: int
-    """Where the first line begins in the file, in bytes."""
+    """Offset of the first line in the file, in bytes."""
     size_bytes: int
     first_line: int
     """The number of the first line in the file."""
 
 
 class BatchPlan(msgspec.Struct, kw_only=True):
-    """What the validation found."""
+    """The result of the validation."""
 
     model: str
     total: int
@@ -112,12 +113,12 @@ class BatchPlan(msgspec.Struct, kw_only=True):
 
 
 class Counts(msgspec.Struct):
-    """How many lines are over, and what they took."""
+    """Counts of the lines that have ended, and the resources they used."""
 
     completed: int = 0
     failed: int = 0
     not_run: int = 0
-    """Of the failed ones, those that were left undone."""
+    """The failed lines that were not run."""
     tokens: int = 0
 
 
@@ -131,14 +132,14 @@ class LineError(msgspec.Struct):
 
 
 class Finalizing(msgspec.Struct):
-    """All lines are over: which end the batch comes to."""
+    """The end of a batch, decided once all lines have ended."""
 
     end: End
     at_s: float
 
 
 class BatchEnded(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The whole batch after its end, so that one object tells all."""
+    """The complete state of a batch after its end, in one object."""
 
     created: BatchCreated
     end: End
@@ -209,7 +210,7 @@ _answers_decoder = msgspec.msgpack.Decoder(dict[int, LineAnswer])
 
 
 def counts_after(before: Counts, answers: Sequence[LineAnswer]) -> Counts:
-    """The counts with these answers besides."""
+    """Returns the counts with `answers` added."""
     completed = sum(answer.end == "completed" for answer in answers)
     return Counts(
         before.completed + completed,
@@ -220,7 +221,7 @@ def counts_after(before: Counts, answers: Sequence[LineAnswer]) -> Counts:
 
 
 def encode_segment(counts: Counts, answers: Sequence[LineAnswer]) -> bytes:
-    """The bytes of a segment. `counts` are those of all lines up to its end."""
+    """Returns the bytes of a segment. `counts` are those of all lines up to its end."""
     outputs = [answer.data for answer in answers if answer.end == "completed"]
     errors = [answer.data for answer in answers if answer.end != "completed"]
     output, error = (b"".join(one + b"\n" for one in lines) for lines in (outputs, errors))
@@ -228,7 +229,7 @@ def encode_segment(counts: Counts, answers: Sequence[LineAnswer]) -> bytes:
 
 
 def encode_half_segment(segment: int, counts: Counts, answers: Mapping[int, LineAnswer]) -> bytes:
-    """The bytes of the answers of a segment so far, by the number of their lines."""
+    """Returns the bytes of the answers of a segment so far, by the number of their lines."""
     return _padded(HalfSegmentHeader(segment, counts)) + msgspec.msgpack.encode(answers)
 
 

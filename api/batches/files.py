@@ -21,7 +21,7 @@ from shared.errors import BadInput
 from shared.stores.objects import ObjectStore, ObjectWriter, StoredObject
 
 FILE_MAX_BYTES = 200 * 1024 * 1024
-"""What OpenAI takes for a batch."""
+"""OpenAI's limit for the file of a batch."""
 KEEP_S = 30 * 24 * 3600
 """OpenAI's default for files of batches."""
 MIN_KEEP_S = 3600
@@ -78,14 +78,14 @@ class BatchFiles:
     async def upload(self, quota: Quota, body_bytes: int | None) -> AsyncIterator[Upload]:
         """Receives the bytes of a file in pieces. At the end of the block it is a file.
 
-        The block sets `filename` and `keep_s` of what it gets.
+        The block sets `filename` and `keep_s` of the upload.
 
         Args:
             quota: of its owner.
             body_bytes: the size of the request's body, with the file in it. None: not known.
 
         Raises:
-            BadInput: they are no file for a batch.
+            BadInput: the data is not a valid batch file.
             StorageFull: the tenant has no room for it.
             Unavailable: the object store is out of reach.
         """
@@ -127,7 +127,7 @@ class BatchFiles:
         Args:
             tenant: their owner.
             after: the id of the last file of the page before. Empty: from the start.
-            limit: how many, PAGE at most.
+            limit: maximum number of files, PAGE at most.
             is_ascending: the oldest first.
             purpose: only files of this purpose. Empty: all.
 
@@ -160,7 +160,7 @@ class BatchFiles:
             await self.add(msgspec.structs.replace(file, expires_at_s=until_s))
 
     async def delete(self, file: BatchFile) -> None:
-        """Removes a file: first its document, so that nobody finds half of it.
+        """Removes a file: first its document, so that no caller finds half of it.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -246,7 +246,7 @@ class Upload:
         )
 
     def check_content(self) -> None:
-        """Checks what can be told at the end of the file.
+        """Checks the content, once the whole file was written.
 
         Raises:
             BadInput: it is empty, or does not begin as JSONL.
@@ -259,13 +259,13 @@ class Upload:
         text = self._head.removeprefix(_BOM).lstrip()
         if text and not text.startswith(b"{"):
             raise BadInput(
-                "file: the first line is no JSON object; a file of purpose batch is JSONL",
+                "file: the first line is not a JSON object; a file with purpose batch is JSONL",
                 field="file",
             )
 
 
 def data_key(tenant: str, file_id: str) -> str:
-    """The object with the bytes of a file."""
+    """Returns the object with the bytes of a file."""
     return f"{FILES}/{owner_of(tenant)}/{file_id}/data"
 
 

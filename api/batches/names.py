@@ -1,4 +1,4 @@
-"""Ids of files and batches, and where the object store has what belongs to them.
+"""Ids of files and batches, and the keys of their objects in the object store.
 
     batches/files/<owner>/<file>/data, file.json     an uploaded file, or the output of a batch
     batches/runs/<owner>/<batch>/…                   the documents and the segments of a batch
@@ -28,27 +28,27 @@ _BATCH = re.compile(r"batch_[0-9a-f]{32}")
 
 
 def new_file_id(at_s: float, seed: str = "") -> str:
-    """The id of a file that is created at `at_s` (Unix time). The same `seed` gives the same id."""
+    """Returns the id of a file created at `at_s` (Unix time). Equal seeds give equal ids."""
     return f"file-{_countdown(at_s)}{_tail(seed)}"
 
 
 def new_batch_id(at_s: float) -> str:
-    """The id of a batch that is created at `at_s` (Unix time)."""
+    """Returns the id of a batch that is created at `at_s` (Unix time)."""
     return f"batch_{_countdown(at_s)}{_tail('')}"
 
 
 def created_at_s(batch_id: str) -> float:
-    """When a batch was created (Unix time), by its id."""
+    """Returns when a batch was created (Unix time), by its id."""
     return (_LAST_MS - int(batch_id.removeprefix("batch_")[:12], 16)) / 1000
 
 
 def is_file_id(given: str) -> bool:
-    """Whether this has the form of the id of a file."""
+    """Returns whether this has the form of the id of a file."""
     return _FILE.fullmatch(given) is not None
 
 
 def is_batch_id(given: str) -> bool:
-    """Whether this has the form of the id of a batch."""
+    """Returns whether this has the form of the id of a batch."""
     return _BATCH.fullmatch(given) is not None
 
 

@@ -1,4 +1,4 @@
-"""What the API does with batches: create, show, list and cancel. The runner does the rest."""
+"""Creates, finds, lists and cancels batches for the API. The runner does the rest."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MAX_OPEN = 50
 """Batches of a tenant that are not over."""
 FULL_RETRY_S = 60.0
 INPUT_KEEP_S = 3600
-"""The input is kept for so long after the window of its batch, at least."""
+"""Minimum time for which the input is kept after the window of its batch."""
 PAGE = 100
 
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """What a caller asks for."""
+    """A caller's request for a batch."""
 
     endpoint: str
     input_file_id: str
@@ -88,7 +88,7 @@ class Batches:
         )
         if not await self._store.create(created, MAX_OPEN):
             raise Overloaded(
-                f"{MAX_OPEN} of your batches are not over, the most that are taken on",
+                f"{MAX_OPEN} of your batches are open, which is the maximum",
                 retry_after_s=FULL_RETRY_S,
             )
         return BatchState(created)
@@ -108,7 +108,7 @@ class Batches:
         Args:
             tenant: their owner.
             after: the id of the last batch of the page before. Empty: from the start.
-            limit: how many, PAGE at most.
+            limit: maximum number of batches, PAGE at most.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -126,7 +126,7 @@ class Batches:
 
         Raises:
             NotFound: the tenant has no such batch.
-            BadInput: it is over.
+            BadInput: it has ended.
             Unavailable: the object store is out of reach.
         """
         state = await self._store.find(tenant, batch_id)

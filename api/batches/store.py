@@ -1,4 +1,4 @@
-"""Where batches are kept: their documents, their segments, and the markers of open ones."""
+"""Stores batches: their documents, their segments, and the markers of open ones."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class BatchStore:
         self._admissions = Admissions(objects, self._marked)
 
     async def create(self, created: BatchCreated, most_open: int) -> bool:
-        """Keeps a new batch, unless `most_open` of its tenant are open. Returns whether it did.
+        """Stores a new batch, unless `most_open` of its tenant are open. Returns whether it did.
 
-        Its marker comes first: a batch that nobody finds would never end.
+        Its marker comes first: a batch that no runner finds would never end.
 
         Raises:
             Overloaded: too many are being created at once.
@@ -86,7 +86,7 @@ class BatchStore:
         return await self._objects.create(key, msgspec.json.encode(document), _JSON)
 
     async def read(self, owner: str, batch_id: str, name: str, kind: type[D]) -> D | None:
-        """Reads a document. None if there is none.
+        """Reads a document. None if it does not exist.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -112,7 +112,7 @@ class BatchStore:
         return state
 
     async def state(self, owner: str, batch_id: str) -> BatchState | None:
-        """All that is known of a batch. None if there is none.
+        """Returns the state of a batch. None if it does not exist.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -132,7 +132,7 @@ class BatchStore:
         return BatchState(created, plan, cancelled_at_s, finalizing, counts)
 
     async def ids(self, tenant: str) -> list[str]:
-        """The ids of a tenant's batches, the newest first.
+        """Returns the ids of a tenant's batches, the newest first.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -149,7 +149,7 @@ class BatchStore:
         await self._objects.create(f"{OPEN}/{owner}/{batch_id}/cancel", data, _JSON)
 
     async def cancelled_at_s(self, owner: str, batch_id: str) -> float:
-        """When a batch was canceled (Unix time), or 0."""
+        """Returns when a batch was canceled (Unix time), or 0."""
         try:
             data = await self._objects.get(f"{OPEN}/{owner}/{batch_id}/cancel", 1024)
         except BadInput:
@@ -157,7 +157,7 @@ class BatchStore:
         return float(msgspec.json.decode(data, type=dict[str, float])["at_s"])
 
     async def open(self, owner: str = "") -> list[OpenBatch]:
-        """All open batches, or those of one owner, the newest of each owner first.
+        """Returns all open batches, or those of one owner, the newest of each owner first.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -172,7 +172,7 @@ class BatchStore:
         ]
 
     async def close(self, owner: str, batch_id: str) -> None:
-        """Removes the segments and the markers of a batch that is over, the markers last.
+        """Removes the segments and the markers of a batch that has ended, the markers last.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -184,7 +184,7 @@ class BatchStore:
             await self._objects.delete(f"{OPEN}/{owner}/{batch_id}/{mark}")
 
     async def segments(self, owner: str, batch_id: str) -> list[StoredObject]:
-        """The segments that are written, in order. None is missing between two of them.
+        """Returns the segments that are written, in order. None is missing between two of them.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -208,13 +208,13 @@ class BatchStore:
         counts: Counts,
         answers: Mapping[int, LineAnswer],
     ) -> None:
-        """Keeps the answers of a segment so far, in place of what was kept before.
+        """Stores the answers of a segment so far, in place of the earlier ones.
 
         Args:
             owner: of the batch.
             batch_id: the batch.
             segment: the index of the segment.
-            counts: of all lines that are over.
+            counts: the counts of all lines that have ended.
             answers: by the numbers of their lines.
 
         Raises:
@@ -225,7 +225,7 @@ class BatchStore:
         await self._objects.put(key, data, "application/octet-stream")
 
     async def half_segment(self, owner: str, batch_id: str, segment: int) -> dict[int, LineAnswer]:
-        """The answers that are kept of a segment, by the numbers of their lines.
+        """Returns the stored answers of a half segment, by the numbers of their lines.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -252,7 +252,7 @@ class BatchStore:
         try:
             segments = await self.segments(owner, batch_id)
             counts = (await self.header(segments[-1])).counts if segments else Counts()
-        except BadInput:  # the batch ended meanwhile, and its segments are gone
+        except BadInput:  # the batch has ended in the meantime, and its segments are gone
             return Counts()
         try:
             key = _half_segment_key(owner, batch_id)

@@ -1,1 +1,1 @@
-"""From a request to its results: single-flight, jobs, admission, replies."""
+"""Computes requests: single-flight, admission, jobs, replies."""

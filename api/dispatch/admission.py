@@ -1,7 +1,7 @@
 """Admission control: bounds the items that wait for workers, and refuses what would be late.
 
-The dispatcher checks admission before it publishes. Tenants share the room of each bound by weight
-(api/dispatch/fair_room.py). The expected wait follows from the items that workers compute before
+The dispatcher checks admission before it publishes. Tenants share each bound by weight
+(api/fair_room.py). The expected wait follows from the items that workers compute before
 those of the request, in fair order, and from the service rate (shared/service_rate.py).
 Estimates can be wrong, so a request that finds no item in flight is always admitted: it measures
 the rate again.
@@ -27,17 +27,17 @@ MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
 BATCH_SHARE = 0.5
 """The size of the batch lane's rooms, compared with those of the interactive lane."""
 INTERACTIVE_SHARE = 0.75
-"""The share of a worker's work that the interactive lane gets at least, while both lanes wait.
+"""Minimum share of a worker's time for the interactive lane, while both lanes wait.
 
-Batches for the deadlines of batch jobs take the rest at most (workers/scheduling/lanes.py).
+Batches for the deadlines of batch jobs take at most the rest (workers/scheduling/lanes.py).
 """
 
 
 class Outlook(NamedTuple):
-    """What one more demand of a tenant would meet."""
+    """The wait estimate for one more demand of a tenant."""
 
     is_busy: bool
-    """Whether items of anyone are in flight."""
+    """True if items of any tenant are in flight."""
     held: int
     """The tenant's items in flight, in both lanes."""
     wait_s: float
@@ -49,7 +49,7 @@ class Outlook(NamedTuple):
 class Admission:
     """Counts items in flight by model, lane and tenant, and measures service rates.
 
-    Each lane has a room of its own for the instance and for each model.
+    Each lane has separate bounds for the instance and for each model.
 
     Args:
         max_in_flight: the room of the interactive lane for all models together, in items.
@@ -65,7 +65,7 @@ class Admission:
     ) -> None:
         self._models = {model.name: model for model in models}
         for name in self._models:
-            # To the autoscaler, no sample means that metrics are lost, not that nobody asks.
+            # To the autoscaler, no sample means that metrics are lost, not that there is no demand.
             for lane in ("", "batch"):
                 metrics.of_admission(name, lane)
         slo.show(self._models)
@@ -76,11 +76,11 @@ class Admission:
 
     @property
     def in_flight(self) -> int:
-        """How many items are in flight."""
+        """Number of items in flight."""
         return self._instance.total
 
     def rate_of(self, model: str) -> ServiceRate:
-        """The measured service rate of a model."""
+        """Returns the measured service rate of a model."""
         if model not in self._rates:
             known = self._models.get(model)
             self._rates[model] = ServiceRate(
@@ -124,7 +124,7 @@ class Admission:
             raise
 
     def outlook(self, demand: Demand) -> Outlook:
-        """What the demand would meet now. It need not fit."""
+        """Returns the wait estimate for a demand, also if it would not be admitted."""
         lanes, rate = self._lanes_of(demand.model), self.rate_of(demand.model)
         held = sum(room.held_by(demand.tenant) for room in (lanes.interactive, lanes.batch))
         wait_s = 0.0
@@ -212,12 +212,12 @@ class _Lanes:
 
 
 def _held(room: FairRoom, demand: Demand) -> str:
-    # How much others send is not for this tenant to know.
+    # The load of other tenants is not disclosed to this one.
     return f"{room.held_by(demand.tenant)} of your items wait for a worker"
 
 
 def _ahead(lanes: _Lanes, demand: Demand, enough: float) -> float:
-    """How many items leave before the last one of the demand. Exact only above `enough`."""
+    """Returns how many items leave before the demand's last. Exact only above `enough`."""
     if demand.lane:
         # This lane gets what interactive work leaves.
         return lanes.total + demand.items - 1
@@ -235,10 +235,10 @@ def _wait_s(lanes: _Lanes, rate: ServiceRate, ahead: float, item_s: float) -> fl
 
 
 def _turns_until_earlier(lanes: _Lanes, demand: Demand, ahead: float, turns: float) -> float:
-    """How many items must leave until `ahead` is smaller by `turns`. At most all.
+    """Returns how many items must leave until `ahead` is smaller by `turns`. At most all.
 
-    What is ahead shrinks with every item while the tenant has some in flight. After that it shrinks
-    only when others have less left than was counted.
+    `ahead` shrinks with every item while the tenant has some in flight. After that it shrinks only
+    when others have fewer left than were counted.
     """
     room = lanes.room(demand.lane)
     own_turns = room.held_by(demand.tenant) / room.part_of(demand)

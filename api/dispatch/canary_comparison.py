@@ -1,7 +1,7 @@
 """Compares results of a canary with those of the other revision, after the caller has them.
 
-A part of the requests that a canary answered is computed by the other revision too, in the batch
-lane and in nobody's name: the caller neither waits for it nor pays for it.
+A share of the requests that a canary answered is computed by the other revision too, in the batch
+lane and for no tenant: the caller neither waits for it nor pays for it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from shared.tasks import Input, Result
 log = logging.getLogger(__name__)
 
 TENANT = "penstock-canary"
-"""Whose such requests are, in rows and for fair shares."""
+"""The tenant of such requests, in rows and for fair shares."""
 AT_ONCE = 4
-"""Comparisons under way in this process. What comes meanwhile is not compared."""
+"""Maximum concurrent comparisons in this process. Further requests are not compared."""
 MAX_REQUEST = 16
-"""Items of a request that are compared, at most."""
+"""Maximum number of items of a request that are compared."""
 
 COMPARE_LIMIT_S = 30.0
 MAX_PICTURE_BYTES = 64 * 1024 * 1024
@@ -42,10 +42,10 @@ Dispatch = Callable[[InferenceRequest], Awaitable[InferenceResponse]]
 
 
 class PictureComparer(Protocol):
-    """Compares pictures. The implementation is api/inputs/image_codec.py."""
+    """Compares images. The implementation is api/inputs/image_codec.py."""
 
     async def psnr_db(self, ours: bytes, theirs: bytes, deadline_s: float) -> float:
-        """How close two PNGs are."""
+        """Returns the peak signal-to-noise ratio of two PNGs, in dB."""
 
 
 class CanaryComparisons:
@@ -54,8 +54,8 @@ class CanaryComparisons:
     Args:
         board: gets the counts.
         dispatch: computes a request by the revision that it names.
-        objects: has large pictures.
-        pictures: compares them.
+        objects: has large images.
+        pictures: compares images.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class CanaryComparisons:
         return self._tasks
 
     def consider(self, asked: InferenceRequest, canary: Model, response: InferenceResponse) -> None:
-        """Starts a comparison of what a canary answered, for a part of the requests.
+        """Starts a comparison of a canary's answer, for a share of the requests.
 
         Args:
             asked: the request, of the model that the caller named.
-            canary: that it was routed to.
-            response: what came of it.
+            canary: the model that it was routed to.
+            response: the canary's response.
         """
         rules = canary.canary
         if rules is None or random.random() >= rules.compare_share or len(self._tasks) >= AT_ONCE:

@@ -1,7 +1,8 @@
-"""Chooses the revision of a model that a request gets, and takes canaries back.
+"""Chooses the revision of a model for each request, and rolls canaries back.
 
 Each instance looks at the board in Redis (shared/canary/board.py) once a second. One of them judges
-in each second, and all follow. While Redis is away a canary gets nothing: it could not be judged.
+in each second, and all follow. While Redis is out of reach a canary gets nothing: it could not be
+judged.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from shared.tasks import Input
 REFRESH_S = 1.0
 READ_LIMIT_S = 2.0
 STALE_LIMIT_S = 4.0
-"""What was read so long ago is not known any more."""
+"""State older than STALE_LIMIT_S counts as unknown."""
 _WHOLE = 1 << 64
 
 log = logging.getLogger(__name__)
 
 
 class Board(Protocol):
-    """What is known of canaries. The implementation is shared/canary/board.py."""
+    """The state of canaries. The implementation is shared/canary/board.py."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -47,13 +48,13 @@ class Board(Protocol):
     ) -> None: ...
 
     async def state(self, canary: Model) -> CanaryState:
-        """Whether the canary gets requests."""
+        """Returns whether the canary gets requests."""
 
     async def may_judge(self, canary: Model) -> bool:
-        """Whether this process is to judge now."""
+        """Returns whether this process should judge now."""
 
     async def counts(self, canary: Model) -> CanaryCounts:
-        """What both revisions did lately."""
+        """Returns the recent counts of both revisions."""
 
     async def count(self, canary: Model, counts: CanaryCounts) -> None:
         """Adds to that."""
@@ -107,7 +108,7 @@ class CanaryRouter:
             await self.board.__aexit__(kind, error, trace)
 
     def routed(self, request: InferenceRequest) -> InferenceRequest:
-        """The request as the canary of its model gets it, or the same request."""
+        """Returns the request as the canary of its model gets it, or the same request."""
         model = request.model
         if model.name not in self._canaries:
             return request
@@ -116,7 +117,7 @@ class CanaryRouter:
         return request if chosen is model else replace(request, model=chosen)
 
     def choose(self, model: Model, tenant: str, inputs: Sequence[Input], otherwise: str) -> Model:
-        """The revision that serves a request: the model itself or its canary.
+        """Returns the revision that serves a request: the model itself or its canary.
 
         Args:
             model: of the catalog.
@@ -133,11 +134,11 @@ class CanaryRouter:
         return canary if _part_of(canary, key) < canary.canary.share else model
 
     def is_serving(self, canary: Model) -> bool:
-        """Whether this instance sends a canary its share."""
+        """Returns whether this instance sends a canary its share."""
         return self._clock() < self._serving_until_s.get(canary.name, 0.0)
 
     async def refresh(self) -> None:
-        """Looks at the board once, and judges where it is this instance's turn."""
+        """Reads the board once, and judges if it is this instance's turn."""
         async with asyncio.TaskGroup() as tasks:
             for canary in self._canaries.values():
                 tasks.create_task(self._refresh(canary))
@@ -178,13 +179,13 @@ class CanaryRouter:
 
 
 def _ended(task: asyncio.Task[None]) -> None:
-    """Without the task nothing is known of canaries soon, so they get nothing."""
+    """Logs the end of the task: canary states soon expire, so canaries get nothing."""
     if not task.cancelled():
         log.critical("looking at canaries ended; this is a bug", exc_info=task.exception())
 
 
 def _part_of(canary: Model, key: tuple[object, ...]) -> float:
-    """A number from 0 to 1 that is the same for equal keys, and another for each canary.
+    """Returns a number from 0 to 1 that is the same for equal keys, and another for each canary.
 
     It does not depend on the share. So a larger share keeps those that have the canary already.
     """

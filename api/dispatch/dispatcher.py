@@ -4,14 +4,14 @@ Each item counts as one row (`row_id` = request_id:index). Who writes it:
 
 - The worker writes it for an item whose job it got, as soon as it has replied.
 - The API writes it here for a cache hit, and for an item that joined another.
-- The API also writes one for each item that its caller did not get, unless the worker has said the
+- The API also writes one for each item that was not delivered, unless the worker has written the
   same: the caller hung up, the answer is an error, or no reply came in time. The worker may have
   written a row of a result for it, or may do so later. Of two such rows reports count the one that
   says that nothing was delivered (decision 79).
 - A request that is refused as a whole (bad input, 429) has no items yet: api/http/refusals.py
   writes one row for it.
 
-Rows are written at the end of the response's block, when it is known what the caller got.
+Rows are written at the end of the response's block, when it is known what was delivered.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Dispatcher:
         try:
             response = await self._compute(routed)
         except Overloaded:
-            # A canary has few workers. What they have no room for is no reason to refuse a caller.
+            # A canary has few workers. If they are full, the caller is not refused.
             return await self._compute(request)
         self._comparisons.consider(request, routed.model, response)
         return response
@@ -283,7 +283,7 @@ class Dispatcher:
         return [None] * len(job.items)
 
     def _cancel_on_workers(self, request: InferenceRequest, job: InFlightJob) -> None:
-        """Tells the workers, in the background, that no caller waits for the job any more."""
+        """Notifies the workers, in the background, that no caller waits for the job any more."""
         metrics.JOBS_CANCELED.labels(request.model.name).inc()
         if job.published_at_s and not self._is_closing:
             task = asyncio.create_task(

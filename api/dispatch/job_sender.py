@@ -46,7 +46,7 @@ def build_envelope(
     api_instance: str,
     batch_id: str = "",
 ) -> Envelope:
-    """The envelope of the first job of a request.
+    """Returns the envelope of the first job of a request.
 
     It is complete except for the inbox and the time of publishing. It belongs to the current trace.
     """
@@ -75,7 +75,7 @@ def build_envelope(
 
 
 def publish_span(topic_id: str, *, items: int, started_s: float) -> SpanBlock:
-    """The span of publishing a job, which the worker's spans are below. Unix time."""
+    """Returns the span of publishing a job, which the worker's spans are below. Unix time."""
     facts: Attributes = {
         STAGE: "publish",
         "penstock.items": items,
@@ -89,7 +89,7 @@ def publish_span(topic_id: str, *, items: int, started_s: float) -> SpanBlock:
 def encode_message(
     envelope: Envelope, items: Sequence[Item], options: RequestOptions
 ) -> tuple[bytes, dict[str, str]]:
-    """The data and attributes of a job with these items.
+    """Returns the data and attributes of a job with these items.
 
     Raises:
         UndecodableMessage: workers could not read it.
@@ -103,7 +103,7 @@ OUTCOME_BYTES = 512
 """The size of an outcome in a reply without its result: index, status and receipt."""
 PUBLISH_LIMIT_S = 10.0
 LOOK_EVERY_S = 5.0
-"""How often the record is read while the reply is outstanding."""
+"""Interval at which the record is read while the reply is outstanding."""
 TIMER_EARLY_S = 0.002
 """Timers of the event loop have a resolution of 1 ms, so they may fire just before the deadline."""
 
@@ -171,7 +171,7 @@ class JobSender:
         `job.is_answered` with the reply.
 
         Raises:
-            DeadlineExceeded: no reply came in time, or there was no room in time.
+            DeadlineExceeded: no reply came in time, or the window had no room in time.
             Unavailable: the broker or the object store is out of reach.
             PenstockError: the worker could not read the job, or answered it wrongly.
         """
@@ -225,7 +225,7 @@ class JobSender:
                     raise request.too_late() from None
 
     async def _recorded_reply(self, record: str) -> ReplyBody | None:
-        """The reply in the record of the job. None without one, or while Redis is out of reach."""
+        """Returns the reply in the job's record. None without one or if Redis is unreachable."""
         try:
             found = await self._records.read(record)
         except Unavailable:
@@ -233,7 +233,7 @@ class JobSender:
         return None if found is None else found.reply
 
     async def _without_large_source(self, item: Item) -> Item:
-        """The item to send. A source image that is too large goes to the object store."""
+        """Returns the item to send. A source image that is too large goes to the object store."""
         source = item.input.source
         if source is None:
             return item
@@ -267,7 +267,7 @@ class JobSender:
 
 
 def envelope_of(request: InferenceRequest, api_instance: str) -> Envelope:
-    """The envelope of a request, also for the rows that the API writes."""
+    """Returns the envelope of a request, also for the rows that the API writes."""
     return build_envelope(
         request_id=request.request_id,
         client_request_id=request.client_request_id,

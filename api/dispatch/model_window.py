@@ -1,22 +1,20 @@
-"""Bounds the jobs of one model and lane that are published and not yet answered.
+"""Limits unacknowledged jobs per model and lane so that no tenant can fill a topic.
 
-A topic is in order of arrival, whoever published. So what a tenant has there beyond what workers
-hold delays everybody else. Jobs beyond the window wait here, each tenant's by deadline, and leave
-as replies come.
+A topic is in order of arrival, whichever tenant published. So jobs of one tenant beyond those that
+workers hold delay all other tenants. Jobs beyond the window wait here, each tenant's by deadline,
+and leave as replies come.
 
 - The size follows from Little's law: the rate of the workers times the time that a job may spend
   there, which is a short wait at the broker, one batch that runs and one that is ready.
-- While there is room in the window, any job leaves. Of those that wait, the tenant with the least
-  in it goes first, compared with its weight.
-- A tenant's fair part is always free for it, and a tenant with nothing in the window always
+- While there is room in the window, any job leaves. Of the waiting jobs, those of the tenant with
+  the fewest items in the window, divided by its weight, go first.
+- A tenant's fair share is always free for it, and a tenant with nothing in the window always
   publishes. So the window may be exceeded for a moment, until others' replies come.
-- Other instances tell what they have (api/dispatch/window_exchange.py). A tenant's part is divided
-  among instances by how much of its work each of them has.
+- Other instances report what they hold (api/dispatch/window_exchange.py). A tenant's share is
+  divided among instances by how much of its work each of them has.
 
-This orders by items, and coarsely. Workers order what they hold by work. Were jobs let out in turns
-here, a tenant with small items would get no more items than others, and less work.
-
-Lets jobs be published as workers get to them, so that no tenant fills a topic.
+The order here is by items, and coarse. Workers order the jobs that they hold by work. With a round
+robin here, a tenant with small items would get no more items than others, and less work.
 """
 
 from __future__ import annotations
@@ -39,23 +37,23 @@ from shared.tracing.spans import STAGE, span
 
 DIGEST_BYTES = 8
 BATCHES_HELD = 2
-"""Of each worker: one that runs, and one that is ready."""
+"""Batches of each worker: one that runs, and one that is ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """What other instances have of one model and lane."""
+    """State of other instances for one model and lane."""
 
     instances: int = 0
     size: float = 0.0
-    """What they add to the size of the window."""
+    """Items that they add to the size of the window."""
     published: int = 0
     tenants: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     """Weight and items of tenants, by their digest."""
     other_weights: float = 0.0
-    """Of tenants that are not in `tenants`."""
+    """Sum of the weights of tenants that are not in `tenants`."""
     is_guess: bool = False
-    """Whether only the number of instances is known, from an earlier time."""
+    """True if only the number of instances is known, from an earlier time."""
 
 
 @dataclass(order=True, slots=True)
@@ -84,7 +82,7 @@ class _Tenant:
 
 
 def digest_of(tenant: str) -> str:
-    """How a tenant is called in what instances tell each other."""
+    """Returns the name of a tenant in messages between instances."""
     return hashlib.blake2b(tenant.encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
@@ -93,11 +91,11 @@ class ModelWindow:
 
     Args:
         rate: the service rate of the model.
-        floor: the smallest size, in items: what one model process takes at once.
+        floor: the smallest size, in items: the maximum that one model process takes at once.
         broker_wait_s: how long jobs may wait at the broker.
-        is_guess_used: whether the size follows from the rate before that was measured. What is
-            above the floor may stay at the broker for as long as an item takes, and other tenants'
-            items behind it.
+        is_guess_used: whether the size follows from an assumed rate until the rate was measured.
+          Items above the floor may stay at the broker for as long as an item takes, with other
+          tenants' items behind them.
     """
 
     def __init__(
@@ -111,9 +109,9 @@ class ModelWindow:
         self._queues: dict[str, _Tenant] = {}
         """The tenants with jobs that wait."""
         self.weights = 0.0
-        """Of all tenants here, and of those elsewhere that are not here."""
+        """Sum over all tenants here, and over those elsewhere that are not here."""
         self.elsewhere = Elsewhere()
-        """What other instances have. `update` sets it."""
+        """State of other instances. `update` sets it."""
         self._numbers = itertools.count()
         self.published = 0
         self.held = 0
@@ -121,14 +119,14 @@ class ModelWindow:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is published or waits."""
+        """Returns whether nothing is published or waits."""
         return not self._tenants
 
     @property
     def size(self) -> float:
-        """How many items this instance adds to the size of the window.
+        """Number of items that this instance adds to the size of the window.
 
-        No more than it has: an instance with little work has not measured the rate under load.
+        At most the items it has: an instance with little work has not measured the rate under load.
         """
         if self._rate.is_guess and not self._is_guess_used:
             return 0.0
@@ -137,7 +135,7 @@ class ModelWindow:
 
     @property
     def tenants(self) -> int:
-        """How many tenants have something published or waiting."""
+        """Number of tenants with items that are published or waiting."""
         return len(self._tenants)
 
     def items_by_tenant(self) -> Iterator[tuple[str, float, int]]:
@@ -206,7 +204,7 @@ class ModelWindow:
             raise
 
     def _let_leave(self) -> None:
-        """Lets jobs leave as long as one fits. The tenant with the least published goes first."""
+        """Releases jobs as long as one fits. The tenant with the least published goes first."""
         while fitting := [
             tenant
             for tenant in self._queues.values()
@@ -222,7 +220,7 @@ class ModelWindow:
             first.left.set_result(None)
 
     def _fits(self, tenant: _Tenant, items: int) -> bool:
-        """Whether a job of `tenant` that was counted as held may leave."""
+        """Returns whether a job of `tenant` that was counted as held may leave."""
         if not tenant.published:
             return True
         # Who hears nothing of the others keeps to its part of the smallest window.
@@ -265,7 +263,7 @@ class ModelWindow:
             self.weights = self.elsewhere.other_weights  # without rounding errors
 
     def _more_weight(self, tenant: _Tenant) -> float:
-        """By how much the tenant adds to the weights: not if others have it too."""
+        """Returns what the tenant adds to the weights: 0 if other instances have it too."""
         others = self.elsewhere.tenants
         return 0.0 if others and tenant.digest in others else tenant.weight
 
@@ -279,7 +277,7 @@ class PublishWindow:
 
     Args:
         models: the models of the catalog.
-        rate_of: gives the service rate of a model.
+        rate_of: returns the service rate of a model.
         broker_wait_s: how long jobs may wait at the broker.
     """
 
@@ -308,9 +306,9 @@ class PublishWindow:
 
         Args:
             demand: as taken.
-            is_in_topic: whether it was published and nobody waits for its answer any more. Its
-                place is kept for the time in which workers usually come to it. Otherwise a caller
-                who hangs up again and again would fill the topic.
+            is_in_topic: whether it was published and no caller waits for its answer any more. Its
+              place is kept for the time in which workers usually reach it. Otherwise a caller
+              who hangs up again and again would fill the topic.
         """
         window = self.of_demand(demand)
         if is_in_topic:
@@ -319,7 +317,7 @@ class PublishWindow:
             window.release(demand)
 
     def of_demand(self, demand: Demand) -> ModelWindow:
-        """The window that a job of this demand takes a place in."""
+        """Returns the window that a job of this demand takes a place in."""
         key = (demand.model, demand.lane)
         window = self.of.get(key)
         if window is None:

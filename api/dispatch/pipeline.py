@@ -1,4 +1,4 @@
-"""Opens the way from a request to its results, for the API and for the runner of batches."""
+"""Opens the inference pipeline, for the API and for the batch runner."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def open_pipeline(
         admin: creates an inbox if no pool has one. Not yet open.
         rows: takes the rows that this process writes. Not yet open.
         instance: the id of this process.
-        pictures: compares those of a canary with the other revision's.
+        pictures: compares images of a canary with those of the other revision.
 
     Raises:
         Unavailable: the broker is out of reach, or no inbox is free.

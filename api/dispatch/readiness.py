@@ -23,7 +23,7 @@ from shared.transport import Publisher
 PROBE_LIMIT_S = 2.0
 REDIS_LIMIT_S = 0.5
 REUSED_S = 1.0
-"""How long a result is reused, so that frequent checks do not load the broker."""
+"""Time for which a result is reused, so that frequent checks do not load the broker."""
 _KEYS_READY = frozenset({"ok", "not required"})
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Readiness:
         self._last = ReadinessStatus(False, *["not asked yet"] * 3)
 
     async def check(self) -> ReadinessStatus:
-        """The status now, or at most REUSED_S ago."""
+        """Returns the status, at most REUSED_S old."""
         async with self._probing:
             if time.monotonic() - self._probed_s > REUSED_S:
                 pubsub, redis_found = await asyncio.gather(
@@ -90,13 +90,13 @@ class Readiness:
             async with asyncio.timeout(REDIS_LIMIT_S):
                 await client.ping()
         except (RedisError, OSError, TimeoutError):
-            return "out of reach: requests go on without it"
+            return "out of reach: requests continue without it"
         finally:
             await client.aclose()
         return "ok"
 
     async def _probe_pubsub(self) -> str:
-        """`ok` after a round trip through the broker by each of our two topics, else the reason."""
+        """Returns `ok` after a round trip through the broker by both topics, else the reason."""
         found = await asyncio.gather(*map(self._probe_replies, get_args(Replies)))
         return next((reason for reason in found if reason != "ok"), "ok")
 
@@ -113,7 +113,7 @@ class Readiness:
         except TimeoutError:
             return f"no round trip within {PROBE_LIMIT_S:g} s"
         except PenstockError as error:
-            # Anybody may read the answer, but what the broker said is for us.
+            # Anyone may read the answer, but the broker's message is for operators.
             log.warning("no round trip through the broker", extra={"reason": error.message})
             return "no round trip: out of reach, or refusing"
         return "ok"

@@ -1,8 +1,7 @@
-"""Holds the inbox of this instance: leases it, receives on both topics, and replaces a lost one.
+"""The reply inbox of this instance, leased from the pool through Redis or created.
 
-An inbox while this instance holds it: the jobs that wait for replies, and where they arrive.
-
-Gives an instance an inbox: leased from the pool through Redis, or created for it.
+`ReplyInbox` receives on both topics and replaces a lost inbox. `OpenInbox` has the jobs that wait
+for replies while this instance holds the inbox. `InboxPool` leases inboxes.
 """
 
 from __future__ import annotations
@@ -203,7 +202,7 @@ _DELIVERED, _DUPLICATE, _UNKNOWN, _UNDECODABLE = map(
 class PendingReply:
     """Waits for the reply of one job, which arrives at `inbox` (a topic id), `slot`.
 
-    `slot` is empty where the topic has no slots.
+    `slot` is empty if the topic has no slots.
     """
 
     def __init__(self, inbox: str, slot: str) -> None:
@@ -271,7 +270,7 @@ class ReplySubscription:
 
     @property
     def is_connected(self) -> bool:
-        """Whether replies can arrive on it."""
+        """Returns whether replies can arrive on it."""
         return self.subscription is not None and self.subscription.is_connected
 
 
@@ -300,7 +299,7 @@ class OpenInbox:
 
     @property
     def is_connected(self) -> bool:
-        """Whether replies can arrive on every subscription."""
+        """Returns whether replies can arrive on every subscription."""
         return all(each.is_connected for each in self.subscriptions)
 
     def register(self, request_id: str, job_index: int, replies: Replies) -> PendingReply:
@@ -364,7 +363,7 @@ INBOXES_LOST = Counter("penstock_inbox_lost_total", "Inboxes that were lost and 
 
 START_LIMIT_S = 10.0
 MAX_MESSAGES = 1000
-"""In hand, of each subscription. A quarter of them ends the pause of acks."""
+"""Maximum unacknowledged messages per subscription. A quarter of them ends the pause of acks."""
 ACK_DEADLINE_S = 20
 ACK_LINGER_S = 8.0
 """Acks linger this long, because an ack call costs as much as a publish.
@@ -427,7 +426,7 @@ class ReplyInbox:
 
     @property
     def ready(self) -> bool:
-        """Whether replies can arrive: an inbox is held and all its subscriptions are connected."""
+        """True if replies can arrive: an inbox is held, and all its subscriptions are connected."""
         return self._open is not None and self._open.is_connected
 
     @contextmanager
@@ -484,7 +483,7 @@ class ReplyInbox:
         except ConfigurationError as error:
             # In the cloud the API may not create inboxes. The pool may have a free one soon.
             raise Unavailable(
-                f"no inbox from the pool, and none may be made: {error.message}"
+                f"no inbox from the pool, and none may be created: {error.message}"
             ) from error
 
     async def _hold(self, lease: InboxLease, opened: asyncio.Future[None]) -> None:

@@ -27,7 +27,7 @@ REVISION_HEADER = "x-penstock-revision"
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The options of one request, parsed from its headers once. None or empty: not given."""
+    """The options of one request, parsed from its headers once. None or empty: not set."""
 
     received_at_s: float = 0.0
     """Unix time of arrival. Time limits count from here."""
@@ -52,18 +52,18 @@ class RequestOptions:
         return bound.default_s if self.deadline_s is None else min(self.deadline_s, bound.longest_s)
 
     def answer_by_s(self, bound: Deadline) -> float:
-        """Unix time at which the answer is due."""
+        """Returns the Unix time at which the answer is due."""
         return self.received_at_s + self.limit_s(bound)
 
     def done_by_s(self, bound: Deadline) -> float:
-        """Unix time at which a prediction is stopped: the shortest limit of model and caller."""
+        """Returns the Unix time at which a prediction is stopped: the shorter of two limits."""
         given_s = [
             limit_s for limit_s in (self.deadline_s, self.cancel_after_s) if limit_s is not None
         ]
         return self.received_at_s + min([bound.longest_s, *given_s])
 
     def is_promised(self, bound: Deadline) -> bool:
-        """Whether the objective on deadlines holds: not in the lane batch, nor with less time."""
+        """Returns whether the SLO applies: not in the `batch` lane, nor with less time."""
         limits_s = (self.deadline_s, self.queue_limit_s, self.cancel_after_s)
         return is_promised(bound, self.lane, limits_s)
 
@@ -85,7 +85,7 @@ class InferenceRequest:
     """Unix time, within the longest deadline of the model."""
     options: RequestOptions
     is_repeatable: bool = True
-    """Whether equal inputs give equal results. If not, no item is cached or joined."""
+    """True if equal inputs give equal results. If not, no item is cached or joined."""
     client_request_id: str = ""
     """The `x-request-id` of the caller, for rows."""
     key_id: str = ""
@@ -99,27 +99,27 @@ class InferenceRequest:
     weight: float = 1.0
     """The tenant's share of a busy model, from its plan."""
     is_run_again: Callable[[], bool] = lambda: False
-    """Whether somebody asks the same again, under the same id, if this is broken off."""
+    """Returns whether the same request is sent again, under the same id, if this is canceled."""
 
     def demand(self, items: int) -> Demand:
-        """What so many of its items want from the workers."""
+        """Returns the demand of `items` of its items on the workers."""
         return Demand(
             self.model.name,
             items,
             self.tenant,
             self.weight,
             self.options.lane,
-            # A canary that has no room refuses nobody: the other revision takes the items.
+            # A full canary refuses no caller: the other revision takes the items.
             self.is_promised and not self.model.is_canary,
         )
 
     @property
     def is_promised(self) -> bool:
-        """Whether the objective on deadlines holds for its items."""
+        """Returns whether the SLO applies to its items."""
         return self.options.is_promised(self.model.deadline)
 
     def too_late(self) -> DeadlineExceeded:
-        """The error of a request without an answer at its deadline."""
+        """Returns the error of a request without an answer at its deadline."""
         received_at_s = self.options.received_at_s
         waited_s, limit_s = time.time() - received_at_s, round(self.deadline_s - received_at_s, 3)
         return DeadlineExceeded(
@@ -140,15 +140,15 @@ class InferenceResponse:
     price: ItemPrice
     """The terms on which its items are charged."""
     revision: str
-    """The revision of the model that was asked."""
+    """The revision of the model that computed it."""
     error: PenstockError | None = None
     """Why the request ended before its items did."""
     on_end: Callable[[InferenceResponse], None] = lambda _: None
     """Called at the end of the block."""
     is_delivered: bool = True
-    """Whether the caller got the results, as far as is known."""
+    """True if the results were delivered to the caller, as far as is known."""
     is_broken_off: bool = False
-    """Whether the block was canceled, so that the work may be done again."""
+    """True if the block was canceled, so the work may be repeated."""
 
     def __enter__(self) -> Self:
         return self
@@ -165,12 +165,12 @@ class InferenceResponse:
 
     @property
     def cost_usd(self) -> float:
-        """What the request is charged: the sum of its rows."""
+        """The charge of the request: the sum of its rows."""
         delivered = as_delivered(self.outcomes, is_delivered=self.is_delivered)
         return sum(cost_usd(self.price, outcome) for outcome in delivered)
 
     def headers(self) -> dict[str, str]:
-        """The response headers of every inference answer.
+        """Returns the response headers of every inference answer.
 
         Times are those of the slowest item, since items run in parallel. The cache is `hit`, `miss`
         or `joined` if all items agree, and `partial` otherwise. Device time and cost are sums.
@@ -206,7 +206,7 @@ class InferenceResponse:
 
 
 def shown_usd(usd: float) -> str:
-    """An amount as a header shows it: the same double as in the rows, without an exponent."""
+    """Returns an amount for a header: the same double as in the rows, without an exponent."""
     return f"{Decimal(repr(usd)).normalize():f}" if usd else "0"
 
 

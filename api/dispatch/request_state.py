@@ -1,10 +1,9 @@
 """The state of one request in the dispatcher: its items, its jobs, and the completions so far.
 
-Single flight: identical items of concurrent requests are computed once.
-
-The first request for an item leads it. Later requests with the same cache key join it and wait for
-the same outcome. An item lives as long as one request waits for it. If its leader gives up or runs
-out of time, the item is abandoned, and requests that still have time start it again.
+Single flight: identical items of concurrent requests are computed once. The first request for an
+item leads it. Later requests with the same cache key join it and wait for the same outcome. An item
+lives as long as one request waits for it. If its leader gives up or runs out of time, the item is
+abandoned, and requests that still have time start it again.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class InFlightJob:
     published_at_s: float = 0.0
     """Unix time at which the broker accepted the job. 0 before that."""
     is_answered: bool = False
-    """Whether its outcomes are those of a reply."""
+    """True if its outcomes come from a reply."""
     task: asyncio.Task[list[ItemOutcome]] | None = None
 
 
@@ -67,7 +66,7 @@ class InFlightItem:
     completed: asyncio.Future[ItemCompletion | None] = field(default_factory=_new_future)
     """None: the item was abandoned."""
     waiters: int = 0
-    """How many items of requests wait for it."""
+    """Number of items of requests that wait for it."""
     job: InFlightJob | None = None
     is_unpaid: bool = False
     """The leader left without the result. The first request that gets it pays for all of it."""
@@ -145,7 +144,7 @@ class RequestState:
         self._jobs: list[InFlightJob] = []
 
     def pending(self) -> list[int]:
-        """The indexes of the items without an outcome."""
+        """Returns the indexes of the items without an outcome."""
         return [index for index, completion in enumerate(self.completions) if completion is None]
 
     def remaining_s(self) -> float:
@@ -156,7 +155,7 @@ class RequestState:
         """Puts items into a job with an index of its own in this request."""
         index = len(self._jobs)
         if self.request.batch_id and len(items) < len(self.items):
-            # A line may be asked for again when more of it is in the cache. The job of what is left
+            # A line may be repeated when more of it is in the cache. The job of the remaining items
             # must not find the record of a job of other items.
             index = zlib.crc32(repr([one.item.index for one in items]).encode())
         job = InFlightJob(list(items), index, self.request.deadline_s)
@@ -178,7 +177,7 @@ class RequestState:
         self.completions[index] = completion
 
     def has_result(self, index: int) -> bool:
-        """Whether an item has ended with a result."""
+        """Returns whether an item has ended with a result."""
         completion = self.completions[index]
         return completion is not None and completion.outcome.result is not None
 
@@ -192,7 +191,7 @@ class RequestState:
         on_end: Callable[[InferenceResponse], None],
         error: PenstockError | None = None,
     ) -> InferenceResponse:
-        """All outcomes, in the order of the inputs.
+        """Returns all outcomes, in the order of the inputs.
 
         Args:
             on_end: called once it is known whether the caller got them.
@@ -215,23 +214,23 @@ class RequestState:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether a job of it was started."""
+        """Returns whether any of its jobs was started."""
         return bool(self._jobs)
 
 
 def _is_of_leader(outcome: ItemOutcome) -> bool:
-    """Whether only the leader failed: a late or unreadable item may still succeed for others."""
+    """Returns whether only the leader failed: others may still get a late or unreadable item."""
     unreadable = outcome.error is not None and outcome.error.code == UndecodableMessage.code
     return outcome.status == "expired" or unreadable
 
 
 def cache_hit(item: Item, result: Result, level: str) -> ItemOutcome:
-    """The outcome of an item that the cache level `level` has."""
+    """Returns the outcome of an item that the cache level `level` has."""
     return ItemOutcome(item.index, "succeeded", _receipt_of_shared(level, result), result)
 
 
 def _of_joined(index: int, in_flight: InFlightItem, completion: ItemCompletion) -> ItemOutcome:
-    """The leader's outcome as that of an item that joined.
+    """Returns the leader's outcome as that of an item that joined.
 
     If the leader left without it, the first that gets the result is who it was computed for.
     """

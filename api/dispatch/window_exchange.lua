@@ -1,5 +1,5 @@
--- Tells the other instances what this one has of a model, and returns what they have.
--- What an instance told counts until its lease ends.
+-- Publishes this instance's state of a model to the others, and returns theirs.
+-- The state of an instance counts until its lease ends.
 --
 -- KEYS: hash of what each instance has
 -- ARGV: instance, lease in milliseconds, what it has (empty: nothing any more)

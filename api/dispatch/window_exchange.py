@@ -1,11 +1,11 @@
-"""Tells other instances what this one has in its publish windows, through Redis.
+"""Shares the state of publish windows with other instances, through Redis.
 
 Each instance has a field in a hash for each model and lane, with a lease. An instance that dies is
 forgotten when its leases end. No request waits for Redis. While Redis is out of reach the last
 known state counts until the lease ends. After that each instance keeps to its own service rate,
 which is its part of what the workers do.
 
-An instance without work for a model tells nothing about it. It pauses in proportion to the number
+An instance without work for a model reports nothing about it. It pauses in proportion to the number
 of instances, so the load on Redis does not grow with its square.
 """
 
@@ -28,9 +28,10 @@ from shared.stores.redis_client import RedisLink, load_script
 PAUSE_S, PAUSE_PER_INSTANCE_S = 0.25, 0.01
 """Between two exchanges: the shortest, and for each other instance."""
 LEASE_PAUSES = 8
-"""After so many pauses without word an instance counts as dead."""
+"""Number of pauses without a report after which an instance counts as dead."""
 MAX_TENANTS = 32
-"""The tenants with the most items are told one by one. Of the others only the weights are."""
+"""Maximum number of tenants reported individually, those with the most items. For the others, only
+the sum of weights is reported."""
 REDIS_LIMIT_S, REDIS_RETRY_S = 1.0, 0.25
 
 ERRORS = Counter(
@@ -43,8 +44,8 @@ UP = Gauge("penstock_window_redis_up", "1 while Redis is being asked about publi
 _EXCHANGE = load_script("api/dispatch/window_exchange.lua")
 
 
-class Told(msgspec.Struct, array_like=True):
-    """What an instance tells of a window."""
+class WindowReport(msgspec.Struct, array_like=True):
+    """The state of a window that an instance reports."""
 
     size: float
     published: int
@@ -53,7 +54,7 @@ class Told(msgspec.Struct, array_like=True):
     other_weights: float
 
 
-_decoder = msgspec.json.Decoder(Told)
+_decoder = msgspec.json.Decoder(WindowReport)
 
 
 class WindowExchange:
@@ -78,10 +79,10 @@ class WindowExchange:
             field="records_url",
         )
         self._redis = self._link.commands("the exchange of publish windows")
-        self._told: set[Key] = set()
+        self._reported: set[Key] = set()
         self._heard_s: dict[Key, float] = {}
         self._instances = 0
-        """The most others that had work for the same model, when last heard of."""
+        """Maximum number of other instances with work for the same model, at the last exchange."""
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -110,11 +111,11 @@ class WindowExchange:
             await self.exchange()
 
     async def exchange(self) -> None:
-        """Tells and hears once about each model that has or had work here."""
+        """Reports and reads the state of each model that has or had work here, once."""
         windows = [
             (key, window)
             for key, window in self._windows.of.items()
-            if key in self._told or not window.is_idle
+            if key in self._reported or not window.is_idle
         ]
         # Calls that come together share a round trip.
         heard = await asyncio.gather(*(self._exchange_one(*one) for one in windows))
@@ -123,11 +124,11 @@ class WindowExchange:
 
     async def _exchange_one(self, key: Key, window: ModelWindow) -> int:
         model, lane = key[0], key[1] or "interactive"
-        now = told_of(window)
+        now = report_of(window)
         metrics.TENANTS.labels(model, lane).set(window.tenants)
         metrics.MAX_TENANT.labels(model, lane).set(now.tenants[0][2] if now.tenants else 0)
-        told = b"" if window.is_idle else msgspec.json.encode(now)
-        (self._told.add if told else self._told.discard)(key)
+        report = b"" if window.is_idle else msgspec.json.encode(now)
+        (self._reported.add if report else self._reported.discard)(key)
         lease_s = LEASE_PAUSES * self._pause_s
         now_s = asyncio.get_running_loop().time()
         try:
@@ -136,7 +137,7 @@ class WindowExchange:
                 [f"penstock:window:{lane}:{model}"],
                 self._instance,
                 round(lease_s * 1000),
-                told,
+                report,
             )
         except Unavailable:
             is_over = now_s - self._heard_s.get(key, now_s) > lease_s
@@ -145,23 +146,23 @@ class WindowExchange:
             )
             return self._instances
         self._heard_s[key] = now_s
-        window.update(combined(_decoded(answers)) if told else Elsewhere())
+        window.update(combined(_decoded(answers)) if report else Elsewhere())
         return len(answers)
 
 
-def told_of(window: ModelWindow) -> Told:
-    """What to tell of a window."""
+def report_of(window: ModelWindow) -> WindowReport:
+    """Returns the state that is shared with other instances."""
     tenants = list(window.items_by_tenant())
     largest = heapq.nlargest(MAX_TENANTS, tenants, key=lambda one: one[2])
     others = sum(weight for _, weight, _ in tenants) - sum(weight for _, weight, _ in largest)
-    return Told(window.size, window.published, largest, max(0.0, others))
+    return WindowReport(window.size, window.published, largest, max(0.0, others))
 
 
-def combined(told: Iterable[Told]) -> Elsewhere:
-    """What all other instances have together."""
+def combined(reports: Iterable[WindowReport]) -> Elsewhere:
+    """Returns the combined state of all other instances."""
     tenants: dict[str, tuple[float, int]] = {}
     size, published, other_weights, instances = 0.0, 0, 0.0, 0
-    for one in told:
+    for one in reports:
         size, published = size + one.size, published + one.published
         other_weights, instances = other_weights + one.other_weights, instances + 1
         for digest, weight, items in one.tenants:
@@ -170,7 +171,7 @@ def combined(told: Iterable[Told]) -> Elsewhere:
     return Elsewhere(instances, size, published, tenants, other_weights)
 
 
-def _decoded(answers: Iterable[bytes]) -> Iterable[Told]:
+def _decoded(answers: Iterable[bytes]) -> Iterable[WindowReport]:
     for answer in answers:
         try:
             yield _decoder.decode(answer)

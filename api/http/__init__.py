@@ -1,1 +1,1 @@
-"""What HTTP brings and needs: options, keys, limits, the OpenAPI document."""
+"""The HTTP layer: options, keys, limits, the OpenAPI document."""

@@ -1,19 +1,15 @@
-"""Authentication: maps the API key of a request to its caller. Routes under /v1 do this first.
+"""Authenticates and authorizes requests. Routes under /v1 do this first.
 
-Access without keys, for APIs that only their own machine can reach.
-
-Browsers on that machine open pages of strangers. Such a page must not use the API. It can send a
-form to http://127.0.0.1:8080 from its own origin, and its own name can point to 127.0.0.1 (DNS
-rebinding). So the names in `Host` and `Origin` must be names of this machine. A reverse proxy on
-this machine passes the public name, so it opens nothing to the outside either.
-
-What a key may do: what each route needs of its scopes and models, in one table.
-
-Keeps the directory of keys of this process up to date.
-
-Requests read a snapshot in memory. A task asks the store every REFRESH_S seconds for a new version.
-What it can't read or what is not valid does not replace the snapshot: a broken file must not lock
-everyone out. The directory also survives an outage of its store, for STALE_LIMIT_S.
+- Keys: requests read a snapshot of the key directory in memory. A task asks the store every
+  REFRESH_S seconds for a new version. A version that can't be read or is not valid does not replace
+  the snapshot: a broken file must not lock everyone out. The directory also survives an outage of
+  its store, for STALE_LIMIT_S.
+- Scopes and models: one table has the requirements of each route.
+- Access without keys: only for APIs that no other machine can reach. Browsers on that machine open
+  foreign pages, which must not use the API. Such a page can send a form to http://127.0.0.1:8080
+  from its own origin, and its own name can point to 127.0.0.1 (DNS rebinding). So the names in
+  `Host` and `Origin` must be names of this machine. A reverse proxy on this machine passes the
+  public name, so it opens nothing to the outside either.
 """
 
 from __future__ import annotations
@@ -46,15 +42,15 @@ REFRESH_S = 2.0
 """A change takes effect within this time and that of a read."""
 READ_LIMIT_S = 2.0
 LOOK_AGAIN_S = 1.0
-"""A key that is not known is looked for at most this often, for all requests together."""
+"""Minimum interval between lookups of unknown keys, for all requests together."""
 MAX_LOOKED_FOR = 4096
 MAX_LOOKING = 64
 """Requests that may wait for that. Further ones are answered from what is known."""
 NOTE_USES_S = 60.0
 """Uses of keys are written down this often."""
 STALE_LIMIT_S = 86_400.0
-"""Nobody can revoke a key where the store can't be reached. After a day that weighs more than going
-on. Expiry needs no store.
+"""While the store is out of reach no key can be revoked. After a day that weighs more than
+availability. Expiry needs no store.
 """
 UP = Gauge("penstock_keys_up", "1 if the API keys could be read at the last try, else 0.")
 AGE_SECONDS = Gauge(
@@ -73,12 +69,12 @@ class LiveDirectory:
     """The latest valid directory of a store. An async context manager that runs the refresh.
 
     Args:
-        store: where the directory is. It is opened and closed with this object.
+        store: the store of the directory. It is opened and closed with this object.
         clock: monotonic seconds.
         refresh_s: pause between two reads.
-        served: what plans and keys may name. A file that names anything else is not valid. Redis
-            was checked when it was changed, so there it is only logged: the catalog has changed.
-            None: not known.
+        served: the models that plans and keys may name. A file that names any other is not valid.
+          In Redis, which was checked when it was changed, it is only logged: the catalog has
+          changed. None: not known.
 
     Raises:
         ConfigurationError: the store has a directory at the start, and it is not valid.
@@ -126,13 +122,13 @@ class LiveDirectory:
         await self.store.__aexit__(kind, error, trace)
 
     def current(self) -> Directory | None:
-        """The directory to check keys with. None if there is none, or it is too old."""
+        """The directory to check keys with. None if it does not exist or is too old."""
         if self._clock() - self._current_s > STALE_LIMIT_S:
             return None
         return self._directory
 
     def status(self) -> str:
-        """`ok` if keys can be checked, else the reason as anybody may read it. The log has more."""
+        """Returns `ok` if keys can be checked, else a public reason. The log has the details."""
         if self.current() is not None:
             return "ok"
         return self._failure.public_message if self._failure else "not read yet"
@@ -143,11 +139,11 @@ class LiveDirectory:
             await self._refresh()
 
     async def look_again(self, key: ApiKey) -> None:
-        """Reads the directory for a key that is not known: it may have been made just now.
+        """Reads the directory again for an unknown key: it may have been created just now.
 
-        Requests that meet such keys at the same time wait for the same look. The next one is
-        LOOK_AGAIN_S after it, whoever sends wrong keys. A key is looked for once while the
-        directory stays as it is, so a caller with a wrong key does not wait each time.
+        Concurrent requests with such keys wait for the same read. The next read is at least
+        LOOK_AGAIN_S later, for all callers. A key is looked up once while the directory is
+        unchanged, so a caller with a wrong key does not wait each time.
         """
         digest = hash_of(self._salt, key)
         if digest in self._looked_for or self._waiting >= MAX_LOOKING:
@@ -173,7 +169,7 @@ class LiveDirectory:
                 found = await self.store.read(self._version)
             self._current_s = self._clock()
             if found is not None:
-                # Thousands of keys take tens of milliseconds, in which requests go on.
+                # Thousands of keys take tens of milliseconds, in which requests continue.
                 self._directory = await asyncio.to_thread(self._decode, found)
                 self._version = found.version
                 self._looked_for.clear()
@@ -190,7 +186,7 @@ class LiveDirectory:
         AGE_SECONDS.set(self._clock() - self._current_s)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Without the task no change is seen any more, so this instance must not go on."""
+        """Stops this instance: without the task, changes are not seen any more."""
         if not task.cancelled():
             log.critical("refresh of API keys ended; this is a bug", exc_info=task.exception())
             self._failure = Unavailable(public="the refresh of API keys ended")
@@ -234,13 +230,13 @@ class LiveDirectory:
 
 
 ModelCheck: TypeAlias = Literal["", "named", "stored", "listed"]
-"""Where a route meets models that a key may not use. `named`: the request names one. `stored`: what
-it reads or changes was computed by one. `listed`: it leaves those of others out.
+"""How a route handles models that a key may not use. `named`: the request names one. `stored`: it
+reads or changes results that one computed. `listed`: it omits them from lists.
 """
 
 
 class Rule(NamedTuple):
-    """What a route needs. No scope: any key."""
+    """The requirements of a route. No scope: any key."""
 
     scope: Scope | None
     model: ModelCheck = ""
@@ -306,8 +302,8 @@ RULES: dict[tuple[str, str], Rule] = {
     ("DELETE", "/predictions/{prediction_id}"): Rule("predictions", "stored"),
     ("PUT", "/predictions/{prediction_id}"): Rule("predictions", "named"),
 }
-"""What each route needs, by method and template without /v1. HEAD is GET. A route that is not here
-needs an unrestricted key.
+"""The requirements of each route, by method and template without /v1. HEAD is GET. A route that is
+not here needs an unrestricted key.
 """
 _UNKNOWN = Rule("all")
 
@@ -325,7 +321,7 @@ class ModelForbidden(Forbidden):
 
 
 class StoredWork(Protocol):
-    """What was computed and can be read again."""
+    """A result that was computed and can be read again."""
 
     @property
     def endpoint(self) -> str:
@@ -359,7 +355,7 @@ def check_access(caller: Caller, method: str, path: str, stored: StoredWork | No
 
 
 def may_see(caller: Caller, path: str, stored: StoredWork) -> bool:
-    """Whether a list at `path` has this for the caller."""
+    """Returns whether a list at `path` includes this for the caller."""
     try:
         check_access(caller, "GET", path, stored)
     except Forbidden:
@@ -368,7 +364,7 @@ def may_see(caller: Caller, path: str, stored: StoredWork) -> bool:
 
 
 def rule_of(method: str, path: str) -> Rule:
-    """What a route needs, by its template with or without /v1."""
+    """Returns the requirements of a route, by its template with or without /v1."""
     return RULES.get((method, path.removeprefix("/v1")), _UNKNOWN)
 
 
@@ -393,10 +389,10 @@ def check_model(caller: Caller, model: str) -> None:
 
 
 class OpenOnLoopback:
-    """Lets in everyone on this machine, as the tenant `default`.
+    """Admits every caller on this machine, as the `default` tenant.
 
     Args:
-        host: where the API listens.
+        host: the address on which the API listens.
         cors_origins: the setting: origins that may call it, comma-separated, or `*`.
 
     Raises:
@@ -451,7 +447,7 @@ class OpenOnLoopback:
         return "not required"
 
     store = None
-    """There is no key to administer."""
+    """None: without keys there is nothing to administer."""
 
     async def refresh(self) -> None:
         """Does nothing."""
@@ -516,7 +512,7 @@ class Access(Protocol):
 
     @property
     def store(self) -> KeyStore | None:
-        """Where keys are administered. None where no key is required."""
+        """The store in which keys are administered. None if no key is required."""
         ...
 
     async def refresh(self) -> None:
@@ -525,7 +521,7 @@ class Access(Protocol):
 
 
 def access_of(settings: ApiSettings, catalog: Catalog | None = None) -> Access:
-    """Who may call an API with these settings.
+    """Returns the access control of an API with these settings.
 
     Args:
         settings: of this process.
@@ -609,7 +605,7 @@ class ApiKeys:
 
     @property
     def store(self) -> KeyStore:
-        """Where keys are administered."""
+        """The store in which keys are administered."""
         return self.directory.store
 
     async def refresh(self) -> None:
@@ -622,7 +618,7 @@ _REASONS = (f"an API key is needed: {HOW_TO_SEND}", "two API keys were sent, and
 
 
 def _sent_keys(headers: RawHeaders) -> set[str]:
-    """All keys in the headers. Bytes that are not ASCII make a key that nobody has."""
+    """Returns all keys in the headers. A key with bytes that are not ASCII matches no caller."""
     sent = set[str]()
     for name, value in headers:
         if name == b"authorization":

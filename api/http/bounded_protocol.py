@@ -1,7 +1,7 @@
 """uvicorn's HTTP protocol with limits on request heads, on pipelined requests and on connections.
 
 A head is the URL and the headers of a request. h11, uvicorn's other parser, limits its size.
-httptools does not. It copies all that it has of a header for each piece that arrives, so one
+httptools does not. It copies the header read so far for each piece that arrives, so one
 endless header blocks all other requests. A typical request, whose head arrives in one piece, sets
 no timer here.
 """
@@ -129,7 +129,7 @@ class BoundedHttp(HttpToolsProtocol):
         """
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                self._error = BadInput("CONNECT asks for a tunnel, and this is no proxy")
+                self._error = BadInput("CONNECT requests a tunnel, and this server is not a proxy")
                 raise self._error
             self._offers_protocol = True
             return
@@ -207,7 +207,7 @@ class BoundedHttp(HttpToolsProtocol):
         return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
     def _wrong_host(self) -> str:
-        """Why the request's Host header is refused (RFC 9112, 3.2). Empty: it is not."""
+        """Returns why the Host header is refused (RFC 9112, 3.2). Empty if it is accepted."""
         hosts = [value for name, value in self.headers if name == b"host"]
         if not hosts:
             is_needed = self.parser.get_http_version() == "1.1"
@@ -262,7 +262,7 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
-    """The protocol class with the limits of these settings."""
+    """Returns the protocol class with the limits of these settings."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = settings.max_connections
     if files != resource.RLIM_INFINITY:
@@ -278,7 +278,7 @@ def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
 
 @lru_cache(maxsize=256)
 def _is_host(value: bytes) -> bool:
-    """Whether this is `uri-host [ ":" port ]` (RFC 9110, 7.2; RFC 3986, 3.2.2), and not empty."""
+    """Returns whether it is `uri-host [ ":" port ]` (RFC 9110, 7.2; RFC 3986, 3.2.2), not empty."""
     found = _HOST.fullmatch(value)
     if found is None or int(found["port"] or 0) > MAX_PORT:
         return False

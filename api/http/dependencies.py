@@ -1,4 +1,4 @@
-"""The dependencies of routes, which the lifespan opens and keeps in the state of the app."""
+"""The dependencies of routes, which the lifespan opens and stores in the state of the app."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Dependencies:
 
 
 def dependencies_of(request: Request) -> Dependencies:
-    """The dependencies of the app of this request."""
+    """Returns the dependencies of the app of this request."""
     dependencies = request.app.state.dependencies
     assert isinstance(dependencies, Dependencies), (
         "the lifespan sets them before the first request; this is a bug"

@@ -27,7 +27,7 @@ from api.http.auth import check_model
 from api.http.middleware import RequestContext, context_of
 from api.http.request import open_request, while_connected
 from api.idempotency.service import IdempotentRequest, StoredResponse
-from api.limits.shown import LIMITS_PREFIX
+from api.limits.messages import LIMITS_PREFIX
 
 REPLAYED = "idempotent-replayed"
 LARGE_BYTES = 256 * 1024
@@ -73,7 +73,7 @@ async def run_idempotent(request: Request, endpoint: Endpoint) -> Response:
 
 
 def _fingerprint(request: Request, body: bytes) -> str:
-    """A digest of method, path, query and body. Equal requests have the same."""
+    """Returns a digest of method, path, query and body. Equal requests have the same."""
     kind = request.headers.get("content-type", "")
     if boundary := _BOUNDARY.search(kind):
         # Clients choose a new boundary for each retry of the same form.
@@ -91,7 +91,7 @@ def _fingerprint(request: Request, body: bytes) -> str:
 
 
 def _receive(body: bytes) -> Callable[[], Coroutine[Any, Any, Message]]:
-    """The channel of a caller that never hangs up: keyed requests run to the end without one."""
+    """Receives from a caller that never hangs up: keyed requests run to the end without one."""
     messages: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> Message:
@@ -135,7 +135,7 @@ def _response(stored: StoredResponse, context: RequestContext, *, is_replayed: b
 
 
 def _of_replay(stored: StoredResponse) -> dict[str, str]:
-    """The headers of a replay. It is charged once, and takes nothing of the caller's limits."""
+    """Returns a replay's headers. It is charged once, and does not count toward limits."""
     kept = {
         name: value for name, value in stored.headers.items() if not name.startswith(LIMITS_PREFIX)
     }

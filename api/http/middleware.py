@@ -1,14 +1,9 @@
 """The outermost layer of every request: its id and times, the body limit, headers, metrics, errors.
 
-Plain ASGI: a middleware that wraps responses costs more than a cache hit.
-
-The span of a request (`receive`), from its arrival to the end of its answer.
-
-It has no URL, no query and no header: callers put texts and keys there by mistake.
-
-The memory and the connections that request bodies may hold, together and by tenant.
-
-How much of what an instance holds for all callers one tenant may take.
+Plain ASGI: a middleware that wraps responses costs more than a cache hit. It bounds the memory and
+the connections that request bodies may hold, in total and per tenant. The span of a request
+(`receive`) lasts from its arrival to the end of its answer. It has no URL, no query and no header:
+callers put texts and keys there by mistake.
 """
 
 from __future__ import annotations
@@ -44,7 +39,7 @@ MAX_SHARE = 0.75
 
 
 def share_of(most: int) -> int:
-    """What one tenant may take of `most`."""
+    """Returns the part of `most` that one tenant may take."""
     return max(1, int(most * MAX_SHARE))
 
 
@@ -73,14 +68,14 @@ class BodyBudget:
             del self.held_of[tenant]
 
     def is_full(self, tenant: str) -> bool:
-        """Whether this tenant may send no large body now."""
+        """Returns whether large bodies of this tenant are refused now."""
         return self.held_bytes > self.together_bytes or self.held_of[tenant] > share_of(
             self.together_bytes
         )
 
 
 UNTRACED = frozenset({"/healthz", "/readyz"})
-"""Probes would be most of the traces of an idle service."""
+"""Paths without traces: probes would be most of the traces of an idle service."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """Other words are the caller's own. The conventions write `_OTHER` for them."""
 
@@ -112,7 +107,7 @@ def end_span(span: Span, scope: Scope, *, status: int, error_code: str, facts: A
         span.set({"http.route": route})
     if status:
         span.set({"http.response.status_code": status})
-    # The conventions: a request that its caller got wrong is no error of the server.
+    # OpenTelemetry's conventions: an invalid request is not an error of the server.
     error = (error_code or str(status)) if status >= 500 or not status else ""
     span.end(name=f"{method} {route}".rstrip(), error=error)
 
@@ -125,7 +120,7 @@ BODY_IDLE_S = 30.0
 """The longest pause between two pieces of a body."""
 SMALL_BODY_BYTES = 64 * 1024
 STREAMED_BODY_BYTES = MEMORY_BYTES + 1024 * 1024
-"""What a body takes that is passed on piece by piece."""
+"""Memory that a streamed body takes."""
 FULL_RETRY_S = 1.0
 BODY_GRACE_S, MIN_BYTES_PER_S = 60.0, 8192
 """A body may take this long, plus the time for its bytes at this rate. So a trickle ends."""
@@ -138,7 +133,7 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(slots=True)
 class RequestContext:
-    """What the middleware knows about a request. Routes add the tenant, the model and headers."""
+    """Facts about a request. The middleware creates it; routes add tenant, model and headers."""
 
     shown_id: str
     """The id in the answer: that of the caller if it has allowed characters, else ours."""
@@ -161,13 +156,13 @@ class RequestContext:
     options: RequestOptions | None = None
     """The options from its headers, once they were read."""
     is_compressible: bool = False
-    """Whether a long body of the answer is worth compressing."""
+    """True if a long body of the answer is worth compressing."""
     key_seed: int | None = None
     """With an Idempotency-Key: the default seed of images, the same on every instance."""
     error_code: str = ""
     """The code of the error in the answer."""
     has_rows: bool = False
-    """Whether its items leave rows, however they end."""
+    """True if its items leave rows, regardless of how they end."""
     streamed_max_bytes: int = 0
     """The limit of a body that its route passes on piece by piece. 0: the body is held."""
     record_refusal: Callable[[RequestContext], None] | None = None
@@ -180,7 +175,7 @@ class RequestContext:
 
 
 def context_of(request: Request) -> RequestContext:
-    """The context of this request, from the middleware."""
+    """Returns the context of this request, from the middleware."""
     context = request.scope["penstock.context"]
     assert isinstance(context, RequestContext), "the middleware wraps every route; this is a bug"
     return context
@@ -380,7 +375,7 @@ def _digest_of(given: str) -> str:
 
 
 def _number(text: str | None) -> int:
-    """The value of Content-Length.
+    """Returns the value of Content-Length.
 
     Python does not parse very long numbers, so they become maxsize.
     """

@@ -1,14 +1,10 @@
-"""The OpenAPI document. Routes that read and write bodies themselves are described from here.
+"""Parts of the OpenAPI document: headers, usage parameters, request bodies and responses.
 
-Each route lists its responses in the `responses` of its decorator: `responses` for OpenAI's shapes,
-`problems` for Replicate's, with the possible statuses. A status that is new in api/errors.py needs
-a description in _DESCRIPTIONS and an entry at every route that can return it.
-
-The query parameters of questions about usage, for the OpenAPI document.
-
-api/usage/question.py reads them, so that errors have our wording.
-
-The request and response headers that the OpenAPI document describes.
+Routes that read and write bodies themselves are described from here. Each route lists its responses
+in the `responses` of its decorator: `responses` for OpenAI's shapes, `problems` for Replicate's,
+with the possible statuses. A status that is new in api/errors.py needs a description in
+_DESCRIPTIONS and an entry at every route that can return it. The parameters of usage queries are
+read by api/usage/question.py, so that errors have our wording.
 """
 
 from __future__ import annotations
@@ -123,12 +119,12 @@ ANSWERED: dict[str, Described] = {
         {"type": "string"},
     ),
     "X-Penstock-Lane": _of_answers(
-        "`batch` where the plan of the caller has no higher priority.",
+        "`batch` if the caller's plan has no higher priority.",
         {"type": "string", "enum": ["batch"]},
     ),
     "X-Penstock-Truncated-Tokens": _of_answers(
-        "How many tokens were cut: of all texts where the request has `truncate`, "
-        "of the prompts where it is an image.",
+        "How many tokens were cut: of all texts if the request has `truncate`, "
+        "of the prompts if it is an image.",
         {"type": "integer", "minimum": 0},
     ),
     "X-Penstock-Seed": _of_answers("The seeds of the images, comma-separated.", {"type": "string"}),
@@ -143,7 +139,7 @@ ANSWERED: dict[str, Described] = {
     "Age": _of_answers("Seconds for which the figures are known.", _SECONDS),
     **{
         f"X-Ratelimit-{kind}-{unit}": _of_answers(
-            words.format(unit=unit.lower()) + " Only where your plan has such a limit.", schema
+            words.format(unit=unit.lower()) + " Only if your plan has such a limit.", schema
         )
         for unit in ("Requests", "Tokens", "Pixel-Steps")
         for kind, words, schema in (
@@ -184,7 +180,7 @@ OF_STATUS = {
 
 
 def references(*names: str) -> Described:
-    """The headers of one answer, those that every answer has among them."""
+    """Returns the headers of one answer, those that every answer has among them."""
     return {name: {"$ref": f"#/components/headers/{name}"} for name in (*ALWAYS, *names)}
 
 
@@ -213,7 +209,7 @@ def _of_pages(groups: dict[str, str], most: int, models: str) -> list[Described]
     return [
         _parameter("start_time", "Unix seconds, inclusive.", _MOMENT, required=True),
         _parameter("end_time", "Unix seconds, exclusive. Default: now.", _MOMENT),
-        _parameter("bucket_width", "Of each bucket.", {"enum": list(WIDTHS_S), "default": "1d"}),
+        _parameter("bucket_width", "Bucket width.", {"enum": list(WIDTHS_S), "default": "1d"}),
         _parameter(
             "group_by",
             "Also as `group_by[]`, which OpenAI's clients send.",
@@ -221,7 +217,7 @@ def _of_pages(groups: dict[str, str], most: int, models: str) -> list[Described]
         ),
         _parameter(
             "limit",
-            "Buckets on a page. The default and the most depend on the width.",
+            "Buckets on a page. The default and the maximum depend on the width.",
             {"type": "integer", "minimum": 1, "maximum": most},
         ),
         _parameter("page", "`next_page` of the last answer.", {"type": "string"}),
@@ -243,7 +239,7 @@ OF_REPORTS = [
     _parameter("from", "A day of the time zone, or a moment.", _MOMENT_TEXT),
     _parameter("to", "The first day or moment that is too late. Default: now.", _MOMENT_TEXT),
     _parameter("tz", "The time zone of days.", {"type": "string", "default": "UTC"}),
-    _names("tenant", "Only these tenants. For keys with the scope `admin`."),
+    _names("tenant", "Only these tenants. For keys with the `admin` scope."),
     _names("model", "Only these models."),
 ]
 
@@ -252,9 +248,9 @@ Described = dict[str, Any]
 Responses = dict[int | str, Described]
 
 AUTHENTICATED: Described = {"security": [{"key": []}, {"header": []}]}
-"""For every route that requires an API key."""
+"""Security of every route that requires an API key."""
 AUTHENTICATED_OR_LINKED: Described = {"security": [*AUTHENTICATED["security"], {}]}
-"""For every route that requires an API key or a signed link."""
+"""Security of every route that requires an API key or a signed link."""
 INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 499, 500, 503, 504)
 SCHEMA_REF = "#/components/schemas/{name}"
 _DESCRIPTIONS = {
@@ -282,17 +278,17 @@ _DESCRIPTIONS = {
 
 
 def inference_body(json: type[BaseModel], form: type[BaseModel] | None = None) -> Described:
-    """The request of an inference route: a JSON body, optionally a form, and headers."""
+    """Returns the request of an inference route: a JSON body, optionally a form, and headers."""
     return _request_body(INFERRING, json, form)
 
 
 def prediction_body(json: type[BaseModel]) -> Described:
-    """The request of a route that creates predictions: a JSON body and headers."""
+    """Returns the request of a route that creates predictions: a JSON body and headers."""
     return _request_body(PREDICTING, json)
 
 
 def json_body(json: type[BaseModel]) -> Described:
-    """The request of a route with a JSON body and no headers of its own."""
+    """Returns the request of a route with a JSON body and no headers of its own."""
     return _request_body([], json)
 
 
@@ -311,20 +307,20 @@ def _request_body(
 def responses(
     reply: type[msgspec.Struct], *statuses: int, headers: tuple[str, ...] = ()
 ) -> Responses:
-    """The responses of a route in OpenAI's shape: 200 with `reply` and `headers`, or an error."""
+    """Returns a route's responses in OpenAI's shape: 200 with `reply`, `headers`, and errors."""
     return {200: success("The result.", reply, *headers)} | errors(*statuses)
 
 
 def errors(*statuses: int) -> Responses:
-    """The errors of a route in OpenAI's shape."""
+    """Returns the errors of a route in OpenAI's shape."""
     return _errors(statuses, ErrorReply, "application/json")
 
 
 def inference_responses(reply: type[msgspec.Struct], *headers: str) -> Responses:
-    """The responses of an inference route."""
+    """Returns the responses of an inference route."""
     answers = responses(reply, *INFERENCE_ERRORS, headers=(*OF_INFERENCE, *headers))
     answers[422]["description"] = "This `Idempotency-Key` was used with another request."
-    # Where some items of a request fail, the others were computed and are told of all the same.
+    # If some items of a request fail, the others were computed and are still reported.
     computed = references(*OF_INFERENCE)
     for status in INFERENCE_ERRORS:
         answers[status]["headers"] = computed | answers[status]["headers"]
@@ -332,7 +328,7 @@ def inference_responses(reply: type[msgspec.Struct], *headers: str) -> Responses
 
 
 def problems(*statuses: int) -> Responses:
-    """The errors of a route in Replicate's shape."""
+    """Returns the errors of a route in Replicate's shape."""
     return _errors(statuses, Problem, "application/problem+json")
 
 
@@ -345,7 +341,7 @@ def of_both_apis(*statuses: int) -> Responses:
 
 
 def success(text: str, reply: type[msgspec.Struct], *headers: str) -> Described:
-    """A response with a JSON body."""
+    """Returns a response with a JSON body."""
     content = {"application/json": {"schema": ref_to(reply)}}
     return {
         "description": text,
@@ -355,7 +351,7 @@ def success(text: str, reply: type[msgspec.Struct], *headers: str) -> Described:
 
 
 def event_stream(*kinds: str) -> Described:
-    """A response that is a stream of server-sent events. The schema is that of one event."""
+    """Returns a response that is a stream of server-sent events, with the schema of one event."""
     properties = {
         "event": {"type": "string", "enum": list(kinds)},
         "id": {"type": "string"},
@@ -371,9 +367,9 @@ def event_stream(*kinds: str) -> Described:
 
 
 def streamed(answers: Responses) -> Responses:
-    """The responses of a route that answers as a stream of events too, if asked for it.
+    """Returns the responses of a route that also answers with a stream of events, on request.
 
-    A stream says in `Location` at which URL it can be read again.
+    The `Location` of a stream is the URL at which it can be read again.
     """
     properties = {name: {"type": "string"} for name in ("event", "id", "data")}
     event = {"type": "object", "required": ["data"], "properties": properties}
@@ -383,19 +379,19 @@ def streamed(answers: Responses) -> Responses:
 
 
 def empty(text: str) -> Described:
-    """A response without a body."""
+    """Returns a response without a body."""
     return {"description": text, "headers": references()}
 
 
 def not_over() -> Responses:
-    """The error of a route that needs a prediction that has ended."""
+    """Returns the error of a route that needs a prediction that has ended."""
     found = problems(409)
     found[409]["description"] = "The prediction has not ended."
     return found
 
 
 def binary(text: str, *media_types: str, headers: tuple[str, ...] = ()) -> Described:
-    """A response whose body is not JSON, with these headers besides the common ones."""
+    """Returns a response whose body is not JSON, with `headers` added to the common ones."""
     schema = {"type": "string", "format": "binary"}
     content = {media_type: {"schema": schema} for media_type in media_types}
     described = references(*headers)
@@ -403,12 +399,12 @@ def binary(text: str, *media_types: str, headers: tuple[str, ...] = ()) -> Descr
 
 
 def ref_to(body: type[BaseModel] | type[msgspec.Struct]) -> dict[str, str]:
-    """A reference to the schema of a body."""
+    """Returns a reference to the schema of a body."""
     return {"$ref": SCHEMA_REF.format(name=body.__name__)}
 
 
 def _errors(statuses: tuple[int, ...], reply: type[msgspec.Struct], media_type: str) -> Responses:
-    if 401 in statuses:  # where a key is checked
+    if 401 in statuses:  # a key is checked
         statuses = tuple(sorted({*statuses, 403, 503}))
     return {
         status: {

@@ -1,7 +1,7 @@
 """Writes the row of a refused request: one per request, since it has no items yet.
 
 Callers without a valid key leave no row, so that they can't fill the table. Metrics count both. The
-row holds nothing that the caller sent but its `x-request-id`.
+row holds nothing from the caller except its `x-request-id`.
 """
 
 from __future__ import annotations

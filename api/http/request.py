@@ -1,6 +1,6 @@
 """The start of every route: authentication, options from headers, and the body.
 
-Cancels work for callers that hang up, or whose keys are revoked meanwhile.
+Cancels work for callers that hang up, or whose keys are revoked in the meantime.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shared.tasks import Input
 from shared.tenants.plan import Caller
 
 CHECK_S = 2.0
-"""How often a caller that waits is checked again."""
+"""Interval at which a waiting caller is checked again."""
 T = TypeVar("T")
 
 
@@ -184,7 +184,7 @@ class ApiRequest:
         self.dependencies.access.caller_of(self.http.scope["headers"])
 
     def limited(self, model: Model, inputs: Sequence[Input]) -> LimitedRequest:
-        """A block that runs within the limits of the caller. See LimitedRequest."""
+        """Returns a block that runs within the limits of the caller. See LimitedRequest."""
         return LimitedRequest(
             self.dependencies.limiter,
             self.caller,
@@ -223,11 +223,11 @@ class ApiRequest:
         check_model(self.caller, model.name)
 
     async def prediction(self, prediction_id: str) -> PredictionSnapshot:
-        """A prediction of the tenant, also one that another endpoint created, as it is now.
+        """Returns the current state of a prediction of the tenant, created by any endpoint.
 
         Raises:
             NotFound: the tenant has no such prediction, or it has expired.
-            Forbidden: the key may not do this with what that endpoint or model computed.
+            Forbidden: the key may not do this with results of that endpoint or model.
             Unavailable: Redis is out of reach.
         """
         found = await self.dependencies.predictions.read(self.tenant, prediction_id)
@@ -236,16 +236,16 @@ class ApiRequest:
         return found
 
     def lists(self, snapshot: PredictionSnapshot) -> bool:
-        """Whether a list of predictions has this one for the caller."""
+        """Returns whether a list of predictions includes this one for the caller."""
         return may_see(self.caller, self.http.scope["route"].path, snapshot.prediction)
 
     def listed_models(self) -> list[Model]:
-        """The models that the caller may see."""
+        """Returns the models that the caller may see."""
         models, allowed = self.dependencies.catalog.models, self.caller.models
         return [model for model in models if allowed is None or model.name in allowed]
 
     def listed_model(self, name: str) -> Model:
-        """The model of this name, if the caller may see it.
+        """Returns the model of this name, if the caller may see it.
 
         Raises:
             UnknownModel: it is not served, or not for this key.
@@ -272,13 +272,13 @@ class ApiRequest:
         return int(length) if length.isascii() and length.isdigit() else None
 
     def storage_quota(self, field: str) -> Quota:
-        """What the tenant may store. `field` is named where that leaves no room."""
+        """Returns the storage quota of the tenant. `field` is named if it has no room."""
         own_bytes = self.caller.plan.storage_max_bytes
         usual_bytes = self.dependencies.settings.files_max_bytes
         return Quota(self.tenant, usual_bytes if own_bytes is None else own_bytes, field)
 
     def link_to(self, key: str, media_type: str) -> str:
-        """A URL that serves an object for the next 60 minutes."""
+        """Returns a URL that serves an object for the next 60 minutes."""
         return self.base_url + self.dependencies.url_signer.path(key, media_type)
 
 
@@ -313,7 +313,7 @@ def open_request(request: Request) -> ApiRequest:
         context.options = read_options(request.scope["headers"], context.received_at_s)
     call.options = context.options
     if call.caller.max_priority == "batch" and not call.options.lane:
-        # The plan has no other lane. Clients that know nothing of lanes work all the same.
+        # The plan has no other lane. Clients that know nothing of lanes still work.
         call.options = context.options = replace(call.options, lane="batch")
         context.headers[LANE_HEADER] = "batch"
     return call

@@ -4,9 +4,8 @@ Accepted values are within the bounds of the job decoder, so workers can read ev
 Other values are refused, and the error names the header. Invalid values of Cache-Control and Prefer
 are ignored, as their standards demand.
 
-Which kind of client sent a request, from its `User-Agent`. Rows have the kind, never the header.
-
-The set is closed, so that reports can group by it and nobody can write text into the table.
+The kind of client comes from its `User-Agent`. Rows have the kind, never the header. The set of
+kinds is closed, so that reports can group by it and callers can't write text into the table.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ FAMILIES = frozenset({family for _, family in _FAMILIES} | {OTHER})
 
 @lru_cache(maxsize=512)
 def family_of(user_agent: str) -> str:
-    """The kind of client that sends this header. Empty without one, `other` if it is unknown."""
+    """Returns the kind of client with this header. Empty without one, `other` if unknown."""
     found = user_agent[:MAX_READ].strip().lower()
     if not found:
         return ""
@@ -75,7 +74,7 @@ MAX_MS = MAX_DEADLINE_S * 1000
 MAX_KEY_CHARS = 255
 MAX_WAIT_S = 60.0
 _SHOWN = 40
-"""How many characters of an invalid value its error repeats."""
+"""Maximum number of characters of an invalid value that its error repeats."""
 _MS = re.compile(r"[0-9]{1,12}")
 _CANCEL_AFTER = re.compile(r"(?=[0-9])(?:([0-9]{1,3})h)?(?:([0-9]{1,5})m)?(?:([0-9]{1,6})s?)?")
 _WAIT = re.compile(r"wait(?:\s*=\s*\"?([0-9]+)\"?)?(?:\s*;.*)?", re.IGNORECASE)
@@ -152,7 +151,7 @@ def _cache_control(text: str) -> dict[str, Any]:
 
 
 def _prefer(text: str) -> dict[str, Any]:
-    """RFC 7240: unknown preferences are ignored, and the first of two counts."""
+    """Parses `Prefer` (RFC 7240): unknown preferences are ignored, and the first of two counts."""
     for found in filter(None, (_WAIT.fullmatch(one.strip()) for one in text.split(","))):
         asked = found[1]
         # There may be any number of digits, so they are counted before they are parsed.

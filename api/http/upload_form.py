@@ -1,6 +1,7 @@
-"""Reads a form with one file as it arrives: the file in pieces, the other fields whole.
+"""Parses multipart forms, as they arrive or completely.
 
-Reads a form, and closes every file of it, also one that the body ends within.
+`UploadForm` yields its file in pieces and has the other fields as text. `closed_form` reads the
+complete form and closes its files, including a truncated one.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ MAX_EDIT_FIELDS = 64
 async def closed_form(request: Request, **limits: int) -> AsyncIterator[FormData]:
     """Opens a form of type multipart/form-data, as `Request.form` does, and closes it.
 
-    `Request.form` leaves a file open that a cut body did not bring to its end.
+    `Request.form` leaves a file open if the body ends within it.
 
     Args:
         request: its body was not read.
         limits: those of starlette's MultiPartParser: `max_files`, `max_fields`, `max_part_size`.
 
     Raises:
-        HTTPException: 400, the body is no such form.
+        HTTPException: 400, the body is not such a form.
     """
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         yield FormData()
@@ -63,14 +64,14 @@ _FIRST_NAME = re.compile(rb"""content-disposition:[^\r\n]*?[ ;]name="?([^";\r\n]
 
 
 class UploadForm:
-    """A multipart form whose field `file_field` is a file.
+    """A multipart form whose `file_field` field is a file.
 
     Args:
         content_type: the header of the request.
         file_field: the name of the field with the file.
 
     Raises:
-        BadInput: it is no form.
+        BadInput: it is not a form.
     """
 
     def __init__(self, content_type: str, file_field: str) -> None:

@@ -34,7 +34,7 @@ STORED_STATUSES = frozenset({*range(200, 300), 400, 422})
 FIRST_POLL_S, MAX_POLL_S = 0.05, 0.25
 """Pauses between two reads of a key that another instance has claimed."""
 MAX_WAITING = 1000
-"""The most requests that wait for others at a time."""
+"""Maximum number of requests that wait for others at a time."""
 RENEWALS_PER_LEASE = 4
 CLOSE_LIMIT_S = 1.0
 
@@ -49,7 +49,7 @@ class StoredResponse(msgspec.Struct, omit_defaults=True):
     object_key: str = ""
     model: str = ""
     is_of_the_moment: bool = False
-    """Whether it depends on more than the request, whatever its status is."""
+    """True if it depends on more than the request, whatever its status is."""
 
     @property
     def media_type(self) -> str:
@@ -58,7 +58,7 @@ class StoredResponse(msgspec.Struct, omit_defaults=True):
 
     @property
     def is_final(self) -> bool:
-        """Whether the response is the same at any other time."""
+        """Returns whether the response is the same at any other time."""
         return self.status in STORED_STATUSES and not self.is_of_the_moment
 
 
@@ -99,7 +99,7 @@ class IdempotencyService:
         self._objects = objects
         self._running: dict[str, _Running] = {}
         self.waiting = 0
-        """How many requests wait for others."""
+        """Number of requests that wait for others."""
 
     async def __aenter__(self) -> Self:
         self._renewing = asyncio.create_task(self._renew())
@@ -243,7 +243,7 @@ class IdempotencyService:
         return await self._with_body(_decoder.decode(encoded))
 
     async def _without_large_body(self, response: StoredResponse) -> StoredResponse:
-        """The response for Redis. A large body goes to the object store."""
+        """Returns the response for Redis. A large body goes to the object store."""
         if response.body_bytes <= INLINE_LIMIT_BYTES:
             return response
         key = _body_key(response)
@@ -253,7 +253,7 @@ class IdempotencyService:
     async def _with_body(
         self, stored: StoredResponse, own: StoredResponse | None = None
     ) -> StoredResponse:
-        """The stored response with its body. The body is not fetched if `own` has it."""
+        """Returns the stored response with its body. The body is not fetched if `own` has it."""
         if not stored.object_key:
             return stored
         if own is not None and _body_key(own) == stored.object_key:
@@ -262,7 +262,7 @@ class IdempotencyService:
             body = await self._objects.get(stored.object_key, stored.body_bytes)
         except BadInput as error:
             raise Unavailable(
-                public="the answer kept for this Idempotency-Key is no longer there"
+                public="the answer stored for this Idempotency-Key no longer exists"
             ) from error
         return msgspec.structs.replace(stored, body=body)
 

@@ -1,1 +1,1 @@
-"""From what callers send to the inputs of models: texts, image parameters, images, files."""
+"""Maps the input of callers to inputs of models: texts, image parameters, images, files."""

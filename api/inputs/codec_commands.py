@@ -36,9 +36,9 @@ thumbnails."""
 EQUAL_DB = 100.0
 """The ratio of equal images, of which the formula has none."""
 STRIP_PIXELS = 1 << 18
-"""How many pixels of the decoded image are flattened and reduced at a time."""
+"""Number of pixels of the decoded image that are flattened and reduced at a time."""
 WORKING_BYTES = 24 * 1024 * 1024
-"""The most memory for decoder, strips and encoder."""
+"""Maximum memory for decoder, strips and encoder."""
 
 # Pillow's own bound only warns at first. The bound here refuses right after the header was read.
 Image.MAX_IMAGE_PIXELS = None
@@ -94,11 +94,11 @@ def run_command(
     except Exception as error:
         if not isinstance(error, _UNDECODABLE):
             traceback.print_exc()
-        return CodecError("invalid_input", "not a PNG, JPEG or WebP picture, or a broken one"), b""
+        return CodecError("invalid_input", "not a PNG, JPEG or WebP image, or a broken one"), b""
 
 
 def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> float:
-    """Peak signal-to-noise ratio of two PNGs, 10 log10(255^2 / MSE) as in ITU-T J.340."""
+    """Returns the PSNR of two PNGs in dB, 10 log10(255^2 / MSE) as in ITU-T J.340."""
     with (
         _opened(data[:first_bytes], ("PNG",)) as one,
         _opened(data[first_bytes:], ("PNG",)) as other,
@@ -112,7 +112,7 @@ def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> f
 
 
 def _prepared(data: bytes, command: PrepareSource, reserve: Callable[[int], None]) -> Image.Image:
-    """The image in `data`, upright, in RGB, and resized to the output size."""
+    """Returns the image in `data`, upright, in RGB, and resized to the output size."""
     with _opened(data, SOURCE_FORMATS) as picture:
         shape = picture.size
         # The orientation of a PNG may follow its pixels. Until it is known, assume upright.
@@ -131,7 +131,7 @@ def _prepared(data: bytes, command: PrepareSource, reserve: Callable[[int], None
 
 
 def size_like(width: int, height: int, limits: SourceLimits) -> tuple[int, int]:
-    """The aspect ratio of the source at the default pixel count of the model, in its multiples."""
+    """Returns a size with the source's aspect ratio and the model's default pixel count."""
     scale = math.sqrt(limits.width * limits.height / (width * height))
     step, most = limits.multiple, limits.largest_pixels
 
@@ -157,7 +157,7 @@ def _orientation(picture: Image.Image) -> int:
 def _target(
     picture: Image.Image, shape: tuple[int, int], command: PrepareSource
 ) -> tuple[int, int]:
-    """The output width and height, in the displayed orientation."""
+    """Returns the output width and height, in the displayed orientation."""
     width, height = _unturned(shape, picture)
     return command.size or size_like(width, height, command.limits)
 
@@ -170,7 +170,7 @@ def _unturned(size: tuple[int, int], picture: Image.Image) -> tuple[int, int]:
 def _cost_bytes(
     picture: Image.Image, shape: tuple[int, int], target: tuple[int, int] | None = None
 ) -> int:
-    """The most memory that the work takes, measured.
+    """Returns the maximum memory that the work takes, in bytes, as measured.
 
     Pillow uses four bytes per pixel in most modes.
     """
@@ -190,21 +190,21 @@ def _cost_bytes(
 
 
 def _reduced_bytes(have: tuple[int, int], want: tuple[int, int]) -> int:
-    """The memory of `_reduced`: averaged, resampled in both directions, and rotated."""
+    """Returns the memory of `_reduced`: averaged, resampled in both directions, and rotated."""
     across, down = _factors(have, want)
     height = math.ceil(have[1] / down)
     return 4 * (math.ceil(have[0] / across) * height + want[0] * height + 2 * want[0] * want[1])
 
 
 def _factors(have: tuple[int, int], want: tuple[int, int]) -> tuple[int, int]:
-    """How many pixels are averaged into one, horizontally and vertically."""
+    """Returns how many pixels are averaged into one, horizontally and vertically."""
     return max(1, int(have[0] / want[0] / REDUCING_GAP)), max(
         1, int(have[1] / want[1] / REDUCING_GAP)
     )
 
 
 def _reduced(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """The image without alpha, in `size`.
+    """Returns the image without alpha, in `size`.
 
     Works in strips, so there is no second full copy in memory.
     """
@@ -219,7 +219,7 @@ def _reduced(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def _flat(picture: Image.Image) -> Image.Image:
-    """The image on a white background, without transparency."""
+    """Returns the image on a white background, without transparency."""
     if not picture.has_transparency_data:
         return picture.convert("RGB")
     layer = picture.convert("RGBA")

@@ -2,12 +2,10 @@
 
 The deadline of a request applies in the queue and while its image is decoded. At the deadline, or
 when the caller hangs up, the process is killed. A new one starts within a tenth of a second. Idle
-processes exit, so an API without image traffic has none.
+processes exit, so an API without image traffic has none. Tenants take turns in the queue. Within a
+tenant it is in order of arrival.
+
 See docs/decisions/0015-image-codec-processes.md.
-
-A line in which tenants take turns. Within a tenant it is in order of arrival. Pure.
-
-The API's side of one codec process: starts it, sends it one command at a time, and kills it.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ EXIT_LIMIT_S = 2.0
 """For a process that closed its socket, until it is gone or is killed."""
 
 ReserveMemory = Callable[[int], AbstractAsyncContextManager[None]]
-"""Waits until so many bytes of the memory budget are free, and holds them during the block."""
+"""Waits until this many bytes of the memory budget are free, and holds them during the block."""
 
 
 class CodecClient:
@@ -111,7 +109,7 @@ class CodecClient:
 
     @property
     def is_up(self) -> bool:
-        """Whether it takes commands."""
+        """Returns whether it accepts commands."""
         return (
             self._process.returncode is None
             and not self._writer.is_closing()
@@ -163,7 +161,7 @@ class CodecClient:
 
     async def _death_error(self) -> PenstockError:
         self._writer.transport.abort()
-        # It ends by itself. A kill polls the process first, which can take its exit status from
+        # It ends without help. A kill polls the process first, which can take its exit status from
         # the thread that waits for it: asyncio then reports 255.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EXIT_LIMIT_S):
@@ -240,7 +238,7 @@ class CodecPool:
     """An async context manager that owns its processes.
 
     Args:
-        processes: the most processes at a time.
+        processes: maximum number of processes at a time.
         budget_bytes: the memory for all images that are being decoded. A larger one is decoded
             alone.
         start: starts a process. Tests replace it.
@@ -371,7 +369,7 @@ class CodecPool:
                 await turn
             except asyncio.CancelledError:
                 if turn.cancelled():
-                    # A process that became free meanwhile may have passed it over already.
+                    # A process that became free in the meantime may have passed it over already.
                     line.discard(task.tenant, turn)
                 else:
                     self._release_process()
@@ -436,7 +434,7 @@ class CodecPool:
                 self._kill(child, releases=True)
 
     def _reuse_idle(self) -> CodecClient | None:
-        """The process that has been idle for the shortest time. None without one."""
+        """Returns the process that has been idle for the shortest time. None without one."""
         while self._idle:
             child, timer = self._idle.popitem()
             timer.cancel()

@@ -43,7 +43,7 @@ class EncodeImage(msgspec.Struct, tag="encode"):
 
 
 class CompareImages(msgspec.Struct, tag="compare"):
-    """Compare two PNGs, of which the first has so many bytes. The second follows it."""
+    """Compare two PNGs. The first has `first_bytes` bytes, and the second follows it."""
 
     first_bytes: int
 
@@ -70,7 +70,7 @@ class ImageEncoded(msgspec.Struct, tag="encoded"):
 
 
 class ImagesCompared(msgspec.Struct, tag="compared"):
-    """How close the images are: peak signal-to-noise ratio. 100 if equal, 0 if sizes differ."""
+    """Peak signal-to-noise ratio of the images, in dB. 100 if equal, 0 if sizes differ."""
 
     psnr_db: float
 
@@ -92,6 +92,6 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def frame_header(frame: CodecRequest | CodecReply, data_bytes: int = 0) -> bytes:
-    """A frame without the `data_bytes` bytes of its image."""
+    """Returns a frame without the `data_bytes` bytes of its image."""
     encoded = _encode(frame)
     return LENGTHS.pack(len(encoded), data_bytes) + encoded

@@ -73,10 +73,10 @@ class Files:
         Args:
             quota: of its owner.
             data: its bytes.
-            name: as the caller named it.
-            content_type: as the caller said.
-            metadata: kept with it.
-            keep_s: seconds after which it is gone, KEEP_S at most.
+            name: the caller's name for it.
+            content_type: the caller's media type.
+            metadata: stored with it.
+            keep_s: seconds until it expires, KEEP_S at most.
 
         Raises:
             BadInput: the metadata is too large.
@@ -113,7 +113,7 @@ class Files:
         return file
 
     async def newest(self, tenant: str) -> list[File]:
-        """The files of this tenant, newest first, MAX_LISTED at most.
+        """Returns the files of this tenant, newest first, MAX_LISTED at most.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -172,7 +172,7 @@ def _folder_of(tenant: str) -> str:
 
 
 def _place_of(tenant: str, file_id: str) -> str:
-    """The folder with the bytes and the document of a file."""
+    """Returns the folder with the bytes and the document of a file."""
     return f"{KEPT_FILES}/{owner_of(tenant)}/{file_id}"
 
 

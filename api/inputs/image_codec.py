@@ -25,7 +25,7 @@ from shared.predictions import MEDIA_TYPES
 
 DEFAULT_QUALITY = 90
 COMPARER = "penstock-canary"
-"""Whose turn comparisons take."""
+"""The tenant of comparisons, in the queue."""
 BASE64_CHUNK = 256 * 1024
 """Characters decoded at a time: 20 MB at once would block the event loop for 45 ms. A multiple of
 4."""
@@ -101,7 +101,7 @@ class ImageCodec:
             quality: for jpeg and webp, 0 to 100.
             deadline_s: Unix time at which the work is stopped.
             is_new: whether it may be refused. The results of the current request may not.
-            tenant: whose turn it takes. Empty: of all callers who are not known.
+            tenant: the tenant in whose turn it runs. Empty: shared by all unknown callers.
 
         Raises:
             Overloaded: too many images wait to be encoded.
@@ -130,7 +130,7 @@ class ImageCodec:
             deadline_s: Unix time at which the work is stopped.
 
         Raises:
-            PenstockError: one is not a PNG, or there is no time or no process for it.
+            PenstockError: one is not a PNG, or no time or no process is left for it.
         """
         command, both = CompareImages(len(ours)), ours + theirs
         reply, _ = await self._pool.run(

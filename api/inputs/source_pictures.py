@@ -33,7 +33,7 @@ class PictureCaller:
 
     tenant: str
     quota: Quota
-    """What the tenant may store."""
+    """The storage quota of the tenant."""
     base_url: str
     """The URL of this API for the caller, without a slash at the end."""
     deadline_s: float
@@ -78,7 +78,7 @@ class SourcePictures:
             raise BadInput(f"image: {FOREIGN}", field="image")
         if len(url) > MAX_URL_CHARS:  # it becomes part of the record
             raise BadInput(f"image: longer than {MAX_URL_CHARS} characters", field="image")
-        # The rest is a path and a query. It is split by hand, because urlsplit raises on `//[`.
+        # The rest is a path and a query. It is split manually, because urlsplit raises on `//[`.
         path, _, query_text = url.removeprefix(caller.base_url).partition("#")[0].partition("?")
         folder, _, name = unquote(path.removeprefix("/").removeprefix("v1/")).partition("/")
         try:
@@ -131,5 +131,5 @@ class SourcePictures:
         return f"{caller.base_url}/v1/files/{file.id}"
 
     async def stored(self, source: Blob) -> Blob:
-        """The source for a message. A large one goes to the object store."""
+        """Returns the source for a message. A large one goes to the object store."""
         return await stored_input(source, self._objects)

@@ -1,15 +1,15 @@
-"""What tenants keep in the object store: one quota for each of them, and the end of what expired.
+"""Storage of tenants in the object store: one quota for each of them, and removal of expired files.
 
-    batches/files/<owner>/<file>/data, file.json   files of batches, and what batches wrote
+    batches/files/<owner>/<file>/data, file.json   files of batches, and their outputs
     files/kept/<owner>/<file>/data, file.json      files of predictions, and their data: images
     files/of/<owner>/<place>_<id>                  the same in the order in which they are listed
     files/reserved/<owner>/<until>_<bytes>_<id>    room that an upload has reserved
 
-What is stored is counted by listing it, so no count can be lost or be wrong for long. An upload
-first writes down how much room it needs, and then counts what is there: the reservations of others
-too. Of uploads at the same time each sees all that wrote theirs down before it counted, so together
-they never exceed the quota, on however many instances. Where little room is left, several may be
-refused of which one would have fitted. A reservation that its instance left behind ends by itself.
+Stored files are counted by listing them, so no count can be lost or be wrong for long. An upload
+first writes a reservation, and then counts the files and the reservations of others. Each of
+several concurrent uploads sees all reservations written before it counted, so together they never
+exceed the quota, on any number of instances. If little room is left, several may be refused of
+which one would have fitted. A reservation that its instance left behind expires.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ BATCH_FILES, KEPT_FILES = "batches/files", "files/kept"
 LISTED = "files/of"
 RESERVED = "files/reserved"
 MAX_FILES = 10_000
-"""Of a tenant. Each upload lists them."""
+"""Maximum number of files of a tenant. Each upload lists them."""
 RESERVED_S, RENEW_S = 600.0, 300.0
-"""How long a reservation counts, and when one that is still needed is written again."""
+"""Lifetime of a reservation, and the interval at which it is renewed while it is needed."""
 STEP_BYTES = 8 * 1024 * 1024
 """The steps in which an upload of unknown size reserves room."""
 ABANDONED_S = 3600.0
@@ -47,8 +47,8 @@ ABANDONED_S = 3600.0
 LATEST_S = 9_999_999_999
 SWEEP_EVERY_S, SWEEP_BY_AGE_EVERY_S = 3600.0, 24 * 3600.0
 FOLDERS_BY_AGE = ("answers", "batches/runs", "inputs", "results")
-"""What belongs to no tenant alone. On Google the lifecycle rules of the bucket remove it, after the
-days of Terraform's `objects_days`."""
+"""Folders that belong to no single tenant. On Google the lifecycle rules of the bucket remove their
+objects, after the days of Terraform's `objects_days`."""
 OLDEST_S = 31 * 24 * 3600.0
 """Nothing is promised for longer than 30 days, whatever plans and requests say."""
 _DOCUMENT_MAX_BYTES = 128 * 1024
@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 
 
 class _Expiring(msgspec.Struct):
-    """What every document of a file says. Unix time."""
+    """The fields of every document of a file that matter here. Unix time."""
 
     expires_at_s: float
 
@@ -72,21 +72,21 @@ _decoder = msgspec.json.Decoder(_Expiring)
 
 
 def owner_of(tenant: str) -> str:
-    """The digest that stands for a tenant in keys: 128 bits of BLAKE2b (RFC 7693)."""
+    """Returns the digest for a tenant in object keys: 128 bits of BLAKE2b (RFC 7693)."""
     return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
 
 
 class Quota(NamedTuple):
-    """What one tenant may store."""
+    """The storage quota of one tenant."""
 
     tenant: str
     max_bytes: int
     field: str
-    """The field of the request that is named where there is no room."""
+    """The field of the request that the error names if there is no room."""
 
 
 class StorageUse(NamedTuple):
-    """What a tenant stores, reservations included."""
+    """The storage used by a tenant, reservations included."""
 
     files: int
     size_bytes: int
@@ -105,7 +105,7 @@ class Storage:
         self.clock = clock
 
     async def use(self, tenant: str, except_key: str = "") -> StorageUse:
-        """What a tenant stores now, without the reservation `except_key`.
+        """Returns the storage used by a tenant now, without the reservation `except_key`.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -124,11 +124,11 @@ class Storage:
 
     @asynccontextmanager
     async def reserved(self, quota: Quota, size_bytes: int | None) -> AsyncIterator[Reservation]:
-        """Holds room for one file while it is written. What expired goes first if there is none.
+        """Holds room for one file while it is written. Without room, removes expired files first.
 
         Args:
-            quota: of its tenant.
-            size_bytes: its size, at most. None: not known, so it grows with `cover`.
+            quota: the quota of its tenant.
+            size_bytes: its maximum size. None: unknown, so the reservation grows with `cover`.
 
         Raises:
             StorageFull: the tenant has no room for it.
@@ -143,11 +143,11 @@ class Storage:
                 await reservation.take(size_bytes or 0)
             yield reservation
         finally:
-            with contextlib.suppress(Unavailable):  # it ends by itself
+            with contextlib.suppress(Unavailable):  # it expires
                 await reservation.end()
 
     async def sweep(self) -> int:
-        """Removes what has expired of all tenants. Returns how many objects that were.
+        """Removes the expired files of all tenants. Returns the number of objects removed.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -160,7 +160,7 @@ class Storage:
         return removed
 
     async def sweep_by_age(self) -> int:
-        """Removes what is older than OLDEST_S off Google. Returns how many objects that were.
+        """Removes objects older than OLDEST_S, except on Google. Returns the number removed.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -172,7 +172,7 @@ class Storage:
         return removed
 
     async def remove_expired(self, owner: str) -> int:
-        """Removes the files of one owner that have expired. Returns how many objects that were.
+        """Removes the expired files of one owner. Returns the number of objects removed.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -184,7 +184,7 @@ class Storage:
                 files.setdefault(one.key.rpartition("/")[0], []).append(one)
             for parts in files.values():
                 if await self._is_expired(parts, now_s):
-                    # The document goes first, so that nobody finds half of a file.
+                    # The document goes first, so that no caller finds half of a file.
                     keys = sorted((one.key for one in parts), reverse=True)
                     removed += await self._remove(folder, keys)
         for folder, is_over in ((LISTED, _is_listed_no_more), (RESERVED, _is_left_behind)):
@@ -200,7 +200,7 @@ class Storage:
         try:
             data = await self.objects.get(document, _DOCUMENT_MAX_BYTES)
             return _decoder.decode(data).expires_at_s <= now_s
-        except (BadInput, msgspec.MsgspecError):  # removed meanwhile, or none of ours
+        except (BadInput, msgspec.MsgspecError):  # removed in the meantime, or not ours
             return False
 
     async def _remove(self, folder: str, keys: Iterable[str]) -> int:
@@ -223,7 +223,7 @@ class Reservation:
         self._renew_at_s = 0.0
 
     async def cover(self, size_bytes: int) -> None:
-        """Makes sure that there is room for a file that has so many bytes by now.
+        """Makes sure that there is room for a file that has `size_bytes` by now.
 
         Raises:
             StorageFull: there is none.
@@ -238,10 +238,10 @@ class Reservation:
             await self.take(self._size_bytes)
 
     async def take(self, size_bytes: int) -> None:
-        """Reserves so many bytes in place of those before.
+        """Reserves `size_bytes` in place of those before.
 
         Raises:
-            StorageFull: there is no room for them. Those before are still reserved.
+            StorageFull: there is no room for them. The earlier reservation still holds.
             Unavailable: the object store is out of reach.
         """
         storage, now_s = self._storage, self._storage.clock()
@@ -260,7 +260,7 @@ class Reservation:
             await storage.objects.delete(before)
 
     async def end(self) -> None:
-        """Gives the room back. What was written counts by itself.
+        """Gives the room back. Written files are counted on their own.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -281,15 +281,15 @@ class Reservation:
             )
         if use.files > MAX_FILES:
             raise StorageFull(
-                f"{field}: {use.files - 1} files are stored for you, and {MAX_FILES} is the most "
-                f"that you may store; {what_to_do}",
+                f"{field}: {use.files - 1} files are stored for you, and {MAX_FILES} is the "
+                f"maximum; {what_to_do}",
                 field=field,
             )
 
 
 @asynccontextmanager
 async def swept(storage: Storage) -> AsyncIterator[None]:
-    """Removes what has expired again and again during the block."""
+    """Removes expired files periodically during the block."""
     sweeping = asyncio.create_task(_sweep_forever(storage))
     try:
         yield
@@ -306,17 +306,17 @@ async def _sweep_forever(storage: Storage) -> None:
             if storage.clock() >= by_age_at_s:
                 by_age_at_s = storage.clock() + SWEEP_BY_AGE_EVERY_S
                 removed += await storage.sweep_by_age()
-            log.info("removed what has expired", extra={"objects": removed})
+            log.info("removed expired files", extra={"objects": removed})
         except PenstockError as error:
-            log.warning("what has expired was not removed", extra={"reason": error.message})
+            log.warning("expired files were not removed", extra={"reason": error.message})
         await asyncio.sleep(SWEEP_EVERY_S)
 
 
 def _is_listed_no_more(name: str, now_s: float) -> bool:
-    """Whether an entry of LISTED, named by its countdown, is older than any file is kept."""
+    """Returns whether an entry of LISTED, named by its countdown, is older than KEEP_S."""
     return LATEST_S - int(name.split("_")[0]) + KEEP_S <= now_s
 
 
 def _is_left_behind(name: str, now_s: float) -> bool:
-    """Whether a reservation, named by its end, is over."""
+    """Returns whether a reservation, named by its end, is over."""
     return int(name.split("_")[0]) <= now_s

@@ -1,1 +1,1 @@
-"""What callers may use: rates of a minute, items in flight, and the budget of a month."""
+"""Limits of callers: rates per minute, items in flight, and monthly budgets."""

@@ -1,4 +1,4 @@
-"""Warns tenants when parts of their budgets are spent: each once a month, over all instances."""
+"""Warns tenants when shares of their budgets are spent: each once a month, over all instances."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shared.webhooks import BudgetEvent
 
 log = logging.getLogger(__name__)
 
-MAX_TOLD = 10_000
-MAX_TELLING = 64
+MAX_SENT = 10_000
+MAX_SENDING = 64
 CLOSE_LIMIT_S = 1.0
 
 
@@ -34,15 +34,15 @@ class BudgetWarnings:
     """Publishes warnings in the background. An async context manager that owns their tasks.
 
     Args:
-        store: knows which warnings were given.
+        store: knows which warnings were sent.
         publisher: sends them to the function that posts webhooks.
     """
 
     def __init__(self, store: LimitStore, publisher: Publisher) -> None:
         self._store = store
         self._webhooks = WebhookPublisher(publisher)
-        self._told: set[_Warning] = set()
-        self._telling: set[asyncio.Task[None]] = set()
+        self._sent: set[_Warning] = set()
+        self._sending: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -53,8 +53,8 @@ class BudgetWarnings:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._telling:
-            await asyncio.wait(self._telling, timeout=CLOSE_LIMIT_S)
+        if self._sending:
+            await asyncio.wait(self._sending, timeout=CLOSE_LIMIT_S)
 
     def check(
         self, counter: MonthCounter, plan: Plan, tenant: str, *, is_refused: bool = False
@@ -68,10 +68,10 @@ class BudgetWarnings:
         for share in plan.warn_at_shares:
             warning = _Warning(counter.key, counter.period, share)
             is_reached = is_refused or counter.used >= share * counter.limit
-            if is_reached and warning not in self._told and len(self._telling) < MAX_TELLING:
-                if len(self._told) >= MAX_TOLD:
-                    self._told.clear()  # Redis knows them too
-                self._told.add(warning)
+            if is_reached and warning not in self._sent and len(self._sending) < MAX_SENDING:
+                if len(self._sent) >= MAX_SENT:
+                    self._sent.clear()  # Redis knows them too
+                self._sent.add(warning)
                 event = BudgetEvent(
                     tenant=tenant,
                     key_id=counter.key_id,
@@ -82,12 +82,12 @@ class BudgetWarnings:
                     spent_usd=counter.used,
                     created_at_s=time.time(),
                 )
-                task = asyncio.create_task(self._tell(warning, event))
-                self._telling.add(task)
-                task.add_done_callback(self._telling.discard)
+                task = asyncio.create_task(self._send(warning, event))
+                self._sending.add(task)
+                task.add_done_callback(self._sending.discard)
 
-    async def _tell(self, warning: _Warning, event: BudgetEvent) -> None:
-        """Claims the warning, so that one instance gives it. If that fails, another may."""
+    async def _send(self, warning: _Warning, event: BudgetEvent) -> None:
+        """Claims the warning, so that only one instance sends it. If that fails, another may."""
         is_claimed = False
         try:
             is_claimed = await self._store.claim_warning(*warning)
@@ -98,7 +98,7 @@ class BudgetWarnings:
                 "budget warning not published",
                 extra={"tenant": event.tenant, "reason": error.message},
             )
-            self._told.discard(warning)
+            self._sent.discard(warning)
             if is_claimed:
                 with contextlib.suppress(Unavailable):
                     await self._store.unclaim_warning(*warning)

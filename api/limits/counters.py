@@ -1,16 +1,14 @@
-"""What this instance knows of each limit, and what it has taken of it for the next requests.
+"""The state of each limit in this instance, with the amounts leased for the next requests.
 
 Plain data without I/O. An instance takes a little more of a limit than a request needs, if the
 limit is far from full and requests come fast: a lease. Requests use it without a round trip to
-Redis, for LEASE_S. What is left then goes back. What was taken and turned out not to be needed goes
-into the lease, or back to the period that it was taken in.
+Redis, for LEASE_S. The rest then goes back. An amount that was taken and not needed goes into the
+lease, or back to the period in which it was taken. Items in flight hold slots.
 
-While Redis is away, each instance lets through its part of the limit: the limit divided by the
-number of instances that were registered. So all together let through at most one limit's worth.
-Of a budget it is the part of what was left. Not to know what was left is not to know that nothing
-was spent: then the plan says whether anything is let through.
-
-Items in flight of this instance, and the slots it holds for them. Plain data without I/O.
+While Redis is out of reach, each instance admits its share of the limit: the limit divided by the
+number of instances that were registered. So all together admit at most the limit. Of a budget it is
+the share of the remaining amount. If that is unknown, the plan decides whether requests are
+admitted.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from api.limits.store import SLOTS_S, Answer, Ask, Kind, Standing
 LEASE_S = 0.25
 """LEASE_BUCKETS of take.lua: a window covers what may still be used of what was taken in it."""
 BLOCK_S = 0.25
-"""For so long a refusal is repeated without asking Redis again."""
+"""Time for which a refusal is repeated without asking Redis again."""
 RECENT_S = 1.0
 """A lease is renewed with more than is needed if the last one ended less than this ago."""
 MINUTE_S = 60.0
@@ -39,13 +37,13 @@ ALONE = -1.0
 
 
 class Counter(ABC):
-    """One limit, as far as this instance knows.
+    """One limit, as this instance knows it.
 
     Args:
-        key: names what is counted, in Redis too.
-        limit: the most that may be used.
-        unit: what is counted: requests, tokens, pixel_steps, items or usd.
-        subject: what is limited, in words for callers.
+        key: the name of the counter, in Redis too.
+        limit: the maximum that may be used.
+        unit: the counted unit: requests, tokens, pixel_steps, items or usd.
+        subject: the limited subject, in words for callers.
     """
 
     kind: ClassVar[Kind]
@@ -56,7 +54,7 @@ class Counter(ABC):
         self.unit = unit
         self.subject = subject
         self.used = 0.0
-        """By all instances, when Redis was last asked."""
+        """Amount used by all instances, when Redis was last asked."""
         self.touched_s = 0.0
         self._reset_at_s = 0.0
         self._blocked_need = math.inf
@@ -73,17 +71,17 @@ class Counter(ABC):
 
     @abstractmethod
     def give_back(self, amount: float, period: float, now_s: float) -> None:
-        """Gives back what was taken in `period` and not used. Negative: used besides."""
+        """Gives back an amount taken in `period` and not used. Negative: used in addition."""
 
     @abstractmethod
     def ask(self, need: float, now_s: float) -> Ask:
-        """What to ask of Redis, for a request that needs so much. 0: only to give back."""
+        """Returns the ask to Redis for a request with this need. 0: only to give back."""
 
     @abstractmethod
     def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
-        """Notes what Redis granted of `ask`, which was made at `sent_s` for `need`.
+        """Records what Redis granted of `ask`, which was sent at `sent_s` for `need`.
 
-        What is granted covers the need. Nothing is granted if another limit refused the request.
+        A grant covers the need. Nothing is granted if another limit refused the request.
         """
 
     @abstractmethod
@@ -94,16 +92,16 @@ class Counter(ABC):
         """Notes that a request that is not over has reserved `amount` in `period`."""
 
     def release(self, amount: float, period: float) -> None:  # noqa: B027  nor here
-        """Notes that this request is over. What it did not use was given back before."""
+        """Records that this request is over. What it did not use was given back before."""
 
     @abstractmethod
     def is_due(self, now_s: float) -> bool:
-        """Whether there is something to give back now."""
+        """Returns whether there is something to give back now."""
 
     @property
     @abstractmethod
     def is_idle(self) -> bool:
-        """Whether nothing would be lost with this object."""
+        """Returns whether nothing would be lost with this object."""
 
     def retry_after_s(self, now_s: float) -> float:
         """Seconds until there is room for what was last refused."""
@@ -115,11 +113,11 @@ class Counter(ABC):
 
     @property
     def remaining(self) -> float:
-        """What is left of the limit, as far as this instance knows."""
+        """Returns the remaining amount of the limit, as far as this instance knows."""
         return max(0.0, self.limit - self.used)
 
     def is_blocked(self, need: float, now_s: float) -> bool:
-        """Whether Redis has just refused as much."""
+        """Returns whether Redis has just refused this need."""
         return need >= self._blocked_need and now_s < self._blocked_until_s
 
     def _note(self, ask: Ask, answer: Answer, sent_s: float) -> None:
@@ -142,7 +140,7 @@ class LeasedCounter(Counter):
         self._period = 0.0
         self._ends_s = 0.0
         self._spent = 0.0
-        """Of the current lease, or of the last one."""
+        """Amount spent of the current lease, or of the last one."""
         self._returns: dict[float, float] = {}
 
     def take(self, need: float, now_s: float) -> float | None:
@@ -154,7 +152,7 @@ class LeasedCounter(Counter):
         return self._period
 
     def give_back(self, amount: float, period: float, now_s: float) -> None:
-        """Into the lease if that is of the same period, else with the next round trip."""
+        """Adds to a lease of the same period, or gives back with the next round trip."""
         if period == ALONE:
             self._give_back_alone(amount)
         elif period == self._period and now_s < self._ends_s and amount >= -self._left:
@@ -180,22 +178,22 @@ class LeasedCounter(Counter):
             self._ends_s, self._spent = sent_s + LEASE_S, ask.need
 
     def abandon(self, ask: Ask, need: float) -> None:
-        """Keeps what was to be given back for the next round trip."""
+        """Keeps the amounts to give back for the next round trip."""
         for period, amount in ask.returns:
             self._return(period, amount)
 
     def is_due(self, now_s: float) -> bool:
-        """What a lease leaves goes back when it ends."""
+        """Returns whether a lease has ended, so that the rest of it goes back."""
         return bool(self._returns) or (self._left > 0 and now_s >= self._ends_s)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to be given back."""
+        """Returns whether nothing is to be given back."""
         return not self._returns and self._left <= 0
 
     @property
     def remaining(self) -> float:
-        """What is left, with the lease and with what is to be given back or counted besides."""
+        """Returns the remaining amount, with the lease and amounts to give back or add."""
         own = self._left + sum(self._returns.values())
         return min(self.limit, max(0.0, self.limit - self.used + own))
 
@@ -222,7 +220,7 @@ class WindowCounter(LeasedCounter):
         self._alone_used = 0.0
 
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
-        """Any minute has at most this instance's part of the limit."""
+        """Takes at most this instance's share of the limit in any minute."""
         while self._alone and self._alone[0][0] <= now_s - MINUTE_S:
             self._alone_used -= self._alone.popleft()[1]
         room = part_of(self.limit, standing) - self._alone_used
@@ -237,11 +235,11 @@ class WindowCounter(LeasedCounter):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to be given back, and nothing was used without Redis."""
+        """Returns whether nothing is to be given back, and nothing was used without Redis."""
         return super().is_idle and not self._alone
 
     def _give_back_alone(self, amount: float) -> None:
-        """Nothing: when in the minute it was used is not known any more."""
+        """Does nothing: the time of use within the minute is not known any more."""
 
 
 class MonthCounter(LeasedCounter):
@@ -258,29 +256,29 @@ class MonthCounter(LeasedCounter):
         self.key_id = ""
         """The key whose budget it is. Empty: the tenant's."""
         self.is_known = False
-        """Whether Redis has said what was used of it, if only that nothing was."""
+        """True if Redis has reported the amount used, even if that was 0."""
         self.is_open = False
-        """Whether it may be spent without Redis while that is not known."""
+        """True if it may be spent without Redis while the amount used is unknown."""
         self.spent = 0.0
-        """By all instances, when Redis was last asked: used, and not only reserved."""
+        """Amount used by all instances, and not only reserved, when Redis was last asked."""
         self._reserved = 0.0
         """By requests of this instance that are not over."""
         self._asking = 0.0
-        self._told = 0.0
-        """What Redis knows of what this instance may give back."""
-        self._told_s = 0.0
+        self._reported = 0.0
+        """The amount this instance may give back, as last reported to Redis."""
+        self._reported_s = 0.0
 
     def is_spent(self, amount: float) -> bool:
-        """Whether `amount` would not fit either if all that is reserved came back unused."""
+        """Returns whether `amount` would not fit even if all reservations came back unused."""
         return amount > self.limit - self.spent + ROUNDING_USD
 
     def hold(self, amount: float, period: float) -> None:
-        """What is reserved may come back."""
+        """Records a reservation, which may come back."""
         if period == self.period:
             self._reserved += amount
 
     def release(self, amount: float, period: float) -> None:
-        """What was used of it does not come back. The rest may be enough for who was refused."""
+        """Records that the used part does not come back. The rest may suffice for a refused one."""
         self._blocked_need = math.inf
         if period == self.period:
             self._reserved -= amount
@@ -306,29 +304,29 @@ class MonthCounter(LeasedCounter):
         self.is_known = True
         self.spent = answer.used - answer.held
         if ask.held >= 0:
-            self._told, self._told_s = ask.held - ask.need + answer.granted, sent_s
+            self._reported, self._reported_s = ask.held - ask.need + answer.granted, sent_s
 
     def learn(self, used: float, at_s: float) -> None:
-        """Notes what was used at `at_s`, if no later answer said it."""
+        """Records the amount used at `at_s`, unless a later answer is known."""
         if at_s >= self.touched_s:
             self.used, self.is_known = used, True
 
     def abandon(self, ask: Ask, need: float) -> None:
-        """What may come back is said again with the next round trip."""
+        """Reports what may come back again with the next round trip."""
         super().abandon(ask, need)
         self._asking -= need
 
     def is_due(self, now_s: float) -> bool:
-        """Whether something goes back, or Redis thinks that more may come back than does."""
-        if self._reserved and now_s >= self._told_s + SLOTS_S / 2:
+        """Returns whether something goes back, or less may come back than Redis assumes."""
+        if self._reserved and now_s >= self._reported_s + SLOTS_S / 2:
             return True
-        is_over = self._told > self._reserved + self._left + ROUNDING_USD
+        is_over = self._reported > self._reserved + self._left + ROUNDING_USD
         return super().is_due(now_s) or (is_over and now_s >= self._ends_s)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to be given back now or later, and Redis knows it."""
-        return super().is_idle and not self._reserved and self._told < ROUNDING_USD
+        """Returns whether nothing is to be given back now or later, and Redis knows it."""
+        return super().is_idle and not self._reserved and self._reported < ROUNDING_USD
 
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
         """This instance's part of what was left. Redis gets to know it afterwards.
@@ -345,7 +343,7 @@ class MonthCounter(LeasedCounter):
 
     @property
     def may_spend_alone(self) -> bool:
-        """Whether anything of it may be spent while Redis is away."""
+        """Returns whether any of it may be spent while Redis is out of reach."""
         return self.is_known or self.is_open
 
     def _give_back_alone(self, amount: float) -> None:
@@ -353,13 +351,13 @@ class MonthCounter(LeasedCounter):
 
 
 def month_of(at_s: float) -> float:
-    """The calendar month (UTC) of a Unix time, in months since January of the year 0."""
+    """Returns the calendar month (UTC) of a Unix time, in months since January of the year 0."""
     at = datetime.fromtimestamp(at_s, UTC)
     return at.year * 12 + at.month - 1
 
 
 def part_of(limit: float, standing: Standing) -> float:
-    """What one instance may let through alone. The parts of all instances add up to the limit."""
+    """Returns the share that one instance may admit alone. All shares add up to the limit."""
     part, rest = divmod(limit, standing.instances)
     return part + (1 if standing.rank < rest else 0)
 
@@ -384,7 +382,7 @@ class SlotCounter(Counter):
         return 0.0
 
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
-        """At most this instance's part is in use."""
+        """Takes at most this instance's share."""
         if self.in_use + need > part_of(self.limit, standing):
             self._room_at_s = now_s
             return None
@@ -406,7 +404,7 @@ class SlotCounter(Counter):
         return Ask(self.key, self.kind, self.limit, self.in_use, extra)
 
     def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
-        """Notes how many slots it holds: fewer than asked for if the request was refused."""
+        """Records how many slots it holds: fewer than requested if the request was refused."""
         self._note(ask, answer, sent_s)
         self._held, self._held_until_s = answer.granted, sent_s + SLOTS_S * 0.9
         self._spare_since_s = sent_s
@@ -414,20 +412,20 @@ class SlotCounter(Counter):
             self.in_use -= need
 
     def abandon(self, ask: Ask, need: float) -> None:
-        """What was asked for may be held or not: the next ask says how many are needed."""
+        """Does nothing: the slots may be held or not, and the next ask has the number needed."""
         self.in_use -= need
 
     def is_due(self, now_s: float) -> bool:
-        """Whether slots are spare, or their lifetime must be renewed."""
+        """Returns whether slots are spare, or their lifetime must be renewed."""
         if self._held > self.in_use:
             return now_s >= self._spare_since_s + LEASE_S
         return self._held > 0 and now_s >= self._held_until_s - SLOTS_S / 2
 
     @property
     def is_idle(self) -> bool:
-        """Whether no slot is held."""
+        """Returns whether no slot is held."""
         return not self.in_use and not self._held
 
     def is_blocked(self, need: float, now_s: float) -> bool:
-        """Whether Redis has just refused as many."""
+        """Returns whether Redis has just refused this many."""
         return super().is_blocked(self.in_use + need, now_s)

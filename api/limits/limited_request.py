@@ -1,4 +1,4 @@
-"""Runs a request within the limits of its caller, and tells of them in the headers."""
+"""Runs a request within the limits of its caller, and reports them in the headers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from shared.usage.charge import (
 
 
 class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a prediction has reserved, as its hold in Redis says it."""
+    """The reservations of a prediction, as its hold in Redis has them."""
 
     prediction_id: str
     deadline_s: float
@@ -43,7 +43,7 @@ class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 @dataclass(slots=True)
 class Hold:
-    """What a prediction has reserved, and whether Redis has it."""
+    """The reservations of a prediction, and whether Redis has them."""
 
     record_id: str
     kept: HeldLimits
@@ -60,27 +60,27 @@ Follow: TypeAlias = "Callable[[LimitedRequest, Hold], None]"
 
 
 class LimitedRequest:
-    """A block in which a request is computed. Entering it reserves what that will probably use.
+    """A block in which a request is computed. Entering it reserves its estimated usage.
 
-    Of a budget it reserves the most that the request can cost.
+    Of a budget it reserves the maximum that the request can cost.
 
-    - `settle` says what was used.
-    - `hold` says that the work outlives the block: a prediction. Redis keeps what it reserved with
-      its record, and any instance settles that.
-    - If the caller hangs up before, it counts as reserved too. Only the budget is given back,
-      because such work is not charged.
-    - Any other error means that the request was not taken on: nothing counts.
+    - `settle` sets the actual usage.
+    - `hold` is for work that outlives the block: a prediction. Redis stores the reservations with
+      its record, and any instance settles them.
+    - If the caller hangs up before, the estimate counts. Only the budget is given back, because
+      such work is not charged.
+    - Any other error means that the request was not accepted: nothing counts.
 
     For callers without limits nothing happens.
 
     Args:
         limiter: knows the limits.
-        caller: who asks.
-        model: that computes.
-        inputs: what it computes.
-        headers: of the answer. Those about limits are added.
+        caller: the caller of the request.
+        model: the model that computes it.
+        inputs: the inputs to compute.
+        headers: the headers of the answer. Those about limits are added.
         received_at_s: when it arrived, Unix seconds. Its rows have this time.
-        price_share: the part of the list price that it pays.
+        price_share: the share of the list price that it pays.
     """
 
     def __init__(
@@ -148,12 +148,12 @@ class LimitedRequest:
             self._limiter.wake_all_next(self._account)
 
     def hold(self, prediction: Prediction, follow: Follow) -> Hold | None:
-        """What the record of a prediction is created with. None: nothing is limited.
+        """Returns the hold to create a prediction's record with. None: nothing is limited.
 
         Args:
-            prediction: that is to be created.
-            follow: called at the end of the block, if the prediction goes on, or if it is not known
-                whether it was created.
+            prediction: the prediction to create.
+            follow: called at the end of the block, if the prediction continues, or if it is unknown
+              whether it was created.
         """
         if self._account is None:
             return None
@@ -174,7 +174,7 @@ class LimitedRequest:
         self._reservation.cancel()
 
     def hand_over(self) -> None:
-        """Leaves what is used up to whoever settles the hold. The items stay in flight."""
+        """Leaves the takings to whichever instance settles the hold. Items stay in flight."""
         self._reservation.hand_over()
 
     def cancel(self) -> None:
@@ -186,7 +186,7 @@ class LimitedRequest:
             self.hand_over()
             if self._used is not None:
                 self.end()
-                # Others settle it where Redis does not answer now.
+                # Others settle it if Redis does not answer now.
                 with suppress(Unavailable):
                     await self._limiter.settle_hold(hold.record_id, hold.kept.takings, self._used)
                 return
@@ -196,14 +196,14 @@ class LimitedRequest:
     def settle(
         self, price: ItemPrice, outcomes: Sequence[ItemOutcome], *, is_delivered: bool = True
     ) -> None:
-        """Says how the items ended. Work and cost count as they are charged.
+        """Records how the items ended. Work and cost count as they are charged.
 
-        Work that was done for an answer that nobody got counts, but costs nothing.
+        Work for an answer that was not delivered counts, but costs nothing.
 
         Args:
-            price: their terms.
+            price: the terms of the items.
             outcomes: how they ended.
-            is_delivered: whether the caller got them.
+            is_delivered: whether they were delivered to the caller.
         """
         if self._account is not None:
             charged = as_delivered(outcomes, is_delivered=is_delivered)
@@ -211,7 +211,7 @@ class LimitedRequest:
             self._used = used_by(price, unit, outcomes, charged)
 
     def _estimate(self, account: Account) -> RequestDemand:
-        """Work as it probably is, and the cost as it is at most."""
+        """Returns the estimated work and the maximum cost."""
         unit = self._model.definition.unit
         work, usd = 0, 0.0
         if account.counts_work:
@@ -229,13 +229,13 @@ def used_by(
     outcomes: Sequence[ItemOutcome],
     charged: Sequence[ItemOutcome] | None = None,
 ) -> RequestDemand:
-    """What items count for limits, and what they are charged.
+    """Returns what items count toward limits, and their charge.
 
     Args:
-        price: their terms.
-        unit: of their work.
+        price: the terms of the items.
+        unit: the unit of their work.
         outcomes: how they ended.
-        charged: how the caller got them. None: as they ended.
+        charged: how they were delivered. None: as they ended.
     """
     return RequestDemand(
         unit,
@@ -248,12 +248,12 @@ def used_by(
 
 
 def highest_cost_usd(price: ItemPrice, unit: Unit, bound: WorkBound) -> float:
-    """The most that an item can be charged.
+    """Returns the maximum charge of an item.
 
     Args:
-        price: its terms.
-        unit: of its work.
-        bound: the most work that it takes.
+        price: the terms of the item.
+        unit: the unit of its work.
+        bound: the maximum work that it takes.
     """
     read = bound.work - bound.output_tokens if unit == "tokens" else 0
     return price.price_share * max(

@@ -1,12 +1,9 @@
 """Decides whether a request is within the limits of its tenant, of its key and of its model.
 
-A request reserves what it will probably use of every limit at once, or is refused. Work and cost
-are known only when it ends: then the reservation is settled, and what was not used goes back.
-Callers without limits never come here.
-
-Opens the limiter of a process, with the store that it counts in and its warnings.
-
-Finds the counters of a caller: those of its tenant, of its key, and of the model it asks for.
+A request reserves its estimated usage of every limit at once, or is refused. Work and cost are
+known only when it ends: then the reservation is settled, and the unused part goes back. Callers
+without limits never come here. The counters of a caller are those of its tenant, of its key, and of
+the requested model.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ import msgspec
 
 from api.limits.budget_warnings import BudgetWarnings
 from api.limits.counters import LEASE_S, Counter, MonthCounter, SlotCounter, WindowCounter
-from api.limits.shown import BUDGET_UNIT, Need, headers_of, refusal
+from api.limits.messages import BUDGET_UNIT, Need, headers_of, refusal
 from api.limits.store import MAX_TOTALS, SLOTS_S, Answer, Ask, Kind, LimitStore, Standing, Totals
 from shared.errors import Unavailable
 from shared.tasks.base import Unit
@@ -34,21 +31,21 @@ from shared.tenants.plan import Caller, Limits, Plan, Rates
 from shared.transport import Publisher
 
 MAX_ACCOUNTS = 8192
-"""Callers by model that are kept. The oldest is made again when it is needed."""
+"""Maximum number of accounts (caller and model) kept. The oldest is created again on demand."""
 
 
 @dataclass(slots=True)
 class Account:
-    """What counts for one caller and model."""
+    """The counters for one caller and model."""
 
     tenant: str
     plan: Plan
     key_limits: Limits | None
     counters: list[Counter]
     counts_work: bool = False
-    """Whether the work of a request matters."""
+    """True if the work of a request counts toward a limit."""
     has_budget: bool = False
-    """Whether its cost matters."""
+    """True if its cost counts toward a budget."""
     asking: asyncio.Future[None] | None = field(default=None, compare=False)
     """The round trip to Redis that is under way."""
 
@@ -64,7 +61,7 @@ class Accounts:
         self._totals_at_s = 0.0
 
     def of(self, caller: Caller, model: str, unit: Unit, month: float = 0) -> Account:
-        """The account of a caller for a model whose work is counted in `unit`.
+        """Returns the account of a caller for a model whose work is counted in `unit`.
 
         Args:
             caller: who asks.
@@ -84,17 +81,17 @@ class Accounts:
         return account
 
     def note(self, ask: Ask, answer: Answer, sent_s: float) -> None:
-        """Notes an answer to an ask that needed nothing, if its limit is known here."""
+        """Records an answer to an ask that needed nothing, if its limit is known here."""
         counter = self._counters.get((ask.key, ask.month))
         if counter is not None:
             counter.accept(ask, answer, sent_s, need=0)
 
     def learn(self, totals: Totals, at_s: float) -> None:
-        """Notes what was used of budgets, those of other instances' callers too.
+        """Records the amounts used of budgets, including those of other instances' callers.
 
         Args:
             totals: of the budgets that changed since the last ones.
-            at_s: when they were asked for.
+            at_s: when they were requested.
         """
         is_first = not self._totals_at_s
         self._has_all_totals = totals.is_whole and (is_first or self._has_all_totals)
@@ -107,10 +104,10 @@ class Accounts:
             self._has_all_totals = False
         for counter in self._counters.values():
             if isinstance(counter, MonthCounter):
-                self._tell(counter)
+                self._update(counter)
 
-    def _tell(self, counter: MonthCounter) -> None:
-        """Says to a counter what is known of its budget."""
+    def _update(self, counter: MonthCounter) -> None:
+        """Updates a counter with the known usage of its budget."""
         used = self._totals.get(counter.key)
         if used is not None:
             month = counter.month or max(used)
@@ -119,7 +116,7 @@ class Accounts:
             counter.learn(0.0, self._totals_at_s)
 
     def forget(self, since_s: float) -> None:
-        """Forgets counters that have nothing to give back and were not asked for since then."""
+        """Forgets counters that have nothing to give back and were not used since then."""
         kept = {
             key: counter
             for key, counter in self._counters.items()
@@ -194,7 +191,7 @@ class Accounts:
             self._counters[key, month] = counter
             if isinstance(counter, MonthCounter):
                 counter.month = month
-                self._tell(counter)
+                self._update(counter)
         counter.limit = limit
         return counter
 
@@ -208,29 +205,29 @@ CLOSE_LIMIT_S = 0.5
 
 
 class RequestDemand:
-    """What a request will probably use, or has used.
+    """The estimated or actual usage of a request.
 
     Args:
-        unit: what its work is counted in.
-        items: how many of them are in flight.
-        work: tokens or pixel-steps. Parts count as whole.
-        cost_usd: what it is charged.
+        unit: the unit of its work.
+        items: the number of items in flight.
+        work: tokens or pixel-steps, rounded up.
+        cost_usd: its charge.
     """
 
     def __init__(self, unit: Unit, *, items: int, work: float, cost_usd: float) -> None:
         self._amounts = {"requests": 1.0, "items": items, unit: math.ceil(work), "usd": cost_usd}
 
     def of(self, counter: Counter) -> float:
-        """What it needs of one limit."""
+        """Returns its need of one limit."""
         return self.amount(counter.unit)
 
     def amount(self, unit: str) -> float:
-        """What it needs of limits in this unit."""
+        """Returns its need of limits in this unit."""
         return self._amounts[unit]
 
 
 class Taking(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a request has taken of one limit, as a hold keeps it. The fields are those of an Ask."""
+    """The amount that a request has taken of one limit, as stored in a hold. Fields as in Ask."""
 
     kind: Kind
     key: str
@@ -251,8 +248,8 @@ class Limiter:
 
     Args:
         store: counts for all instances. The limiter opens and closes it.
-        warnings: tells tenants how much of their budgets is spent. None: nobody does.
-        instances: how many instances to reckon with until Redis has said it.
+        warnings: warns tenants about spent budgets. None: no warnings.
+        instances: the number of instances to assume until Redis has reported it.
         clock: returns monotonic seconds. Tests replace it.
     """
 
@@ -273,7 +270,7 @@ class Limiter:
         self._touched: set[Counter] = set()
         self._is_touched = asyncio.Event()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Who waits for what is reserved of a budget, by its key, the longest first."""
+        """Waiters for the reserved part of a budget, by its key, the longest first."""
 
     async def __aenter__(self) -> Self:
         await self.store.__aenter__()
@@ -295,92 +292,92 @@ class Limiter:
         await self.store.__aexit__(kind, error, trace)
 
     def account(self, caller: Caller, model: str, unit: Unit, month: float = 0) -> Account:
-        """What counts for a caller, a model whose work is counted in `unit`, and a month.
+        """Returns the counters for a caller, a model whose work is counted in `unit`, and a month.
 
         The month is that in which the request arrived, as `month_of` counts. 0: the current one.
         """
         return self._accounts.of(caller, model, unit, month)
 
     def headers(self, account: Account) -> dict[str, str]:
-        """The `x-ratelimit-*` headers of an answer."""
+        """Returns the `x-ratelimit-*` headers of an answer."""
         return headers_of(account.counters, self._clock())
 
     async def reserve(self, account: Account, demand: RequestDemand) -> Reservation:
-        """Reserves what a request will probably use of all limits, or of none.
+        """Reserves the estimated usage of a request in all limits, or in none.
 
         Raises:
             RateLimited: a limit is reached. BudgetExceeded: it is the budget of the month.
-            Unavailable: nobody knows what is left of the budget, and the plan says to refuse then.
+            Unavailable: the remaining budget is unknown, and the plan says to refuse then.
         """
         reservation = Reservation(self)
         needs = [Need(counter, demand.of(counter)) for counter in account.counters]
         try:
-            lacking = self._take(reservation, needs)
-            if lacking and account.asking is not None:
+            missing = self._take(reservation, needs)
+            if missing and account.asking is not None:
                 # The answer may have enough for this request too.
                 await asyncio.wait([account.asking])
-                lacking = self._take(reservation, lacking)
-            if lacking:
-                await self._ask(reservation, account, lacking)
+                missing = self._take(reservation, missing)
+            if missing:
+                await self._ask(reservation, account, missing)
         except BaseException:
             reservation.cancel()
             raise
         return reservation
 
     def _take(self, reservation: Reservation, needs: Sequence[Need]) -> list[Need]:
-        """Takes from leases. Returns what Redis must be asked for."""
-        now_s, lacking = self._clock(), []
+        """Takes from leases. Returns the needs that only Redis can grant."""
+        now_s, missing = self._clock(), []
         for need in needs:
             period = need.counter.take(need.amount, now_s)
             if period is None:
-                lacking.append(need)
+                missing.append(need)
             else:
                 reservation.note(need, period)
         hopeless = [
             need
-            for need in lacking
+            for need in missing
             if need.amount > need.counter.limit or need.counter.is_blocked(need.amount, now_s)
         ]
         if hopeless:
             raise refusal(hopeless, now_s)
-        return lacking
+        return missing
 
     async def _ask(
-        self, reservation: Reservation, account: Account, lacking: Sequence[Need]
+        self, reservation: Reservation, account: Account, missing: Sequence[Need]
     ) -> None:
-        """Asks Redis for all that is lacking at once, and takes alone if it does not answer."""
+        """Asks Redis for all missing amounts at once, and takes alone if it does not answer."""
         sent_s = self._clock()
-        asks = [counter.ask(amount, sent_s) for counter, amount in lacking]
+        asks = [counter.ask(amount, sent_s) for counter, amount in missing]
         asking = account.asking = asyncio.get_running_loop().create_future()
         try:
             answers = await self.store.take(asks)
         except BaseException as error:
-            for (counter, amount), ask in zip(lacking, asks, strict=True):
+            for (counter, amount), ask in zip(missing, asks, strict=True):
                 counter.abandon(ask, amount)
             if not isinstance(error, Unavailable):
                 raise
-            self._take_alone(reservation, lacking)
+            self._take_alone(reservation, missing)
             return
         finally:
             asking.set_result(None)
             if account.asking is asking:
                 account.asking = None
-        for (counter, amount), ask, answer in zip(lacking, asks, answers, strict=True):
+        for (counter, amount), ask, answer in zip(missing, asks, answers, strict=True):
             counter.accept(ask, answer, sent_s, need=amount)
-        self.touch(counter for counter, _ in lacking)
-        for (counter, amount), answer in zip(lacking, answers, strict=True):
+        self.touch(counter for counter, _ in missing)
+        for (counter, amount), answer in zip(missing, answers, strict=True):
             if self._warnings is not None and isinstance(counter, MonthCounter):
                 is_refused = not answer.fits and counter.is_spent(amount)
                 self._warnings.check(counter, account.plan, account.tenant, is_refused=is_refused)
-        refused = [need for need, answer in zip(lacking, answers, strict=True) if not answer.fits]
+        refused = [need for need, answer in zip(missing, answers, strict=True) if not answer.fits]
         if refused:
             raise refusal(refused, self._clock())
-        for need, answer in zip(lacking, answers, strict=True):
+        for need, answer in zip(missing, answers, strict=True):
             reservation.note(need, answer.period)
 
-    def _take_alone(self, reservation: Reservation, lacking: Sequence[Need]) -> None:
+    def _take_alone(self, reservation: Reservation, missing: Sequence[Need]) -> None:
         now_s = self._clock()
-        for need in lacking:
+        for need in missing:
             counter = need.counter
             period = counter.take_alone(need.amount, now_s, self._standing)
             if period is None and isinstance(counter, MonthCounter) and not counter.may_spend_alone:
@@ -419,11 +416,11 @@ class Limiter:
         """Waits until a request ends that has reserved a part of one of the account's budgets.
 
         Each such end wakes one waiter, and `wake_all_next` the next one. Requests in other
-        instances wake nobody, so ask again when the time is over.
+        instances wake no waiter, so try again when the time is over.
 
         Args:
-            account: of a request that was refused.
-            limit_s: seconds after which it waits no longer.
+            account: the account of a request that was refused.
+            limit_s: seconds after which it stops waiting.
 
         Returns:
             Whether a request of this instance ended.
@@ -454,7 +451,7 @@ class Limiter:
                 return
 
     def wake_all_next(self, account: Account) -> None:
-        """Wakes the next one for each budget: whoever was let in may have left room for it."""
+        """Wakes the next waiter of each budget: the admitted one may have left room for it."""
         for counter in account.counters:
             self.wake_next(counter.key)
 
@@ -463,7 +460,7 @@ class Limiter:
         counter.give_back(amount, period, self._clock())
 
     async def register(self) -> None:
-        """Says that this instance counts, and learns how many others do, and what is spent.
+        """Registers this instance, and reads the number of instances and the amounts spent.
 
         Raises:
             Unavailable: Redis did not answer.
@@ -475,10 +472,10 @@ class Limiter:
         self._totals_since_ms = totals.at_ms - TOTALS_OVERLAP_MS
 
     async def give_back(self, now_s: float) -> None:
-        """Gives back to Redis what nobody needs at `now_s`, and renews slots.
+        """Gives amounts that are not needed at `now_s` back to Redis, and renews slots.
 
         Raises:
-            Unavailable: Redis did not answer. It is kept for the next time.
+            Unavailable: Redis did not answer. The amounts are kept for the next time.
         """
         self._touched = {counter for counter in self._touched if not counter.is_idle}
         due = [counter for counter in self._touched if counter.is_due(now_s)]
@@ -515,7 +512,7 @@ class Limiter:
 
 
 class Reservation:
-    """What one request has taken. It is settled or canceled once, when the request ends."""
+    """Amounts that one request has taken. Settled or canceled once, when the request ends."""
 
     def __init__(self, limiter: Limiter) -> None:
         self._limiter = limiter
@@ -536,7 +533,7 @@ class Reservation:
         self._end()
 
     def takings(self) -> list[Taking]:
-        """What is used up of limits, so that another instance can settle it."""
+        """Returns the amounts taken from limits, so that another instance can settle them."""
         return [
             Taking(
                 counter.kind,
@@ -552,15 +549,15 @@ class Reservation:
         ]
 
     def hand_over(self) -> None:
-        """Leaves the takings to whoever settles the hold. Only items stay, which are in flight.
+        """Leaves the takings to whichever instance settles the hold. Only items in flight stay.
 
-        What was handed over may still come back until the end, so it is not spent.
+        Amounts handed over may still come back until the end, so they are not spent.
         """
         self._handed_over += [taken for taken in self._taken if taken[0].counter.unit != "items"]
         self._taken = [taken for taken in self._taken if taken[0].counter.unit == "items"]
 
     def cancel(self) -> None:
-        """Ends the reservation of a request that was not taken on: nothing counts."""
+        """Ends the reservation of a request that was not accepted: nothing counts."""
         for (counter, amount), period in self._taken:
             self._limiter.give_back_to(counter, amount, period)
         self._end()
@@ -595,7 +592,7 @@ async def open_limiter(
         redis_url: the Redis in which all instances count.
         publisher: sends warnings. It must stay open longer.
         instance: the id of this process.
-        instances: how many there may be, to reckon with until Redis has said it. 0: only this one.
+        instances: the number of instances to assume until Redis has reported it. 0: only this one.
     """
     store = LimitStore(redis_url, instance)
     warnings = BudgetWarnings(store, publisher)

@@ -1,7 +1,7 @@
-"""Counts what all instances together let through, in Redis. One script takes from several limits.
+"""Counts the usage of all instances in Redis. One script takes from several limits.
 
-The script says how windows, months and slots are counted (take.lua). Redis's clock decides, so the
-clocks of instances need not agree.
+The script defines how windows, months and slots are counted (take.lua). Redis's clock decides, so
+the clocks of instances need not agree.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ Kind: TypeAlias = Literal["window", "month", "slots"]
 SLOTS_S = 30
 """Slots and registrations of an instance that died are free after this time."""
 MAX_TOTALS = 16_384
-"""Budgets of which an instance knows what was used of them, besides those that it serves."""
+"""Maximum number of budgets whose usage an instance knows, in addition to those that it serves."""
 TOTALS_KEPT_MS = 62 * 24 * 3600 * 1000
 CLOCK = "api/limits/now.lua"
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """What an instance asks of one limit."""
+    """A request by an instance to one limit."""
 
     key: str
     kind: Kind
     limit: float
     need: float
-    """What the request needs. 0: only to give back. Of slots: how many to hold in all."""
+    """The need of the request. 0: only to give back. For slots: the total number to hold."""
     extra: float = 0.0
-    """What it would like besides, if the limit is far from full."""
+    """An additional amount, if the limit is far from full."""
     returns: list[tuple[float, float]] = []
-    """Periods, and what of them was taken and not used. Negative: used besides."""
+    """Periods, and the unused amounts taken in them. Negative: used in addition."""
     held: float = -1.0
-    """Of a budget: what this instance may give back of what is used, `need` included. Negative: as
-    it said before."""
+    """For a budget: the part of the used amount that this instance may give back, `need` included.
+    Negative: as reported before."""
     month: float = 0
-    """Of a budget: the month in which the request arrived. 0: the current one."""
+    """For a budget: the month in which the request arrived. 0: the current one."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What became of one ask. If one of several does not fit, nothing is granted of any."""
+    """The result of one ask. If one of several does not fit, none is granted."""
 
     granted: float
     used: float
@@ -66,7 +66,7 @@ class Answer(msgspec.Struct, frozen=True):
     reset_ms: float
     """Until nothing is used any more."""
     held: float = 0.0
-    """Of a month: what all instances may give back of `used`. The rest is spent."""
+    """For a month: the part of `used` that all instances may give back. The rest is spent."""
 
 
 class Standing(NamedTuple):
@@ -77,21 +77,21 @@ class Standing(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What was used of budgets."""
+    """Amounts used of budgets."""
 
     by_key: dict[str, dict[float, float]]
     """US dollars by month, of the newest month and of the one before."""
     at_ms: int
     """By Redis's clock."""
     is_whole: bool
-    """Whether these are all that changed."""
+    """True if these are all the changes."""
 
 
 _answers = msgspec.json.Decoder(list[Answer])
 
 
 def scripts(clock: str = CLOCK) -> tuple[Script, Script, Script]:
-    """The scripts that take, register and read totals, with a file that says what time it is."""
+    """Returns the scripts that take, register and read totals, with a file for the time."""
     return (
         load_script(clock, "api/limits/take.lua"),
         load_script(clock, "api/limits/register.lua"),
@@ -144,7 +144,7 @@ class LimitStore(RedisStore):
         """Takes what all asks need, or nothing if one of them does not fit.
 
         Raises:
-            Unavailable: Redis did not answer. It may have counted the asks all the same.
+            Unavailable: Redis did not answer. It may still have counted the asks.
         """
         return await self._run(asks, "")
 
@@ -158,7 +158,7 @@ class LimitStore(RedisStore):
             asks: that need nothing, with what comes back.
 
         Raises:
-            Unavailable: Redis did not answer. It may have settled it all the same.
+            Unavailable: Redis did not answer. It may still have settled it.
         """
         return await self._run(asks, f"{self._record_prefix}{record_id}")
 
@@ -209,19 +209,19 @@ class LimitStore(RedisStore):
         await self._commands.run("ZREM", f"{self._prefix}instances", self._instance)
 
     async def claim_warning(self, key: str, period: float, share: float) -> bool:
-        """Whether this caller is the first to warn about this share of a month's budget.
+        """Returns whether this caller is the first to warn about this share of a month's budget.
 
         Raises:
-            Unavailable: Redis did not answer. It may have noted the warning all the same.
+            Unavailable: Redis did not answer. It may still have recorded the warning.
         """
         field = _warned(period, share)
         return bool(await self._commands.run("HSETNX", f"{self._prefix}month:{key}", field, "1"))
 
     async def unclaim_warning(self, key: str, period: float, share: float) -> None:
-        """Forgets a claim: the warning was not given.
+        """Forgets a claim: the warning was not sent.
 
         Raises:
-            Unavailable: Redis did not answer. Nobody gives the warning.
+            Unavailable: Redis did not answer. The warning is never sent.
         """
         await self._commands.run("HDEL", f"{self._prefix}month:{key}", _warned(period, share))
 

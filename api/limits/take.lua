@@ -14,11 +14,11 @@
 -- kind: `window` (of a minute), `month` (a calendar month, UTC) or `slots` (held by instances).
 -- need: what the request needs. extra: what the instance would like beyond that, for later requests.
 -- It gets that from limits that are far from full: at most a SLICES-th part of what is left, and
--- nothing where that is less than the need.
--- returns: [[period, amount], ...], what was taken in a period and not used. Negative: used besides.
+-- nothing if that is less than the need.
+-- returns: [[period, amount], ...], unused amounts taken in a period. Negative: used in addition.
 -- month: that the request arrived in, of this budget. 0: the current one. Its rows are of that month,
 -- so it counts there too if it is late: a line of a batch, or a request of the last second. A budget
--- has the month before the current one besides. Older ones count as that.
+-- also has the month before the current one. Older ones count as that.
 -- Period -1 is the current one, of a budget `month`. Of slots, need is how many the instance holds in all, not how many it
 -- adds, so a lost answer does no harm.
 --
@@ -129,7 +129,7 @@ function months.forget(key, before)
   end
 end
 
--- What is held of a period, by this instance and by others.
+-- Amounts held of a period, by this instance and by others.
 function months.held(key, period, fields)
   local own, others = 0, 0
   for field, value in pairs(fields) do

@@ -1,9 +1,6 @@
-"""/v1/batches in OpenAI's shape. Batches run in a process of their own (api/batches).
+"""/v1/batches in OpenAI's shape: bodies, replies and routes.
 
-A batch as callers see it, in the shape of OpenAI's API.
-
-The bodies of /v1/batches as OpenAI's clients send and read them.
-
+Batches run in a separate process (api/batch_runner).
 Source: https://platform.openai.com/docs/api-reference/batch
 """
 
@@ -27,7 +24,7 @@ from shared.webhooks import WebhookUrlForbidden, parse_webhook_url
 
 
 class OutputExpiresAfter(Body):
-    """How long the output file and the error file are kept."""
+    """The retention of the output file and the error file."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=3600, le=30 * 24 * 3600)
@@ -64,7 +61,7 @@ class BatchBody(Body):
 
 
 class BatchRequestCounts(msgspec.Struct):
-    """How many lines are over. Lines that were left undone have failed."""
+    """Counts of the lines that have ended. Lines that were not run count as failed."""
 
     total: int
     completed: int
@@ -81,7 +78,7 @@ class BatchErrorItem(msgspec.Struct):
 
 
 class BatchErrors(msgspec.Struct):
-    """All reasons that are told, 100 at most."""
+    """The reported errors, 100 at most."""
 
     data: list[BatchErrorItem]
     object: Literal["list"] = "list"
@@ -156,7 +153,7 @@ class BatchesPage(msgspec.Struct):
 
 
 def shown_batch(state: BatchState) -> BatchObject:
-    """The body of a batch."""
+    """Returns the body of a batch."""
     created, plan, counts = state.created, state.plan, state.counts or Counts()
     shown = BatchObject(
         id=created.id,
@@ -257,7 +254,7 @@ async def list_batches(
     responses=responses(BatchObject, 401, 404, 503),
 )
 async def get_batch(request: Request, batch_id: str) -> Response:
-    """A batch, with how many of its lines are over."""
+    """A batch, with the number of lines that have ended."""
     call = authenticate(request)
     return _json(shown_batch(await call.dependencies.batches.find(call.tenant, batch_id)))
 

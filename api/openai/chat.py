@@ -1,9 +1,7 @@
 """POST /v1/chat/completions and /v1/completions, and their streams.
 
 A streamed answer is a prediction: its record is in Redis before its job is published, so any
-instance can go on with the stream.
-
-The events of streamed chats and completions, in OpenAI's shape.
+instance can resume the stream. Events are in OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def failure_event(code: str, message: str) -> bytes:
-    """An error, as OpenAI's clients raise it."""
+    """Returns an error, as OpenAI's clients raise it."""
     mapping = ERROR_MAPPINGS.get(code, ERROR_MAPPINGS["internal"])
     detail = ErrorDetail(message, mapping.type, None, code)
     return _event(ErrorReply(detail))
@@ -89,7 +87,7 @@ class ChatEvents:
         self._has_usage = options is not None and options.include_usage
 
     def opening(self, index: int) -> bytes:
-        """Who speaks."""
+        """Returns the event with the role of the message."""
         return self._chunk(ChatChunkChoice(index, ChatDelta("assistant", "")))
 
     def delta(
@@ -100,16 +98,16 @@ class ChatEvents:
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """More of the message. What may become the call of a tool is held back."""
+        """Returns the addition to the message. A possible start of a tool call is held back."""
         if self._has_tools:
             text = shown_of(before + text)[len(shown_of(before)) :]
-        told = chat_logprobs(logprobs) if self._body.logprobs and logprobs else None
-        if not text and told is None:
+        encoded = chat_logprobs(logprobs) if self._body.logprobs and logprobs else None
+        if not text and encoded is None:
             return None
-        return self._chunk(ChatChunkChoice(index, ChatDelta(content=text), told))
+        return self._chunk(ChatChunkChoice(index, ChatDelta(content=text), encoded))
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
-        """What was held back, the calls of tools, and why the message ends."""
+        """Returns the text held back, the tool calls, and the finish reason."""
         choice = chat_choice(self._body, self._made, index, result)
         events = []
         content = choice.message.content or ""
@@ -117,14 +115,14 @@ class ChatEvents:
             events.append(self._chunk(ChatChunkChoice(index, ChatDelta(content=rest))))
         if isinstance(choice.message.tool_calls, list):
             for number, call in enumerate(choice.message.tool_calls):
-                told = {"index": number} | msgspec.to_builtins(call)
-                delta = ChatDelta(tool_calls=[told])
+                tool_call = {"index": number} | msgspec.to_builtins(call)
+                delta = ChatDelta(tool_calls=[tool_call])
                 events.append(self._chunk(ChatChunkChoice(index, delta)))
         ended = ChatChunkChoice(index, ChatDelta(), finish_reason=choice.finish_reason)
         return [*events, self._chunk(ended)]
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
-        """The tokens, if they were asked for."""
+        """Returns the token counts, if they were requested."""
         if not self._has_usage:
             return [DONE]
         usage = usage_of(results_of(outcomes, self._model), self._body.n or 1)
@@ -132,7 +130,7 @@ class ChatEvents:
         return [_event(chunk), DONE]
 
     def failure(self, code: str, message: str) -> bytes:
-        """An error."""
+        """Returns an error."""
         return failure_event(code, message)
 
     def _chunk(self, choice: ChatChunkChoice) -> bytes:
@@ -154,7 +152,7 @@ class CompletionEvents:
         self._has_usage = options is not None and options.include_usage
 
     def opening(self, index: int) -> None:
-        """Nothing: a completion begins with its text."""
+        """Returns nothing: a completion begins with its text."""
 
     def delta(
         self,
@@ -164,20 +162,20 @@ class CompletionEvents:
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """More of the text."""
-        told = None
+        """Returns the event with the addition to the text."""
+        encoded = None
         if self._body.logprobs is not None and logprobs:
-            told = completion_logprobs(logprobs, len(before))
-        if not text and told is None:
+            encoded = completion_logprobs(logprobs, len(before))
+        if not text and encoded is None:
             return None
-        return self._chunk(CompletionChoice(index, text, None, told))
+        return self._chunk(CompletionChoice(index, text, None, encoded))
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
-        """Why the text ends."""
+        """Returns the event with the finish reason."""
         return [self._chunk(CompletionChoice(index, "", result.finish_reason))]
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
-        """The tokens, if they were asked for."""
+        """Returns the token counts, if they were requested."""
         if not self._has_usage:
             return [DONE]
         usage = usage_of(results_of(outcomes, self._model), self._body.n or 1)
@@ -185,7 +183,7 @@ class CompletionEvents:
         return [_event(reply), DONE]
 
     def failure(self, code: str, message: str) -> bytes:
-        """An error."""
+        """Returns an error."""
         return failure_event(code, message)
 
     def _chunk(self, choice: CompletionChoice) -> bytes:
@@ -205,7 +203,7 @@ StartingAfter = Annotated[
 
 
 class _Endpoint(NamedTuple, Generic[B]):
-    """What differs between the two endpoints."""
+    """The differences between the two endpoints."""
 
     path: str
     body: type[B]
@@ -227,10 +225,10 @@ COMPLETION = _Endpoint(
     responses=streamed(inference_responses(ChatReply)),
 )
 async def create_chat(request: Request) -> Response:
-    """Answers with the whole message, or with `"stream": true` token by token.
+    """Answers with the complete message, or with `"stream": true` token by token.
 
     Each event of a stream has an id. The same request with the same `Idempotency-Key` and that id
-    as `Last-Event-ID` goes on behind it, on any instance.
+    as `Last-Event-ID` resumes after it, on any instance.
     """
     return await _create(request, CHAT)
 
@@ -255,7 +253,7 @@ async def create_completion(request: Request) -> Response:
 async def read_chat(
     request: Request, completion_id: str, stream: bool = False, starting_after: StartingAfter = ""
 ) -> Response:
-    """The whole answer once it is there. With `stream=true` its events, from any place on."""
+    """The completed chat, or with `stream=true` its events, replayed from any id."""
     call = authenticate(request)
     snapshot = await call.prediction(completion_id)
     if snapshot.prediction.endpoint != CHAT.path:
@@ -323,20 +321,20 @@ def _stream(
     last_id: str,
     held: ExitStack,
 ) -> Response:
-    """The events behind `last_id`. Frees what is `held` at the end."""
+    """Returns the events behind `last_id`. Frees what is `held` at the end."""
     with held:
         prediction, model = snapshot.prediction, _model_of(call, snapshot)
         seen = seen_from_id(last_id, _items_of(body))
         if IS_HEAD in call.http.scope:
             return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
         shape = endpoint.events(body, prediction.id, prediction.created_at_s, model)
-        told = call.dependencies.text_streams.follow(
+        sse = call.dependencies.text_streams.follow(
             snapshot, shape, seen, call.check_key, stays=False
         )
         headers = {**_HEADERS, "location": f"{CHAT.path}/{prediction.id}"}
         if endpoint is not CHAT:
             del headers["location"]
-        return HeldResponse(told, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+        return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
 
 
 def _items_of(body: ChatBody | CompletionBody) -> int:
@@ -349,7 +347,7 @@ def _items_of(body: ChatBody | CompletionBody) -> int:
 def _stored(
     call: ApiRequest, endpoint: _Endpoint[Any], body: ChatBody, snapshot: PredictionSnapshot
 ) -> Response:
-    """The whole answer of a prediction.
+    """Returns the whole answer of a prediction.
 
     Raises:
         PredictionNotOver: it is being written.

@@ -1,6 +1,4 @@
-"""Embeddings in OpenAI's shape: from a checked body to inputs, and from outcomes to a reply.
-
-POST /v1/embeddings.
+"""POST /v1/embeddings in OpenAI's shape: from a body to inputs, and from outcomes to a reply.
 
 Vectors stay bytes from the worker's reply to the answer, except for floats.
 """
@@ -38,8 +36,8 @@ from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
 class EmbeddingItem(msgspec.Struct):
     """One vector: a list of floats, or base64 of little-endian float32.
 
-    `truncated_tokens` says how many tokens of the text were cut. It is present where the request
-    has `truncate`.
+    `truncated_tokens` says how many tokens of the text were cut. It is present if the request has
+    `truncate`.
     """
 
     index: int
@@ -98,7 +96,7 @@ class EmbeddingsBody(Body):
 
 
 FLOAT_BYTES = 22
-"""A coordinate in JSON, at most."""
+"""Maximum size of a coordinate in JSON."""
 _REPLY_BYTES = 256
 _encoder = msgspec.json.Encoder()
 
@@ -109,7 +107,7 @@ class EmbeddingsEndpoint(Endpoint):
     path = "/v1/embeddings"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """One item for each text."""
+        """Returns one item for each text."""
         body = EmbeddingsBody.model_validate_json(data, strict=True)
         model = catalog.find(body.model, "embedding")
         dimensions = kept_dimensions(body, model)
@@ -120,13 +118,13 @@ class EmbeddingsEndpoint(Endpoint):
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """The vectors as the body asks for them."""
+        """Returns the vectors as the body asks for them."""
         body = cast(EmbeddingsBody, request.body)
         return _encoder.encode(embeddings_reply(body, request.model, outcomes))
 
 
 def inputs_of(body: EmbeddingsBody, model: Model) -> list[TextInput | TokensInput]:
-    """The items of a body.
+    """Returns the items of a body.
 
     Raises:
         BadInput: the model can't compute them.
@@ -137,10 +135,10 @@ def inputs_of(body: EmbeddingsBody, model: Model) -> list[TextInput | TokensInpu
 
 
 def kept_dimensions(body: EmbeddingsBody, model: Model) -> int:
-    """How many dimensions of each vector the caller wants.
+    """Returns the number of dimensions of each vector that the caller wants.
 
     Raises:
-        BadInput: more than the model has.
+        BadInput: it exceeds those of the model.
     """
     assert model.dimensions is not None, (
         "the catalog refuses embedding models without; this is a bug"
@@ -156,14 +154,14 @@ def kept_dimensions(body: EmbeddingsBody, model: Model) -> int:
 def embeddings_reply(
     body: EmbeddingsBody, model: Model, outcomes: Sequence[ItemOutcome]
 ) -> EmbeddingsReply:
-    """The reply to a body, all of whose items have a result.
+    """Returns the reply to a body, all of whose items have a result.
 
     With `truncate` each vector says how many tokens of its text were cut.
     """
     results = [outcome.result for outcome in outcomes]
     found = [result for result in results if isinstance(result, EmbeddingResult)]
     if len(found) < len(results):
-        raise PenstockError(f"{model.name} gave a result that is no vector; this is a bug")
+        raise PenstockError(f"{model.name} returned a result that is not a vector; this is a bug")
     dimensions, as_floats = kept_dimensions(body, model), body.encoding_format == "float"
     vectors = [result.vector for result in found]
     embeddings: Sequence[bytes | list[float]] = vectors
@@ -181,7 +179,7 @@ def embeddings_reply(
 
 
 def _matrix(vectors: Sequence[bytes], model: Model, dimensions: int) -> NDArray[np.float32]:
-    """The vectors as an (n, dimensions) matrix.
+    """Returns the vectors as an (n, dimensions) matrix.
 
     Cut vectors are normalized again, as in OpenAI's API.
     """
@@ -198,7 +196,7 @@ def _matrix(vectors: Sequence[bytes], model: Model, dimensions: int) -> NDArray[
 
 router = APIRouter(route_class=FastRoute)
 LARGE_ITEMS = 256
-"""From this many items on, room is checked before the cache keys are made, which takes
+"""From this many items on, admission is checked before the cache keys are computed, which takes
 milliseconds."""
 
 

@@ -29,7 +29,7 @@ class LineRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReplyTools:
-    """What answers are made with."""
+    """Dependencies for encoding answers."""
 
     objects: ObjectStore
     image_codec: ImageCodec
@@ -49,21 +49,21 @@ class Endpoint(ABC):
         Args:
             data: the body as JSON.
             catalog: the models.
-            default_seed: of images whose body gives no seed.
+            default_seed: the seed of images whose body has none.
 
         Raises:
             pydantic.ValidationError: the body does not match its schema.
-            BadInput: the model can't compute it, or there is no such model.
+            BadInput: the model can't compute it, or does not exist.
         """
 
     @abstractmethod
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """The body of the answer, as JSON in one line.
+        """Returns the body of the answer, as JSON in one line.
 
         Raises:
             Unavailable: the object store is out of reach.
-            DeadlineExceeded: a picture was not encoded in time.
-            Overloaded: too many pictures wait to be encoded.
+            DeadlineExceeded: an image was not encoded in time.
+            Overloaded: too many images wait to be encoded.
         """

@@ -1,7 +1,6 @@
-"""/v1/files in OpenAI's shape. Replicate's clients upload to the same path, with another field.
+"""/v1/files in OpenAI's shape: bodies, replies and routes.
 
-The bodies of /v1/files as OpenAI's clients send and read them.
-
+Replicate's clients upload to the same path, with another field.
 Source: https://platform.openai.com/docs/api-reference/files
 """
 
@@ -41,7 +40,7 @@ from shared.errors import BadInput
 
 
 class FileForm(Body):
-    """The fields of an upload beside the file, as text."""
+    """The text fields of an upload, in addition to the file."""
 
     model_config = ConfigDict(populate_by_name=False)
 
@@ -89,7 +88,7 @@ class FileDeleted(msgspec.Struct):
 router = APIRouter()
 
 FORM_BYTES = 64 * 1024
-"""What a form may take beside its file."""
+"""Maximum size of a form without its file."""
 _OF_REPLICATE = frozenset({"content", "metadata"})
 _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})?")
 _FILE = {"type": "string", "format": "binary"}
@@ -172,7 +171,7 @@ async def list_files(
 ) -> Response:
     """The files of batches, the newest first, 100 a page at most.
 
-    The first page also has the files of Replicate's clients, as `results`.
+    The first page also includes the files of Replicate's clients, as `results`.
     """
     call = authenticate(request)
     page = await call.dependencies.batch_files.page(
@@ -198,7 +197,7 @@ async def list_files(
     },
 )
 async def get_file(request: Request, file_id: str) -> Response:
-    """What is known of a file. Ids that begin with `file_` are those of Replicate's API."""
+    """The metadata of a file. Ids that begin with `file_` are those of Replicate's API."""
     call = authenticate(request)
     if file_id.startswith("file_"):
         return await _as_replicate(request, replicate_models.get_file(request, file_id))
@@ -257,7 +256,7 @@ async def get_content(request: Request, file_id: str) -> Response:
 
 
 def _asked_range(header: str, size_bytes: int) -> tuple[int, int]:
-    """The first byte and the one after the last. Forms that are not understood mean all of it.
+    """Returns the first byte and the one after the last. Unknown forms mean the whole file.
 
     RFC 9110, 14.2 allows a server to ignore `Range`.
     """

@@ -1,15 +1,14 @@
 """Chat completions and completions in OpenAI's shape: from a body to inputs, and to a reply.
 
-Reads the calls of tools out of a model's text.
-
-Each family of models has been trained on a form of its own, which its chat template shows:
+Tool calls are parsed from the model's text. Each family of models is trained on its own form, which
+its chat template shows:
 
 - Hermes, Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one or several.
 - SmolLM2: `<tool_call>[{"name": …, "arguments": {…}}, …]</tool_call>`.
 - Mistral: `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`.
 - Llama 3.1: the text is `{"name": …, "parameters": {…}}`, possibly behind `<|python_tag|>`.
 
-A call that is forced has the form of Llama 3.1, with `arguments`, whatever the family.
+A forced call has the form of Llama 3.1, with `arguments`, for every family.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from shared.messages import ItemOutcome
 from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
 
 _WHOLE, _WITHIN = ("{", "<|python_tag|>"), ("<tool_call>", "[TOOL_CALLS]")
-"""How a text begins that is a call, and what comes before a call."""
+"""The start of a text that is a call, and the markers before a call."""
 _SIGN = re.compile("|".join(map(re.escape, _WITHIN)))
 _WHOLE_CALL = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?=\{)")
 _CLOSING = re.compile(r"\s*</tool_call>")
@@ -66,14 +65,14 @@ class _Found(NamedTuple):
 def read_tool_calls(
     text: str, names: Collection[str], id_seed: str
 ) -> tuple[str, list[CalledTool]]:
-    """Splits a text into what the model says and the calls that it asks for.
+    """Splits a text into the model's message and its tool calls.
 
-    A call of a tool that the caller does not have stays text, as does what is no JSON.
+    A call of an unknown tool stays text, as does anything that is not JSON.
 
     Args:
         text: as the model wrote it.
         names: the tools that the caller has.
-        id_seed: makes the ids of the calls. Equal seeds give equal ids, on any instance.
+        id_seed: the seed for the ids of the calls. Equal seeds give equal ids, on any instance.
 
     Returns:
         The text before, between and after the calls, and the calls in order.
@@ -92,9 +91,9 @@ def read_tool_calls(
 
 
 def shown_of(text: str) -> str:
-    """The part of a text so far that is no call, and can't become one with more text.
+    """Returns the part of a text so far that is not a call and can't become one with more text.
 
-    It is a beginning of what `read_tool_calls` returns as text, whatever comes.
+    It is a prefix of the text that `read_tool_calls` returns, whatever follows.
     """
     start = text.lstrip()
     if not start or any(start.startswith(sign) or sign.startswith(start) for sign in _WHOLE):
@@ -105,12 +104,12 @@ def shown_of(text: str) -> str:
     for length in range(min(longest, len(text)), 0, -1):
         if any(sign.startswith(text[-length:]) for sign in _WITHIN):
             return text[:-length].rstrip()
-    # Space before a call is no part of what is said.
+    # Space before a call is not part of the message.
     return text.rstrip()
 
 
 def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
-    """The JSON schema, as JSON, of a call of one of these tools.
+    """Returns the JSON schema, as JSON, of a call of one of these tools.
 
     Args:
         tools: the name of each, and the schema of its arguments.
@@ -146,14 +145,14 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def _find_whole(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
-    """The call that the whole text is, if it is one."""
+    """Returns the call that the whole text is, if it is one."""
     before = _WHOLE_CALL.match(text)
     found = _calls_at(text, before.end(), names) if before else None
     return [(0, found)] if found is not None and not text[found.end :].strip() else []
 
 
 def _find_within(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
-    """The calls behind signs, each with the place of its sign."""
+    """Returns the calls behind signs, each with the place of its sign."""
     found: list[tuple[int, _Found]] = []
     end = 0
     for sign in _SIGN.finditer(text):
@@ -167,7 +166,7 @@ def _find_within(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
 
 
 def _calls_at(text: str, at: int, names: Collection[str]) -> _Found | None:
-    """The calls in the JSON at a place, an object or a list of them. None if one is no call."""
+    """Returns the calls in the JSON (object or list) at a position. None if one is not a call."""
     start = _SPACE.match(text, at)
     try:
         given, end = _decoder.raw_decode(text, start.end() if start else at)
@@ -206,13 +205,13 @@ class ChatEndpoint(Endpoint):
     path = "/v1/chat/completions"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """One item for each of n answers."""
+        """Returns one item for each of n answers."""
         return _line(ChatBody.model_validate_json(data, strict=True), catalog, default_seed)
 
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """The answers."""
+        """Returns the answers."""
         body = cast(ChatBody, request.body)
         made = f"line-{time.time_ns():x}"
         return msgspec.json.encode(chat_reply(body, made, time.time(), request.model, outcomes))
@@ -224,13 +223,13 @@ class CompletionEndpoint(Endpoint):
     path = "/v1/completions"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """One item for each of n texts of each prompt."""
+        """Returns one item for each of n texts of each prompt."""
         return _line(CompletionBody.model_validate_json(data, strict=True), catalog, default_seed)
 
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """The texts."""
+        """Returns the texts."""
         body = cast(CompletionBody, request.body)
         made = f"line-{time.time_ns():x}"
         return msgspec.json.encode(
@@ -248,28 +247,28 @@ def _line(body: TextBody, catalog: Catalog, default_seed: int) -> LineRequest:
 
 
 def model_of(body: TextBody, catalog: Catalog) -> Model:
-    """The model that a body names, or the first text model of the catalog.
+    """Returns the model that a body names, or the first text model of the catalog.
 
     Raises:
-        UnknownModel: there is no such text model.
+        UnknownModel: the text model does not exist.
     """
     return catalog.default("text") if body.model is None else catalog.find(body.model, "text")
 
 
 def is_repeatable(body: TextBody) -> bool:
-    """Whether an equal request gets an equal answer."""
+    """Returns whether an equal request gets an equal answer."""
     return body.seed is not None or body.temperature == 0 or body.top_p == 0
 
 
 def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[GenerationInput]:
-    """The items of a body: n for each prompt, with consecutive seeds.
+    """Returns the items of a body: n for each prompt, with consecutive seeds.
 
     Raises:
-        BadInput: the model can't write as much.
+        BadInput: the model can't generate that many tokens.
         InputTooLarge: the prompt is too long for the model.
     """
     first = _first_of(body, model)
-    # One seed for one text: with the most likely token, always, the seed changes nothing.
+    # One seed for greedy decoding: the seed has no effect.
     seed = default_seed if body.seed is None else body.seed
     start = 0 if is_repeatable(body) and body.seed is None else seed % MAX_SEED
     prompts: Sequence[str | list[int]] = [""]
@@ -283,8 +282,8 @@ def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[Generatio
     for one in made:
         if (tokens := one.estimate_work() - one.max_tokens) > 8 * model.generation.context_tokens:
             raise InputTooLarge(
-                f"about {tokens} tokens; {model.name} reads at most "
-                f"{model.generation.context_tokens}, with those that it writes",
+                f"about {tokens} tokens; the context of {model.name} has at most "
+                f"{model.generation.context_tokens}, generated tokens included",
                 field="prompt" if isinstance(body, CompletionBody) else "messages",
             )
     return made
@@ -304,7 +303,7 @@ def _first_of(body: TextBody, model: Model) -> GenerationInput:
         asked = asked or body.max_completion_tokens
     if asked is not None and asked > limits.longest_tokens:
         raise BadInput(
-            f"max_tokens: {model.name} writes at most {limits.longest_tokens} tokens, not {asked}",
+            f"max_tokens: {asked}; {model.name} generates at most {limits.longest_tokens} tokens",
             field="max_tokens",
         )
     made = GenerationInput(
@@ -331,21 +330,21 @@ def _first_of(body: TextBody, model: Model) -> GenerationInput:
 
 
 def tools_of(body: ChatBody) -> list[dict[str, object]]:
-    """The tools as a chat template gets them."""
+    """Returns the tools as a chat template gets them."""
     return [tool.model_dump(exclude_none=True) for tool in body.allowed_tools]
 
 
 def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[GenerationResult]:
-    """The results of outcomes, all of which have one."""
+    """Returns the results of outcomes, all of which have one."""
     results = [outcome.result for outcome in outcomes]
     found = [result for result in results if isinstance(result, GenerationResult)]
     if len(found) < len(results):
-        raise PenstockError(f"{model.name} gave a result that is no text; this is a bug")
+        raise PenstockError(f"{model.name} returned a result that is not text; this is a bug")
     return found
 
 
 def usage_of(results: Sequence[GenerationResult], choices: int = 1) -> TextUsage:
-    """The tokens of an answer. The prompt counts once for its n choices, as with OpenAI."""
+    """Returns the token usage. The prompt counts once for its n choices, as with OpenAI."""
     read = sum(result.input_tokens for result in results[::choices])
     written = sum(result.output_tokens for result in results)
     cached = sum(result.cached_tokens for result in results[::choices])
@@ -359,14 +358,14 @@ def chat_reply(
     model: Model,
     outcomes: Sequence[ItemOutcome],
 ) -> ChatReply:
-    """The reply to a chat, all of whose items have a result. `made` is its id."""
+    """Returns the reply to a chat, all of whose items have a result. `made` is its id."""
     results = results_of(outcomes, model)
     choices = [chat_choice(body, made, index, result) for index, result in enumerate(results)]
     return ChatReply(made, int(created_at_s), model.name, choices, usage_of(results, body.n or 1))
 
 
 def chat_choice(body: ChatBody, made: str, index: int, result: GenerationResult) -> ChatChoice:
-    """One answer, with the calls of tools that are in its text."""
+    """Returns one answer, with the tool calls in its text."""
     text, calls = result.text, list[CalledTool]()
     if names := {tool.function.name for tool in body.allowed_tools}:
         text, calls = read_tool_calls(text, names, f"{made}:{index}")
@@ -379,7 +378,7 @@ def chat_choice(body: ChatBody, made: str, index: int, result: GenerationResult)
 
 
 def chat_logprobs(given: Sequence[TokenLogprob]) -> ChatLogprobs:
-    """Log probabilities as chats show them."""
+    """Returns log probabilities in the form of chats."""
     return ChatLogprobs(
         [
             ShownTokenLogprob(
@@ -400,7 +399,7 @@ def completion_reply(
     model: Model,
     outcomes: Sequence[ItemOutcome],
 ) -> CompletionReply:
-    """The reply to a prompt, all of whose items have a result. `made` is its id."""
+    """Returns the reply to a prompt, all of whose items have a result. `made` is its id."""
     results = results_of(outcomes, model)
     choices = [
         CompletionChoice(
@@ -417,7 +416,7 @@ def completion_reply(
 
 
 def completion_logprobs(given: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
-    """Log probabilities as completions show them. `offset`: characters of the text before."""
+    """Returns log probabilities in the form of completions. `offset`: characters before."""
     ends = itertools.accumulate((len(one.token) for one in given), initial=offset)
     return CompletionLogprobs(
         [one.token for one in given],

@@ -1,8 +1,7 @@
-"""Generated images in OpenAI's shape: from a body to inputs, and from results to a reply.
+"""POST /v1/images/generations (from a prompt) and POST /v1/images/edits (from an image).
 
-Reads both forms of an edit request: a form with a file, and JSON with a data: URI.
-
-POST /v1/images/generations (from a prompt) and POST /v1/images/edits (from an image).
+From a body to inputs, and from results to a reply, in OpenAI's shape. An edit request is a form
+with a file, or JSON with a data: URI.
 """
 
 from __future__ import annotations
@@ -243,7 +242,7 @@ async def _only_image(form: FormData) -> bytes:
 
 RESULT_LIMIT_BYTES = 64 * 1024 * 1024
 _BYTES_PER_PIXEL = 4
-"""An image in base64, at most: three bytes a pixel, which noise does not compress, and a third."""
+"""Maximum size of an image in base64: 3 bytes per pixel (noise does not compress), plus a third."""
 
 
 class GenerationsEndpoint(Endpoint):
@@ -252,7 +251,7 @@ class GenerationsEndpoint(Endpoint):
     path = "/v1/images/generations"
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """One item for each image. Links end within an hour, so they are refused."""
+        """Returns one item for each image. Links expire within an hour, so they are refused."""
         body = GenerationBody.model_validate_json(data, strict=True)
         if body.response_format == "url":
             raise BadInput(
@@ -269,7 +268,7 @@ class GenerationsEndpoint(Endpoint):
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """The images as base64."""
+        """Returns the images as base64."""
         body = cast(GenerationBody, request.body)
         results = results_of(outcomes, request.model)
         items = []
@@ -284,10 +283,10 @@ class GenerationsEndpoint(Endpoint):
 
 
 def model_of(body: GenerationBody | EditForm, catalog: Catalog) -> Model:
-    """The model that a body names, or the first image model of the catalog.
+    """Returns the model that a body names, or the first image model of the catalog.
 
     Raises:
-        UnknownModel: there is no such image model.
+        UnknownModel: the image model does not exist.
     """
     if body.model is None:
         return catalog.default("image")
@@ -295,7 +294,7 @@ def model_of(body: GenerationBody | EditForm, catalog: Catalog) -> Model:
 
 
 def size_in(body: GenerationBody | EditForm, model: Model) -> tuple[int, int] | None:
-    """The requested width and height. None for `auto`.
+    """Returns the requested width and height. None for `auto`.
 
     Raises:
         BadInput: the model can't produce it.
@@ -304,7 +303,7 @@ def size_in(body: GenerationBody | EditForm, model: Model) -> tuple[int, int] | 
 
 
 def first_of(body: GenerationBody, model: Model) -> ImageInput:
-    """The first image of a body.
+    """Returns the first image of a body.
 
     Raises:
         BadInput: the model can't produce it.
@@ -313,24 +312,24 @@ def first_of(body: GenerationBody, model: Model) -> ImageInput:
 
 
 def consecutive(first: ImageInput, start: int, count: int) -> list[ImageInput]:
-    """The images of a request: like the first one, with the seeds from `start` on."""
+    """Returns the images of a request: like the first one, with the seeds from `start` on."""
     return [msgspec.structs.replace(first, seed=start + number) for number in range(count)]
 
 
 def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[ImageResult]:
-    """The images of outcomes, all of which have a result."""
+    """Returns the images of outcomes, all of which have a result."""
     results = [outcome.result for outcome in outcomes]
     images = [result for result in results if isinstance(result, ImageResult)]
     if len(images) < len(results):
-        raise PenstockError(f"{model.name} gave a result that is no image; this is a bug")
+        raise PenstockError(f"{model.name} returned a result that is not an image; this is a bug")
     return images
 
 
 async def read_image(objects: ObjectStore, image: Blob) -> bytes:
-    """The bytes of an image, which may be in the object store.
+    """Returns the bytes of an image, fetched from the object store if they are there.
 
     Raises:
-        Unavailable: the object store is out of reach, or the image was removed meanwhile.
+        Unavailable: the object store is out of reach, or the image was removed in the meantime.
     """
     if image.data is not None:
         return image.data
@@ -339,7 +338,7 @@ async def read_image(objects: ObjectStore, image: Blob) -> bytes:
     try:
         return await objects.get(image.object_key, RESULT_LIMIT_BYTES)
     except BadInput as error:
-        raise Unavailable("the image is no longer there; send the request again") from error
+        raise Unavailable("the image no longer exists; send the request again") from error
 
 
 router = APIRouter(route_class=FastRoute)
@@ -423,7 +422,7 @@ async def _answer(
 async def _encode(
     call: ApiRequest, body: GenerationBody | EditForm, result: ImageResult, deadline_s: float
 ) -> ImageItem:
-    """One image in the requested format, as bytes or as a link."""
+    """Returns one image in the requested format, as bytes or as a link."""
     objects = call.dependencies.objects
     stored_key = result.image.object_key
     if body.response_format == "url" and body.output_format == "png" and stored_key is not None:

@@ -47,7 +47,7 @@ class ModelsReply(msgspec.Struct):
 
 router = APIRouter()
 VARIES = {"vary": "user-agent"}
-"""Tells caches that the same path has two responses."""
+"""Signals to caches that the path has two responses."""
 
 
 _LISTED: Responses = {

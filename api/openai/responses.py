@@ -1,14 +1,13 @@
-"""POST /v1/responses, and what became of them.
+"""/v1/responses in OpenAI's shape: creates, reads, streams and deletes responses.
 
-One that is streamed or written in the background is a prediction, which any instance can tell of.
+A response that is streamed or computed in the background is a prediction, which any instance can
+serve.
 
-Answers of /v1/responses in OpenAI's shape, whole and as events.
-
-The sequence number of an event follows from the tokens that a reader has with it, not from how
-many events came before: it is the same at every instance, also if one could not read the tokens
-for a while. The first events have the numbers 0 to 3. An event with tokens has 3 and how many there
-are. The events of the end begin behind the most tokens that there can be. So numbers grow, with
-gaps.
+The sequence number of an event follows from the tokens that a reader has with it, not from the
+number of earlier events: it is the same on every instance, also if one could not read the tokens
+for a while. The first events have the numbers 0 to 3. An event with tokens has 3 plus the number of
+tokens so far. The final events are numbered after the maximum number of tokens. So numbers grow,
+with gaps.
 """
 
 from __future__ import annotations
@@ -75,13 +74,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ResponseEvents:
-    """The answer to one request, and its events behind the one with the number `after`.
+    """The answer to one request, and its events after number `after`.
 
     Args:
-        body: of the request. Its `max_output_tokens` is set if events are told of.
+        body: the body of the request. Its `max_output_tokens` is set if events are sent.
         made: the id of the answer.
-        created_at_s: when it was asked for.
-        model: that writes.
+        created_at_s: when it was requested.
+        model: the model that generates it.
         after: the sequence number of the last event that the reader has. -1: none.
     """
 
@@ -100,7 +99,7 @@ class ResponseEvents:
 
     @property
     def seen(self) -> tuple[bool, int, int]:
-        """What a reader of the event `after` has: the opening, tokens, and pieces of the end."""
+        """State of a reader after event `after`: the opening, tokens, and pieces of the end."""
         if self._after < _PART:
             return False, 0, 0
         if self._after < self._first_end:
@@ -108,7 +107,7 @@ class ResponseEvents:
         return True, self._first_end - _PART - 1, self._after - self._first_end + 1
 
     def reply(self, status: ResponseStatus, **facts: Any) -> ResponseReply:
-        """The answer without its output."""
+        """Returns the answer without its output."""
         body = self._body
         given = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return ResponseReply(
@@ -138,7 +137,7 @@ class ResponseEvents:
         )
 
     def whole(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> ResponseReply:
-        """The answer with its output, which was written until `ended_at_s`."""
+        """Returns the answer with its output, which was written until `ended_at_s`."""
         (result,) = results_of(outcomes, self._model)
         is_cut = result.finish_reason == "length"
         return self.reply(
@@ -160,9 +159,9 @@ class ResponseEvents:
         calls = message.tool_calls if isinstance(message.tool_calls, list) else []
         items: list[OutputItem] = []
         if message.content or not calls:
-            told = self._logprobs(result.logprobs)
+            encoded = self._logprobs(result.logprobs)
             is_cut = result.finish_reason == "length" and not calls
-            said = [OutputText(message.content or "", logprobs=told)]
+            said = [OutputText(message.content or "", logprobs=encoded)]
             items.append(self._message(said, "incomplete" if is_cut else "completed"))
         return items + [
             OutputCall(
@@ -175,7 +174,7 @@ class ResponseEvents:
         return OutputMessage(f"msg_{self._made}", content, status)
 
     def opening(self, index: int) -> bytes | None:
-        """That the answer was asked for."""
+        """Returns the event for a created answer."""
         begun = self.reply("in_progress")
         return self._joined(
             self._event(0, "response.created", response=begun),
@@ -190,18 +189,18 @@ class ResponseEvents:
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """More of the message. What may become the call of a tool is held back."""
+        """Returns the addition to the message. A possible start of a tool call is held back."""
         shown, now = self._shown(before), self._shown(before + text)
         if now == shown:
             return None
-        told = self._logprobs(logprobs)
+        encoded = self._logprobs(logprobs)
         tokens, ended = at
         number = self._first_end + ended - 1 if ended else _PART + tokens
         begin = [] if shown else self._begin(_ITEM, _PART)
-        return self._joined(*begin, self._delta(number, now[len(shown) :], told))
+        return self._joined(*begin, self._delta(number, now[len(shown) :], encoded))
 
     def _logprobs(self, given: Sequence[TokenLogprob]) -> list[LogprobOfText]:
-        """Those that were asked for."""
+        """Returns the requested ones."""
         return [_shown_logprob(one) for one in given] if self._body.has_logprobs else []
 
     def _shown(self, text: str) -> str:
@@ -222,7 +221,7 @@ class ResponseEvents:
         return {"item_id": f"msg_{self._made}", "output_index": 0, "content_index": 0}
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
-        """What was held back, and the ends of the items. The piece before had the first number."""
+        """Returns the text held back, and the ends of items, numbered from the piece before."""
         events: list[tuple[str, dict[str, Any]]] = []
         shown = self._shown(result.text)
         for at, item in enumerate(self._output(result)):
@@ -254,28 +253,28 @@ class ResponseEvents:
         return events
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
-        """The whole answer."""
+        """Returns the whole answer."""
         whole = self.whole(outcomes, ended_at_s)
         event = self._event(self._last, f"response.{whole.status}", response=whole)
         return [event] if event else []
 
     def failure(self, code: str, message: str) -> bytes:
-        """That there is no answer."""
+        """Returns the event for a failed answer."""
         failed = self.failed(code, message)
         return self._event(self._last, "response.failed", response=failed, is_kept=True)
 
     def failed(self, code: str, message: str) -> ResponseReply:
-        """The answer that says why there is none."""
+        """Returns the failed answer, with its error."""
         if code == "canceled":
             return self.reply("cancelled")
         return self.reply("failed", error=ResponseError(code, message))
 
     def _event(self, number: int, kind: str, *, is_kept: bool = False, **facts: Any) -> bytes:
-        """An event. Empty if the reader has it."""
+        """Returns an event. Empty if the reader has it."""
         if number <= self._after and not is_kept:
             return b""
-        told = {"type": kind, "sequence_number": number, **facts}
-        return f"event: {kind}\n".encode() + b"data: " + _encode(told) + b"\n\n"
+        event = {"type": kind, "sequence_number": number, **facts}
+        return f"event: {kind}\n".encode() + b"data: " + _encode(event) + b"\n\n"
 
     def _joined(self, *events: bytes) -> bytes | None:
         return b"".join(events) or None
@@ -287,7 +286,7 @@ def _shown_logprob(one: TokenLogprob) -> LogprobOfText:
 
 
 def _call_events(call: OutputCall, at: int) -> list[tuple[str, dict[str, Any]]]:
-    """The events of a call, which comes in one piece."""
+    """Returns the events of a call, which comes in one piece."""
     place = {"output_index": at, "item_id": call.id}
     begun = msgspec.structs.replace(call, arguments="", status="in_progress")
     written = {**place, "arguments": call.arguments, "name": call.name}
@@ -330,7 +329,7 @@ async def create_response(request: Request) -> Response:
     longest = model.generation.longest_tokens
     if body.max_output_tokens is not None and body.max_output_tokens > longest:
         raise BadInput(
-            f"max_output_tokens: {model.name} writes at most {longest} tokens",
+            f"max_output_tokens: {model.name} generates at most {longest} tokens",
             field="max_output_tokens",
         )
     seed = call.context.key_seed
@@ -353,7 +352,7 @@ async def create_response(request: Request) -> Response:
 async def read_response(
     request: Request, response_id: str, stream: bool = False, starting_after: StartingAfter = -1
 ) -> Response:
-    """A streamed or background response as it is now. With `stream=true` its events."""
+    """The current state of a streamed or background response. With `stream=true` its events."""
     call = authenticate(request)
     snapshot = await _find(call, response_id)
     if not stream:
@@ -393,7 +392,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 
 async def _continued(call: ApiRequest, body: ResponseBody, previous: str) -> ResponseBody:
-    """The request with what came before it."""
+    """Returns the request with what came before it."""
     try:
         snapshot = await _find(call, previous)
     except NotFound as error:
@@ -428,7 +427,7 @@ async def _create_kept(
     call: ApiRequest, body: ResponseBody, model: Model, inputs: Sequence[GenerationInput]
 ) -> Response:
     dependencies = call.dependencies
-    # Numbers of events follow from the most tokens, so these stay as they are now.
+    # Numbers of events follow from the maximum number of tokens, so it is stored now.
     shown = body.model_dump(mode="json", exclude_unset=True, by_alias=True)
     shown["max_output_tokens"] = inputs[0].max_tokens
     read = Inputs(inputs, shown, is_list=False, is_repeatable=is_repeatable(body.to_chat()))
@@ -476,18 +475,18 @@ def _events_of(
 def _stream(
     call: ApiRequest, snapshot: PredictionSnapshot, after: int, held: ExitStack
 ) -> Response:
-    """The events behind `after`. Frees what is `held` at the end."""
+    """Returns the events behind `after`. Frees what is `held` at the end."""
     with held:
         body, events = _events_of(call, snapshot, after)
         if IS_HEAD in call.http.scope:
             return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
         stays = bool(body.background or not body.stream)
         seen = [Seen(*events.seen)]
-        told = call.dependencies.text_streams.follow(
+        sse = call.dependencies.text_streams.follow(
             snapshot, events, seen, call.check_key, stays=stays
         )
         headers = {**_HEADERS, "location": f"{PATH}/{snapshot.prediction.id}"}
-        return HeldResponse(told, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+        return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
 
 
 def _state_of(call: ApiRequest, snapshot: PredictionSnapshot) -> ResponseReply:

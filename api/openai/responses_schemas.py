@@ -1,9 +1,7 @@
-"""The body of requests to /v1/responses, as OpenAI's clients send it.
+"""The bodies of requests to and answers of /v1/responses.
 
-https://platform.openai.com/docs/api-reference/responses. What it asks for is what a chat asks for,
-so it is read into one.
-
-The bodies of answers of /v1/responses, as structs. Fields are those of OpenAI's API.
+Fields are those of OpenAI's API (https://platform.openai.com/docs/api-reference/responses). A
+request is converted to that of a chat.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class LogprobOfText(msgspec.Struct):
 
 
 class OutputText(msgspec.Struct):
-    """What the model says."""
+    """The model's message."""
 
     text: str
     type: Literal["output_text"] = "output_text"
@@ -66,7 +64,7 @@ class WrittenDetails(msgspec.Struct):
 
 
 class InputDetails(msgspec.Struct):
-    """Tokens whose keys and values had been computed before. What is kept costs nothing."""
+    """Tokens whose keys and values were cached. Storing them costs nothing."""
 
     cached_tokens: int = 0
     cache_write_tokens: int = 0
@@ -83,7 +81,7 @@ class ResponseUsage(msgspec.Struct):
 
 
 class ResponseError(msgspec.Struct):
-    """Why there is no answer."""
+    """The reason for a failed answer."""
 
     code: str
     message: str
@@ -96,7 +94,7 @@ class IncompleteDetails(msgspec.Struct):
 
 
 class ResponseReply(msgspec.Struct, kw_only=True):
-    """An answer, whole or on its way."""
+    """An answer, complete or in progress."""
 
     id: str
     created_at: int
@@ -133,7 +131,7 @@ class ResponseReply(msgspec.Struct, kw_only=True):
 
 
 class ResponseDeleted(msgspec.Struct):
-    """An answer that is gone."""
+    """A deleted answer."""
 
     id: str
     deleted: bool = True
@@ -164,7 +162,7 @@ class InputMessage(Body):
     phase: Option | None = Field(None, description="Accepted from earlier answers.")
 
     def to_chat(self) -> dict[str, Any]:
-        """The message of a chat."""
+        """Returns the message of a chat."""
         return {"role": self.role, "content": _text_of(self.content)}
 
 
@@ -179,13 +177,13 @@ class InputCall(Body):
     status: Option | None = None
 
     def to_chat(self) -> dict[str, Any]:
-        """The message of a chat."""
+        """Returns the message of a chat."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"role": "assistant", "tool_calls": [{"id": self.call_id, "function": function}]}
 
 
 class InputResult(Body):
-    """What a function gave."""
+    """The result of a function."""
 
     type: Literal["function_call_output"]
     call_id: ItemId
@@ -194,7 +192,7 @@ class InputResult(Body):
     status: Option | None = None
 
     def to_chat(self) -> dict[str, Any]:
-        """The message of a chat."""
+        """Returns the message of a chat."""
         content = _text_of(self.output)
         return {"role": "tool", "tool_call_id": self.call_id, "content": content}
 
@@ -217,7 +215,7 @@ InputItem = Annotated[
 
 
 class ResponseTool(Body):
-    """A function that the model may call. There are no other tools."""
+    """A function that the model may call. No other tools are supported."""
 
     type: Literal["function"]
     name: str = Field(pattern=TOOL_NAME)
@@ -226,7 +224,7 @@ class ResponseTool(Body):
     strict: bool | None = None
 
     def to_chat(self) -> dict[str, Any]:
-        """The tool of a chat."""
+        """Returns the tool of a chat."""
         return {
             "type": "function",
             "function": self.model_dump(exclude={"type"}, exclude_none=True),
@@ -241,7 +239,7 @@ class NamedTool(Body):
 
 
 def _named(tool: NamedTool) -> dict[str, Any]:
-    """The tool as chats name it."""
+    """Returns the tool as chats name it."""
     return {"type": "function", "function": {"name": tool.name}}
 
 
@@ -254,7 +252,7 @@ class AllowedResponseTools(Body):
 
 
 class TextFormat(Body):
-    """What the text looks like."""
+    """The format of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, pattern=TOOL_NAME)
@@ -269,7 +267,7 @@ class TextFormat(Body):
         return self
 
     def to_chat(self) -> dict[str, Any]:
-        """The `response_format` of a chat."""
+        """Returns the `response_format` of a chat."""
         if self.type != "json_schema":
             return {"type": self.type}
         schema = {"name": self.name or "answer", "schema": self.schema_}
@@ -277,14 +275,14 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """How the text is written."""
+    """Options of the text."""
 
     format: TextFormat | None = None
     verbosity: Option | None = Field(None, description="Accepted, without effect.")
 
 
 class ResponseStreamOptions(Body):
-    """What a stream tells of."""
+    """Options of a stream."""
 
     include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
 
@@ -350,29 +348,29 @@ class ResponseBody(Body):
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is a prediction underneath, which any instance can tell of."""
+        """Returns whether it is stored as a prediction, which any instance can serve."""
         return bool(self.stream or self.background or self.store)
 
     @property
     def waits(self) -> bool:
-        """Whether the answer to the request is the whole text, which is kept."""
+        """Returns whether the request waits for the complete text, which is stored."""
         return bool(self.store) and not (self.stream or self.background)
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the answer has log probabilities."""
+        """Returns whether the answer has log probabilities."""
         asked = "message.output_text.logprobs" in (self.include or ())
         return asked or self.top_logprobs is not None
 
     @property
     def items(self) -> list[InputMessage | InputCall | InputResult]:
-        """What it asks about, as items."""
+        """Returns its input, as items."""
         if isinstance(self.input, str):
             return [InputMessage(role="user", content=self.input)]
         return self.input
 
     def after(self, earlier: ResponseBody, output: list[dict[str, Any]]) -> ResponseBody:
-        """The same with an earlier request and its output before it.
+        """Returns the same with an earlier request and its output before it.
 
         Raises:
             pydantic.ValidationError: these are too many items.
@@ -386,7 +384,7 @@ class ResponseBody(Body):
         return ResponseBody.model_validate(given)
 
     def to_chat(self) -> ChatBody:
-        """The chat that asks for the same.
+        """Returns the chat that asks for the same.
 
         Raises:
             pydantic.ValidationError: parts of it don't belong together.

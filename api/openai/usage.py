@@ -1,9 +1,6 @@
-"""What callers used and were charged: OpenAI's routes, and a summary of the key's tenant.
+"""Usage and charges: OpenAI's routes with pages of buckets, and a summary of the key's tenant.
 
-A key sees its own tenant. A key with the scope `admin` sees all tenants under OpenAI's routes.
-
-The replies about usage: OpenAI's pages of buckets, and a summary of our own.
-
+A key sees its own tenant. A key with the `admin` scope sees all tenants under OpenAI's routes.
 https://platform.openai.com/docs/api-reference/usage
 """
 
@@ -34,12 +31,12 @@ Amount = Annotated[float, msgspec.Meta(ge=0)]
 class EmbeddingsUsage(
     msgspec.Struct, kw_only=True, tag_field="object", tag="organization.usage.embeddings.result"
 ):
-    """What models used that are billed by tokens."""
+    """Usage of models that are billed by tokens."""
 
     input_tokens: Count
-    """Of all results that were delivered, from the cache too."""
+    """Input tokens of all delivered results, including those from the cache."""
     charged_tokens: Amount
-    """What of them is charged."""
+    """The charged part of `input_tokens`."""
     num_model_requests: Count
     project_id: str | None
     """The tenant."""
@@ -51,10 +48,10 @@ class EmbeddingsUsage(
 class ImagesUsage(
     msgspec.Struct, kw_only=True, tag_field="object", tag="organization.usage.images.result"
 ):
-    """What models used that are billed by pixel-steps."""
+    """Usage of models that are billed by pixel-steps."""
 
     images: Count
-    """That were delivered, from the cache too."""
+    """Delivered images, including those from the cache."""
     pixel_steps: Count
     charged_pixel_steps: Amount
     num_model_requests: Count
@@ -75,7 +72,7 @@ class Money(msgspec.Struct, kw_only=True):
 
 
 class Costs(msgspec.Struct, kw_only=True, tag_field="object", tag="organization.costs.result"):
-    """What was charged."""
+    """Charges."""
 
     amount: Money
     line_item: str | None
@@ -106,7 +103,7 @@ class UsagePage(msgspec.Struct, kw_only=True):
 
 
 class ModelUsage(msgspec.Struct, kw_only=True):
-    """What one model was used for, or all together."""
+    """Usage of one model, or of all together."""
 
     model: str | None
     """None: all together."""
@@ -116,7 +113,7 @@ class ModelUsage(msgspec.Struct, kw_only=True):
     items: Count
     succeeded: Count
     cached: Count
-    """Of the succeeded: from the cache, or joined to an identical item."""
+    """Succeeded items from the cache, or joined to an identical item."""
     tokens: Count
     charged_tokens: Amount
     pixel_steps: Count
@@ -126,7 +123,7 @@ class ModelUsage(msgspec.Struct, kw_only=True):
 
 
 class UsageSpan(msgspec.Struct, kw_only=True):
-    """What was used in a span of time."""
+    """Usage in a span of time."""
 
     start_time: Count
     end_time: Count
@@ -135,7 +132,7 @@ class UsageSpan(msgspec.Struct, kw_only=True):
 
 
 class UsageReply(msgspec.Struct, kw_only=True):
-    """What a tenant used, by UTC."""
+    """Usage of a tenant, by UTC."""
 
     object: Literal["usage"] = "usage"
     tenant: str
@@ -144,7 +141,7 @@ class UsageReply(msgspec.Struct, kw_only=True):
     today: UsageSpan
     month: UsageSpan
     range: UsageSpan | None
-    """From `from` to `to`, where these are given."""
+    """Usage from `from` to `to`, if these are set."""
     budget_usd_per_month: Amount | None
 
 
@@ -161,14 +158,14 @@ Result = EmbeddingsUsage | ImagesUsage | Costs
     responses=responses(UsageReply, 400, 401, 403, 429, 503, headers=("Age",)),
 )
 async def get_usage(request: Request) -> Response:
-    """What your tenant used today and this month (UTC), and between `from` and `to`, by model."""
+    """Usage of your tenant today, this month (UTC), and between `from` and `to`, by model."""
     call = authenticate(request)
     now_s = time.time()
     now = datetime.fromtimestamp(now_s, UTC)
     day = now.replace(hour=0, minute=0, second=0, microsecond=0)
     today_s, month_s = int(day.timestamp()), int(day.replace(day=1).timestamp())
     asked = read_range(request.query_params, now_s)
-    # The end of the day, so that the same question is asked all day.
+    # The end of the day, so that the same query is sent all day.
     month = UsageQuery(month_s, today_s + DAY_S, DAY_S, tenants=(call.tenant,), by_model=True)
     of_month = await call.dependencies.usage.read(month, call.tenant)
     of_today = (today_s - month_s) // DAY_S

@@ -1,6 +1,6 @@
-"""A prediction as its creator sees it: its latest snapshot, and how to wait for its end.
+"""A created prediction: its latest snapshot, and waiting for its end.
 
-Presents the models of the catalog to Replicate's clients, each with one version.
+Also maps the models of the catalog to Replicate's owners and versions: each has one version.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shared.stores.record_state import Record
 log = logging.getLogger(__name__)
 
 OWNER = "penstock"
-"""The owner that is shown if the caller names none."""
+"""The owner that is shown if the caller does not name one."""
 _CLIENTS = re.compile(r"replicate[-/]", re.IGNORECASE)
 
 
 def version_of(model: Model) -> str:
-    """The id of a model's version: 256 bits of BLAKE2b (RFC 7693) over what decides its results."""
+    """Returns a model's version id: 256 bits of BLAKE2b (RFC 7693) of all that decides results."""
     facts = "\n".join((model.name, model.source, model.revision, model.precision))
     return hashlib.blake2b(facts.encode(), digest_size=32).hexdigest()
 
@@ -50,16 +50,17 @@ def find_version(catalog: Catalog, version: str) -> Model:
 
 
 def is_replicates_client(user_agent: str) -> bool:
-    """Whether the user agent is a client of Replicate, such as `replicate-python/1.0.7`.
+    """Returns whether the user agent is a client of Replicate, such as `replicate-python/1.0.7`.
 
-    Nothing else tells it from OpenAI's where both ask for the same path: keys and hosts are the
-    same here.
+    Nothing else distinguishes it from OpenAI's on paths that both use: keys and hosts are the same
+    here.
     """
     return _CLIENTS.match(user_agent) is not None
 
 
 POLL_S = 0.5
-"""How often waiting requests read the record: a cancel sends no reply, and replies may get lost."""
+"""Interval at which waiting requests read the record: a cancel sends no reply, and replies may be
+lost."""
 
 
 class PredictionSnapshot(NamedTuple):
@@ -70,7 +71,7 @@ class PredictionSnapshot(NamedTuple):
 
     @property
     def is_unpublished(self) -> bool:
-        """Whether the broker may not have the job."""
+        """Returns whether the broker may not have the job."""
         return self.record.state == "starting" and not self.record.published
 
     @property
@@ -95,7 +96,7 @@ class Creation:
     Args:
         snapshot: as created or found.
         refresh: reads it again.
-        waiter: gets the reply to this instance. None: only the record tells.
+        waiter: gets the reply to this instance. None: only the record reports the end.
         is_new: whether this request created it.
     """
 
@@ -117,9 +118,9 @@ class Creation:
         await self._wait(lambda record: record.is_over, limit_s)
 
     async def wait_for_reply(self, limit_s: float) -> None:
-        """Waits for what its worker says of a prediction that is over, at most `limit_s`.
+        """Waits for the worker's reply about a prediction that has ended, at most `limit_s`.
 
-        A canceled one is over before its worker knows.
+        A canceled one has ended before its worker knows.
         """
         await self._wait(lambda record: not record.is_over or record.reply is not None, limit_s)
 

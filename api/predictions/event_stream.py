@@ -1,21 +1,18 @@
-"""Streams a prediction as server-sent events.
+"""Streams a prediction as server-sent events, as Replicate's clients read them.
 
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 Events are `logs`, `output` (one per element), `error` and `done`, in this order, as Replicate's
 clients expect. All of them follow from the record. So a client that reconnects with Last-Event-ID,
-to any instance, gets exactly the events that it has not received. The output of a text model comes
-as it is written (api/predictions/event_stream.py).
+to any instance, gets exactly the events that it has not received.
 
-A reader can ask for `preview` and `queue` too: Replicate's clients fail on events that they do not
-know. Previews are in a stream in Redis, and the id of each event says how far its reader has got in
-it. `queue` says where the prediction stands in line. It is a state, so a reader that comes back
-is told of it anew.
+If the output is a text, it is streamed while it is generated (api/predictions/text_stream.py). Each
+`output` event has the addition to the text: the text is the concatenation of all of them.
 
-The events of a prediction whose output is a text, as Replicate's clients read them.
-
-An `output` event has what the text has more than before. The text is all of them, one after
-another.
+`preview` and `queue` are sent only on request, because Replicate's clients fail on unknown events.
+Previews are in a stream in Redis, and the id of each event has the position of its reader in it.
+`queue` has the prediction's position in the queue. It is a state, so a reader that reconnects gets
+it again.
 """
 
 from __future__ import annotations
@@ -67,12 +64,12 @@ class StreamEvent(NamedTuple):
     data: str = ""
 
     def encoded(self, place: Place) -> bytes:
-        """The event on the wire."""
+        """Returns the event on the wire."""
         return encode_event(KINDS[self.kind], self.data, place.to_id())
 
 
 class Place(NamedTuple):
-    """How far a reader has got: the last event, and the last preview."""
+    """Position of a reader: the last event, and the last preview."""
 
     kind: int = -1
     number: int = -1
@@ -80,12 +77,12 @@ class Place(NamedTuple):
 
     @classmethod
     def from_id(cls, last_id: str) -> Place:
-        """The place in an event id. The start for foreign ids."""
+        """Returns the place in an event id. The start for foreign ids."""
         found = _ID.fullmatch(last_id)
         return cls(int(found[1]), int(found[2]), found[3] or "") if found else cls()
 
     def to_id(self) -> str:
-        """The id of an event after which a reader is here."""
+        """Returns the id of an event after which a reader is here."""
         kept = f"{max(0, self.kind)}.{max(0, self.number)}"
         return f"{kept}.{self.preview}" if self.preview else kept
 
@@ -103,7 +100,7 @@ class EventStreams:
         """Holds room for a stream of this tenant.
 
         Raises:
-            Overloaded: there is none.
+            Overloaded: no room is left.
         """
         stream = OneItem(tenant)
         if self._room.turns_to_wait(stream):
@@ -127,9 +124,9 @@ class EventStreams:
         Args:
             snapshot: the prediction.
             last_id: the id of the last event that the reader has. Empty: none.
-            check: raises PenstockError once the reader may read no more, since its key was revoked.
-                The error is the last event then.
-            extra: which of EXTRA_KINDS it wants.
+            check: raises PenstockError once the reader may not continue, since its key was revoked.
+              The error is the last event then.
+            extra: the EXTRA_KINDS that it wants.
         """
         async with aclosing(self._events(snapshot, last_id, check, extra)) as events:
             try:
@@ -146,14 +143,14 @@ class EventStreams:
         extra: Collection[str],
     ) -> AsyncGenerator[bytes]:
         place, sent_s = Place.from_id(last_id), time.monotonic()
-        until_s, told = sent_s + MAX_S, None
+        until_s, sent = sent_s + MAX_S, None
         while True:
             if QUEUE in extra:
                 queued = await self._predictions.place(snapshot)
-                if queued is not None and queued != told:
+                if queued is not None and queued != sent:
                     shown = msgspec.json.encode(queued._asdict()).decode()
                     yield encode_event(QUEUE, shown, place.to_id())
-                    told, sent_s = queued, time.monotonic()
+                    sent, sent_s = queued, time.monotonic()
             if PREVIEW in extra:
                 for preview in await self._predictions.previews(snapshot, place.preview):
                     place = place._replace(preview=preview.cursor)
@@ -188,7 +185,7 @@ class HeldResponse(StreamingResponse):
 
 
 def events_of(snapshot: PredictionSnapshot, url_signer: UrlSigner) -> list[StreamEvent]:
-    """All events of a prediction so far, in order."""
+    """Returns all events of a prediction so far, in order."""
     prediction, record = snapshot
     events = []
     if logs := logs_of(record):
@@ -225,17 +222,17 @@ def _shown(preview: Preview) -> str:
 
 
 def failure_event(message: str) -> bytes:
-    """Why a stream ends early, and its end."""
+    """Returns the error of a stream that ends early, and its end."""
     detail = msgspec.json.encode({"detail": message}).decode()
     return encode_event("error", detail) + encode_event("done", '{"reason":"error"}')
 
 
 def encode_event(kind: str, data: str, event_id: str | None = None) -> bytes:
-    """An event on the wire, with an id if one is given.
+    """Returns an event on the wire, with an id unless it is None.
 
-    Each line of its data is a field of its own. A line ends where any reader ends it: at least one
-    that is in use takes more characters for line ends than the standard does, and would lose what
-    is behind them.
+    Each line of its data is a separate field. Lines are split at every line end that any reader
+    accepts: at least one reader in use accepts more characters than the standard does, and would
+    lose the data after them.
     """
     lines = "".join(f"data: {line}\n" for line in _LINE_END.split(data))
     named = "" if event_id is None else f"id: {event_id}\n"
@@ -246,7 +243,7 @@ class OutputEvents:
     """The events of one text. The stream puts their ids before them."""
 
     def opening(self, index: int) -> None:
-        """Nothing: an output begins with its text."""
+        """Returns nothing: an output begins with its text."""
 
     def delta(
         self,
@@ -256,19 +253,19 @@ class OutputEvents:
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """More of the text."""
+        """Returns the event with the addition to the text."""
         return encode_event("output", text) if text else None
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
-        """Nothing: a text ends with its prediction."""
+        """Returns nothing: a text ends with its prediction."""
         return []
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
-        """The end."""
+        """Returns the end."""
         return [encode_event("done", "{}")]
 
     def failure(self, code: str, message: str) -> bytes:
-        """Why there is no more text, and the end. A canceled prediction is no error."""
+        """Returns the error that ended the text, and the end. A cancellation is not an error."""
         if code == "canceled":
             return encode_event("done", '{"reason":"canceled"}')
         return failure_event(message)

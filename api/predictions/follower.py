@@ -1,8 +1,9 @@
-"""Settles what predictions of callers with limits have reserved, when they end.
+"""Settles the reservations of predictions with limits, when they end.
 
-What a prediction reserved lies in Redis with its record (shared/stores/holds.py). Every instance
-settles what is due, its own or not, so nothing depends on the instance that created it. That one
-only knows which items are in flight here, and frees their slots. If it dies, they expire.
+The reservations of a prediction are in Redis with its record (shared/stores/holds.py). Every
+instance settles those that are due, its own or not, so nothing depends on the instance that created
+it. That instance only knows which items are in flight here, and frees their slots. If it dies, they
+expire.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ MAX_LOOKED_AT = 512
 """Predictions of this instance that are looked for at a time."""
 SWEEP_S = 0.25
 ENDING_S = 10.0
-"""For so long after a prediction was canceled, its worker is waited for, which tells the charge.
+"""How long to wait for the worker's final receipt, with the charge, after a cancellation.
 
-One that is at work is waited for until the deadline.
+A worker that is computing is waited for until the deadline.
 """
 CLOSE_LIMIT_S = 1.0
 
@@ -121,14 +122,14 @@ class PredictionFollower:
             if not record.is_over:
                 await self._end_if_late(due.record_id, kept)
                 return
-            if record.reply is None and _may_be_told(record, kept, time.time()):
+            if record.reply is None and _may_be_reported(record, kept, time.time()):
                 return
             outcomes = [] if record.reply is None else record.reply.outcomes
             used = used_by(kept.price, kept.unit, outcomes)
         await self._limiter.settle_hold(due.record_id, kept.takings, used)
 
     async def _end_if_late(self, record_id: str, kept: HeldLimits) -> None:
-        """Reading a prediction ends it if it is late. That makes its hold due again."""
+        """Ends a late prediction by reading it. That makes its hold due again."""
         with suppress(NotFound):
             await self._predictions.read_linked(record_id, kept.prediction_id)
 
@@ -140,7 +141,7 @@ class PredictionFollower:
         held = await self._holds.are_held([hold.record_id for _, hold in looked_at])
         for (limited, hold), is_held in zip(looked_at, held, strict=True):
             if hold.is_stored is None:
-                # An equal request may have created the prediction, with a hold of its own.
+                # An equal request may have created the prediction, with its own hold.
                 hold.is_stored = is_held and await self._holds.read(hold.record_id) == hold.data
                 if hold.is_stored:
                     limited.hand_over()
@@ -154,8 +155,8 @@ class PredictionFollower:
                 self._followed.append((limited, hold))
 
 
-def _may_be_told(record: Record, kept: HeldLimits, now_s: float) -> bool:
-    """Whether a worker may still say what a canceled prediction is charged."""
+def _may_be_reported(record: Record, kept: HeldLimits, now_s: float) -> bool:
+    """Returns whether a worker may still report the charge of a canceled prediction."""
     if record.attempts == 0 and now_s >= record.canceled_at_s + ENDING_S:
         return False
     return now_s < kept.deadline_s + GRACE_S

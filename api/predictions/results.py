@@ -50,7 +50,7 @@ class ResultFetcher:
             deadline_s: Unix time at which encoding is stopped.
 
         Raises:
-            NotFound: there is no such result, or it has expired.
+            NotFound: the result does not exist, or it has expired.
             Overloaded: too many images wait to be encoded.
             DeadlineExceeded: it was not done in time.
             Unavailable: Redis or the object store is out of reach.
@@ -61,7 +61,7 @@ class ResultFetcher:
             else:
                 data = await self._objects.get(key, OBJECT_LIMIT_BYTES)
         except BadInput as error:
-            raise NotFound("the image is no longer there") from error
+            raise NotFound("the image no longer exists") from error
         # Workers return PNG. Other formats are encoded at each fetch, so they are not stored.
         if key.endswith(".png") and media_type in _FORMATS:
             return await self._image_codec.encode(

@@ -37,21 +37,21 @@ class NewPrediction:
     reply_bytes: int
     """The largest size of its reply."""
     replies: Replies
-    """Which topic of an inbox its reply comes to, by the model's entry."""
+    """The reply topic of an inbox, by the model's entry."""
     weight: float
     """The tenant's share of a busy model, from its plan."""
     plan: str
     """The name of that plan, for rows."""
     keep_s: int | None
-    """How long it is kept after its end, by the tenant's plan. None: as long as usual."""
+    """How long it is stored after its end, by the tenant's plan. None: the default."""
     is_keyed: bool
-    """Whether the caller can repeat the request and get the same prediction."""
+    """True if the caller can repeat the request and get the same prediction."""
     is_promised: bool
-    """Whether the objective on deadlines holds for it."""
+    """True if the SLO applies to it."""
 
     @property
     def demand(self) -> Demand:
-        """What it wants from the workers."""
+        """Returns its demand on the workers."""
         given = self.prediction
         return Demand(
             given.model,
@@ -82,14 +82,14 @@ class PredictionSender:
     ) -> None:
         """Publishes the job of a prediction whose record exists, and marks the record as published.
 
-        No publish window holds predictions back: they are promised, so they must not end with this
-        instance. Instead a tenant with many of them sends further ones to the batch lane, where
-        they do not stand before interactive requests of others.
+        No publish window holds predictions back: they are durable, so they must not end with this
+        instance. Instead, further ones of a tenant with many unfinished predictions go to the batch
+        lane, where they do not precede interactive requests of others.
 
         Args:
-            new: what to publish.
-            waiter: where the reply goes.
-            unfinished: how many predictions of the tenant have not ended, as far as known.
+            new: the prediction to publish.
+            waiter: receives the reply.
+            unfinished: number of predictions of the tenant that have not ended, as far as known.
 
         Raises:
             Overloaded: the broker is full.
@@ -149,5 +149,5 @@ class PredictionSender:
 
 
 def failed_reply(code: str, message: str) -> bytes:
-    """The reply for a record that no worker ended, with a code of shared.errors."""
+    """Returns the reply for a record that no worker ended, with a code of shared.errors."""
     return encode_reply_body(ReplyBody([], ItemError(code, message), replied_at_s=time.time()))

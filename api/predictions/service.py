@@ -45,9 +45,9 @@ from shared.stores.waiting_line import QueuePlace
 from shared.stores.webhook_log import WebhookAttempt
 
 GRACE_S = 5.0
-"""How long after its deadline a worker may still end a prediction."""
+"""Time after its deadline in which a worker may still end a prediction."""
 CREATOR_PUBLISHES_S = 2.0
-"""How long the creator of a record has to publish its job, before a repeated request does."""
+"""Time for the creator of a record to publish its job, before a repeated request does."""
 CREATOR_POLL_S = 0.05
 PAGE = 20
 DOCUMENT_MAX_BYTES = 4 * 1024 * 1024
@@ -76,7 +76,7 @@ class Predictions:
         sender: publishes their jobs.
         inbox: receives the replies to this instance.
         admission: bounds the items in flight of this instance.
-        keep_s: how many seconds a prediction is stored after its end.
+        keep_s: seconds for which a prediction is stored after its end.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Predictions:
         """Reads a prediction by a record id that was signed.
 
         Raises:
-            NotFound: there is no such prediction, or it has expired.
+            NotFound: the prediction does not exist, or it has expired.
             Unavailable: Redis is out of reach.
         """
         found = await self._find(record_id)
@@ -204,9 +204,9 @@ class Predictions:
         return await self.read(tenant, prediction_id)
 
     async def delete(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
-        """Deletes a prediction of this tenant that has ended. Returns what it was.
+        """Deletes a prediction of this tenant that has ended. Returns its last snapshot.
 
-        If its webhook has yet to be told of the end, it is told without input and output.
+        If its webhook has yet to be notified of the end, the notice has no input and no output.
 
         Raises:
             NotFound: the tenant has no such prediction, or it has expired.
@@ -216,7 +216,7 @@ class Predictions:
         snapshot = await self.read(tenant, prediction_id)
         prediction = snapshot.prediction
         if snapshot.record.is_over and await self._owes_webhook(prediction):
-            # Before it is deleted: one that is kept for nothing expires.
+            # Before it is deleted: one that is kept in vain expires.
             await self._records.webhook_log.keep_end(prediction.record, encode_end(*snapshot))
         deleted = await self._records.delete(prediction.record, prediction.deadline_s)
         if deleted is None:
@@ -233,7 +233,7 @@ class Predictions:
         return not any(one.event == "completed" and _is_final(one.status) for one in attempts)
 
     async def webhook_attempts(self, tenant: str, prediction_id: str) -> list[WebhookAttempt]:
-        """Returns what became of the webhooks of a prediction, oldest attempt first.
+        """Returns the delivery attempts of the webhooks of a prediction, oldest first.
 
         Raises:
             NotFound: the tenant has no such prediction, or it has expired.
@@ -243,11 +243,11 @@ class Predictions:
         return await self._records.webhook_log.read(snapshot.prediction.record)
 
     async def replay_webhook(self, tenant: str, prediction_id: str) -> None:
-        """Has the end of a prediction told to its webhook again.
+        """Sends the end of a prediction to its webhook again.
 
         Raises:
             NotFound: the tenant has no such prediction, or it has expired.
-            BadInput: no webhook is told of its end.
+            BadInput: it has no webhook for its end.
             PredictionNotOver: it has not ended.
             Overloaded: the last replay was a moment ago.
             Unavailable: Redis or the broker is out of reach.
@@ -272,12 +272,12 @@ class Predictions:
         result = outcomes[index].result if index < len(outcomes) else None
         if result is not None and result.blob is not None and result.blob.data is not None:
             return result.blob.data
-        raise NotFound("the image is no longer there")
+        raise NotFound("the image no longer exists")
 
     async def refresh(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
-        """Reads a prediction again. Returns the given snapshot while Redis does not answer.
+        """Reads a prediction again. Returns `snapshot` while Redis does not answer.
 
-        Of one that was deleted meanwhile the record says that it is over, without a document.
+        The record of one that was deleted in the meantime has its end, but no document.
         """
         prediction, known = snapshot
         with suppress(Unavailable):
@@ -287,7 +287,7 @@ class Predictions:
         return snapshot
 
     async def place(self, snapshot: PredictionSnapshot) -> QueuePlace | None:
-        """Where a prediction stands in line. None: it does not wait, or Redis does not answer."""
+        """Returns its queue position. None: it does not wait, or Redis does not answer."""
         prediction = snapshot.prediction
         if snapshot.record.state == "starting":
             with suppress(Unavailable):
@@ -297,7 +297,7 @@ class Predictions:
         return None
 
     async def previews(self, snapshot: PredictionSnapshot, cursor: str) -> list[Preview]:
-        """The previews after `cursor`, while more are drawn for the next seconds.
+        """Returns the previews after `cursor`, while more are drawn for the next seconds.
 
         None while Redis does not answer.
         """
@@ -323,7 +323,7 @@ class Predictions:
             yield waiter
 
     async def _create_record(self, new: NewPrediction, document: bytes, hold: Hold | None) -> int:
-        """How many predictions of the tenant have not ended. 0: the record was there before."""
+        """Returns the tenant's number of unfinished predictions. 0: the record existed before."""
         prediction = new.prediction
         if hold is not None:
             hold.is_stored = None
@@ -352,8 +352,8 @@ class Predictions:
         prediction, document = new.prediction, encode_document(new.prediction)
         if len(document) > DOCUMENT_MAX_BYTES:
             raise InputTooLarge(
-                f"the request would take {len(document)} bytes where it is kept until its answer "
-                f"is read, and {DOCUMENT_MAX_BYTES} bytes are the most; send less at once"
+                f"the request takes {len(document)} bytes in storage until its answer is read; "
+                f"at most {DOCUMENT_MAX_BYTES} bytes are allowed; send less at once"
             )
         unfinished = await self._create_record(new, document, hold)
         if unfinished:
@@ -416,5 +416,5 @@ def _not_found(prediction_id: str) -> NotFound:
 
 
 def _is_final(status: int | None) -> bool:
-    """Whether a receiver that answered so is told no more."""
+    """Returns whether a receiver with this answer gets no further attempts."""
     return status is not None and (200 <= status < 300 or status == HTTPStatus.GONE)

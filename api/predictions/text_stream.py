@@ -2,16 +2,15 @@
 
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 
-The id of an event says how many tokens of each text its reader has with it: `7` is seven tokens,
-`7f2` the second piece of the end of a text of seven tokens, `-` nothing at all, and texts are
-separated by points. So a reader that comes back with that id, to any instance, gets each token
-once. The tokens are in Redis, where the worker
-writes them, and the end is in the record. What the text has beyond the tokens that were read comes
-with the end: with Redis away for a while the text is late, and whole.
+The id of an event has the number of tokens of each text that its reader has with it: `7` is seven
+tokens, `7f2` the second piece of the end of a text of seven tokens, `-` nothing at all, and texts
+are separated by points. So a reader that reconnects with that id, to any instance, gets each token
+once. The worker writes the tokens to Redis, and the end is in the record. The part of the text
+beyond the tokens that were read comes with the end: if Redis is out of reach for a while, the text
+is late, but complete.
 
-Reads the tokens of all texts that clients of this instance read along, in one round trip.
-
-A reader that is slow is not read for until it has taken what it has, so memory is bounded.
+Redis is polled once for all token streams that this instance serves. No tokens are read for a slow
+reader until it has taken those it has, so memory is bounded.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from shared.tasks.text import GenerationResult, TokenChunk, TokenLogprob
 READ_EVERY_S = 0.05
 """Workers write as often."""
 SURE_SHARE = 0.8
-"""Of the time between tokens: before it has passed, nobody looks for the next ones."""
+"""Share of the time between tokens that must pass before the next ones are polled."""
 MAX_GAP_S = 0.5
 """A model that is slower than this is read as if it were not."""
 MAX_IN_A_ROUND_TRIP = 128
@@ -63,7 +62,7 @@ class ReadPace:
         self._found_s = now_s
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it is time to look."""
+        """Returns whether it is time to look."""
         pause_s = SURE_SHARE * min(*self._gaps_s, MAX_GAP_S)
         return self._found_s is None or now_s >= self._found_s + pause_s
 
@@ -80,7 +79,7 @@ class _Reader:
         self.pace = ReadPace()
 
     def take(self) -> Tokens | None:
-        """What was found since the last call."""
+        """Returns the tokens found since the last call."""
         tokens, self.tokens = self.tokens, None
         if tokens is not None and tokens.chunks:
             self.end = tokens.chunks[-1].end
@@ -98,19 +97,19 @@ class TokenReader:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """The task that reads, if there is one. Whoever closes the streams ends it."""
+        """Returns the task that reads, if it runs. The one that closes the streams ends it."""
         return [] if self._reading is None or self._reading.done() else [self._reading]
 
     async def follow(
         self, record: str, items: int, limit_s: float
     ) -> AsyncGenerator[dict[int, Tokens]]:
-        """Yields what items have, from their first tokens, until their record is over.
+        """Yields the tokens of items, from the first ones, until their record has ended.
 
         Args:
-            record: of the items.
-            items: how many it has.
-            limit_s: after so long without news, nothing is yielded, again and again. While Redis is
-                away there are no news.
+            record: the record of the items.
+            items: the number of items.
+            limit_s: interval without new tokens after which an empty result is yielded, repeatedly.
+              While Redis is out of reach no tokens are new.
         """
         has_news = asyncio.Event()
         mine = {_Reader(record, item, has_news) for item in range(items)}
@@ -165,7 +164,7 @@ class TokenReader:
 MAX_STREAMS = 2048
 """The room per instance. A stream costs a part of a round trip every READ_EVERY_S."""
 MAX_S = 290.0
-"""Below the 300 s after which Cloud Run ends a response. Readers go on with another request."""
+"""Below the 300 s after which Cloud Run ends a response. Readers resume with another request."""
 HEARTBEAT_S, HEARTBEAT = 10.0, b": keep-alive\n"
 """After this pause a comment is sent, so that proxies keep the connection open.
 
@@ -173,10 +172,10 @@ No empty line follows: OpenAI's client for Python takes one behind an event with
 without data, and fails.
 """
 CHECK_S = 2.0
-"""How often it is checked that the reader may still read."""
+"""Interval of the check that the reader may still read."""
 CLOSE_LIMIT_S = 1.0
 LEFT_S = 30.0
-"""A text that nobody reads any more for so long is canceled."""
+"""A text without a reader for LEFT_S seconds is canceled."""
 _PART = re.compile(r"-|(\d{1,9})(?:f(\d{1,4}))?")
 
 log = logging.getLogger(__name__)
@@ -186,7 +185,7 @@ class TextShape(Protocol):
     """The form of the events. The ids of the parts of a text count from 0."""
 
     def opening(self, index: int) -> bytes | None:
-        """The first event of a text."""
+        """Returns the first event of a text."""
 
     def delta(
         self,
@@ -196,30 +195,30 @@ class TextShape(Protocol):
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """More of a text, behind what was there before. None: nothing to tell.
+        """Returns the addition to a text since the last event. None if nothing is to be sent.
 
         `at`: the tokens, and the pieces of the end, that a reader of the event has.
         """
 
     def ending(self, index: int, result: GenerationResult) -> Sequence[bytes]:
-        """The last events of a text."""
+        """Returns the last events of a text."""
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> Sequence[bytes]:
-        """The last events of all. The prediction ended at `ended_at_s` (unix time)."""
+        """Returns the last events of all. The prediction ended at `ended_at_s` (unix time)."""
 
     def failure(self, code: str, message: str) -> bytes:
-        """The event of an error, after which nothing comes."""
+        """Returns the event of an error, after which nothing comes."""
 
 
 class StreamLost(PenstockError):
-    """The tokens that a reader goes on from are not known any more."""
+    """The tokens from which a reader resumes are not known any more."""
 
     code = "stream_lost"
     public_by_default = None
 
 
 class Seen(NamedTuple):
-    """What a reader has of a text: its opening, so many tokens, and pieces of its end."""
+    """Position of a reader in a text: its opening, its tokens, and pieces of its end."""
 
     is_open: bool = False
     tokens: int = 0
@@ -227,17 +226,17 @@ class Seen(NamedTuple):
 
 
 def seen_from_id(last_id: str, items: int) -> list[Seen]:
-    """What the reader of an event with this id has. Nothing where it is empty.
+    """Returns the position of the reader of an event with this id. The start if it is empty.
 
     Raises:
-        BadInput: no event of such a stream has this id.
+        BadInput: the id is not one of such a stream.
     """
     if not last_id:
         return [Seen()] * items
     found = [_PART.fullmatch(part) for part in last_id.split(".")]
     if not all(found) or len(found) != items:
         raise BadInput(
-            f"Last-Event-ID: {last_id[:40]!r} is no id of an event of this stream",
+            f"Last-Event-ID: {last_id[:40]!r} is not the id of an event of this stream",
             field="last-event-id",
         )
     return [
@@ -296,7 +295,7 @@ class TextStreams:
         """Holds room for a stream of this tenant.
 
         Raises:
-            Overloaded: there is none.
+            Overloaded: no room is left.
         """
         stream = OneItem(tenant)
         if self._room.turns_to_wait(stream):
@@ -322,15 +321,15 @@ class TextStreams:
     ) -> AsyncGenerator[bytes]:
         """Yields the events of a prediction's texts, for at most MAX_S.
 
-        A reader that may not go on, since its key was revoked, gets the error as the last event.
-        Then the texts end as if it had hung up, at what it was sent.
+        A reader that may not continue, since its key was revoked, gets the error as the last event.
+        Then the texts end as if it had hung up, after the tokens that it was sent.
 
         Args:
             snapshot: the prediction.
             shape: the form of the events.
-            seen: what the reader has of each text.
-            check: raises PenstockError once the reader may read no more.
-            stays: whether the prediction goes on when nobody reads along.
+            seen: the position of the reader in each text.
+            check: raises PenstockError once the reader may not continue.
+            stays: whether the prediction continues without a reader.
         """
         stream, watch = _Stream(shape, [_Text(one) for one in seen]), _Watch(check)
         prediction, is_done = snapshot.prediction, False
@@ -345,7 +344,7 @@ class TextStreams:
                 yield stream.fail(error.code, error.public_message)
         finally:
             if not is_done and not stays and not snapshot.record.is_over:
-                # Nobody comes back with a key that is not valid any more.
+                # A key that is not valid any more cannot resume the stream.
                 after_s = READER_S if watch.has_refused else LEFT_S
                 leaving = asyncio.create_task(self._cancel_unread(prediction, after_s))
                 self._leaving.add(leaving)
@@ -393,13 +392,13 @@ class _Watch:
         self._checked_s = self._sent_s = time.monotonic()
         self.every_s = min(CHECK_S, HEARTBEAT_S)
         self.has_refused = False
-        """Whether the reader may not go on."""
+        """True if the reader may not continue."""
 
     def is_heartbeat_due(self, *, is_silent: bool) -> bool:
-        """Whether nothing was sent for so long that a comment is due. Checks the reader too.
+        """Returns whether a comment is due, since nothing was sent. Checks the reader too.
 
         Raises:
-            PenstockError: it may read no more.
+            PenstockError: the reader may not continue.
         """
         now_s = time.monotonic()
         if now_s - self._checked_s >= CHECK_S:
@@ -423,13 +422,13 @@ class _Stream:
         self.texts = texts
 
     def read(self, index: int, chunks: Sequence[TokenChunk]) -> Iterator[bytes]:
-        """The events of what was written of a text."""
+        """Returns the events of the tokens written of a text."""
         text = self.texts[index]
         yield from self._open(index)
         for chunk in chunks:
             if chunk.first < text.seen.tokens < chunk.end or chunk.first != text.tokens:
                 raise StreamLost(
-                    "the tokens that you have are none of this text; get the whole of it"
+                    "Last-Event-ID does not belong to this stream; fetch the full completion"
                 )
             before, text.tokens = text.text, chunk.end
             text.text += chunk.text
@@ -441,7 +440,7 @@ class _Stream:
                     yield self._with_id(event)
 
     def end(self, snapshot: PredictionSnapshot) -> Iterator[bytes]:
-        """The events of what the texts have beyond that, and of their ends."""
+        """Returns the events of the rest of the texts, and of their ends."""
         reply = snapshot.record.reply
         outcomes = reply.outcomes if reply is not None else []
         if snapshot.record.state != "succeeded" or len(outcomes) < len(self.texts):
@@ -455,7 +454,7 @@ class _Stream:
             yield self._with_id(event)
 
     def fail(self, code: str, message: str) -> bytes:
-        """The event of an error."""
+        """Returns the event of an error."""
         return self._with_id(self._shape.failure(code, message))
 
     def _end_of(self, index: int, result: GenerationResult) -> Iterator[bytes]:
@@ -466,7 +465,7 @@ class _Stream:
         # reader that has all tokens may lack a piece. It is the first one of the end.
         if not text.seen.ended:
             if text.tokens < text.seen.tokens or not result.text.startswith(text.text):
-                raise StreamLost("the text differs from what was streamed; get the whole of it")
+                raise StreamLost("the completion changed since it was streamed; fetch it again")
             rest, logprobs = result.text[len(text.text) :], result.logprobs[text.tokens :]
             text.tokens = result.output_tokens
             at = (text.tokens, text.ended)
@@ -492,7 +491,7 @@ class _Stream:
 
 
 def _failure(snapshot: PredictionSnapshot, outcomes: Sequence[ItemOutcome]) -> tuple[str, str]:
-    """Why a prediction has no texts: a code, and words."""
+    """Returns why a prediction has no texts: a code and a message."""
     if snapshot.record.state == "canceled":
         return "canceled", "the request was canceled"
     failed = next((one for one in outcomes if one.error is not None), None)

@@ -1,4 +1,4 @@
-"""What is told of a prediction while it runs and after: its stream of events, and its webhooks."""
+"""The event stream and the webhooks of a prediction."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ async def list_webhooks(request: Request, prediction_id: str) -> Response:
     },
 )
 async def replay_webhook(request: Request, prediction_id: str) -> Response:
-    """Sends `completed` again, under the same `webhook-id`, signed anew.
+    """Sends `completed` again, under the same `webhook-id`, with a new signature.
 
-    Earlier events are not replayed, because the states that they told of are gone.
+    Earlier events are not replayed, because their states no longer exist.
     """
     call = authenticate(request)
     await call.prediction(prediction_id)
@@ -109,10 +109,10 @@ async def stream(
 ) -> Response:
     """Server-sent events: logs, output, error, done. `Last-Event-ID` resumes a stream.
 
-    With `events=preview`, also what images look like between two steps, as small WebP. With
-    `events=queue`, also the place in line, whenever it changes. The link in `urls.stream` is signed
-    and needs no API key. The output of a text model comes as it is written, piece by piece, and has
-    neither previews nor places in line.
+    With `events=preview`, also previews of images between two steps, as small WebP. With
+    `events=queue`, also the position in the queue, whenever it changes. The link in `urls.stream`
+    is signed and needs no API key. The output of a text model is streamed while it is generated,
+    and has neither previews nor queue positions.
     """
     dependencies = dependencies_of(request)
     if signature and not _sends_key(request):
@@ -129,29 +129,29 @@ async def stream(
         if _is_read_along(dependencies, prediction):
             texts, seen = dependencies.text_streams, seen_from_id(last_id, 1)
             held.enter_context(texts.reserved(prediction.tenant))
-            told = texts.follow(snapshot, OutputEvents(), seen, check, stays=True)
+            sse = texts.follow(snapshot, OutputEvents(), seen, check, stays=True)
         else:
             held.enter_context(dependencies.event_streams.reserved(prediction.tenant))
-            told = dependencies.event_streams.follow(snapshot, last_id, check, extra)
+            sse = dependencies.event_streams.follow(snapshot, last_id, check, extra)
         if IS_HEAD in request.scope:
             return Response(headers=headers, media_type=EVENTS_TYPE)
-        return HeldResponse(told, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+        return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
 
 
 def _is_read_along(dependencies: Dependencies, prediction: Prediction) -> bool:
-    """Whether its output comes token by token."""
-    with suppress(UnknownModel):  # gone from the catalog: only its record tells of it
+    """Returns whether its output is streamed token by token."""
+    with suppress(UnknownModel):  # removed from the catalog: only its record is left
         model = dependencies.catalog.find(prediction.model)
         return API_TASKS[model.task].streams_tokens and not prediction.is_list
     return False
 
 
 def _stays_valid() -> None:
-    """A signed link does not end before its time."""
+    """Does nothing: a signed link is valid until it expires."""
 
 
 def _sends_key(request: Request) -> bool:
-    """Whether the request has a key, which then decides: a wrong key is told of."""
+    """Returns whether the request has a key, which then decides: a wrong key is an error."""
     return "authorization" in request.headers or "x-api-key" in request.headers
 
 
@@ -159,5 +159,6 @@ def _extra_kinds(events: str) -> set[str]:
     extra = set(filter(None, events.split(",")))
     if unknown := sorted(extra - {*EXTRA_KINDS}):
         known = ", ".join(EXTRA_KINDS)
-        raise BadInput(f"events: {unknown[0][:40]!r} is none of {known}", field="events")
+        reason = f"events: unknown event {unknown[0][:40]!r}; expected one of {known}"
+        raise BadInput(reason, field="events")
     return extra

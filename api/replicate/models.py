@@ -1,7 +1,4 @@
-"""The other routes of Replicate's clients: models, account, files, webhook secret.
-
-Models and their versions in Replicate's shape.
-"""
+"""The other routes of Replicate's clients: models with versions, account, files, webhook secret."""
 
 from __future__ import annotations
 
@@ -39,11 +36,12 @@ from shared.predictions import MEDIA_TYPES, iso
 from shared.webhooks import tenant_secrets
 
 COG_VERSION = "0.16.0"
-"""Whose schemas ours are like: before 0.3.9 clients take every list for an iterator."""
+"""The version of cog whose schemas ours follow: with one before 0.3.9, clients treat every list as
+an iterator."""
 
 
 def version_body(model: Model, created_at_s: float) -> dict[str, Any]:
-    """The only version of a model, ready for JSON."""
+    """Returns the only version of a model, ready for JSON."""
     return {
         "id": version_of(model),
         "created_at": iso(created_at_s),
@@ -53,7 +51,7 @@ def version_body(model: Model, created_at_s: float) -> dict[str, Any]:
 
 
 def model_body(model: Model, owner: str, base_url: str, created_at_s: float) -> dict[str, Any]:
-    """A model in Replicate's shape, ready for JSON."""
+    """Returns a model in Replicate's shape, ready for JSON."""
     return {
         "url": f"{base_url}/v1/models/{owner}/{model.name}",
         "owner": owner,
@@ -71,7 +69,7 @@ def model_body(model: Model, owner: str, base_url: str, created_at_s: float) -> 
 
 
 def deployment_body(model: Model, owner: str, created_at_s: float) -> dict[str, Any]:
-    """The only deployment of a model, ready for JSON."""
+    """Returns the only deployment of a model, ready for JSON."""
     release = {
         "number": 1,
         "model": f"{owner}/{model.name}",
@@ -88,7 +86,7 @@ def deployment_body(model: Model, owner: str, created_at_s: float) -> dict[str, 
 
 
 def hardware_body(kind: str) -> dict[str, Any]:
-    """A GPU type of the catalog in Replicate's shape, ready for JSON."""
+    """Returns a GPU type of the catalog in Replicate's shape, ready for JSON."""
     return {"sku": kind, "name": "CPU" if kind == "none" else f"NVIDIA {kind.upper()} GPU"}
 
 
@@ -215,7 +213,7 @@ async def get_account(request: Request) -> Response:
     responses={200: success("Done.", Hardware) | _HARDWARE_LIST, **problems(401)},
 )
 async def list_hardware(request: Request) -> Response:
-    """What the models that the key may use run on, each kind once."""
+    """The hardware of the models that the key may use, each kind once."""
     models = authenticate(request).listed_models()
     return _json([hardware_body(kind) for kind in sorted({model.gpu.type for model in models})])
 
@@ -224,8 +222,8 @@ async def list_hardware(request: Request) -> Response:
 async def create_file(request: Request) -> Response:
     """Takes a form with the file as `content` and, if wanted, a JSON object as `metadata`.
 
-    Files are kept for a day, and count in what the tenant may store. Below /v1
-    api/openai/files.py is asked first.
+    Files are kept for a day, and count toward the tenant's storage quota. Below /v1
+    api/openai/files.py is tried first.
     """
     call = authenticate(request)
     call.check_charset()
@@ -253,13 +251,13 @@ async def get_file(request: Request, file_id: str) -> Response:
 
 @router.get("/files", include_in_schema=False)
 async def list_files(request: Request) -> Response:
-    """The newest files. Below /v1 api/openai/files.py is asked first."""
+    """The newest files. Below /v1 api/openai/files.py is tried first."""
     call = authenticate(request)
     return _json({"previous": None, "next": None, "results": await shown_files(call)})
 
 
 async def shown_files(call: ApiRequest) -> list[dict[str, Any]]:
-    """The newest files of the caller, as Replicate's clients know them."""
+    """Returns the newest files of the caller, as Replicate's clients know them."""
     return [_shown(call, file) for file in await call.dependencies.files.newest(call.tenant)]
 
 
@@ -284,7 +282,7 @@ async def get_secret(request: Request) -> Response:
     try:
         first, *_ = tenant_secrets(call.dependencies.settings.webhook_secrets, call.tenant)
     except ConfigurationError as error:
-        raise NotFound("webhooks are not set up here: there is no secret") from error
+        raise NotFound("webhooks are not set up here: no secret is configured") from error
     return _json({"key": first})
 
 

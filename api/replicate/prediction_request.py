@@ -41,19 +41,19 @@ async def read_prediction(
     own_id: str = "",
     deployment: str = "",
 ) -> NewPrediction:
-    """Makes the prediction that a request asks for, with the items to compute.
+    """Creates the requested prediction, with the items to compute.
 
     Args:
         call: the authenticated request.
         body: its body.
-        model: that is to compute it.
+        model: the model that computes it.
         owner: the owner of the model, as the caller named it.
         own_id: the id that the caller chose, if any.
         deployment: `owner/name` of the deployment that the path names, if any.
 
     Raises:
         InvalidFields: the input does not fit the model.
-        BadInput: the webhook could never be delivered to.
+        BadInput: the webhook's URL can never be delivered to.
         StorageFull: the tenant has no room for the source image.
         Overloaded: too many images wait to be decoded.
         DeadlineExceeded: the source image was not decoded in time.
@@ -89,14 +89,14 @@ async def read_prediction(
 def new_prediction(
     call: ApiRequest, model: Model, read: Inputs, *, own_id: str = "", digest: str, **shown: Any
 ) -> NewPrediction:
-    """Makes a prediction of inputs that were read.
+    """Creates a prediction from parsed inputs.
 
     Args:
         call: the authenticated request.
-        model: that is to compute it.
-        read: what it computes.
+        model: the model that computes it.
+        read: the parsed inputs.
         own_id: the id that the caller chose, if any.
-        digest: of all that was asked for.
+        digest: the digest of the whole request.
         shown: further fields of its document.
     """
     options, key = call.options, call.options.idempotency_key
@@ -139,7 +139,7 @@ def new_prediction(
 
 
 def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tuple[str, ...]]:
-    """The webhook URL and its events. Refuses URLs that could never be delivered to."""
+    """Returns the webhook URL and its events. Refuses URLs that could never be delivered to."""
     url, events = body.webhook_target
     if url:
         field = "webhook" if body.webhook else "webhook_completed"
@@ -151,7 +151,7 @@ def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tupl
 
 
 def _ids(tenant: str, own_id: str, key: str) -> tuple[str, str]:
-    """The prediction id and the record id: from the caller, from an Idempotency-Key, or new."""
+    """Returns prediction id and record id: from the caller, from an Idempotency-Key, or new."""
     if own_id:
         return own_id, record_of(tenant, own_id)
     if key:
@@ -162,7 +162,7 @@ def _ids(tenant: str, own_id: str, key: str) -> tuple[str, str]:
 
 
 async def _digest(body: PredictionBody, model: Model) -> str:
-    """A digest of the body and the model. Equal requests have the same."""
+    """Returns a digest of the body and the model. Equal requests have the same."""
     given = body.model_dump(exclude={"version"})
     image = given["input"].get("image")
     if isinstance(image, str) and len(image) > MAX_URL_CHARS:
@@ -173,7 +173,7 @@ async def _digest(body: PredictionBody, model: Model) -> str:
 
 
 def digest_of(text: str) -> str:
-    """A digest of what was asked for."""
+    """Returns the digest of a request."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -38,7 +38,7 @@ CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 499, 503, 504)
 
 
 def creation_responses() -> Responses:
-    """The responses of a route that creates predictions: a new one, or that of an equal request."""
+    """Returns the responses of a route that creates predictions or finds existing ones."""
     reply = PredictionReply
     answers: Responses = {
         200: success(
@@ -226,7 +226,7 @@ async def delete(request: Request, prediction_id: str) -> Response:
     """
     call = authenticate(request)
     dependencies = call.dependencies
-    # The objects go first: without the record nobody would know of them.
+    # The objects go first: without the record nothing refers to them.
     snapshot = await call.prediction(prediction_id)
     if snapshot.record.is_over:
         await dependencies.result_fetcher.delete(snapshot)
@@ -275,7 +275,7 @@ def _check_names(**names: str) -> None:
 
 
 def _created(dependencies: Dependencies, snapshot: PredictionSnapshot, *, is_new: bool) -> Response:
-    """The answer to a creation.
+    """Returns the answer to a creation.
 
     Replicate's clients take `processing` for an end here: it becomes `starting`.
     """

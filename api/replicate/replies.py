@@ -1,8 +1,7 @@
 """The replies of the Predictions API, for the OpenAPI document.
 
-The routes write these bodies themselves.
-
-Field names are those of Replicate's API (https://replicate.com/docs/reference/http).
+The routes write these bodies themselves. Field names are those of Replicate's API
+(https://replicate.com/docs/reference/http).
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class PredictionTimes(msgspec.Struct, omit_defaults=True):
 
     Each is present once it is known.
 
-    `truncated_tokens` says how many tokens were cut: of all texts, where the input has `truncate`;
-    of the prompts of images, where that is known. `device_time` is its part of a whole device, and
-    `cost_usd` what it is charged, as in the usage report.
+    `truncated_tokens` says how many tokens were cut: of all texts, if the input has `truncate`; of
+    the prompts of images, if that is known. `device_time` is its share of a whole device, and
+    `cost_usd` its charge, as in the usage report.
     """
 
     total_time: Seconds | msgspec.UnsetType = msgspec.UNSET
@@ -48,10 +47,10 @@ class PredictionTimes(msgspec.Struct, omit_defaults=True):
 
 
 class QueueReply(msgspec.Struct):
-    """Where a prediction stands among those of your tenant that wait for the same model.
+    """The position of a prediction among those of your tenant that wait for the same model.
 
     `estimated_s` is the time until a worker takes it, at the pace of the last half minute. It is
-    null until that was seen.
+    null until that pace is known.
     """
 
     position: Annotated[int, msgspec.Meta(ge=1)]
@@ -76,7 +75,7 @@ class PredictionReply(msgspec.Struct):
     error: str | None
     metrics: PredictionTimes
     queue: QueueReply | None
-    """Null where it is not known: when a worker has it, in lists, in the answer to its creation."""
+    """Null if it is not known: once a worker has it, in lists, in the answer to its creation."""
     data_removed: bool
     created_at: Moment
     started_at: Moment | None
@@ -102,7 +101,7 @@ class WebhookAttemptReply(msgspec.Struct, kw_only=True):
     created_at: Moment
     duration_ms: Amount
     status: int | None
-    """Of the receiver's answer. Null without one."""
+    """HTTP status of the receiver's answer. Null without one."""
     error: str | None
 
 
@@ -155,7 +154,7 @@ class ModelsPage(msgspec.Struct):
 
 
 class DeploymentConfiguration(msgspec.Struct):
-    """What the model runs on."""
+    """The hardware of the model."""
 
     hardware: str
     min_instances: Count
@@ -163,7 +162,7 @@ class DeploymentConfiguration(msgspec.Struct):
 
 
 class Release(msgspec.Struct):
-    """What is deployed."""
+    """The deployed version."""
 
     number: Literal[1]
     model: str
@@ -246,7 +245,7 @@ class HealthReply(msgspec.Struct):
 
 
 class ReadinessReply(msgspec.Struct):
-    """Which services can be reached, and whether the instance can serve requests."""
+    """The services that can be reached, and whether the instance can serve requests."""
 
     status: Literal["ready", "degraded", "unavailable"]
     pubsub: str

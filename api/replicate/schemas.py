@@ -1,4 +1,4 @@
-"""The public bodies of the Predictions API: what creates a prediction, and each task's input.
+"""The public request bodies of the Predictions API.
 
 Field names are those of Replicate's API (https://replicate.com/docs/reference/http) and, inside
 `input`, those that its Stable Diffusion models have.

@@ -1,6 +1,4 @@
-"""/v1/admin: keys, plans, tenants and the audit log, for keys with the scope `admin`.
-
-Bodies and replies of the administration of keys.
+"""/v1/admin: keys, plans, tenants and the audit log, for keys with the `admin` scope.
 
 Keys have the form of OpenAI's admin API keys
 (https://platform.openai.com/docs/api-reference/admin-api-keys), with more fields.
@@ -53,14 +51,14 @@ class NewKeyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class RotationBody(msgspec.Struct, forbid_unknown_fields=True):
-    """How to rotate a key."""
+    """Options for rotating a key."""
 
     overlap_s: Annotated[int, msgspec.Meta(ge=0, le=30 * 86_400)] = 86_400
     """Seconds for which the old secret still works."""
 
 
 class TenantBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What is set of a tenant."""
+    """The settings of a tenant."""
 
     plan: str | None
     """Null: the default plan."""
@@ -157,7 +155,7 @@ class ActObject(msgspec.Struct, kw_only=True):
     actor: str
     address: str
     type: str
-    """What was done, such as `key.create`."""
+    """The action, such as `key.create`."""
     target: str
     before: dict[str, Any] | None
     after: dict[str, Any] | None
@@ -208,7 +206,7 @@ async def list_keys(
     found = [key for key in (await admin.read()).keys if tenant in ("", key.tenant)]
     ids = [key.id for key in found]
     if after and after not in ids:
-        raise NotThere("after: is no key of this list", field="after")
+        raise NotThere("after: unknown key id", field="after")
     start = ids.index(after) + 1 if after else 0
     uses = await store.uses()
     data = [_key(key, uses.get(key.id)) for key in found[start : start + limit]]
@@ -361,7 +359,7 @@ async def set_tenant(request: Request, name: str) -> Response:
     responses=responses(ActsPage, 400, 401),
 )
 async def list_acts(request: Request, after: ActId = "", limit: Limit = 20) -> Response:
-    """Who did what, the newest first. The last 10,000 acts are kept."""
+    """The audit log, the newest act first. The last 10,000 acts are kept."""
     store, _ = _administration(authenticate(request))
     found = await store.acts(limit + 1, after)
     data = [
@@ -384,7 +382,7 @@ async def list_acts(request: Request, after: ActId = "", limit: Limit = 20) -> R
 def _administration(call: ApiRequest) -> tuple[KeyStore, Administration]:
     store = call.dependencies.access.store
     if store is None:
-        raise Unavailable(public="this API has no directory of keys")
+        raise Unavailable(public="this API has no key directory")
     client = call.http.client
     actor, address = f"key {call.caller.key_id}", client.host if client else ""
     served = served_by(
@@ -405,7 +403,7 @@ def _check_slashes(request: Request) -> None:
 
 
 async def _read(call: ApiRequest, kind: type[Body]) -> Body:
-    """The body of a change. Plans and limits are structs, so their own checks hold here too."""
+    """Returns the body of a change. Plans and limits are structs, which check themselves."""
     data = await call.http.body()
     check_amount(data)
     try:
@@ -424,7 +422,7 @@ async def _issued(call: ApiRequest, issued: IssuedKey) -> Response:
 
 
 async def _done(call: ApiRequest, reply: msgspec.Struct) -> Response:
-    """The answer to a change, which this instance knows before the next request."""
+    """Returns the answer to a change, which this instance knows before the next request."""
     await call.dependencies.access.refresh()
     return _json(reply)
 

@@ -1,8 +1,8 @@
-"""GET /console: a page that tries the models and shows predictions, batches, usage and keys.
+"""GET /console: a page to try the models and to see predictions, batches, usage and keys.
 
-The page is files of api/console_page, which use only the API that every caller has. It shows what
-strangers wrote, so its policy allows no inline script or style, and Trusted Types forbid markup
-from strings (https://www.w3.org/TR/trusted-types/).
+The page consists of the files of api/console_page, which use only the public API. It shows text
+from untrusted sources, so its policy allows no inline script or style, and Trusted Types forbid
+markup from strings (https://www.w3.org/TR/trusted-types/).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 
 FOLDER = Path(__file__).parents[1] / "console_page"
 HEADERS = {
-    # Previews and small pictures are data: URLs. Those that were fetched are blob: URLs.
+    # Previews and small images are data: URLs. Fetched images are blob: URLs.
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; "
     "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'",

@@ -1,4 +1,4 @@
-"""GET /docs: the OpenAPI document as a page from which people can try the API.
+"""GET /docs: the OpenAPI document as a page for trying the API.
 
 All of its scripts come from api/docs_page. So it works without internet access, and no third
 party's script sees a reader's key.

@@ -1,8 +1,6 @@
 """Reports for the console and programs: those of docs/reference/reports.md that the key may see.
 
-A key sees its own tenant's rows. A key with the scope `admin` sees all tenants and all reports.
-
-The replies about reports: which there are, and what one says.
+A key sees its own tenant's rows. A key with the `admin` scope sees all tenants and all reports.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from shared.reports.question import ROWS_KEPT_DAYS, ask
 from shared.reports.runner import ReportResult
 
 Cell = str | int | float | bool | None
-"""Of a table. Days and moments are text in ISO 8601."""
+"""A cell of a table. Days and times are text in ISO 8601."""
 
 
 class ReportEntry(msgspec.Struct, kw_only=True):
@@ -36,9 +34,9 @@ class ReportEntry(msgspec.Struct, kw_only=True):
     title: str
     owner: Literal["finance", "product", "operations"]
     days: Annotated[int, msgspec.Meta(ge=1)]
-    """How far it looks back if nothing is said."""
+    """Default range, in days before now."""
     filters: list[Literal["tenant", "model"]]
-    """What its rows can be limited to."""
+    """The filters that it supports."""
 
 
 class ReportsReply(msgspec.Struct, kw_only=True):
@@ -75,7 +73,7 @@ class ReportPlot(msgspec.Struct, kw_only=True):
 
 
 class ReportReply(msgspec.Struct, kw_only=True):
-    """What a report says."""
+    """The result of a report."""
 
     object: Literal["report"] = "report"
     name: str
@@ -116,7 +114,7 @@ async def list_reports(request: Request) -> Response:
     responses=responses(ReportReply, 400, 401, 403, 404, 429, 503),
 )
 async def get_report(request: Request, name: str) -> Response:
-    """What a report says of a range of time. Its rows are those of your tenant."""
+    """A report on a time range. Its rows are those of your tenant."""
     call = authenticate(request)
     report = reports().get(name)
     if report is None or not _may_read(call, report):

@@ -1,7 +1,4 @@
-"""GET /v1/status: how busy the models are, for one tenant and from one instance of the API.
-
-The reply of /v1/status, for the OpenAPI document and on the wire.
-"""
+"""GET /v1/status: the load of the models, for one tenant and from one instance of the API."""
 
 from __future__ import annotations
 
@@ -21,22 +18,22 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class ModelStatus(msgspec.Struct, kw_only=True):
-    """How busy a model is, as one instance of the API sees it."""
+    """The load of a model, as one instance of the API sees it."""
 
     model: str
     is_busy: bool
-    """Whether items of anyone wait for a worker."""
+    """True if items of any tenant wait for a worker."""
     your_items_in_flight: Count
     """Items of your tenant that wait for a worker."""
     expected_wait_s: Seconds
     """Estimate for one more item of yours, in steps of 1, 2 and 5."""
     items_per_s: Seconds
-    """What the workers compute while there is a queue, as last measured."""
+    """Throughput of the workers while there is a queue, as last measured."""
     object: Literal["model.status"] = "model.status"
 
 
 class StatusReply(msgspec.Struct):
-    """How busy the models are that the key may use."""
+    """The load of the models that the key may use."""
 
     data: list[ModelStatus]
     object: Literal["list"] = "list"
@@ -45,7 +42,7 @@ class StatusReply(msgspec.Struct):
 router = APIRouter()
 
 STEPS_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
-"""What a wait is rounded up to. Longer ones are shown as the last one."""
+"""Values to which a wait is rounded up. Longer waits are shown as the last one."""
 
 
 @router.get(
@@ -55,9 +52,9 @@ STEPS_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 50
     responses=responses(StatusReply, 401),
 )
 async def get_status(request: Request) -> Response:
-    """How busy each model is, and how long one more item of yours would wait.
+    """The load of each model, and the wait of one more item of yours.
 
-    The numbers are those of the instance that answers. What other tenants send is not shown.
+    The numbers are those of the instance that answers. The load of other tenants is not shown.
     """
     call = authenticate(request)
     reply = StatusReply([_status(call, model.name) for model in call.listed_models()])
@@ -81,5 +78,5 @@ def _status(call: ApiRequest, model: str) -> ModelStatus:
 
 
 def _coarse(wait_s: float) -> float:
-    """The next of STEPS_S. The exact wait would tell how many others wait."""
+    """Returns the next of STEPS_S. The exact wait would reveal how many others wait."""
     return next((step for step in STEPS_S if wait_s <= step), STEPS_S[-1])

@@ -19,18 +19,18 @@ MAX_FIELDS = 100
 async def read_inputs(
     given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
 ) -> Inputs:
-    """The inputs of one prediction.
+    """Returns the inputs of one prediction.
 
     Args:
         given: the `input` of the body.
-        model: that is to compute them.
-        caller: whose files may be named.
-        pictures: fetches and keeps pictures that the input names.
+        model: the model that computes them.
+        caller: the owner of the files that may be named.
+        pictures: fetches and stores images that the input names.
 
     Raises:
-        InvalidFields: something in it is wrong.
-        Overloaded: too many pictures wait to be decoded.
-        DeadlineExceeded: the source picture was not decoded in time.
+        InvalidFields: a field of it is not valid.
+        Overloaded: too many images wait to be decoded.
+        DeadlineExceeded: the source image was not decoded in time.
         Unavailable: the object store is out of reach.
     """
     if len(given) > MAX_FIELDS:
@@ -42,7 +42,7 @@ async def read_inputs(
 
 
 def openapi_schema_of(model: Model) -> dict[str, Any]:
-    """The model's input and output in the form that cog publishes. Clients make forms from it."""
+    """Returns the schema of input and output in cog's form. Clients build forms from it."""
     task = API_TASKS[model.task]
     given = task.input_schema.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas = {

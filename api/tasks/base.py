@@ -1,4 +1,4 @@
-"""What a task is to the API: how the `input` of a prediction becomes items."""
+"""The API's interface of a task: it maps the `input` of a prediction to items."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shared.tasks import Input
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a prediction is to compute."""
+    """The inputs of a prediction."""
 
     inputs: Sequence[Input]
     shown: dict[str, Any]
-    """The input as it is kept and shown. A picture inside it became the URL of a file."""
+    """The input as it is stored and shown. An image inside it became the URL of a file."""
     is_list: bool
-    """Whether the output is a list, or its only element."""
+    """True if the output is a list, and false if it is the only element."""
     is_repeatable: bool
     output_format: str = "png"
 
@@ -33,25 +33,25 @@ class ApiTask(ABC):
     """
 
     input_schema: ClassVar[type[Body]]
-    """What an input is checked against. Clients make their forms from it."""
+    """The schema of the input. Clients build their forms from it."""
     output_schema: ClassVar[dict[str, Any]]
     """The output, as JSON Schema."""
     streams_tokens: ClassVar[bool] = False
-    """Whether its workers write tokens where a stream can read them while they compute."""
+    """True if its workers write tokens to Redis while they compute, for streams to read."""
 
     @abstractmethod
     async def read(
         self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
     ) -> Inputs:
-        """The items of one prediction.
+        """Returns the items of one prediction.
 
         Args:
             given: the `input` of the body.
-            model: that is to compute them.
-            caller: who asks.
-            pictures: fetches and keeps pictures that the input names.
+            model: the model that computes them.
+            caller: the caller of the request.
+            pictures: fetches and stores images that the input names.
 
         Raises:
-            pydantic.ValidationError: something in it is wrong.
+            pydantic.ValidationError: a field of it is not valid.
             BadInput: the model can't compute it.
         """

@@ -1,6 +1,6 @@
 """Predictions of embedding models: one text or several, and a vector for each.
 
-Builds the inputs of embedding jobs from texts or token lists, within the limits of the model.
+Also builds the inputs of embedding jobs from texts or token lists, within the model's limits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shared.errors import BadInput, InputTooLarge
 from shared.tasks.embedding import TextInput, TokensInput, Truncate
 
 TOKEN_BYTES = 4
-"""How many bytes a token id counts against the input limit: a token is about four bytes of text."""
+"""Bytes that a token id counts toward the input limit: a token is about four bytes of text."""
 
 
 def text_inputs(
@@ -32,8 +32,8 @@ def text_inputs(
     Args:
         given: one text or token list, or several.
         model: the model that embeds them.
-        truncate: which side of a too long text is cut.
-        tokenizer: the model whose tokenizer made the token ids, according to the caller.
+        truncate: the side of a too long text that is cut.
+        tokenizer: the model whose tokenizer produced the token ids, according to the caller.
 
     Raises:
         BadInput: there are too many, or token ids without the name of the tokenizer of the model.
@@ -120,7 +120,7 @@ class EmbeddingApi(ApiTask):
     async def read(
         self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
     ) -> Inputs:
-        """One item for each text."""
+        """Returns one item for each text."""
         parsed = TextsInput.model_validate(given, strict=True)
         inputs = text_inputs(parsed.given, model, truncate=parsed.truncate or "none")
         check_texts([parsed.given] if isinstance(parsed.given, str) else parsed.given)

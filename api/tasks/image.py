@@ -1,6 +1,6 @@
-"""Predictions of image models: pictures from a prompt, or from a picture and a prompt.
+"""Predictions of image models: images from a prompt, or from an image and a prompt.
 
-Builds the first image of a request from its parameters and the defaults of the model.
+Also builds the first image of a request from its parameters and the defaults of the model.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class ImageRequest(Protocol):
 
     @property
     def prompt(self) -> str:
-        """What the image should show."""
+        """The prompt."""
 
     @property
     def negative_prompt(self) -> str | None:
-        """What the image should not show."""
+        """The negative prompt."""
 
     @property
     def num_inference_steps(self) -> int | None:
@@ -37,7 +37,7 @@ class ImageRequest(Protocol):
 
     @property
     def guidance_scale(self) -> float | None:
-        """How closely to follow the prompt."""
+        """The strength of the guidance by the prompt."""
 
     @property
     def seed(self) -> int | None:
@@ -158,7 +158,7 @@ class ImageApi(ApiTask):
     async def read(
         self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
     ) -> Inputs:
-        """One item for each picture. They differ in their seeds."""
+        """Returns one item for each image. They differ in their seeds."""
         parsed = PictureInput.model_validate(given, strict=True)
         size, shown = _size(parsed, model), given
         if parsed.image is None:
@@ -181,7 +181,7 @@ class ImageApi(ApiTask):
 
 
 def _size(parsed: PictureInput, model: Model) -> tuple[int, int] | None:
-    """The requested size. None: not given."""
+    """Returns the requested size. None if there is none."""
     if parsed.size:
         return size_of(parsed.size, model)
     if not (parsed.width or parsed.height):

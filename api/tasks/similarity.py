@@ -40,7 +40,7 @@ class TextsToCompare(Body):
         return self
 
     def all_pairs(self) -> list[tuple[str, str]]:
-        """Each text, and what to compare it with."""
+        """Returns each text, and what to compare it with."""
         if self.pairs is not None:
             return [(text, query) for text, query in self.pairs]
         return [(text, self.query or "") for text in self.texts or ()]
@@ -58,7 +58,7 @@ class SimilarityApi(ApiTask):
     async def read(
         self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
     ) -> Inputs:
-        """One item for each pair."""
+        """Returns one item for each pair."""
         parsed = TextsToCompare.model_validate(given, strict=True)
         pairs, limit = parsed.all_pairs(), model.text.max_input_bytes
         for index, pair in enumerate(pairs):

@@ -1,4 +1,4 @@
-"""Predictions of text models: a prompt or messages, and the text that continues them."""
+"""Predictions of text models: a prompt or messages, and the generated text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TextToContinue(Body):
     messages: Annotated[list[Message], Field(min_length=1)] | None = Field(
         None, description="The conversation to continue, as in /v1/chat/completions."
     )
-    max_tokens: int | None = Field(None, ge=1, description="How many tokens are written at most.")
+    max_tokens: int | None = Field(None, ge=1, description="Maximum number of generated tokens.")
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = Field(
         1.0, description="0 takes the most likely token, always."
     )
@@ -49,12 +49,12 @@ class TextApi(ApiTask):
     async def read(
         self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
     ) -> Inputs:
-        """One item."""
+        """Returns one item."""
         parsed = TextToContinue.model_validate(given, strict=True)
         limits = model.generation
         if parsed.max_tokens is not None and parsed.max_tokens > limits.longest_tokens:
             raise BadInput(
-                f"max_tokens: {model.name} writes at most {limits.longest_tokens} tokens",
+                f"max_tokens: {model.name} generates at most {limits.longest_tokens} tokens",
                 field="max_tokens",
             )
         is_repeatable = parsed.seed is not None or parsed.temperature == 0
@@ -68,14 +68,14 @@ class TextApi(ApiTask):
             top_p=parsed.top_p,
             top_k=parsed.top_k,
             stop=list(parsed.stop or ()),
-            # Whoever has the link of a prediction may read along.
+            # Anyone who has the link of a prediction may read its stream.
             is_streamed=True,
         )
         return Inputs([made], _shown(given), is_list=False, is_repeatable=is_repeatable)
 
 
 def _shown(given: dict[str, Any]) -> dict[str, Any]:
-    """The input as its record keeps it: without what is accepted and not read."""
+    """Returns the input as its record keeps it: without what is accepted and not read."""
     if not given.get("messages"):
         return given
     messages = [

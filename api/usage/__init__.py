@@ -1,1 +1,1 @@
-"""What callers used, read from the rows in BigQuery."""
+"""Usage of callers, read from the rows in BigQuery."""

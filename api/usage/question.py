@@ -1,4 +1,4 @@
-"""Reads the query string of a question about usage, as OpenAI's clients send it.
+"""Parses the query string of a usage query, as OpenAI's clients send it.
 
 https://platform.openai.com/docs/api-reference/usage. Lists come as `group_by[]=model` or repeated.
 """
@@ -19,7 +19,7 @@ from shared.reports.question import ROWS_KEPT_DAYS
 
 WIDTHS_S = {"1m": 60, "1h": 3600, "1d": 86_400}
 LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}
-"""Buckets on a page by width: if nothing is said, and at most."""
+"""Buckets per page by width: default and maximum."""
 COST_LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 180)}
 GROUPS = {"project_id": "by_tenant", "api_key_id": "by_key", "model": "by_model"}
 COST_GROUPS = {"project_id": "by_tenant", "api_key_id": "by_key", "line_item": "by_model"}
@@ -31,7 +31,7 @@ _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 
 class Question(NamedTuple):
-    """One page of a question: what to query, and where the next page begins."""
+    """One page of a usage query: the query, and the start of the next page."""
 
     query: UsageQuery
     next_page: str | None
@@ -45,13 +45,13 @@ def read_question(
     is_of_costs: bool = False,
     now_s: float | None = None,
 ) -> Question:
-    """Reads a question.
+    """Parses a usage query.
 
     Args:
         given: the query string.
-        tenants: whose rows the caller may see. None: all.
-        tasks: whose rows are asked for. None: all.
-        is_of_costs: whether it is asked about costs, which have other groups.
+        tenants: the tenants whose rows the caller may see. None: all.
+        tasks: the tasks whose rows are requested. None: all.
+        is_of_costs: whether costs are requested, which have other groups.
         now_s: unix time. Default: now.
 
     Raises:
@@ -93,7 +93,7 @@ def read_question(
 
 
 def read_range(given: QueryParams, now_s: float) -> tuple[int, int] | None:
-    """Reads `from` and `to`: unix seconds, or days of UTC. None: neither is given.
+    """Reads `from` and `to`: Unix seconds, or days of UTC. None if both are missing.
 
     Raises:
         BadInput: a value is wrong. `field` names it.
@@ -103,7 +103,7 @@ def read_range(given: QueryParams, now_s: float) -> tuple[int, int] | None:
     now = int(now_s)
     start_s = _moment(given, "from", now)
     if start_s is None:
-        raise BadInput("from: it is needed where `to` is given", field="from")
+        raise BadInput("from: required with `to`", field="from")
     end_s = _moment(given, "to", now) or now + 1
     if end_s <= start_s:
         raise BadInput("to: it must be after `from`", field="to")
@@ -166,7 +166,7 @@ def _list(given: QueryParams, field: str) -> Sequence[str]:
 def _within(
     allowed: tuple[str, ...] | None, chosen: tuple[str, ...] | None
 ) -> tuple[str, ...] | None:
-    """The chosen ones among the allowed ones. None: all."""
+    """Returns the chosen ones among the allowed ones. None: all."""
     if allowed is None or chosen is None:
         return chosen if allowed is None else allowed
     return tuple(name for name in chosen if name in allowed)

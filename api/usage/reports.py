@@ -1,4 +1,4 @@
-"""Runs reports for callers, in turns with other questions about usage."""
+"""Runs reports for callers, under the same concurrency limits as usage queries."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shared.usage.bigquery import open_client
 
 QUERY_LIMIT_S = 20.0
 MAX_ROWS = 5_000
-"""Of an answer. A page has no use for more."""
+"""Maximum number of rows in a response."""
 
 
 class ReportPlace(NamedTuple):
-    """Where the rows are, and what a query may read."""
+    """The dataset of the rows, and the maximum bytes that a query may read."""
 
     project: str
     dataset: str
@@ -32,7 +32,7 @@ class ReportService:
 
     Args:
         place: the data set.
-        turns: those of all questions about usage.
+        turns: the limits shared by all usage queries.
     """
 
     def __init__(self, place: ReportPlace, turns: Turns) -> None:
@@ -48,11 +48,11 @@ class ReportService:
         tenant: str,
         budgets_usd: Mapping[str, float],
     ) -> ReportResult:
-        """Answers one question, which `tenant` asks.
+        """Runs one report for `tenant`.
 
         Raises:
-            BadInput: the report has no such filter, or the answer is too long.
-            Overloaded: too many questions are being answered.
+            BadInput: the report does not support the filter, or the result has too many rows.
+            Overloaded: too many queries are running.
             Unavailable: BigQuery is out of reach, or refused.
         """
         self._turns.claim(tenant)
@@ -60,7 +60,7 @@ class ReportService:
         task = asyncio.create_task(reading)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        # A thread can't be stopped: the turn lasts until its query is over, whoever hangs up.
+        # A thread can't be stopped: the permit is held until its query ends, even after a hang-up.
         # BigQuery ends it after QUERY_LIMIT_S.
         return await asyncio.shield(task)
 

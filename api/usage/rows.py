@@ -1,4 +1,4 @@
-"""Asks BigQuery what was used: one query, parameters only, and a bound on the bytes it reads."""
+"""Queries usage in BigQuery: one query, parameters only, and a bound on the bytes it reads."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MAX_LINES = 10_000
 
 
 class UsageQuery(NamedTuple):
-    """What to add up. None as a filter: all of them."""
+    """A usage query. None as a filter: all."""
 
     start_s: int
-    """Unix time, where the first bucket begins."""
+    """Start of the first bucket, Unix time."""
     end_s: int
     """Unix time before which a request was received."""
     width_s: int
-    """Of a bucket."""
+    """Width of a bucket."""
     tenants: tuple[str, ...] | None
-    """Of whom. None only for administrators."""
+    """Tenants whose usage is summed. None only for administrators."""
     models: tuple[str, ...] | None = None
     keys: tuple[str, ...] | None = None
     tasks: tuple[str, ...] | None = None
@@ -47,9 +47,9 @@ class UsageLine(NamedTuple):
     items: int
     succeeded: int
     cached: int
-    """Of the succeeded: from the cache, or joined."""
+    """Succeeded items from the cache, or joined."""
     tokens: int
-    """Of results that were delivered."""
+    """Tokens of delivered results."""
     charged_tokens: float
     pixel_steps: int
     charged_pixel_steps: float
@@ -75,7 +75,7 @@ class UsageRows:
         self._client: Any = None
 
     def read(self, query: UsageQuery) -> list[UsageLine]:
-        """The lines of all buckets that have any, in order.
+        """Returns the lines of all buckets that have any, in order.
 
         Raises:
             BadInput: there are more than MAX_LINES.

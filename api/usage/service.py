@@ -1,7 +1,7 @@
-"""Reads usage for callers: few queries at a time, and the same question not twice in a while.
+"""Reads usage for callers: few queries at a time, with a cache of results.
 
-An answer is repeated for KEEP_S. So a caller who asks often pays nothing and costs nothing, and the
-figures are at most so much older than BigQuery's.
+A result is cached for KEEP_S. So frequent requests cost nothing, and the figures are at most KEEP_S
+older than BigQuery's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_KEPT = 256
 
 
 class UsageRead(NamedTuple):
-    """What was used, as BigQuery had it at `read_at_s` (unix time)."""
+    """Usage, as BigQuery had it at `read_at_s` (Unix time)."""
 
     lines: Sequence[UsageLine]
     read_at_s: float
@@ -43,11 +43,11 @@ class UsageService:
         self._kept: dict[UsageQuery, asyncio.Task[UsageRead]] = {}
 
     async def read(self, query: UsageQuery, tenant: str) -> UsageRead:
-        """What was used, at most KEEP_S old. `tenant` asks.
+        """Returns the usage, at most KEEP_S old, for a request of `tenant`.
 
         Raises:
-            BadInput: there are too many groups.
-            Overloaded: too many questions are being answered.
+            BadInput: the result has too many groups.
+            Overloaded: too many queries are running.
             Unavailable: BigQuery is out of reach.
         """
         kept = self._kept.get(query)

@@ -1,5 +1,5 @@
--- What was used, in buckets of @width seconds. The report `usage` adds up the same (infra/bigquery).
--- The filter stands beside the table, as a table that demands one wants it.
+-- Usage in buckets of @width seconds. The `usage` report sums the same rows (infra/bigquery).
+-- The filter is directly on the table, as required for tables with a mandatory partition filter.
 WITH once AS (
   SELECT
     *,

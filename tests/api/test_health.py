@@ -39,7 +39,7 @@ async def test_not_ready_without_the_broker(api: ApiUnderTest) -> None:
     assert response.json() == {
         "status": "unavailable",
         "pubsub": "no round trip: out of reach, or refusing",
-        "redis": "out of reach: requests go on without it",
+        "redis": "out of reach: requests continue without it",
         "keys": "not required",
     }
     assert (await api.http.get("/healthz")).status_code == 200

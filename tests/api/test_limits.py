@@ -11,7 +11,7 @@ import openai
 import pytest
 import redis.asyncio
 
-from api.limits.shown import duration
+from api.limits.messages import duration
 from shared.catalog import Catalog
 from shared.catalog_entry import Price
 from shared.tenants.plan import Limits, Plan, Rates

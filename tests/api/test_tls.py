@@ -56,10 +56,10 @@ async def test_old_protocols_are_refused(tmp_path: Path) -> None:
         ({"tls_key": "{key}"}, "PENSTOCK_TLS_KEY: .*given together or not"),
         (
             {"tls_cert": "{cert}", "tls_key": "/no/key.pem"},
-            "PENSTOCK_TLS_CERT: .*/no/key.pem are no certificate with its key: No such file",
+            "PENSTOCK_TLS_CERT: .*/no/key.pem are not a certificate and its key: No such file",
         ),
-        ({"tls_cert": "{key}", "tls_key": "{key}"}, "PENSTOCK_TLS_CERT: .*no certificate"),
-        ({"tls_cert": "{cert}", "tls_key": "{locked}"}, "PENSTOCK_TLS_CERT: .*no certificate"),
+        ({"tls_cert": "{key}", "tls_key": "{key}"}, "PENSTOCK_TLS_CERT: .*not a certificate"),
+        ({"tls_cert": "{cert}", "tls_key": "{locked}"}, "PENSTOCK_TLS_CERT: .*not a certificate"),
     ],
 )
 def test_wrong_certificate_is_refused_by_name(

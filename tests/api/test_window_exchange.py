@@ -16,7 +16,7 @@ from api.dispatch.window_exchange import (
     PAUSE_S,
     WindowExchange,
     combined,
-    told_of,
+    report_of,
 )
 from api.fair_room import Demand
 from shared.catalog import read_catalog
@@ -170,7 +170,7 @@ async def test_what_is_told_has_a_bound() -> None:
     demands = [Demand("m", 1 + number % 50, f"t{number}") for number in range(1000)]
     for demand in demands:
         await window.take(demand, FAR_S)
-    told = told_of(window)
+    told = report_of(window)
     assert len(told.tenants) == MAX_TENANTS
     assert min(items for _, _, items in told.tenants) == 49
     assert told.other_weights == 1000 - MAX_TENANTS
@@ -226,7 +226,7 @@ class Topic:
                 self.exchange()
 
     def exchange(self) -> None:
-        told = {window: told_of(window) for window in self.windows}
+        told = {window: report_of(window) for window in self.windows}
         for window in self.windows:
             window.update(combined(told[other] for other in self.windows if other is not window))
 

@@ -4,7 +4,7 @@ const KEPT = "penstock.key";
 const CONNECTS = 5;
 const PAUSE_MS = 1000;
 
-/** Where the API is: the page is served beside it, with or without a prefix. */
+/** URL of the API: the page is served next to it, with or without a prefix. */
 export const base = new URL(".", document.location.href);
 
 let key = sessionStorage.getItem(KEPT) ?? "";
@@ -18,7 +18,7 @@ export function useKey(text) {
 
 export const hasKey = () => key !== "";
 
-/** What the API refused, in its own words. */
+/** An error response of the API, with its message. */
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);
@@ -66,7 +66,7 @@ async function refusal(response) {
 }
 
 /**
- * Yields server-sent events as {event, data}, and connects again where the stream ended too early.
+ * Yields server-sent events as {event, data}, and reconnects if the stream ended too early.
  * EventSource can't send a key. https://html.spec.whatwg.org/multipage/server-sent-events.html
  */
 export async function* events(path, signal) {

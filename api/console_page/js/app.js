@@ -16,7 +16,7 @@ const tabs = document.getElementById("tabs");
 let leaving = new AbortController();
 let isIn = false;
 
-/** Logs in with the key of this tab, or without one where the API needs none. */
+/** Logs in with the key of this tab, or without one if the API needs none. */
 async function start() {
   if (hasKey() || (await needsNoKey())) await logIn();
   else logOut();

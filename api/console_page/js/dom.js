@@ -1,4 +1,4 @@
-// Builds elements. Text is always a text node: what models, callers and files say is no markup.
+// Builds elements. Text is always a text node: text of models, callers and files is not markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -66,7 +66,7 @@ export function button(label, work, { onError = (error) => say(error.message), .
   return made;
 }
 
-/** A table that scrolls by itself where it is too wide. */
+/** A table that scrolls if it is too wide. */
 export function table(caption, heads, rows) {
   const head = h(
     "tr",

@@ -1,4 +1,4 @@
-// Plots of reports in SVG: bars, lines and heat maps. The table beside a plot has its numbers.
+// Plots of reports in SVG: bars, lines and heat maps. The table next to a plot has its numbers.
 
 import { h, svg } from "./dom.js";
 

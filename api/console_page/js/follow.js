@@ -6,7 +6,7 @@ import { placeInLine } from "./timing.js";
 
 const PREVIEW = /^data:image\/(png|jpeg|webp);base64,[A-Za-z0-9+/=]+$/;
 
-/** Shows what a prediction tells of itself in `outcome`, until it ends. */
+/** Shows the progress of a prediction in `outcome`, until it ends. */
 export async function follow(path, outcome, signal) {
   const words = h("p", { class: "progress" }, "Waits for a worker …");
   const preview = h("img", { class: "picture", alt: "Preview", hidden: true });

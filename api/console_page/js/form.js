@@ -49,7 +49,7 @@ async function readAll(fields) {
   return input;
 }
 
-/** What a property is, without the null that optional ones have beside it. */
+/** The schema of a property, without the null of optional ones. */
 function coreOf(property) {
   const options = (property.anyOf ?? [property]).filter((option) => option.type !== "null");
   return { core: options[0] ?? {}, isOpen: options.length > 1 };

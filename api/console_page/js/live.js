@@ -1,4 +1,4 @@
-// The view "Live": how busy the models are, asked every two seconds while somebody looks.
+// The "Live" view: the load of the models, polled every two seconds while the page is visible.
 
 import { call } from "./api.js";
 import { badge, failure, h, put } from "./dom.js";

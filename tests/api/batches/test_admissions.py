@@ -131,7 +131,7 @@ async def _admitted(store: BatchStore, batch_id: str, most: int) -> bool:
 
 
 async def test_creation_that_broke_off_takes_no_room(tmp_path: Path) -> None:
-    """A marker without an admission is none of the open batches."""
+    """A marker without an admission is not an open batch."""
     objects = ObjectStore(f"file://{tmp_path}")
     (instance,), file = _instances(objects, 1), await _file(objects)
     assert len(await _created([instance], file, 1)) == 1

@@ -226,7 +226,7 @@ async def test_tenant_has_a_bound_of_files(
     client = api.openai()
     for _ in range(2):
         await uploaded(client)
-    with pytest.raises(openai.BadRequestError, match="2 is the most that you may store"):
+    with pytest.raises(openai.BadRequestError, match="2 is the maximum"):
         await uploaded(client)
 
 

@@ -1,4 +1,4 @@
-"""How limits are told to callers: headers, and the words of a refusal, as OpenAI has them.
+"""Rate-limit headers and error messages, as in OpenAI's API.
 
 https://platform.openai.com/docs/guides/rate-limits#rate-limits-in-headers
 """
@@ -15,24 +15,24 @@ from api.limits.counters import Counter, MonthCounter
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
 """Bounds of `Retry-After`, as for an instance that is full (api/dispatch/admission.py)."""
 RESERVED_RETRY_S = 1.0
-"""When to ask again for a budget of which what is left is reserved: most requests end sooner."""
+"""Retry-After for a budget whose rest is reserved: most requests end sooner."""
 BUDGET_UNIT = "usd"
 LIMITS_PREFIX = "x-ratelimit-"
 SHOWN_UNITS = ("requests", "tokens", "pixel_steps")
 
 
 class Need(NamedTuple):
-    """What a request needs of one limit."""
+    """The need of a request for one limit."""
 
     counter: Counter
     amount: float
 
 
 def headers_of(counters: Iterable[Counter], now_s: float) -> dict[str, str]:
-    """The headers `x-ratelimit-{limit,remaining,reset}-<unit>`.
+    """Returns the `x-ratelimit-{limit,remaining,reset}-<unit>` headers.
 
-    If several limits have one unit (of the tenant, of the key, of the model), they show the one of
-    which least is left.
+    If several limits share a unit (of the tenant, of the key, of the model), the headers show the
+    one with the least remaining.
     """
     tightest: dict[str, Counter] = {}
     for counter in counters:
@@ -50,7 +50,7 @@ def headers_of(counters: Iterable[Counter], now_s: float) -> dict[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """A duration as OpenAI writes it: `6m0s`, `1s`, `17ms`. Rounded up."""
+    """Returns a duration as OpenAI writes it: `6m0s`, `1s`, `17ms`. Rounded up."""
     if seconds < 1:
         milliseconds = math.ceil(seconds * 1000)
         return "1s" if milliseconds == 1000 else f"{milliseconds}ms" if milliseconds else "0s"
@@ -62,7 +62,7 @@ def duration(seconds: float) -> str:
 
 
 def refusal(refused: Sequence[Need], now_s: float) -> RateLimited:
-    """The error for limits that leave no room for a request: of the one with the longest wait."""
+    """Returns the error for the limit that refused a request, the one with the longest wait."""
     counter, amount = max(refused, key=lambda need: need.counter.retry_after_s(now_s))
     if counter.unit == BUDGET_UNIT:
         return _over_budget(counter, amount, now_s)
@@ -98,9 +98,9 @@ def _over_budget(counter: Counter, amount: float, now_s: float) -> BudgetExceede
     return BudgetExceeded(
         "You exceeded your current quota, please check your plan and billing details. "
         f"Budget in {counter.subject}: limit {counter.limit:g}, used {counter.used:.10g}, "
-        f"requested {amount:.10g}. It starts anew with the next month (UTC).",
+        f"requested {amount:.10g}. It starts again with the next month (UTC).",
         unit=counter.unit,
-        # 0: it is more than the whole budget, so nobody was asked when the next month begins.
+        # 0: it is more than the whole budget, so Redis was not asked when the next month begins.
         retry_after_s=counter.retry_after_s(now_s) or MAX_RETRY_S,
         is_final=True,
     )
