@@ -83,7 +83,7 @@ class Model(CatalogEntry):
 
     @property
     def is_canary(self) -> bool:
-        """Whether it is the canary of a model, and not a model of the catalog by itself."""
+        """True if it is the canary of a model, and not a catalog model of its own."""
         return self.name.endswith(CANARY_SUFFIX)
 
     @property
@@ -107,7 +107,7 @@ class Model(CatalogEntry):
 
     @cached_property
     def definition(self) -> Task:
-        """What its task is."""
+        """The definition of its task."""
         return TASKS[self.task]
 
     @property
@@ -117,7 +117,7 @@ class Model(CatalogEntry):
 
     @property
     def result_tolerance(self) -> float:
-        """How close results must be to those of torch fp32, in the measure of the task."""
+        """Maximum distance of results from those of torch fp32, in the measure of the task."""
         return self.definition.tolerance(self)
 
 

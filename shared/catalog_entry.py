@@ -44,7 +44,7 @@ are small: results above 1 KiB are in the object store.
 
 
 class Batch(_Entry):
-    """What one batch may hold: the budget of its task, and a number of items."""
+    """Limits of one batch: the budget of its task, and a number of items."""
 
     max_tokens: Positive | None = None
     max_pixel_steps: Positive | None = None
@@ -63,7 +63,7 @@ class Deadline(_Entry):
 
 
 class Cache(_Entry):
-    """How long results are kept (0: never), and who may get them.
+    """Cache settings: the time that results are kept (0: never), and who may get them.
 
     `tenant`: callers of the tenant that sent the same input before. `global`: all callers. Then the
     answer tells one tenant (by `x-penstock-cache` and by its time) whether another one sent the
@@ -118,7 +118,7 @@ def _digest_of_figures(*figures: float) -> str:
 
 
 class PriceTerms(_Entry):
-    """What an item is billed at, once it was delivered."""
+    """The price of a delivered item."""
 
     version: str | None = Field(None, pattern=r"^[!-~]{1,64}$")
     """How rows and invoices name these terms. None: a digest of the figures."""
@@ -237,14 +237,14 @@ class Generation(_Entry):
 
 
 class TextLimits(_Entry):
-    """What an embeddings request may hold."""
+    """Limits of an embeddings request."""
 
     max_items: Positive = 2048
     max_input_bytes: Positive = 64 * 1024
 
 
 class Tolerance(_Entry):
-    """How far results may lie from those of torch fp32, the reference.
+    """Maximum distance of results from those of torch fp32, the reference.
 
     `cosine`: the least cosine similarity of an embedding to the reference's. The minimum over a
     calibration set counts, not the mean, since a caller gets single vectors. `psnr_db`: the least

@@ -53,7 +53,7 @@ class PenstockError(Exception):
 
     @property
     def public_message(self) -> str:
-        """What callers may read."""
+        """The message that callers may read."""
         return self._public or self.public_by_default or self.message
 
 

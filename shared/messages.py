@@ -149,7 +149,7 @@ class Job(msgspec.Struct):
 
 
 class ItemError(msgspec.Struct, omit_defaults=True):
-    """Why an item has no result. `code` as in shared.errors."""
+    """The reason that an item has no result. `code` as in shared.errors."""
 
     code: str
     message: str
@@ -157,7 +157,7 @@ class ItemError(msgspec.Struct, omit_defaults=True):
 
 
 class Receipt(msgspec.Struct, omit_defaults=True):
-    """What one item cost, measured where it happened. It is in the reply and becomes the row.
+    """The cost of one item, measured in the worker. It is in the reply and becomes the row.
 
     Times are unix seconds, durations milliseconds. `cache` says where the result came from: `miss`
     (computed), `memory`, `redis`, `joined` (an identical item was being computed) or `none` (cache
@@ -232,7 +232,7 @@ class Reply(msgspec.Struct):
 
 
 def reason_of(outcome: ItemOutcome) -> str:
-    """Why an item has no result, in words that name the input where that is at fault."""
+    """Returns why an item has no result. Names the input if that is at fault."""
     if outcome.error is None:
         return f"item {outcome.index} has neither result nor error; this is a bug"
     place = f"input[{outcome.index}]: " if outcome.error.field == "input" else ""

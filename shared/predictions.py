@@ -92,7 +92,7 @@ def decode_document(document: bytes) -> Prediction:
 
 
 class _End(msgspec.Struct, omit_defaults=True):
-    """What stays of a deleted prediction until its webhook is told of its end."""
+    """The rest of a deleted prediction, kept until its webhook is notified of its end."""
 
     prediction: Prediction
     state: State

@@ -26,7 +26,7 @@ In Kubernetes a worker's folder may hold 1 GiB. Above that its pod is evicted wi
 
 
 class Settings(BaseSettings):
-    """What every process needs to know.
+    """The settings of every process.
 
     An empty endpoint means Google's own, with the machine's credentials.
     """
@@ -97,7 +97,7 @@ class Settings(BaseSettings):
 
     @property
     def records_redis_url(self) -> str:
-        """Where the records are."""
+        """The URL of the Redis that has the records."""
         return self.records_url or self.redis_url
 
 

@@ -1,4 +1,4 @@
-"""What a step takes whatever is computed in it, for workers and the simulation.
+"""The fixed part of a step's time, for workers and the simulation.
 
 Pure: no clock, no I/O. A step of a model that items join between steps takes a fixed time (reading
 the weights) and a time for its work (tokens, pixels). The fixed time is paid once for all items, so
@@ -66,7 +66,7 @@ class StepTime:
             usual.observe(work, seconds)
 
     def spare_s(self, fill: float, work: int, seconds: float) -> float:
-        """Of the seconds of a step, those that others could have used for nothing.
+        """Returns the seconds of a step that other items could have used at no cost.
 
         Never more than the part of the room that is free, so a full step has none.
 

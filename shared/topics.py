@@ -23,7 +23,7 @@ def workers_subscription_id(model: str) -> str:
 
 
 def dead_letter_topic_id(model: str) -> str:
-    """Where jobs of `model` go that no worker could finish."""
+    """Returns the topic for jobs of `model` that no worker could finish."""
     return f"jobs.{model}.dead"
 
 
@@ -50,7 +50,7 @@ WEBHOOKS_SUBSCRIPTION_ID = "webhooks.push"
 
 
 def batch_subscription_id(model: str) -> str:
-    """What workers of `model` pull beside their subscription: jobs of the lane `batch`."""
+    """Returns the second subscription of workers of `model`, for jobs of the `batch` lane."""
     return f"jobs.{model}.batch"
 
 

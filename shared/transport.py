@@ -58,11 +58,11 @@ class Subscription(Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """Whether the stream stood when last heard of."""
+        """True if the stream was open when last heard of."""
 
     @property
     def lost(self) -> int:
-        """How many messages lost their lease while in hand."""
+        """The number of messages that lost their lease while they were held."""
 
     def __aiter__(self) -> AsyncIterator[Message]:
         """Yields messages as they come. Reconnects by itself, and ends only after `stop`.

@@ -1,4 +1,4 @@
-"""What a worker does with its time, for the table `worker_hours`: so that idle GPUs have an owner.
+"""The utilization of a worker, for the `worker_hours` table: so that idle GPUs have an owner.
 
 `ProcessTimes` measures. `HourReports` writes what it measured, every five minutes and at the end. A
 worker that is killed loses what it did not write yet, five minutes at most.
@@ -33,7 +33,7 @@ def steady_clock() -> Callable[[], float]:
 
 @dataclass(slots=True)
 class TimeReport:
-    """What happened from `since_s` on, within one hour. Unix seconds."""
+    """The activity from `since_s` on, within one hour. Unix seconds."""
 
     since_s: float
     until_s: float = 0.0
@@ -66,7 +66,7 @@ class ProcessTimes:
 
     @property
     def processes(self) -> int:
-        """How many there are."""
+        """The number of model processes."""
         return len(self._states)
 
     def opened(self, processes: int) -> None:

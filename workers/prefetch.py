@@ -150,7 +150,7 @@ def _copy(store: ObjectStore, repository: str, revision: str) -> Copy:
 
 
 def _delete_others(store: ObjectStore, into: PurePosixPath, kept: dict[str, int]) -> None:
-    """What an earlier commit had and this one has not would be taken for a part of it."""
+    """Deletes files of earlier commits, which would be taken for a part of this one."""
     for page in obstore.list(store, f"{into}/"):
         for found in page:
             if PurePosixPath(found["path"]).relative_to(into).as_posix() not in kept:

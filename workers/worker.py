@@ -50,7 +50,7 @@ FAILED_BATCHES_MAX = 20
 
 
 def held_messages(max_items: int, processes: int, *, in_steps: bool) -> int:
-    """How many jobs a worker holds: for each process a batch that runs and one that waits.
+    """Returns how many jobs a worker holds: for each process a batch that runs and one that waits.
 
     A text may run for minutes. So where a tenant has filled both, there is room for jobs of others,
     which then get places (workers/scheduling/lanes.py).
@@ -111,7 +111,7 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether this worker would get jobs that are published now, for each of its models."""
+        """True if this worker would get jobs that are published now, for each of its models."""
         return all(consumer.is_connected for consumer in self._consumers)
 
     async def run(self, stop: asyncio.Event) -> None:

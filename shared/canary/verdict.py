@@ -30,7 +30,7 @@ _FIRST_S = 0.001
 
 @dataclass(slots=True)
 class RevisionCounts:
-    """What the items of one revision did."""
+    """Counts of the items of one revision, by how they ended."""
 
     items: int = 0
     failed: int = 0
@@ -61,7 +61,7 @@ class RevisionCounts:
 
 @dataclass(slots=True)
 class CanaryCounts:
-    """What is known of both revisions in the window that is judged."""
+    """Counts of both revisions in the window that is judged."""
 
     stable: RevisionCounts = field(default_factory=RevisionCounts)
     canary: RevisionCounts = field(default_factory=RevisionCounts)

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class AckRuns:
-    """What was settled on one channel, whose deliveries are numbered from 1 without a gap."""
+    """The settlements of one channel, whose deliveries are numbered from 1 without a gap."""
 
     def __init__(self) -> None:
         self._all_up_to = 0
@@ -134,7 +134,7 @@ class QueueSubscription:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the broker sends what comes."""
+        """True if the broker delivers new messages."""
         return self._is_open and not self._is_stopped
 
     def __aiter__(self) -> QueueSubscription:

@@ -90,7 +90,7 @@ T = TypeVar("T")
 
 
 async def exists(connection: BrokerConnection, *, queue: str = "", exchange: str = "") -> bool:
-    """Whether the queue, or the exchange, exists.
+    """Returns whether the queue, or the exchange, exists.
 
     Raises:
         Unavailable: the broker is out of reach.

@@ -36,7 +36,7 @@ class ChannelWaits:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits."""
+        """True if nothing waits."""
         return not self._limits
 
     async def within(self, limit_s: float, answer: Awaitable[T]) -> T:

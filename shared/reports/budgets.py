@@ -23,7 +23,7 @@ async def read_budgets(keys_url: str) -> dict[str, float]:
 
 
 def budgets_usd(document: Document) -> dict[str, float]:
-    """What each tenant with a budget may spend in a calendar month (UTC), in US dollars."""
+    """Returns the budget of each tenant that has one, in US dollars per calendar month (UTC)."""
     found = {}
     for tenant in {*document.tenants, *(key.tenant for key in document.keys)}:
         named = document.tenants.get(tenant)

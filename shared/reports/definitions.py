@@ -48,7 +48,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Plot:
-    """How columns of a report are drawn."""
+    """A plot of some columns of a report."""
 
     kind: PlotKind
     values: tuple[str, ...]

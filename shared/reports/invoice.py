@@ -33,7 +33,7 @@ CSV_HEADS = (
 
 @dataclass(frozen=True)
 class InvoiceLine:
-    """What was used of one model at one price, and what is charged for it."""
+    """The use of one model at one price, and the charge for it."""
 
     position: int
     """From 1."""
@@ -53,7 +53,7 @@ class InvoiceLine:
 
 @dataclass(frozen=True)
 class Invoice:
-    """What one tenant owes for one month."""
+    """The amount that one tenant owes for one month."""
 
     number: str
     tenant: str
@@ -93,7 +93,7 @@ def invoices(result: ReportResult) -> list[Invoice]:
 
 
 def number_of(tenant: str, month: date) -> str:
-    """The number of an invoice: the same whenever it is made, and of no other one."""
+    """Returns the number of an invoice: unique, and the same each time that it is made."""
     digest = hashlib.sha256(tenant.encode()).hexdigest()[:8].upper()
     return f"{month:%Y%m}-{digest}"
 

@@ -1,4 +1,4 @@
-"""What is drawn of a report: its plots as series of numbers, for the page and for the console."""
+"""The plots of a report as series of numbers, for the page and for the console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a report: a range of time, a time zone, tenants and models."""
+"""The query to a report: a range of time, a time zone, tenants and models."""
 
 from __future__ import annotations
 

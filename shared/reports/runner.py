@@ -38,7 +38,7 @@ class ReportColumn(NamedTuple):
 
 
 class ReportResult(NamedTuple):
-    """What a report says."""
+    """The result of a report."""
 
     report: Report
     question: ReportQuestion

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class RunResult(NamedTuple):
-    """What a run did."""
+    """The result of a run."""
 
     days: Sequence[BillingDay]
     summary: Summary | None
@@ -189,7 +189,7 @@ class _Steps:
         self._until_s = time.monotonic() + limit_s
 
     def left_s(self, when: str) -> float:
-        """How long the next step may take.
+        """Returns how long the next step may take.
 
         Raises:
             Unavailable: there is no time left.

@@ -1,4 +1,4 @@
-"""What unfinished predictions have reserved of limits, kept until it is settled.
+"""Holds: the parts of limits that unfinished predictions have reserved, until they are settled.
 
 A hold is created with the record of its prediction, by the same script, and outlives the instance
 that created it. Whoever ends the record makes its hold due (record_budget.lua). Any instance takes
@@ -68,7 +68,7 @@ class Holds:
         ]
 
     async def are_held(self, record_ids: Sequence[str]) -> list[bool]:
-        """Whether the records have holds that are not settled.
+        """Returns whether the records have holds that are not settled.
 
         Raises:
             Unavailable: Redis did not answer.

@@ -313,7 +313,7 @@ def key_store(url: str, *, is_writable: bool = False) -> KeyStore:
 
 
 def served_by(catalog: Catalog, *, allow_private: bool) -> Served:
-    """What plans and keys may name in a deployment.
+    """Returns the names that plans and keys may use in a deployment.
 
     Args:
         catalog: its models.

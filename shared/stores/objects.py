@@ -208,7 +208,7 @@ class ObjectStore:
 
     @property
     def is_on_google(self) -> bool:
-        """Whether it is a bucket whose lifecycle rules remove what is old."""
+        """True if it is a bucket whose lifecycle rules remove what is old."""
         return self._url.startswith("gs://")
 
     async def put(self, key: str, data: bytes, media_type: str) -> None:

@@ -287,7 +287,7 @@ class RedisLink:
 
     @property
     def is_up(self) -> bool:
-        """Whether the breaker is closed."""
+        """True if the breaker is closed."""
         return self._up.is_set()
 
     async def wait_up(self, limit_s: float) -> bool:
@@ -363,7 +363,7 @@ class RedisStore:
 
     @property
     def is_up(self) -> bool:
-        """Whether Redis is being asked. False between a failure and the retry that succeeds."""
+        """True if Redis is in use. False between a failure and the retry that succeeds."""
         return self._link.is_up
 
     async def wait_up(self, limit_s: float) -> bool:

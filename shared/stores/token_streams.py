@@ -59,7 +59,7 @@ class Delivered(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What a reader gets. `is_over`: the record is over or gone, so no more will come."""
+    """The tokens that a reader gets. `is_over`: the record is over or gone, so no more come."""
 
     chunks: list[TokenChunk]
     is_over: bool
@@ -172,7 +172,7 @@ class TokenStreams:
         await self._commands.run("SET", self._reader_key(record), 1, "EX", READER_S)
 
     async def is_read(self, record: str) -> bool:
-        """Whether somebody has read along in the last READER_S.
+        """Returns whether somebody has read along in the last READER_S.
 
         Raises:
             Unavailable: Redis did not answer.

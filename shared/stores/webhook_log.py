@@ -90,7 +90,7 @@ class WebhookLog:
         await self._commands.run("SET", self._end_key(record), end, "EX", KEPT_S)
 
     async def end_of(self, record: str) -> bytes | None:
-        """What `keep_end` kept. None: nothing, or the webhook was told.
+        """Returns what `keep_end` kept. None if it kept nothing or the webhook was notified.
 
         Raises:
             Unavailable: Redis did not answer.

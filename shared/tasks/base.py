@@ -1,4 +1,4 @@
-"""What a task is: the inputs and results of its items, and the rules of its models."""
+"""The definition of a task: the inputs and results of its items, and the rules of its models."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class TaskResult(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def count_truncated(cls, results: Sequence[TaskResult], *, is_asked: bool) -> int | None:
-        """How many tokens a request lost. None: not known, or of no interest.
+        """Returns the number of tokens that a request lost. None if it is not known or does not matter.
 
         Args:
             results: of the whole request.
@@ -166,22 +166,22 @@ class Task(ABC):
 
     @abstractmethod
     def tolerance(self, entry: CatalogEntry) -> float:
-        """How close results must be to those of the reference. A part of the cache key."""
+        """Returns the maximum distance from results of the reference. Part of the cache key."""
 
     def compares(self, tolerance: Tolerance) -> bool:
-        """Whether results of two revisions are compared at all."""
+        """Returns whether results of two revisions are compared at all."""
         return True
 
     def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
-        """Whether two results of one input are within a tolerance. None: it can't be told here."""
+        """Returns whether two results of one input are within a tolerance. None if it unknown."""
         return None
 
     def result_bytes(self, entry: CatalogEntry) -> int:
-        """What one result takes in a reply, at most."""
+        """Returns the maximum size of one result in a reply, in bytes."""
         return INLINE_LIMIT_BYTES
 
     def largest_job(self, entry: CatalogEntry) -> int:
-        """How many items a job may have, so that its reply stays below INLINE_LIMIT_BYTES."""
+        """Returns the maximum items of a job, so that its reply stays below INLINE_LIMIT_BYTES."""
         return max(1, min(MAX_JOB_ITEMS, INLINE_LIMIT_BYTES // self.result_bytes(entry)))
 
     @abstractmethod
@@ -215,7 +215,7 @@ class Task(ABC):
 
     @abstractmethod
     def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
-        """What the answer to the example is, in a few words.
+        """Describes the response to the example in a few words.
 
         Raises:
             ValueError: the answer is wrong, and why.

@@ -99,12 +99,12 @@ class TokenChunk(msgspec.Struct, omit_defaults=True):
 
     @property
     def end(self) -> int:
-        """How many tokens the item has with these."""
+        """The number of tokens that the item has with these."""
         return self.first + len(self.ids)
 
 
 class GenerationInput(TaskInput, tag="generation"):
-    """What to continue, and how. Either `messages` or `prompt` is set.
+    """The prompt to continue, and the options. Either `messages` or `prompt` is set.
 
     `messages` and `tools` have OpenAI's form. They go to the model's chat template as they are.
     """
@@ -271,7 +271,7 @@ class TextTask(Task):
         return ExampleRequest(path="/v1/chat/completions", body=body)
 
     def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
-        """How many tokens came."""
+        """Describes the response by its number of tokens."""
         written = answer["usage"]["completion_tokens"]
         if not 1 <= written <= 8 or answer["choices"][0]["message"]["content"] is None:
             raise ValueError(f"{written} tokens, not 1 to 8")

@@ -72,7 +72,7 @@ class InUse(PenstockError):
 
 
 class KeyRequest(NamedTuple):
-    """What a new key is to be."""
+    """The properties of a new key."""
 
     tenant: str
     name: str
@@ -365,7 +365,7 @@ class Administration:
 
 
 def shown(key: StoredKey) -> dict[str, Any]:
-    """What may be shown of a key: all but salt and hashes."""
+    """Returns the view of a key: all but salt and hashes."""
     fields: dict[str, Any] = msgspec.to_builtins(key)
     for secret in ("salt", "hash", "previous_hash"):
         fields.pop(secret, None)
@@ -378,7 +378,7 @@ def redacted(key_id: str) -> str:
 
 
 def state_of(key: StoredKey, now_s: float) -> Literal["valid", "revoked", "expired"]:
-    """Whether the key is accepted."""
+    """Returns whether the key is accepted, and if not, why."""
     if key.revoked_s is not None:
         return "revoked"
     if key.expires_s is not None and key.expires_s <= now_s:

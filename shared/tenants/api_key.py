@@ -73,7 +73,7 @@ def checksum(text: str) -> str:
 
 
 def hash_of(salt: bytes, key: ApiKey) -> bytes:
-    """What is stored instead of the key: SHA-256 of salt and key.
+    """Returns the value that is stored instead of the key: SHA-256 of salt and key.
 
     A slow hash protects passwords, which can be guessed. Nobody guesses 256 random bits.
     """
@@ -86,7 +86,7 @@ def without_keys(text: str) -> str:
 
 
 def holds_key(text: str) -> bool:
-    """Whether `text` has a key in it, or the beginning of its secret. An id alone is none."""
+    """Returns whether `text` has a key in it, or the start of its secret. An id is not a key."""
     return PREFIX in text and _IN_TEXT.search(text) is not None
 
 

@@ -63,7 +63,7 @@ _Hash = Annotated[str, msgspec.Meta(pattern=rf"^([0-9a-f]{{{2 * HASH_BYTES}}})?$
 
 
 class Mistake(NamedTuple):
-    """What is wrong in a directory, and where."""
+    """A mistake in a directory, and its place."""
 
     path: tuple[str | int, ...]
     reason: str
@@ -89,7 +89,7 @@ class Mistake(NamedTuple):
 class StoredKey(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """What is stored of a key. The key itself is not among it."""
+    """A key as it is stored, without the key itself."""
 
     id: Annotated[str, msgspec.Meta(pattern=f"^{ID_PATTERN}$")]
     tenant: str
@@ -112,7 +112,7 @@ class StoredKey(
 
 
 class StoredTenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is stored of a tenant."""
+    """A tenant as it is stored."""
 
     plan: str
 
@@ -129,7 +129,7 @@ KeyState: TypeAlias = Literal["valid", "unknown", "revoked", "expired"]
 
 
 class Found(NamedTuple):
-    """What the directory knows of a key that was sent."""
+    """The entry of the directory for a key that was sent."""
 
     state: KeyState
     caller: Caller
@@ -290,7 +290,7 @@ def _mistakes(document: Document) -> Iterator[Mistake]:
 
 
 def tenant_mistake(tenant: str) -> str:
-    """Why this is no name of a tenant. Empty if it is one."""
+    """Returns why this is not a valid tenant name. Empty if it is valid."""
     if tenant and tenant.isprintable() and len(tenant.encode()) <= MAX_TENANT_BYTES:
         return ""
     return f"a tenant's name is printable and has 1 to {MAX_TENANT_BYTES} bytes"
@@ -319,7 +319,7 @@ def line_of(data: bytes, path: tuple[str | int, ...]) -> int:
 
 
 def _step(text: str, at: int, step: str | int) -> int | None:
-    """Where the value of a name or number begins in the object or list at `at`."""
+    """Returns where the value of a name or number begins in the object or list at `at`."""
     is_object, number = text[at] == "{", 0
     if text[at] not in "{[":
         return None

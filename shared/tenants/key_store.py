@@ -1,4 +1,4 @@
-"""Where the directory of keys is kept: what a file and Redis have in common."""
+"""Stores of the directory of keys: the interface that a file and Redis have in common."""
 
 from __future__ import annotations
 

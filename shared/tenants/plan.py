@@ -30,7 +30,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Limits(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a tenant or a key may use, all models together."""
+    """Limits of a tenant or a key, for all models together."""
 
     max_in_flight: Count | None = None
     """Items that may wait for workers at the same time, in all instances together."""
@@ -41,7 +41,7 @@ class Limits(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def are_none(self) -> bool:
-        """Whether nothing is counted."""
+        """True if nothing is counted."""
         return (
             self.requests_per_min is None
             and self.tokens_per_min is None
@@ -52,7 +52,7 @@ class Limits(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a tenant may use, and on which terms."""
+    """The limits of a tenant, and its terms."""
 
     weight: Annotated[float, msgspec.Meta(ge=LIGHTEST, le=HEAVIEST)] = 1.0
     """Its share of a busy model, relative to the other tenants."""
@@ -81,7 +81,7 @@ class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def are_none(self) -> bool:
-        """Whether nothing is counted."""
+        """True if nothing is counted."""
         return not self.per_model and super().are_none
 
 
@@ -90,7 +90,7 @@ DEFAULT_TENANT = "default"
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """Who sent a request, as its API key says."""
+    """The sender of a request, as identified by its API key."""
 
     tenant: str = DEFAULT_TENANT
     key_id: str = ""
@@ -107,7 +107,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_limited(self) -> bool:
-        """Whether anything is counted for this caller."""
+        """True if anything is counted for this caller."""
         return not (self.plan.are_none and (self.key_limits is None or self.key_limits.are_none))
 
     @property

@@ -128,7 +128,7 @@ class OtlpTracer:
         return context, OtlpSpan(span, self._broker) if span.is_recording() else None
 
     def _keeps_new_trace(self, name: str) -> bool:
-        """Whether a trace that begins here is kept. Its id, if so, is the next one."""
+        """Returns whether a trace that begins here is kept. Its id, if so, is the next one."""
         trace_id = self._ids.choose_trace_id()
         return self._sampler.should_sample(None, trace_id, name).decision != Decision.DROP
 

@@ -81,7 +81,7 @@ def traced(
 
 
 def _is_on(environment: Mapping[str, str]) -> bool:
-    """Whether spans are exported.
+    """Returns whether spans are exported.
 
     Raises:
         ConfigurationError: the variables ask for what this project cannot do.

@@ -53,7 +53,7 @@ class TraceContext:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether spans of this trace are kept. The first process decides it for all others."""
+        """True if spans of this trace are kept. The first process decides it for all others."""
         return bool(int(self.traceparent[53:], 16) & 1)
 
     @property
@@ -188,7 +188,7 @@ class Span:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether anybody will see its attributes."""
+        """True if anybody will see its attributes."""
         return self._recorded is not None
 
     def set(self, attributes: Attributes) -> None:
@@ -274,7 +274,7 @@ def _kind_of(error: BaseException) -> str:
 
 
 def is_recorded(parent: TraceContext | None) -> bool:
-    """Whether spans below `parent` are kept, so that their attributes are worth collecting."""
+    """Returns whether spans below `parent` are kept, so that attributes are worth collecting."""
     return _Installed.tracer is not None and parent is not None and parent.is_sampled
 
 

@@ -153,7 +153,7 @@ def run_query(
 
 
 def public_reason(reason: str, otherwise: str) -> str:
-    """What callers may read of BigQuery's refusal of a query.
+    """Returns the part of BigQuery's refusal of a query that callers may read.
 
     Args:
         reason: in BigQuery's words.
@@ -181,7 +181,7 @@ def _too_slow(limit_s: float, error: Exception) -> Unavailable:
 
 
 def _insert_id(row: Fields) -> str:
-    """What BigQuery drops repeats by, best effort. Rows of one item that differ are no repeats."""
+    """Returns the id by which BigQuery drops repeats, best effort. Differing rows are kept."""
     return ":".join(str(row[name]) for name in ("row_id", "status", "attempt") if name in row)
 
 

@@ -132,7 +132,7 @@ class Journal:
                 self.changed.notify_all()
 
     def _write(self, fields: Fields) -> bool:
-        """Whether the row is on disk now."""
+        """Returns whether the row is on disk now."""
         began_s = time.perf_counter()
         try:
             if self._open is None:
@@ -233,7 +233,7 @@ class Journal:
 
     @property
     def is_disk_due(self) -> bool:
-        """Whether rows are in memory alone and it is time to try the disk."""
+        """True if rows are in memory alone and it is time to try the disk."""
         return bool(self._unsaved) and time.monotonic() >= self._retry_disk_at_s
 
     def next_batch(self, takes_open: bool) -> RowBatch | None:
@@ -312,17 +312,17 @@ class Journal:
 
     @property
     def waiting(self) -> bool:
-        """Whether rows wait that were written here and are not in flight."""
+        """True if rows that were written here wait and are not in flight."""
         return self._open is not None or bool(self._sealed) or bool(self._unsaved)
 
     @property
     def is_full(self) -> bool:
-        """Whether a whole batch waits, or rows that only BigQuery can make safe."""
+        """True if a whole batch waits, or rows that only BigQuery can make safe."""
         return bool(self._sealed) or bool(self._unsaved)
 
     @property
     def is_short_of_disk(self) -> bool:
-        """Whether rows are in memory alone."""
+        """True if rows are in memory alone."""
         return bool(self._unsaved)
 
     @property

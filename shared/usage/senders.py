@@ -1,4 +1,4 @@
-"""Where rows go: to BigQuery, or to the object store, from where BigQuery is filled later.
+"""Senders of rows: to BigQuery, or to the object store, from which BigQuery is filled later.
 
 Writes rows to the object store, as compressed lines of JSON.
 
@@ -75,7 +75,7 @@ class RowSender(Protocol):
 
     @property
     def linger_s(self) -> float:
-        """How long rows should wait for more rows."""
+        """The time that rows should wait for more rows, in seconds."""
         ...
 
     def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:

@@ -42,12 +42,12 @@ LEVEL = 1
 
 
 def is_packed(path: Path) -> bool:
-    """Whether this is the name of a packed segment."""
+    """Returns whether this is the name of a packed segment."""
     return path.suffix == SUFFIX
 
 
 def rows_in(path: Path) -> int:
-    """The number of rows in a packed segment, by its name. 0 if it is no such name."""
+    """Returns the rows in a packed segment, by its name. 0 if the name is of another form."""
     count = path.name.removesuffix(SUFFIX).rpartition(".")[2]
     return int(count) if count.isdecimal() else 0
 

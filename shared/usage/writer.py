@@ -141,7 +141,7 @@ class RowWriter:
 
     @property
     def pending_bytes(self) -> int:
-        """What they take on disk."""
+        """The size of the pending rows on disk, in bytes."""
         return self._journal.size_bytes
 
     @property
@@ -184,7 +184,7 @@ class RowWriter:
 
     @property
     def _is_hurried(self) -> bool:
-        """Whether a caller waits for rows to be sent."""
+        """True if a caller waits for rows to be sent."""
         return self._flushes > 0 or self._give_up_s is not None
 
     def _run(self) -> None:

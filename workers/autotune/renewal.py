@@ -64,7 +64,7 @@ class CostMonitor:
 
     @property
     def is_contradicted(self) -> bool:
-        """Whether all of the last windows differed."""
+        """True if all of the last windows differed."""
         return self._far_windows >= WINDOWS
 
 

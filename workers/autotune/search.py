@@ -156,7 +156,7 @@ class SearchSpec:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether the model runs on a GPU."""
+        """True if the model runs on a GPU."""
         return self.machine.computes_on_gpu(self.device)
 
     def forms(self, backend: Backend) -> list[Layout]:
@@ -246,7 +246,7 @@ def _fitting(
 
 
 def _outdone_by(backend: Backend, fit: Sequence[Backend], spec: SearchSpec) -> str:
-    """Why torch in fp32 need not be measured in addition to `fit`. Empty if it must be."""
+    """Returns why torch in fp32 need not be measured besides `fit`. Empty if it must be."""
     if (backend.backend, backend.precision) != ("torch", "fp32"):
         return ""
     if any(one.backend == "torch" for one in fit):  # listed only if they are faster
@@ -323,7 +323,7 @@ class _AccuracyCheck:
             self._calibration = Calibration(self.texts, self.pool.vectors(self.texts, 1))
 
     def is_within(self, finding: Finding) -> bool:
-        """Whether the loaded backend is within the tolerance. Fills in the finding."""
+        """Returns whether the loaded backend is within the tolerance. Fills in the finding."""
         assert self._calibration is not None, "prepare() was not called; this is a bug"
         given = self.pool.vectors(self.texts, _TOGETHER)
         cosines = _cosines(given, self._calibration.vectors)

@@ -129,7 +129,7 @@ class FunctionConsumer:
 
     @property
     def is_connected(self) -> bool:
-        """Whether messages of every queue come."""
+        """True if messages of every queue are delivered."""
         return bool(self._subscriptions) and all(
             subscription.is_connected for subscription in self._subscriptions
         )

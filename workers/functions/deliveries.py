@@ -105,7 +105,7 @@ log = logging.getLogger(__name__)
 
 
 class DeliveryTable(Protocol):
-    """Where rows go."""
+    """The destination of rows."""
 
     async def insert(self, rows: list[Fields]) -> None:
         """Returns once the table has `rows`.

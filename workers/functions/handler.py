@@ -170,15 +170,15 @@ class _Url(Protocol):
 
 
 class Request(Protocol):
-    """What functions-framework gives a function under ASGI: a Starlette request."""
+    """The argument that functions-framework passes under ASGI: a Starlette request."""
 
     @property
     def method(self) -> str:
-        """Of HTTP, in capitals."""
+        """The HTTP method, in capitals."""
 
     @property
     def url(self) -> _Url:
-        """That it was sent to."""
+        """The URL that the request was sent to."""
 
     @property
     def headers(self) -> Mapping[str, str]:

@@ -117,7 +117,7 @@ class Turn:
 
 
 class ReceiverTurns:
-    """Who is posted to now.
+    """The deliveries in progress, by receiver.
 
     Args:
         clock: returns monotonic seconds. Tests replace it.

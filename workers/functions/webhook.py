@@ -254,7 +254,7 @@ def signed_headers(setting: str, tenant: str, webhook_id: str, body: bytes) -> d
 async def end_of(
     answer: WebhookResponse, message: Message, delivery_id: str, state: DeliveryState
 ) -> str:
-    """What the answer to an event means for its message.
+    """Returns what the response to an event means for its message.
 
     The hour of a refused event begins with its first refusal. What it waited for its turn before
     takes nothing from it.
@@ -286,7 +286,7 @@ ATTRIBUTES = frozenset({"batch", "budget"})
 
 
 class _Notice(NamedTuple):
-    """What the receiver is told."""
+    """The body that the receiver gets."""
 
     kind: str
     identity: str

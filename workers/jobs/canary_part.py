@@ -1,4 +1,4 @@
-"""What the workers of a model with a canary do besides: count for the comparison, and drain.
+"""The extra work of workers of a model with a canary: they count for the comparison, and drain.
 
 Workers of both revisions count what their items did. Those of the canary say that they live. If no
 worker of the canary lives, or if it was taken back, those of the other revision pull the canary's
@@ -54,7 +54,7 @@ class Forwarding:
 
     @staticmethod
     def wants(outcomes: Sequence[ItemOutcome]) -> bool:
-        """Whether the other revision is to try: an item failed, for whatever reason.
+        """Returns whether the other revision must try: an item failed, for whatever reason.
 
         A caller's mistake fails there too, in the words of the revision that callers know.
         """
@@ -220,7 +220,7 @@ class CanaryPart:
 
 
 def _is_of_model(outcome: ItemOutcome) -> bool:
-    """Whether the revision may be at fault, and not the caller."""
+    """Returns whether the revision may be at fault, and not the caller."""
     error = outcome.error
     if error is None:
         return True

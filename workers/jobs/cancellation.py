@@ -21,7 +21,7 @@ JobCallback = Callable[[PulledJob], None]
 
 
 class Clock(Protocol):
-    """What deadlines are measured by. Tests have one that they move."""
+    """The clock that deadlines are measured by. Tests have one that they move."""
 
     def now_s(self) -> float:
         """Unix seconds."""
@@ -115,7 +115,7 @@ class Cancellation:
         self._queue.discard_unwanted()
 
     def has_started(self, pulled: PulledJob) -> bool:
-        """Whether the model has every item of a job that has no outcome yet."""
+        """Returns whether the model has every item of a job that has no outcome yet."""
         started = _items_in(self._queue.running, pulled)
         return all(item.index in started or item.index in pulled.outcomes for item in pulled.items)
 
@@ -128,7 +128,7 @@ class Cancellation:
                     self.cancel(pulled.record)
 
     def is_unwanted(self, batch: Sequence[QueuedItem]) -> bool:
-        """Whether all callers of a batch are gone."""
+        """Returns whether all callers of a batch are gone."""
         return all(pulled.is_unwanted for queued in batch for pulled, _ in queued.waiters)
 
     def _drop(self, pulled: PulledJob) -> None:

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 def is_streamed(item: Item) -> bool:
-    """Whether the tokens of an item go to a stream."""
+    """Returns whether the tokens of an item go to a stream."""
     return isinstance(item.input, GenerationInput) and item.input.is_streamed
 
 

@@ -211,7 +211,7 @@ class JobConsumer:
 
     @property
     def is_connected(self) -> bool:
-        """Whether jobs that are published now would arrive here."""
+        """True if jobs that are published now would arrive here."""
         return bool(self._subscriptions) and all(one.is_connected for one in self._subscriptions)
 
     def start(

@@ -83,7 +83,7 @@ class TokenOutput:
     async def resume(
         self, missing: Sequence[tuple[PulledJob, Item]], prepared: Sequence[Prepared | Exception]
     ) -> list[list[TokenChunk]]:
-        """What earlier workers have written of items that are about to be queued.
+        """Reads what earlier workers have written of items that are about to be queued.
 
         Waits only for those that may have been delivered before.
         """

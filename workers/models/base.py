@@ -159,7 +159,7 @@ class InferenceModel(LoadedModel, Protocol):
 
 
 class StepEnd(msgspec.Struct):
-    """What a step of a SteppedModel ended, by place.
+    """The items that a step of a SteppedModel ended, by place.
 
     `results`: items that are done. `preempted`: items that have to wait and start over, because the
     device had too little memory for all. `work`: what the step computed of all items, in tokens or
@@ -194,7 +194,7 @@ class SteppedModel(LoadedModel, Protocol):
         """
 
     def take_chunks(self) -> dict[int, TokenChunk]:
-        """What each streamed item has written since the last call. Empty where nothing."""
+        """Returns the output of each streamed item since the last call. Empty if there is none."""
 
     def drop(self, place: int) -> None:
         """Removes an item, if it is still in."""
@@ -216,7 +216,7 @@ class ProgressTeller(Protocol):
     """A SteppedModel whose items have a known number of steps, and can be drawn between two."""
 
     def progress(self) -> dict[int, tuple[int, int]]:
-        """How many steps of how many each item has, by place."""
+        """Returns the completed and total steps of each item, by place."""
 
     def picture(self, place: int) -> Picture | None:
         """A small picture of an item. None where it can't be drawn."""

@@ -125,7 +125,7 @@ def this_cpu() -> tuple[str, tuple[str, ...]]:
 
 
 def has_vnni() -> bool:
-    """Whether this CPU has VNNI."""
+    """Returns whether this CPU has VNNI."""
     return bool(VNNI_FLAGS & set(this_cpu()[1]))
 
 

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Copy(msgspec.Struct, kw_only=True):
-    """What a copy has: the commit that its revision named then, and the bytes of each file."""
+    """The contents of a copy: the commit of its revision then, and the bytes of each file."""
 
     commit: str
     files: dict[str, int]

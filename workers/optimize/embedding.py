@@ -199,7 +199,7 @@ class _VariantBuilder:
         (self._target / variant.file).unlink()
 
     def encoder(self, variant: Variant) -> OnnxEncoder:
-        """What a worker would run the variant with."""
+        """Returns the encoder with which a worker would run the variant."""
         return OnnxEncoder(
             self._settings, self._target / variant.file, device="cpu", threads=self._options.threads
         )

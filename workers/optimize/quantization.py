@@ -214,7 +214,7 @@ def _products(source: onnx.ModelProto, graph: OnnxModel) -> list[_Product]:
 
 
 def _shifts(source: Path, products: Sequence[_Product], feeds: Sequence[Feed]) -> list[np.ndarray]:
-    """What each product loses by rounding, [outputs], on average over all tokens of all feeds."""
+    """Returns each product's mean rounding error over all tokens of all feeds, [outputs]."""
     roundings = {
         product.activation: (product.scale, np.float32(product.zero)) for product in products
     }

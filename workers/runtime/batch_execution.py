@@ -88,7 +88,7 @@ def _result(
 
 
 class StepReporter:
-    """What a model calls after each step.
+    """The callback of a model after each step.
 
     Reports progress, and ends batch `number` if it is canceled.
 

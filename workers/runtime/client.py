@@ -58,7 +58,7 @@ Start = Callable[[socket.socket], Awaitable[ChildProcess]]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start a model process, and how long the start may take."""
+    """The way to start a model process, and the time that the start may take."""
 
     start: Start
     start_timeout_s: float

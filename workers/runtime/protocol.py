@@ -114,7 +114,7 @@ class Progress(msgspec.Struct, tag="progress"):
 
 
 class Previews(msgspec.Struct, tag="previews"):
-    """What some places of batch `number` look like after step `step` of `steps`."""
+    """Previews of some places of batch `number` after step `step` of `steps`."""
 
     number: int
     step: int
@@ -123,7 +123,7 @@ class Previews(msgspec.Struct, tag="previews"):
 
 
 class Failure(msgspec.Struct, tag="failure"):
-    """Why an item has no result. `code` is one of shared.errors."""
+    """The reason that an item has no result. `code` is one of shared.errors."""
 
     code: str
     message: str
@@ -178,7 +178,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
 
     @property
     def batch_items(self) -> int:
-        """How many items shared the time of the device."""
+        """The number of items that shared the time of the device."""
         return self.beside or len(self.results)
 
     @property
@@ -190,7 +190,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the model failed on every item."""
+        """True if the model failed on every item."""
         return all(
             isinstance(result, Failure) and result.code == ModelFailed.code
             for result in self.results
@@ -198,21 +198,21 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
 
 
 class Chunks(msgspec.Struct, tag="chunks"):
-    """What places of batch `number` have written since the last message of this kind."""
+    """The output of places of batch `number` since the last message of this kind."""
 
     number: int
     chunks: dict[int, TokenChunk]
 
 
 class ItemsProgress(msgspec.Struct, tag="items_progress"):
-    """How many steps of how many the places of batch `number` have."""
+    """The completed and total steps of the places of batch `number`."""
 
     number: int
     progress: dict[int, tuple[int, int]]
 
 
 class ItemPicture(msgspec.Struct, tag="picture"):
-    """What a place of batch `number` looks like after step `step` of `steps`."""
+    """The preview of a place of batch `number` after step `step` of `steps`."""
 
     number: int
     place: int
@@ -230,7 +230,7 @@ class ItemEnded(msgspec.Struct, tag="ended"):
 
 
 class Spare(msgspec.Struct, tag="spare"):
-    """Of the steps of batch `number` since the last message of this kind: seconds that were spare.
+    """The spare seconds of the steps of batch `number` since the last message of this kind.
 
     More items could have been computed in them for nothing (shared/step_time.py).
     """

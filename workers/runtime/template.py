@@ -116,7 +116,7 @@ log = logging.getLogger(__name__)
 
 
 def can_fork() -> bool:
-    """Whether this system supports a template: Linux, and a sandbox that allows pidfds."""
+    """Returns whether this system supports a template: Linux, and a sandbox that allows pidfds."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
@@ -366,7 +366,7 @@ _SIGKILL = 9
 
 
 class ForkedChild(NamedTuple):
-    """What a forked process gets: its socket, its device, and whether the fork is sound."""
+    """The state of a forked process: its socket, its device, and whether the fork is sound."""
 
     fd: int
     device: str
@@ -440,12 +440,12 @@ class ForkServer:
 
 
 def is_alone() -> bool:
-    """Whether this process has only one thread."""
+    """Returns whether this process has only one thread."""
     return len(list(Path("/proc/self/task").iterdir())) == 1
 
 
 def _has_broken_cuda() -> bool:
-    """Whether CUDA was initialized before the fork."""
+    """Returns whether CUDA was initialized before the fork."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda._is_in_bad_fork())
 

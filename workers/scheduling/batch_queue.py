@@ -53,11 +53,11 @@ STALE_MAX = 16
 
 
 class Batchable(Protocol):
-    """What the queue needs to know about an item."""
+    """The properties of an item that the queue needs."""
 
     @property
     def tenant(self) -> str:
-        """Who is charged for it."""
+        """The tenant that is charged for it."""
 
     @property
     def weight(self) -> float:
@@ -219,7 +219,7 @@ class BatchQueue(Generic[ItemT]):
         self._ring_of_key: dict[str, Ring[ItemT]] = {}
 
     def __len__(self) -> int:
-        """How many items wait."""
+        """Returns the number of items that wait."""
         return len(self._filed)
 
     def __iter__(self) -> Iterator[ItemT]:
@@ -227,12 +227,12 @@ class BatchQueue(Generic[ItemT]):
         return iter(self._filed)
 
     def __contains__(self, item: ItemT) -> bool:
-        """Whether `item` waits here."""
+        """Returns whether `item` waits here."""
         return item in self._filed
 
     @property
     def tenants(self) -> int:
-        """How many tenants are remembered."""
+        """The number of tenants that are remembered."""
         return len(self._tenants)
 
     def earliest(self) -> ItemT | None:
@@ -424,7 +424,7 @@ class BatchQueue(Generic[ItemT]):
         self._next_of_key(place[2].key)
 
     def _may_run(self, tenant: TenantQueue[ItemT]) -> bool:
-        """Whether it has taken less than a batch too much."""
+        """Returns whether it has overdrawn its share by less than a batch."""
         return (tenant.spent - self._round) * tenant.quantum < self.budget
 
     def _count_idle(self) -> None:

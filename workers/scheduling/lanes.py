@@ -55,11 +55,11 @@ class Placed(Protocol):
 
     @property
     def weight(self) -> float:
-        """Of that tenant."""
+        """The weight of that tenant."""
 
     @property
     def can_go_on(self) -> bool:
-        """Whether it can be interrupted, and go on later from where it was."""
+        """True if it can be interrupted, and go on later from where it was."""
 
 
 ItemT = TypeVar("ItemT", bound=Placed)
@@ -135,15 +135,15 @@ class BatchTime:
         self._wt = FADE * self._wt + work * seconds
 
     def seconds_for(self, work: float) -> float:
-        """How long a batch of `work` takes. 0 if no batch was observed."""
+        """Returns how long a batch of `work` takes. 0 if no batch was observed."""
         return self._fixed_s + work * self._slope
 
     def work_in(self, seconds: float) -> float:
-        """How much work a batch of `seconds` has, at least 0. Infinite if none was observed."""
+        """Returns how much work fits in `seconds`, at least 0. Infinite if none was observed."""
         return max(0.0, seconds - self._fixed_s) / self._slope if self._slope else inf
 
     def more_work_in(self, seconds: float) -> float:
-        """How much work makes a batch longer by `seconds`. Infinite if none was observed."""
+        """Returns how much work lengthens a batch by `seconds`. Infinite if none was observed."""
         return seconds / self._slope if self._slope else inf
 
     @property
@@ -198,7 +198,7 @@ class BatchLanePolicy:
 
     @property
     def fill_work(self) -> float:
-        """How much work makes a batch longer by FILL_S. Infinite until a batch was measured."""
+        """The work that lengthens a batch by FILL_S. Infinite until a batch was measured."""
         return self._time.more_work_in(FILL_S)
 
     def observe_batch(self, work: int, seconds: float) -> None:
@@ -210,15 +210,15 @@ class BatchLanePolicy:
         self._interactive_s = max(self._interactive_s, now_s)
 
     def is_interactive(self, now_s: float) -> bool:
-        """Whether there is interactive traffic."""
+        """Returns whether there is interactive traffic."""
         return now_s - self._interactive_s < RECENT_S
 
     def turn_work(self, now_s: float) -> float:
-        """How much work a batch of the lane may have now, besides its first item."""
+        """Returns how much work a batch of the lane may have now, in addition to its first item."""
         return self._time.work_in(TURN_S) if self.is_interactive(now_s) else inf
 
     def is_owed(self, first: int, budget: int) -> bool:
-        """Whether the lane is owed the work of a turn.
+        """Returns whether the lane is owed the work of a turn.
 
         Args:
             first: the work of an item that waits. A turn has at least one.
@@ -227,7 +227,7 @@ class BatchLanePolicy:
         return self._owed >= max(first, min(budget, self._time.work_in(TURN_S)))
 
     def is_urgent(self, now_s: float, earliest_s: float, budget: int) -> bool:
-        """Whether a deadline would pass while one full batch runs, and then one with its item.
+        """Returns whether a deadline would pass while a full batch runs, then one with its item.
 
         Args:
             now_s: the time.
@@ -284,7 +284,7 @@ class LaneQueue:
         self._suspect_turn = False
 
     def __len__(self) -> int:
-        """How many items can be taken now."""
+        """Returns the number of items that can be taken now."""
         suspects = 0 if self._a_suspect_runs else sum(map(len, self._suspects))
         return len(self._interactive) + len(self._batch) + suspects
 
@@ -377,7 +377,7 @@ class LaneQueue:
     def to_yield(
         self, inside: Collection[QueuedItem], is_wanted: Callable[[QueuedItem], bool]
     ) -> list[QueuedItem]:
-        """Of the items that are in, those whose places an interactive item that waits is to get.
+        """Returns the running items that are to be preempted for a waiting interactive item.
 
         Empty: nothing waits, or no tenant has more than it is to have.
         """
@@ -454,7 +454,7 @@ class LaneQueue:
         )
 
     def _room_of_batch_lane(self, here: Sequence[QueuedItem], now_s: float) -> int:
-        """How many items of the lane `batch` may join.
+        """Returns how many items of the `batch` lane may join.
 
         They leave the rest of the places to interactive items, if those came lately. Beside
         interactive items that wait, one joins when it is owed.
@@ -515,7 +515,7 @@ class LaneQueue:
         self._policy.observe_interactive_batch(interactive, _work(batch) - interactive)
 
     def _share(self, processes: int, lane: BatchQueue[QueuedItem]) -> int:
-        """How many items one of `processes` may take, of those that wait in `lane` and run."""
+        """Returns how many waiting and running items of `lane` one of `processes` may take."""
         running = sum(len(batch) for batch in self._running if self._lane_of(batch[0]) is lane)
         return -(-(len(lane) + running) // processes)
 

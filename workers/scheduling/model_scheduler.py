@@ -47,11 +47,11 @@ BATCH_FADE = 0.8
 
 
 class QueueState(Protocol):
-    """What the scheduler needs to know about one model's queue."""
+    """The properties of one model's queue that the scheduler needs."""
 
     @property
     def waiting(self) -> int:
-        """How many items wait."""
+        """The number of items that wait."""
 
     @property
     def oldest_s(self) -> float:
@@ -82,7 +82,7 @@ class ModelScheduler:
 
     @property
     def switch_wait_s(self) -> float:
-        """How long a job waits at most until its model is due."""
+        """The maximum time that a job waits until its model is due, in seconds."""
         return max(MIN_WAIT_S, self._wait_s(SWITCH_SHARE))
 
     def choose(

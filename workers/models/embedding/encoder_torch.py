@@ -32,7 +32,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def computes_bf16() -> bool:
-    """Whether torch's oneDNN computes bf16 on this CPU."""
+    """Returns whether torch's oneDNN computes bf16 on this CPU."""
     return hasattr(torch.ops.mkldnn, "_linear_pointwise") and bool(
         torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
@@ -129,7 +129,7 @@ class BertEncoder:
         self._layers = [_layer(one, make) for one in model.encoder.layer]
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
-        """How many rows are computed for texts of these lengths, filler included."""
+        """Returns how many rows are computed for texts of these lengths, filler included."""
         tokens = sum(lengths)
         steps = self._dtype == torch.bfloat16 and tokens > _ANY_COUNT_TOKENS
         return -(-tokens // _STEP_TOKENS) * _STEP_TOKENS if steps else tokens

@@ -76,7 +76,7 @@ class Encoder(Protocol):
         """
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
-        """How many tokens are computed for texts of these lengths, including padding."""
+        """Returns how many tokens are computed for texts of these lengths, including padding."""
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
         """The vectors of padded texts: float32 [items, dimensions].

@@ -21,7 +21,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 
 def cheapest_cover(count: int, seconds: Mapping[int, float]) -> list[int]:
-    """How many images to draw in each call, so that `count` images cost least.
+    """Returns how many images to draw in each call, so that `count` images cost least.
 
     The last call may be larger than needed, if padding costs less than another call.
 

@@ -47,7 +47,7 @@ class StableDiffusion:
     def conditions(
         self, pipeline: Any, item: PreparedImage, texts: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """What the UNet gets as `added_cond_kwargs`.
+        """Returns the UNet's `added_cond_kwargs`.
 
         Args:
             pipeline: the one that draws the item.
@@ -174,7 +174,7 @@ class JoiningImageModel(ImageModel):
         self._drawings.pop(place, None)
 
     def progress(self) -> dict[int, tuple[int, int]]:
-        """How many steps of how many each item has."""
+        """Returns the completed and total steps of each item."""
         return {
             place: (drawing.done, len(drawing.timesteps))
             for place, drawing in self._drawings.items()

@@ -52,7 +52,7 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> tuple
 
 
 def draws_text(image_to_image: Any | None) -> bool:
-    """Whether a pipeline draws from text alone. A refiner of Stable Diffusion XL does not."""
+    """Returns whether a pipeline draws from text alone. An SDXL refiner does not."""
     return image_to_image is None or not image_to_image.config.get("requires_aesthetics_score")
 
 

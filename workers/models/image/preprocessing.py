@@ -97,7 +97,7 @@ class ImagePreparer:
 
 
 def can_join(folder: Path) -> bool:
-    """Whether images of the pipeline in `folder` can join a batch between two steps."""
+    """Returns whether images of the pipeline in `folder` can join a batch between two steps."""
     try:
         index = json.loads((folder / "model_index.json").read_text("utf-8"))
     except (OSError, ValueError):

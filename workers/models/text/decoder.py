@@ -42,7 +42,7 @@ _JOINT = "joint"
 
 
 def is_llama(model: torch.nn.Module) -> bool:
-    """Whether the model is of the form that LlamaPass computes. Subclasses may differ from it."""
+    """Returns whether LlamaPass can compute the model. Subclasses may differ from it."""
     return type(model) is LlamaForCausalLM
 
 

@@ -129,23 +129,23 @@ class _Text:
 
     @property
     def is_read_in_part(self) -> bool:
-        """Whether there is more of its prompt to read."""
+        """True if there is more of its prompt to read."""
         return self.row is not None and (self.unread > 1 or not self.writing.ids)
 
     def guess(self, capacity: int) -> list[int]:
-        """What may come next, beside a token that the model chooses."""
+        """Returns tokens that may come next, after the one that the model chooses."""
         room = min(capacity - len(self.ids), self.item.max_tokens - len(self.writing.ids) - 1)
         return self.lookup.guess(self.ids, room)
 
     def chunk(self) -> TokenChunk | None:
-        """What it has written since the last call. None: nothing."""
+        """Returns what it has written since the last call. None if nothing."""
         chunk = self.writing.take_chunk()
         if chunk is not None and not chunk.first:
             chunk.input_tokens, chunk.cached_tokens = self.prompt_tokens, self.cached_tokens
         return chunk
 
     def result(self) -> Result:
-        """What it gives."""
+        """Returns the result of the item."""
         return self.writing.result(self.prompt_tokens, self.cached_tokens)
 
 
@@ -364,7 +364,7 @@ class TextModel:
             self._rows.free(text.row)
 
     def take_chunks(self) -> dict[int, TokenChunk]:
-        """What each streamed text has written since the last call."""
+        """Returns what each streamed text has written since the last call."""
         chunks = {
             place: text.chunk() for place, text in self._texts.items() if text.item.is_streamed
         }

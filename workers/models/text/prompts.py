@@ -155,7 +155,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _product_length(operator: str, left: Any, right: Any) -> int:
-    """How long the result may be, roughly."""
+    """Returns how long the result may be, roughly."""
     sizes = [len(one) if isinstance(one, str | list | tuple) else 0 for one in (left, right)]
     numbers = [int(one) for one in (left, right) if isinstance(one, int | float)]
     if operator == "+":

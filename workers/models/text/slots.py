@@ -91,7 +91,7 @@ class TokenRows:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Returns how many tokens both begin with."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
@@ -142,7 +142,7 @@ class Reading:
         return self.starts[:, None] + torch.arange(self.tokens, device=self.starts.device)
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """What each new token may look at, bool [rows, 1, tokens, length]. None: everything.
+        """Returns the attention mask, bool [rows, 1, tokens, length]. None if nothing is masked.
 
         Args:
             window: how many tokens back a token sees, itself included. None: all.

@@ -124,7 +124,7 @@ def _arguments(
 
 
 def _cache_bytes(config: dict[str, Any], blocks: int) -> int | None:
-    """What keys and values take in fp32, which is the most. None: not known of this model."""
+    """Returns the bytes of keys and values in fp32, which is the maximum. None if unknown."""
     try:
         heads = config["num_attention_heads"]
         width = config.get("head_dim") or config["hidden_size"] // heads
@@ -175,7 +175,7 @@ class _Text:
         return read + len(given.token_ids)
 
     def chunk(self) -> TokenChunk | None:
-        """What it has written since the last call. None: nothing."""
+        """Returns what it has written since the last call. None if nothing."""
         chunk = self.writing.take_chunk()
         if chunk is not None and not chunk.first:
             chunk.input_tokens, chunk.cached_tokens = self.prompt_tokens, self.cached_tokens
@@ -350,7 +350,7 @@ class VllmTextModel:
         return end
 
     def take_chunks(self) -> dict[int, TokenChunk]:
-        """What each streamed text has written since the last call."""
+        """Returns what each streamed text has written since the last call."""
         chunks = {
             place: text.chunk() for place, text in self._texts.items() if text.item.is_streamed
         }

@@ -24,7 +24,7 @@ _OPTIONAL = frozenset({"generation_config.json", "tokenizer_config.json"})
 
 
 class Vocabulary:
-    """What the files of a model's folder say about its tokens.
+    """The tokens of a model, as described by the files of its folder.
 
     Args:
         folder: a folder as on the Hugging Face hub, with tokenizer.json.
@@ -105,12 +105,12 @@ class Vocabulary:
 
     @cached_property
     def digits(self) -> NDArray[np.bool_]:
-        """Which tokens begin with a digit, [size] bool."""
+        """A mask of the tokens that begin with a digit, [size] bool."""
         return np.array([self.token_bytes(one)[:1].isdigit() for one in range(self.size)])
 
     @cached_property
     def zeros(self) -> NDArray[np.bool_]:
-        """Which tokens begin with the digit 0, [size] bool."""
+        """A mask of the tokens that begin with the digit 0, [size] bool."""
         return np.array([self.token_bytes(one)[:1] == b"0" for one in range(self.size)])
 
     @cached_property

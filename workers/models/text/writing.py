@@ -1,4 +1,4 @@
-"""What one item has written: its tokens, their text, and why it ended.
+"""The output of one item: its tokens, their text, and the reason that it ended.
 
 Finds where a text stops, and how much of it readers may see before that is known.
 
@@ -34,7 +34,7 @@ class NumberLength:
 
     @property
     def is_full(self) -> bool:
-        """Whether the number at the end should not get another digit."""
+        """True if the number at the end should not get another digit."""
         return self._digits >= MAX_DIGITS
 
     def read(self, text: str) -> None:
@@ -59,7 +59,7 @@ class StopFinder:
         self._longest = max((len(stop) for stop in self._stops), default=0)
 
     def find(self, text: str, known: int) -> int | None:
-        """Where the first stop sequence begins, or None.
+        """Returns where the first stop sequence begins, or None.
 
         Args:
             text: all of the text so far.
@@ -70,7 +70,7 @@ class StopFinder:
         return min(found, default=None)
 
     def visible(self, text: str) -> int:
-        """How many characters can't be part of a stop sequence that ends later."""
+        """Returns how many characters can't be part of a stop sequence that ends later."""
         first = max(0, len(text) - self._longest + 1) if self._stops else len(text)
         for at in range(first, len(text)):
             tail = text[at:]
@@ -168,7 +168,7 @@ class Writing:
         return self._without_digits(allowed) if self._number.is_full else allowed
 
     def _without_digits(self, allowed: Row) -> Row:
-        """What ends a long number. Where it can't end yet, as 0.000 above 0, no more zeros."""
+        """Masks digits to end a long number. If it can't end yet, as 0.000 above 0, masks zeros."""
         for unwanted in (self._vocabulary.digits, self._vocabulary.zeros):
             left: Row = np.where(unwanted, np.float32(-np.inf), allowed)
             if np.isfinite(left.max()):
@@ -204,7 +204,7 @@ class Writing:
             self.finish = "stop"
 
     def take_chunk(self) -> TokenChunk | None:
-        """What is new since the last call. None: nothing."""
+        """Returns what is new since the last call. None if nothing."""
         visible = self._stops.visible(self._text) if self.finish is None else len(self._text)
         chunk = TokenChunk(
             self._told_ids,
