@@ -133,13 +133,13 @@ class Catalog:
         self.canaries = {
             model.name: canary for model in models if (canary := model.as_canary()) is not None
         }
-        """By the names of their models."""
+        """The entries by the names of their models."""
         self.deployed = (*models, *self.canaries.values())
         self._deployed_by_name = {canary.name: canary for canary in self.canaries.values()}
         self._by_name = {alias: model for model in models for alias in (model.name, *model.aliases)}
 
     def find(self, name: str, task: str | None = None) -> Model:
-        """The model called `name` (or by that alias), which must serve `task` where one is given.
+        """The model called `name` (or by that alias), which must serve `task` if one is passed.
 
         Raises:
             UnknownModel: there is none, or it serves another task.

@@ -39,7 +39,7 @@ from shared.tracing.spans import TraceContext, current, read_context
 
 SCHEMA_VERSION = "1"
 UnixTime = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
-"""Seconds since 1970, checked where a message is read: a deadline of `nan` would never pass."""
+"""Seconds since 1970, checked when a message is read: a deadline of `nan` would never pass."""
 Weight = Annotated[float, msgspec.Meta(ge=LIGHTEST, le=HEAVIEST)]
 """A tenant's share of the work, relative to the other tenants that wait for the same model."""
 
@@ -88,7 +88,7 @@ class Envelope(msgspec.Struct, kw_only=True):
     weight: Weight = 1.0
     """The tenant's share of its model's work, from its plan. Left out of the message if it is 1."""
     key_id: str = ""
-    """The public part of the caller's API key, for rows. Empty where no key is required."""
+    """The public part of the caller's API key, for rows. Empty if no key is required."""
     price_share: PriceShare = 1.0
     """The part of the list price that the items pay. Left out of the message if it is 1."""
     plan: str = ""
@@ -175,7 +175,7 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
-    """Of the tokens that were read, those that a text model had already computed."""
+    """The number of read tokens that a text model had already computed."""
     pixel_steps: int | None = None
     steps_saved: int | None = None
     revision: str | None = None
@@ -189,7 +189,7 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     """Whether the model process that computed it had loaded the model after the publish."""
 
     def count(self, result: Result) -> None:
-        """Takes over the work that a result tells of."""
+        """Takes over the work that a result reports."""
         self.tokens = getattr(result, "tokens", None)
         self.output_tokens = getattr(result, "output_tokens", None)
         self.cached_tokens = getattr(result, "cached_tokens", None)

@@ -63,7 +63,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     deadline_s: float
     """Unix time after which it is not worked on."""
     digest: str = ""
-    """Of all that was asked for: a repeated request has the same."""
+    """The hash of the whole request: a repeated request has the same."""
     client_request_id: str = ""
     """The `x-request-id` of the request that created it, for its rows."""
     key_id: str = ""
@@ -86,7 +86,7 @@ def decode_document(document: bytes) -> Prediction:
     """Reads a document back.
 
     Raises:
-        msgspec.MsgspecError: it is none.
+        msgspec.MsgspecError: it is not a prediction's document.
     """
     return _decoder.decode(document)
 

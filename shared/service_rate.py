@@ -3,7 +3,7 @@
 After BBR (Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016): the
 service rate can be measured only while there is a queue. At low load items complete as slowly as
 they arrive, which says nothing about the rate. So without a queue a measurement counts only if it
-is faster than the estimate. Little's law tells whether there is a queue: the time that an item
+is faster than the estimate. Little's law shows whether there is a queue: the time that an item
 stays is the number of items in flight times the seconds per item.
 """
 
@@ -80,7 +80,7 @@ class ServiceRate:
         self.margin = MIN_MARGIN + (self.margin - MIN_MARGIN) * math.exp(-gap_s / MARGIN_FADE_S)
 
     def record_late(self, now_s: float) -> None:
-        """Records items that missed their deadline. Of items that are late together, one counts."""
+        """Records items that missed their deadline. If several are late together, one counts."""
         if now_s - self._late_s >= self.service_s:
             self._late_s = now_s
             self.margin = min(self.margin * MARGIN_STEP, MAX_MARGIN)

@@ -173,7 +173,7 @@ class ApiSettings(Settings):
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
     files_max_bytes: int = Field(2 * 1024**3, ge=1024 * 1024)
-    """What the files of one tenant may take together, where its plan does not say it: uploads, the
+    """What the files of one tenant may take together, if its plan does not say it: uploads, the
     outputs of batches and `data:` images of predictions. Above it uploads are refused.
     """
     batch_items_in_flight: int = Field(128, ge=1)
@@ -186,7 +186,7 @@ class ApiSettings(Settings):
     """
     max_connections: int = Field(4096, ge=1)
     """Connections of callers, within the process's limit on open files. Above it an idle connection
-    is closed. Where none is idle, the new one is refused (429).
+    is closed. If none is idle, the new one is refused (429).
     """
     picture_processes: int = Field(2, ge=1, le=64)
     """Processes that decode and encode pictures, each one at a time. They start with the first
@@ -272,7 +272,7 @@ class WorkerSettings(Settings):
 
 
 class ReportSettings(Settings):
-    """Whoever makes the scheduled reports."""
+    """Settings of the process that makes the scheduled reports."""
 
     billing_tz: str = "UTC"
     """The time zone of days and months in scheduled reports and their invoices, by its IANA name.

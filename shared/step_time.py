@@ -11,17 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LOW = 0.25
-"""Of steps with like work, so many are shorter than what counts as usual. Slow ones had a reason,
+"""The share of similar steps that are shorter than what counts as usual. Slow ones had a reason,
 such as other work on the same cores, that says nothing of the model."""
 MIN_RATE = 0.02
 """How fast what is usual follows new steps, once there were many."""
 MIN_STEPS = 3
-"""From so many on, steps with like work say something."""
+"""The minimum number of steps with like work for an estimate."""
 SLOWED = 2.0
-"""A step that takes up to so many times what is usual was slowed by others on the same device, and
-its spare part with it. What it takes beyond that is work that nothing tells of."""
+"""A step that takes up to this multiple of what is usual was slowed by others on the same device,
+and its spare part with it. What it takes beyond that is work that nothing reports."""
 TOLD_APART = 4
-"""A line is drawn through steps where the work of one is so many times that of the other."""
+"""A line is drawn through steps if the work of one is this multiple of the other's."""
 
 
 @dataclass(slots=True)

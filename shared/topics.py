@@ -55,7 +55,7 @@ def batch_subscription_id(model: str) -> str:
 
 
 INTERACTIVE_FILTER, BATCH_FILTER = 'NOT attributes.lane = "batch"', 'attributes.lane = "batch"'
-"""Of the two subscriptions of a model's workers."""
+"""The two subscriptions of a model's workers."""
 
 
 def inbox_topic_id(inbox: str) -> str:

@@ -102,7 +102,7 @@ MIN_KEY_BYTES = 24
 
 
 class WebhookEvent(msgspec.Struct, omit_defaults=True):
-    """A message on the topic `webhooks`: an event of the prediction whose record is `id`.
+    """A message on the `webhooks` topic: an event of the prediction whose record is `id`.
 
     `sequence` numbers events of the same name, and is 0 for the others.
     """
@@ -115,7 +115,7 @@ class WebhookEvent(msgspec.Struct, omit_defaults=True):
 
 
 class BatchEvent(msgspec.Struct):
-    """A message on the topic `webhooks`: the end of a batch, with all that its delivery needs."""
+    """A message on the `webhooks` topic: the end of a batch, with all that its delivery needs."""
 
     batch: str
     tenant: str
@@ -126,7 +126,7 @@ class BatchEvent(msgspec.Struct):
 
 
 class BudgetEvent(msgspec.Struct):
-    """A message on the topic `webhooks`: a part of a month's budget is spent."""
+    """A message on the `webhooks` topic: a part of a month's budget is spent."""
 
     tenant: str
     key_id: str
@@ -135,7 +135,7 @@ class BudgetEvent(msgspec.Struct):
     month: str
     """`2026-11`, in UTC."""
     share: float
-    """The part of the budget at which the tenant wants to be told."""
+    """The part of the budget at which the tenant wants to be notified."""
     budget_usd: float
     spent_usd: float
     """With what requests in flight have reserved."""
@@ -157,7 +157,7 @@ def decode_webhook_event(data: bytes) -> WebhookEvent:
     """Reads an event.
 
     Raises:
-        UndecodableMessage: it is none.
+        UndecodableMessage: the message is not a webhook event.
     """
     try:
         return _decoder.decode(data)
@@ -174,7 +174,7 @@ def decode_batch_event(data: bytes) -> BatchEvent:
     """Reads the end of a batch.
 
     Raises:
-        UndecodableMessage: it is none.
+        UndecodableMessage: the message is not a webhook event.
     """
     try:
         return _batch_decoder.decode(data)
@@ -192,7 +192,7 @@ def decode_budget_event(data: bytes) -> BudgetEvent:
     """Reads a warning.
 
     Raises:
-        UndecodableMessage: it is none.
+        UndecodableMessage: the message is not a webhook event.
     """
     try:
         return _budget_decoder.decode(data)

@@ -87,17 +87,17 @@ class ProcessTimes:
         self._open.items += len(done.results)
         if done.switched is not None:
             seconds = self._open.seconds
-            # What an earlier report has told as busy stays told.
+            # What an earlier report counted as busy stays busy.
             moved_s = min(done.switched.switch_s / len(self._states), seconds["busy"])
             seconds["busy"] -= moved_s
             seconds["loading"] += moved_s
 
     def loaded(self, residency: ResidencyReport) -> None:
-        """Counts the loads that a process tells of."""
+        """Counts the loads that a process reports."""
         self._open.loads += residency.loads
 
     def take(self) -> list[TimeReport]:
-        """Everything since the last call, in reports that each lie within an hour."""
+        """Everything since the last call, in reports that are each within an hour."""
         self._advance()
         if self._at_s > self._open.since_s:
             self._close(self._at_s)

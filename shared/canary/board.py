@@ -22,9 +22,9 @@ from shared.stores.redis_client import RedisLink, RedisStore, load_script
 WINDOW_S = 600
 MINUTE_S = 60
 ALIVE_S = 5.0
-"""A canary gets requests for so long after one of its workers said that it lives."""
+"""The time that a canary gets requests after one of its workers said that it lives."""
 KEEP_S = 30 * 86_400
-"""A canary stays taken back for so long, unless it is resumed."""
+"""The time that a canary stays taken back, unless it is resumed."""
 JUDGE_EVERY_S = 0.9
 
 ERRORS = MetricCounter(

@@ -154,8 +154,8 @@ class _TopicQueue:
     """The queue of one topic and ordering key, and its requests in flight.
 
     A message is sent at once while requests may start. Otherwise it waits until a request returns,
-    and is sent with all that came meanwhile. There is no timer. Messages with an ordering key have
-    one request in flight at a time, so they keep their order.
+    and is sent with all that came in the meantime. There is no timer. Messages with an ordering key
+    have one request in flight at a time, so they keep their order.
     """
 
     def __init__(

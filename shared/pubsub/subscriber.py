@@ -37,8 +37,8 @@ QUEUE_LIMIT_IDS = 50_000
 MAX_LEASE_S = 3600.0
 """After this a message counts as lost however alive its holder is, as in Google's own clients."""
 EXTENSION_PART = 0.7
-"""Of the ack deadline: how long an extension lasts. Two thirds of it are for pauses of the loop and
-of the network, and for another try.
+"""The share of the ack deadline that an extension lasts. Two thirds of it are for pauses of the
+loop and of the network, and for another try.
 """
 LOOKS_AN_EXTENSION = 12
 RETRY_S = 10.0
@@ -243,7 +243,7 @@ class Leases:
 
 
 class _Lease:
-    """A message in hand, since and until when (loop time, seconds)."""
+    """A held message, since and until when (loop time, seconds)."""
 
     __slots__ = ("is_extended", "message", "since_s", "until_s")
 
@@ -393,7 +393,7 @@ class StreamSubscription:
         self._wake()
 
     async def close(self, timeout_s: float) -> None:
-        """Hands back everything still in hand and sends the last acks, within `timeout_s`."""
+        """Hands back everything still held and sends the last acks, within `timeout_s`."""
         await self.stop()
         for ack_id in self._leases.release_all():
             self._acks.nack(ack_id)

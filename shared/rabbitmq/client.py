@@ -249,7 +249,7 @@ class RabbitTransport:
             time it has twice as long, and so on.
 
     Raises:
-        ConfigurationError: the URL is none.
+        ConfigurationError: the URL is not valid.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class RabbitTransport:
             max_bytes: no use.
             ack_deadline_s: no use.
             ack_linger_s: no use.
-            delays_s: with these, a message that is handed back waits on the broker and not in hand:
+            delays_s: with these, a message that is handed back waits on the broker and is not held:
                 the first time for the first of these seconds, and so on, then always for the last.
                 The subscription must have been made with them (see delay_queue).
         """

@@ -59,7 +59,7 @@ def binding_key(topic_id: str, filter_text: str) -> str:
     """The routing key of the messages that pass a subscription's filter.
 
     Raises:
-        BadInput: the filter is none of those that Penstock uses.
+        BadInput: the filter is not one of those that Penstock uses.
     """
     if not filter_text:
         return topic_id
@@ -106,7 +106,7 @@ async def exists(connection: BrokerConnection, *, queue: str = "", exchange: str
 
 
 async def waiting(connection: BrokerConnection, queue: str) -> int | None:
-    """Returns how many messages wait in a queue, without those in hand. None: there is none.
+    """Returns how many messages wait in a queue, without held ones. None if there is no such queue.
 
     Raises:
         Unavailable: the broker is out of reach.

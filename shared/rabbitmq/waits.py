@@ -1,7 +1,7 @@
 """Limits of the waits for the broker: none may last longer than the channel it is on.
 
-aiormq itself leaves a call for ever that waits for room to write while its connection breaks, and
-every call behind it.
+aiormq itself never ends a call that waits for room to write while its connection breaks, nor
+any call behind it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def longer(limit_s: float) -> float:
 
 @contextmanager
 def only_own_cancellation() -> Iterator[None]:
-    """Tells our own cancellation from that by which aiormq ends calls on a silent connection.
+    """Separates our own cancellation from the one that aiormq uses on a silent connection.
 
     Raises:
         aiormq.ChannelInvalidStateError: in the place of such an error.

@@ -7,7 +7,7 @@ from shared.tenants.directory import DEFAULT_PLAN_NAME, Document, decode_documen
 
 
 async def read_budgets(keys_url: str) -> dict[str, float]:
-    """The budgets of the directory that PENSTOCK_KEYS_URL names. None where it is empty.
+    """The budgets of the directory that PENSTOCK_KEYS_URL names. None if it is empty.
 
     Raises:
         NoDirectory: there is none yet.

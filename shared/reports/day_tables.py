@@ -1,7 +1,7 @@
 """The tables that are made from rows a day at a time: `daily_usage` and `anomalies`.
 
 A day is one partition. A query writes into it with WRITE_TRUNCATE, which BigQuery does as a whole
-or not at all. So whoever repeats a day replaces it, and nobody reads half of one.
+or not at all. So a repeated run replaces the day, and nobody reads half of one.
 https://docs.cloud.google.com/bigquery/docs/managing-partitioned-table-data
 
 Days of the billing zone: what a scheduled run sums up, and what a backfill asks for.
@@ -39,7 +39,7 @@ SETTLING = timedelta(minutes=5)
 
 
 class BillingDay(NamedTuple):
-    """A day of the billing zone. It has 23 or 25 hours where clocks change."""
+    """A day of the billing zone. It has 23 or 25 hours when clocks change."""
 
     day: date
     tz: str
@@ -128,8 +128,8 @@ LIMITS: Mapping[str, int | float] = {
     "least_errors": 10.0,
     "least_share": 0.5,
 }
-"""What an anomaly needs besides its score: hours of earlier weeks to compare with, and a distance
-from their median in dollars or errors, and as a share of it."""
+"""What an anomaly needs in addition to its score: hours of earlier weeks to compare with, and a
+distance from their median in dollars or errors, and as a share of it."""
 _TYPES = {str: "STRING", int: "INT64", float: "FLOAT64", date: "DATE", datetime: "TIMESTAMP"}
 
 

@@ -42,7 +42,7 @@ class Parameter:
     type: str
     """Its GoogleSQL type."""
     default: float | None
-    """None: whoever runs the report gives it."""
+    """None: the caller that runs the report passes it."""
     about: str
 
 
@@ -73,7 +73,7 @@ class Report:
     parameters: tuple[Parameter, ...]
     """Its own ones."""
     without: frozenset[str]
-    """Standard parameters that it lacks: tenants, models or tz."""
+    """Standard parameters that it does not have: tenants, models or tz."""
     plots: tuple[Plot, ...]
     notes: str
     days: int
@@ -96,7 +96,7 @@ def find_report(name: str) -> Report:
     """The report of that name.
 
     Raises:
-        BadInput: there is none.
+        BadInput: there is no such report.
     """
     report = reports().get(name)
     if report is None:

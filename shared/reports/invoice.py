@@ -1,4 +1,4 @@
-"""Invoices of a month, made from the lines of the report `invoice`.
+"""Invoices of a month, made from the lines of the `invoice` report.
 
 Rounding: a line's amount is the sum of its rows' cost, rounded half up to a millionth of a dollar.
 The total is the sum of the lines as shown. The amount due is the total, rounded half up to a cent,
@@ -42,7 +42,7 @@ class InvoiceLine:
     """tokens or pixel-steps."""
     price_version: str | None
     unit_price_usd: Decimal | None
-    """Of a million units. None where rows of an old release were charged nothing."""
+    """The price of a million units. None if rows of an old release were charged nothing."""
     kind: str
     """computed, cached, failed, expired or canceled."""
     charged_share: Decimal
@@ -74,7 +74,7 @@ class Invoice:
 
 
 def invoices(result: ReportResult) -> list[Invoice]:
-    """One invoice per tenant and month, from an answer of the report `invoice`."""
+    """One invoice per tenant and month, from a result of the `invoice` report."""
     found: dict[tuple[str, date], list[dict[str, Any]]] = {}
     for record in result.records():
         # Rows without a tenant are of no customer. The report data_quality counts them.

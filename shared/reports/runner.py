@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 MAX_BYTES = 20 * 1024**3
 """What a report may read if nothing else is said."""
 USD_PER_TIB = 6.25
-"""Of on-demand queries in the US, without the first TiB of a month, which is free. Source:
-https://cloud.google.com/bigquery/pricing (2023-07 and later); other regions may cost more."""
+"""The price of on-demand queries in the US, without the first TiB of a month, which is free.
+Source: https://cloud.google.com/bigquery/pricing (2023-07 and later); other regions may cost
+more."""
 QUERY_LIMIT_S = 60.0
 RETRY_LIMIT_S = 5.0
 """The default of the client is ten minutes, too long for somebody who waits."""

@@ -1,7 +1,7 @@
 """A scheduled run: sums up days, judges their hours, makes invoices and summaries.
 
 Each step replaces what an earlier run made of the same day, so a run may be repeated at any time,
-and by two at once. `penstock run-daily` and the function `reports` are the same run.
+and by two at once. `penstock run-daily` and the `reports` function are the same run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RunResult(NamedTuple):
 
     days: Sequence[BillingDay]
     summary: Summary | None
-    """Of the last day. None where only hours were judged."""
+    """The summary of the last day. None if only hours were judged."""
     anomalies: int
     """That no earlier run had found."""
     objects: Sequence[str]
@@ -123,7 +123,7 @@ class ScheduledReports:
         known = {_key(one) for one in await self._anomalies(day, steps)}
         await asyncio.to_thread(self._tables.write_anomalies, day, until, limit_s)
         new = [one for one in await self._anomalies(day, steps) if _key(one) not in known]
-        # A backfill of last month is no news.
+        # A backfill of last month is not news.
         if day.until > self._clock() - timedelta(days=AGAIN_DAYS + 2):
             for one in new:
                 ANOMALIES.labels(one.measure).inc()

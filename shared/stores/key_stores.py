@@ -216,7 +216,7 @@ class KeyFile:
         return StoredDocument(hashlib.sha256(data).hexdigest(), data)
 
     async def replace(self, version: str, data: bytes, act: Act) -> bool:
-        """Replaces the file if it has this version. Other processes wait meanwhile.
+        """Replaces the file if it has this version. Other processes wait in the meantime.
 
         Raises:
             KeysReadOnly: it can't be changed here.

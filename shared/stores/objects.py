@@ -231,7 +231,7 @@ class ObjectStore:
             return await self._work(partial(_read, self._store, key, max_bytes))
 
     async def create(self, key: str, data: bytes, media_type: str) -> bool:
-        """Writes an object unless it exists. Returns whether it did. Of several, one does.
+        """Writes an object unless it exists. Returns whether it did. If several try, one does.
 
         Raises:
             Unavailable: the store is out of reach or too slow. The object may have been written.
@@ -300,7 +300,7 @@ class ObjectStore:
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
 
     async def delete(self, key: str) -> None:
-        """Removes an object. It is no error if there is none.
+        """Removes an object. A missing object is not an error.
 
         Raises:
             Unavailable: the store is out of reach or too slow.
@@ -374,7 +374,7 @@ def _open(url: str, setting: str) -> Any:
             f"PENSTOCK_{setting.upper()}: {url}: {_reason(error)}", field=setting
         ) from error
     raise ConfigurationError(
-        f"PENSTOCK_{setting.upper()}: {url!r} is none of file://DIR, gs://BUCKET, s3://BUCKET, "
+        f"PENSTOCK_{setting.upper()}: {url!r} is not one of file://DIR, gs://BUCKET, s3://BUCKET, "
         "memory://",
         field=setting,
     )
@@ -398,7 +398,7 @@ def _translated(operation: str, key: str) -> Iterator[None]:
         reason = f"the object store did not answer in {TIMEOUT_S:g} s"
         raise Unavailable(reason, public=_OUT_OF_REACH) from error
     except (BaseError, OSError, ValueError) as error:
-        # A put that finds nothing lacks its bucket, which is no fault of the caller.
+        # A put that gets "not found" has no bucket, which is not the caller's fault.
         if isinstance(error, FileNotFoundError) and operation == "get":
             raise BadInput(f"there is no object {key!r}", field="object_key") from error
         ERRORS.labels(operation).inc()

@@ -1,9 +1,9 @@
 """A connection to Redis that many callers share, with a hard time limit and a circuit breaker.
 
-Each operation has a batcher. It does one round trip at a time, and calls that come meanwhile share
-the next one. So 128 callers cost one connection and a few commands, not 128. The breaker opens
-after FAILURES round trips in a row that failed or were too slow. Calls then return at once, and a
-background task retries until Redis answers in time.
+Each operation has a batcher. It does one round trip at a time, and calls that come in the meantime
+share the next one. So 128 callers cost one connection and a few commands, not 128. The breaker
+opens after FAILURES round trips in a row that failed or were too slow. Calls then return at once,
+and a background task retries until Redis answers in time.
 
 Batches calls to Redis: calls that come during a round trip share the next one.
 

@@ -30,9 +30,9 @@ KEPT_S = 600
 """After the last token. A reader that comes back later gets the text from the record."""
 
 READER_S = 10
-"""For so long after a reader said that it reads along, it counts as there."""
+"""The time that a reader counts as present after it said that it reads along."""
 MAX_ITEMS = 64
-"""Of a prediction that is streamed. The API refuses more (api/chat_bodies.py)."""
+"""The maximum for a streamed prediction. The API refuses more (api/chat_bodies.py)."""
 
 _APPEND = load_script("shared/stores/token_append.lua")
 _READ = load_script("shared/stores/token_read.lua")
@@ -113,7 +113,7 @@ class TokenStreams:
     async def read(self, wanted: Sequence[tuple[str, int, int]]) -> list[Tokens]:
         """Returns the chunks of several items, each from the first that ends after a place.
 
-        They count as delivered. Where a record ended without a result, or is about to, only what
+        They count as delivered. If a record ended without a result, or is about to, only what
         was delivered before is returned.
 
         Args:

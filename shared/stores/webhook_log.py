@@ -82,7 +82,7 @@ class WebhookLog:
         return [_attempt(entry) for entry in entries]
 
     async def keep_end(self, record: str, end: bytes) -> None:
-        """Keeps what the webhook of a prediction needs that is deleted before it was told.
+        """Keeps what a webhook needs if its prediction is deleted before it was notified.
 
         Raises:
             Unavailable: Redis did not answer.

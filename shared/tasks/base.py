@@ -40,7 +40,7 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
         raise NotImplementedError
 
     def estimate_work(self) -> int:
-        """About how much work it will take, in the unit of its task. Limits reserve as much."""
+        """About how much work it will take, in the unit of its task. Limits reserve this amount."""
         raise NotImplementedError
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
@@ -66,7 +66,7 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
 class TaskResult(msgspec.Struct, omit_defaults=True):
     """The result of one item. Each task has one subclass, with a tag.
 
-    A field `tokens` or `pixel_steps` is what the item is charged for.
+    A `tokens` or `pixel_steps` field is what the item is charged for.
     """
 
     @property
@@ -89,7 +89,7 @@ class TaskResult(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def count_truncated(cls, results: Sequence[TaskResult], *, is_asked: bool) -> int | None:
-        """Returns the number of tokens that a request lost. None if it is not known or does not matter.
+        """Returns how many tokens a request lost. None if unknown or irrelevant.
 
         Args:
             results: of the whole request.
@@ -100,7 +100,7 @@ class TaskResult(msgspec.Struct, omit_defaults=True):
 
 @dataclass(frozen=True, kw_only=True)
 class FirstGuesses:
-    """Seconds to reckon with until something has been measured."""
+    """Seconds to assume until something has been measured."""
 
     item_s: float = 0.01
     """What a worker takes for an item. Autoscaling uses it."""
@@ -206,7 +206,7 @@ class Task(ABC):
             size_bytes: as the operator expects. None: not said.
 
         Returns:
-            None where the size is not known.
+            None if the size is not known.
         """
 
     @abstractmethod

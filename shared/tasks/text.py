@@ -64,18 +64,18 @@ MAX_TEMPLATE_TOKENS = 512
 frame of a message has fewer tokens than its JSON has bytes.
 """
 TOOLS_INDENTED = 2
-"""Templates write the JSON of tools with spaces, or indented, which takes at most so much more."""
+"""Maximum growth of the JSON of tools, which templates write with spaces or indented."""
 TOKEN_BYTES = 8
-"""Of a token in a reply: its text, escaped."""
+"""The size of a token in a reply: its text, escaped."""
 LOGPROB_BYTES = 48
-"""Of one alternative in a reply."""
+"""The size of one alternative in a reply."""
 
 
 class TokenLogprob(msgspec.Struct, omit_defaults=True):
     """The log probability of a token, and of the most likely ones at its place."""
 
     token: str
-    """Its text. Bytes that are no whole character are shown as U+FFFD."""
+    """Its text. Bytes that are not a whole character are shown as U+FFFD."""
     logprob: float
     data: bytes = b""
     """The bytes of its text."""
@@ -87,7 +87,7 @@ class TokenChunk(msgspec.Struct, omit_defaults=True):
 
     `first`: how many tokens of the item come before. `text` may lag behind `ids`: it ends before a
     character that is not whole yet, and before what may become a stop sequence. The first chunk of
-    an item tells how many tokens its prompt has, and how many of these are `cached_tokens`.
+    an item says how many tokens its prompt has, and how many of these are `cached_tokens`.
     """
 
     first: int
@@ -124,11 +124,11 @@ class GenerationInput(TaskInput, tag="generation"):
     presence_penalty: float = 0.0
     stop: list[str] = msgspec.field(default_factory=list)
     logprobs: int = -1
-    """How many alternatives are told of each token. -1: no log probabilities at all."""
+    """The number of alternatives reported for each token. -1: no log probabilities at all."""
     json_schema: str = ""
     """The schema, as JSON, that the text must match. Empty: none."""
     is_streamed: bool = False
-    """Whether tokens are told of as they come (shared/stores/token_streams.py)."""
+    """Whether tokens are reported as they come (shared/stores/token_streams.py)."""
 
     def estimate_work(self) -> int:
         """Tokens: those of the prompt from its length, and all that may be written."""
@@ -230,11 +230,11 @@ class TextTask(Task):
         return 0.0
 
     def compares(self, tolerance: Tolerance) -> bool:
-        """Only where the entry says how close they must be."""
+        """True only if the entry says how close they must be."""
         return tolerance.rouge_l is not None
 
     def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
-        """By the ROUGE-L of two texts."""
+        """Compares two texts by their ROUGE-L."""
         if not isinstance(ours, GenerationResult) or not isinstance(theirs, GenerationResult):
             return None
         if tolerance.rouge_l is None:

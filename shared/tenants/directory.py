@@ -7,7 +7,7 @@
                 "hash": "…", "created_s": 1767225600}]
     }
 
-A tenant that is not listed, or has no plan, has the plan `default` if there is one. Otherwise it
+A tenant that is not listed, or has no plan, has the `default` plan if there is one. Otherwise it
 has no limits. A file and Redis hold the same document.
 """
 
@@ -167,7 +167,8 @@ class Directory:
         """
         entry = self._entries.get(key.id, _NOBODY)
         given = hash_of(entry.salt, key)
-        # No shortcuts: an unknown id, a wrong secret, and a revoked or expired key take as long.
+        # No shortcuts: an unknown id, a wrong secret, and a revoked or expired key take the same
+        # time.
         is_current = hmac.compare_digest(given, entry.hash)
         is_previous = hmac.compare_digest(given, entry.previous_hash)
         is_known = is_current | (is_previous & (now_s < entry.previous_until_s))
@@ -305,7 +306,7 @@ def line_of(data: bytes, path: tuple[str | int, ...]) -> int:
     """The line of the value at `path` in a JSON document, from 1.
 
     Args:
-        data: a document. Where it ends or is no JSON any more, the line before that counts.
+        data: a document. If it ends or stops being JSON, the line before that counts.
         path: names and numbers from the top. A step that is not there ends it.
     """
     text, at = data.decode(errors="replace"), 0

@@ -128,7 +128,7 @@ class KeyStore(Protocol):
         ...
 
     async def uses(self) -> dict[str, int]:
-        """When keys were last used, by id in Unix seconds. Empty where it is not kept.
+        """When keys were last used, by id in Unix seconds. Empty if it is not kept.
 
         Raises:
             Unavailable: the store is out of reach.

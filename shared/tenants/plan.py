@@ -1,6 +1,6 @@
-"""Plans: what a tenant may use. A key of the tenant may have limits of its own besides.
+"""Plans: what a tenant may use. A key of the tenant may also have limits of its own.
 
-A limit of None means that there is none. Whatever a key uses counts for its tenant too.
+A limit of None means unlimited. Whatever a key uses counts for its tenant too.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weight: Annotated[float, msgspec.Meta(ge=LIGHTEST, le=HEAVIEST)] = 1.0
     """Its share of a busy model, relative to the other tenants."""
     per_model: dict[str, Rates] = {}
-    """Rates of single models, by their names in the catalog, besides those of all models."""
+    """Rates of single models, by their names in the catalog, in addition to those of all models."""
     warn_at_shares: Annotated[
         tuple[Annotated[float, msgspec.Meta(gt=0, le=1)], ...],
         msgspec.Meta(max_length=MAX_WARNINGS),
     ] = (0.8, 1.0)
     """Shares of the budget at which the webhook is called, each once a month."""
     budget_webhook: Annotated[str, msgspec.Meta(max_length=MAX_WEBHOOK_CHARS)] = ""
-    """The URL that is told. Empty: none."""
+    """The URL that is notified. Empty: none."""
     on_limit_store_outage: OnOutage = "deny"
     """What becomes of requests with a budget while Redis is away, on an instance that does not know
     what was spent: `deny` refuses them, `allow` takes the budget for unspent.
@@ -94,12 +94,12 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
     tenant: str = DEFAULT_TENANT
     key_id: str = ""
-    """The public part of the key. Empty where no key is required."""
+    """The public part of the key. Empty if no key is required."""
     plan: Plan = DEFAULT_PLAN
     plan_name: str = ""
     """Its name in the directory, for rows. Empty: the tenant has none."""
     key_limits: Limits | None = None
-    """Limits of the key alone, besides those of the plan. None: the plan's limits only."""
+    """Limits of the key alone, in addition to those of the plan. None: the plan's limits only."""
     models: frozenset[str] | None = None
     """The models that the key may use. None: all."""
     scopes: frozenset[str] | None = None

@@ -1,6 +1,6 @@
 """Exports spans by OTLP over HTTP, with OpenTelemetry's SDK.
 
-Imported only where an endpoint is configured (shared/tracing/setup.py). The SDK reads its standard
+Imported only if an endpoint is configured (shared/tracing/setup.py). The SDK reads its standard
 variables itself: OTEL_EXPORTER_OTLP_*, OTEL_BSP_*, OTEL_RESOURCE_ATTRIBUTES, OTEL_SERVICE_NAME.
 
 Nothing here waits for the collector. The queue is bounded, and what finds no room is dropped and
@@ -153,7 +153,7 @@ class OtlpSpan:
         """Ends the span. See RecordedSpan."""
         self._span.update_name(name)
         self._span.set_attributes(attributes)
-        # Whoever makes such a span knows of no broker.
+        # The code that makes such a span knows no broker.
         if "messaging.operation.type" in attributes:
             self._span.set_attribute("messaging.system", self._broker)
         if error:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.sampling import Sampler
 
 DEFAULT_RATIO = 0.01
-"""Of the traces that begin here. docs/decisions/0037-traces.md says why."""
+"""The share of traces that begin here. docs/decisions/0037-traces.md says why."""
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _RATIO_SAMPLERS = ("traceidratio", "parentbased_traceidratio")

@@ -81,7 +81,7 @@ def read_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
 
 
 def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
-    """The same from raw headers, with names in lower case. Two `traceparent` are none."""
+    """The same from raw headers, with names in lower case. Two `traceparent` count as none."""
     parents, states = [], []
     for name, value in headers:
         if name == b"traceparent":
@@ -145,7 +145,7 @@ Kind = Literal["internal", "server", "client", "producer", "consumer"]
 Attributes = Mapping[str, str | int | float | bool]
 STAGE = "penstock.stage"
 """The attribute that names a span's part of the path: receive, cache, publish, queue, batch, infer,
-reply, and `hold` where the API holds a job back. A webhook has `webhook`, and a dead letter
+reply, and `hold` if the API holds a job back. A webhook has `webhook`, and a dead letter
 `dead_letter`."""
 
 

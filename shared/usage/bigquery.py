@@ -32,7 +32,7 @@ Others (a missing table, permission or quota) can be fixed, so they are retried.
 """
 
 NO_FIELD = "no such field"
-"""How BigQuery says that a table lacks a column of the row."""
+"""BigQuery's reason for a row with a column that the table does not have."""
 
 WRITTEN = Counter("penstock_rows_written_total", "Rows that BigQuery has")
 TRIMMED = Counter(
@@ -63,8 +63,8 @@ class BigQuerySender:
     def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
         """Inserts `rows`. Returns those that BigQuery refused for good, with its reason.
 
-        A table of an older release lacks the newest columns. Rows are then written without them,
-        and counted.
+        A table of an older release does not have the newest columns. Rows are then written without
+        them, and counted.
 
         Raises:
             Unavailable: nothing was inserted, as far as we know. Try again.
@@ -73,7 +73,9 @@ class BigQuerySender:
         older = [row for row, reason in refused if NO_FIELD in reason]
         if not older:
             return refused
-        log.warning("the table lacks columns", extra={"rows": len(older), "reason": refused[0][1]})
+        log.warning(
+            "the table is missing columns", extra={"rows": len(older), "reason": refused[0][1]}
+        )
         wrong = [(row, reason) for row, reason in refused if NO_FIELD not in reason]
         still_wrong = self._insert(older, ignore_unknown_values=True)
         TRIMMED.inc(len(older) - len(still_wrong))

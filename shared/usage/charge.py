@@ -139,7 +139,7 @@ def list_price_usd(
     output_tokens: int | None = None,
     cached_tokens: int | None = None,
 ) -> float:
-    """Returns what so much work costs before any share.
+    """Returns the cost of an amount of work before any share.
 
     `tokens` are all tokens. Those in `output_tokens` and `cached_tokens` may have other prices.
     """
@@ -175,7 +175,7 @@ def cost_usd(price: ItemPrice, outcome: ItemOutcome) -> float:
 def device_s(price: ItemPrice, receipt: Receipt) -> float:
     """Returns the seconds of a whole device that an item took. 0 if no model ran for it.
 
-    A batch's time belongs to its items in equal parts, as in the report `usage`.
+    A batch's time belongs to its items in equal parts, as in the `usage` report.
     """
     if receipt.inference_ms is None or not receipt.batch_size:
         return 0.0

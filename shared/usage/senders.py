@@ -95,7 +95,7 @@ def sender_of(settings: Settings, table: str = TABLE) -> RowSender:
         table: which table.
 
     Raises:
-        ConfigurationError: PENSTOCK_ROWS_URL is no URL of an object store.
+        ConfigurationError: PENSTOCK_ROWS_URL is not the URL of an object store.
     """
     if settings.rows_url:
         return ObjectSender(settings.rows_url, table)

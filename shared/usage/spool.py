@@ -288,12 +288,12 @@ class Spool:
         log.error("rows unreadable", extra={"rows": rows, "reason": reason, "path": str(aside)})
         try:
             segment.path.rename(aside)
-        except OSError:  # it would be read for ever
+        except OSError:  # it would be read forever
             self._stuck.add(segment.path)
         segment.release()
 
     def pack(self, most: int) -> None:
-        """Compresses segments without an owner, at most so many.
+        """Compresses segments without an owner, up to a limit.
 
         Raises:
             OSError: the disk does not take them. They are as before.
@@ -303,7 +303,7 @@ class Spool:
         )
         for path in itertools.islice(waiting, most):
             with suppress(FileNotFoundError), path.open("rb") as file:
-                # Without a link, somebody else has sent or packed it meanwhile.
+                # st_nlink == 0: another process already sent or packed this segment.
                 if not _lock(file.fileno()) or not os.fstat(file.fileno()).st_nlink:
                     continue
                 data = file.read()
@@ -336,7 +336,7 @@ class Spool:
                 else:
                     data = file.read()
                     found[path] = SegmentSize(data.count(b"\n"), len(data))
-        # In place: others count meanwhile, and must not see fewer rows than there are.
+        # In place: others count at the same time, and must not see fewer rows than there are.
         self.unowned.update(found)
         for path in before.keys() - found.keys():
             self.unowned.pop(path, None)
@@ -353,7 +353,7 @@ class Spool:
             segment.path.unlink(missing_ok=True)
         except (
             OSError
-        ) as error:  # a disk that became read-only: left alone, or it would be sent for ever
+        ) as error:  # a disk that became read-only: left alone, or it would be sent forever
             self._stuck.add(segment.path)
             log.warning(
                 "segment not removed", extra={"path": str(segment.path), "reason": str(error)}

@@ -6,8 +6,8 @@ They are on disk at once, and removed there when sent.
 process. A thread sends the rows, one segment at a time, with an insertId of row_id, status and
 attempt. So BigQuery drops repeats (best effort), and the view `rows_deduplicated` always does. Rows
 that can't be sent stay. The thread also sends the rows that other processes left in the same
-folder. It is a thread, because Google's client is synchronous. Where rows go is the sender's
-matter (shared/usage/senders.py).
+folder. It is a thread, because Google's client is synchronous. The destination of rows is the
+sender's matter (shared/usage/senders.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ One insertAll takes BigQuery tens of milliseconds or more, and one after the oth
 outage of minutes last for hours.
 """
 HURRY_S = 0.05
-"""How long rows wait for more where jobs wait for them, because the disk does not take them."""
+"""How long rows wait for more while jobs wait for them, because the disk does not take them."""
 CLOSE_S = 2.0
 """Limit of the last sends at close. A container has ten seconds for its whole shutdown."""
 COLUMNS = [
@@ -166,7 +166,7 @@ class RowWriter:
         self._journal.append(fields_of(row), on_safe)
 
     def write_hour(self, row: WorkerHour) -> None:
-        """The same for a writer of the table `worker_hours`."""
+        """The same for a writer of the `worker_hours` table."""
         self._journal.append(fields_by_name(row), None)
 
     async def flush(self, timeout_s: float) -> bool:
@@ -241,7 +241,7 @@ class RowWriter:
         return True
 
     def _wait_for(self, attempt: _Attempt) -> None:
-        """Waits for an attempt, and meanwhile looks after the rows that wait."""
+        """Waits for an attempt, and looks after the rows that wait."""
         attempt.join(FIRST_PAUSE_S)
         while attempt.is_alive():  # BigQuery is slow, or hangs
             self._journal.save()
@@ -259,7 +259,7 @@ class RowWriter:
                 changed.wait_for(lambda: self._is_hurried, HURRY_S)
 
     def _pause(self, pause_s: float) -> None:
-        """Waits before the next try, and meanwhile looks after the rows that wait."""
+        """Waits before the next try, and looks after the rows that wait."""
         until_s = time.monotonic() + pause_s
         while (left_s := until_s - time.monotonic()) > 0 and self._give_up_s is None:
             self._journal.save()

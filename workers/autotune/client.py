@@ -80,7 +80,7 @@ def tuned_model(
 ) -> TunedModel | None:
     """Returns the data that Renewal needs to measure again.
 
-    None if there is no memory for that beside the model processes.
+    None if there is no memory for that alongside the model processes.
 
     Args:
         entry: as for `choose_backend`.

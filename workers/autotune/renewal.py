@@ -128,7 +128,7 @@ class Renewal:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def ran(self, number: int, batch: BatchCost) -> None:
-        """Takes note of a batch of model `number`."""
+        """Records a batch of model `number`."""
         self._last_s = self._clock()
         self._worked.set()
         tuned, monitor = self._tuned[number], self._monitors[number]

@@ -118,7 +118,7 @@ def await_quiet(
 MEASURE_LIMIT_S = 10.0
 """No round starts after this. The time to load libraries is extra."""
 BUSY_LIMIT_S = 2.0
-"""The same on a busy machine, where rounds are likely to be disturbed."""
+"""The same on a busy machine, because rounds are likely to be disturbed."""
 RATE_S = 0.5
 ROUNDS = 2
 """How many rounds must agree."""

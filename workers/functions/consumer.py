@@ -82,9 +82,9 @@ class QueueDepths:
 
 
 MESSAGES_IN_HAND = 128
-"""Of each queue. Receivers of webhooks are slow, and must not hold up each other."""
+"""The limit for each queue. Receivers of webhooks are slow, and must not hold up each other."""
 STOP_LIMIT_S = 20.0
-"""How long messages in hand may take once the process is to stop. The others come again."""
+"""How long held messages may take once the process is to stop. The others come again."""
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class FunctionConsumer:
 
     @asynccontextmanager
     async def running(self, wanted: list[MessageSource]) -> AsyncIterator[None]:
-        """Takes messages while the block runs. What is in hand at its end is finished."""
+        """Takes messages while the block runs. What it holds at its end is finished."""
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as taking:
             self._subscriptions = [
                 await stack.enter_async_context(

@@ -116,7 +116,7 @@ class DeliveryTable(Protocol):
 
 
 class Deliveries:
-    """Tells of attempts.
+    """Records attempts.
 
     Args:
         table: takes the rows.

@@ -94,9 +94,9 @@ def _asked(body: bytes) -> dict[str, Any]:
     try:
         asked = msgspec.json.decode(body or b"{}")
     except msgspec.DecodeError as error:
-        raise BadInput(f"the body is no JSON: {error}", field="body") from error
+        raise BadInput(f"the body is not JSON: {error}", field="body") from error
     if not isinstance(asked, dict):
-        raise BadInput("the body is no object", field="body")
+        raise BadInput("the body is not a JSON object", field="body")
     if "only" in asked and asked != {"only": "anomalies"}:
         raise BadInput("only: is anomalies, with no other field", field="only")
     return asked
@@ -127,7 +127,7 @@ authenticator = PushAuthenticator(
     checked_by=settings.push_checked_by,
 )
 dependencies = FunctionDependencies(settings)
-# The framework does not tell a function of its end, but the interpreter does.
+# The framework does not notify a function of its end, but the interpreter does.
 traces = ExitStack()
 traces.enter_context(
     traced(

@@ -4,7 +4,7 @@ Pub/Sub retries failed deliveries every 5 to 600 s for a day, with the same `web
 the retries. 410 ends all events of the prediction. Other 4xx and redirects are retried for an hour
 from the first one. None of this changes the record of the prediction.
 
-A prediction that was deleted before its end was told has no input and output in that body. Its
+A prediction that was deleted before its end was reported has no input and output in that body. Its
 earlier events are dropped.
 
 Sends ends of batches and warnings about budgets, as events in the shape of OpenAI's.
@@ -50,7 +50,7 @@ from workers.functions.webhook_client import WebhookClient, WebhookResponse
 
 GONE = 410
 WORTH_RETRYING = frozenset({408, 425, 429})
-"""Of the 4xx: they say that a later try may do."""
+"""The 4xx after which a later try may succeed."""
 REFUSED_LIMIT_S = 3600.0
 """How long a refused event is retried. With growing pauses that is a dozen attempts."""
 WORDS_LOGGED = 200
@@ -101,7 +101,7 @@ class Webhooks:
         """Delivers the event of one message, if it is due and wanted.
 
         Raises:
-            UndecodableMessage: it is no event.
+            UndecodableMessage: the message is not a webhook event.
             PenstockError: the delivery failed and is to be retried.
         """
         event = decode_webhook_event(message.data)
@@ -171,7 +171,7 @@ class Webhooks:
         return end
 
     async def _find(self, event: WebhookEvent) -> tuple[Prediction, Record] | str:
-        """The prediction of an event, or why there is none to tell of."""
+        """The prediction of an event, or why there is none to report."""
         record = await self._records.read(event.id)
         if record is not None and record.document:
             return _decoded(decode_document, record.document), record

@@ -155,7 +155,7 @@ class CanaryPart:
             try:
                 await self._refresh(is_alive=self._is_canary and is_ready())
             except Unavailable as error:
-                # Nothing is known, so nothing changes. The API gives canaries nothing meanwhile.
+                # Nothing is known, so nothing changes. The API gives canaries nothing for now.
                 log.debug("canary not looked at", extra={"reason": error.message})
             await asyncio.sleep(self._refresh_s)
 

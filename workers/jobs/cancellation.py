@@ -1,6 +1,6 @@
 """Drops jobs that are canceled or late, in the queue or in a running batch.
 
-One timer per job in hand, which fires at the queue limit and at the deadline.
+One timer per held job, which fires at the queue limit and at the deadline.
 """
 
 from __future__ import annotations

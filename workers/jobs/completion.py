@@ -166,7 +166,7 @@ class Completion:
 
     `registry` holds them until then, and `replies` publishes their replies. `canary` is the part in
     the comparison of two revisions, and `forwarding` hands over what this one can't do. None: the
-    model has no canary, or is none.
+    model has no canary, or is not one.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class Completion:
         self._write_rows(pulled, answered)
 
     async def _reply(self, pulled: PulledJob, answered: ReplyBody, recorded: bytes) -> None:
-        """Publishes the answer in the record, `recorded` where the reply is no other."""
+        """Publishes the answer in the record, or `recorded` if the reply is the same."""
         reply = await self._large.for_reply(pulled.envelope, answered)
         body = recorded if reply is answered else encode_reply_body(reply)
         await self.replies.publish(pulled.envelope, body)

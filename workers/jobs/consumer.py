@@ -143,7 +143,7 @@ class Claims:
         if claim.state != "processing":
             self._completion.repeat(pulled, claim)
         elif claim.unfinished >= max(UNFINISHED_MAX, pulled.innocent_deaths + 2):
-            error = ModelFailed(f"{claim.unfinished} workers died with this job in hand")
+            error = ModelFailed(f"{claim.unfinished} workers died while they held this job")
             pulled.dead_letter_reason = error.message
             for item in pulled.items:
                 self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))

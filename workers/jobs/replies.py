@@ -167,7 +167,7 @@ class ReplyPublisher:
         """
         set_current(read_attributes(message.attributes))
         facts = {"message_id": message.message_id, "reason": error.message}
-        log.warning("message is no job", extra=facts)
+        log.warning("message is not a job", extra=facts)
         metrics.UNDECODABLE.inc()
         envelope = salvage_envelope(message.attributes)
         try:

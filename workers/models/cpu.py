@@ -28,7 +28,7 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 4.0, 64.0
 def idle_s() -> float:
     """Seconds that the cores of this machine had nothing to do, all together (man 5 proc_stat).
 
-    Where the system does not tell, all of them: then more threads are tried after each pause.
+    If the system does not report it, all of them: then more threads are tried after each pause.
     """
     try:
         ticks = int(Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=5)[4])
@@ -38,9 +38,9 @@ def idle_s() -> float:
 
 
 class CpuThreads:
-    """Follows what this process gets of the cores: one thread at first, more where cores are idle.
+    """Follows what this process gets of the cores: one thread at first, more if cores are idle.
 
-    There are too many threads where they have less CPU time than cores. One such computation may
+    There are too many threads if they have less CPU time than cores. One such computation may
     take seconds, so more are not tried before cores were idle. The most threads are those that
     torch has: a forked process gets its own number after the fork.
 

@@ -1,6 +1,6 @@
 """Finds the GPU type of a device in infra/kubernetes/gpus.yaml, by the name of its driver.
 
-The device decides and not the catalog: a larger type may have taken over where one is out of stock.
+The device decides and not the catalog: a larger type may have taken over if one is out of stock.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Downloads it if necessary.
 
-The layout of weights that were copied from the hub: in a bucket, and where one is mounted.
+It also defines the layout of weights copied from the hub, in a bucket or its mounted folder.
 
 A copy is the folder `hub/ORG/NAME/REVISION`, with the files of the repository as they are there. A
-file beside it, `hub/ORG/NAME/REVISION.json`, lists them and is written last, so a copy with a list
+file next to it, `hub/ORG/NAME/REVISION.json`, lists them and is written last, so a copy with a list
 is complete.
 """
 
@@ -135,7 +135,7 @@ def resolve(
     if source.startswith("gs://"):
         return _from_bucket(source, revision, cache_dir, open_bucket)
     raise ConfigurationError(
-        f"source {source!r} is none of package:, local:, hf:, gs://", field="source"
+        f"source {source!r} is not one of package:, local:, hf:, gs://", field="source"
     )
 
 
@@ -155,7 +155,7 @@ def _existing(folder: Path, source: str, cache_dir: Path) -> Path:
     if folder.suffix == ".gguf" and folder.is_file():
         return converted(folder, cache_dir)
     if not folder.is_dir():
-        raise _no_such(source, f"{folder} is no folder")
+        raise _no_such(source, f"{folder} is not a folder")
     return folder.resolve()
 
 

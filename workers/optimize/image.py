@@ -56,7 +56,7 @@ def make_variants(
     Nothing is written to `target`.
 
     Raises:
-        ConfigurationError: the folder is no pipeline, or an option is wrong.
+        ConfigurationError: the folder is not a pipeline, or an option is wrong.
     """
     names = wanted_variants(entry, options)
     device, device_name = Device("auto", options.threads, 1.0).open()

@@ -168,8 +168,8 @@ class _Product:
 def fold_products(source: Path, target: Path, feeds: Sequence[Feed]) -> None:
     """Rewrites `target`: conversions, product and corrected bias become one operator.
 
-    ONNX Runtime does as much when it loads a graph on a CPU, but leaves the bias out, which then is
-    a pass over memory of its own: a tenth of MiniLM's time.
+    ONNX Runtime does the same when it loads a graph on a CPU, but leaves the bias out, which then
+    is a pass over memory of its own: a tenth of MiniLM's time.
 
     Args:
         source: the graph in fp32 that `target` was made of.
@@ -272,7 +272,7 @@ def quantize_per_call(source: Path, target: Path) -> None:
 
     Each call scales its own activations.
 
-    So a text's vector depends a little on the texts beside it in its batch.
+    So a text's vector depends a little on the texts alongside it in its batch.
     """
     with _silent():
         quantize_dynamic(

@@ -227,7 +227,7 @@ class ModelClient:
     def join(self, items: Sequence[Prepared]) -> int | None:
         """Adds items to the batch that runs in steps. Returns the place of the first.
 
-        None: no batch runs. The batch may be over by now, which its end tells: then the items have
+        None: no batch runs. The batch may be over by now, which its end says: then the items have
         no end of their own.
         """
         pending = self._pending

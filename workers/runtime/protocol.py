@@ -170,9 +170,9 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     loaded_at_s: float = 0.0
     """When the process loaded the model."""
     computed_work: list[int] = []
-    """Of each item, its tokens or pixel-steps with its part of the padding. Empty: no padding."""
+    """Each item's tokens or pixel-steps, with its part of the padding. Empty: no padding."""
     spare_s: float = 0.0
-    """Of an item that joined others: its part of what was spare in the time of its steps."""
+    """The spare seconds of its steps that belong to it, if it joined others."""
     beside: int = 0
     """How many items were computed at a time, on average, if items join between steps. 0: all."""
 
@@ -242,7 +242,7 @@ class Spare(msgspec.Struct, tag="spare"):
 class Preempted(msgspec.Struct, tag="preempted"):
     """These places of batch `number` are to wait.
 
-    The device had too little memory for them, or they were told to yield. Then `chunks` has what
+    The device had too little memory for them, or they were preempted. Then `chunks` has what
     they have written since the last Chunks. One that is not streamed had none before.
     """
 

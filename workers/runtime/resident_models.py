@@ -294,7 +294,7 @@ class ResidentModels:
             if not self._resident:
                 raise
             log.warning(
-                "model could not be loaded beside others",
+                "model could not be loaded alongside others",
                 extra={"model": number, "reason": str(error)},
             )
             self.evict_others(keep=number)

@@ -59,7 +59,7 @@ from workers.runtime.resident_models import ResidentModels, resident_bytes
 
 
 class StepPictures:
-    """Tells the I/O process between two steps how far the items of batch `number` are.
+    """Reports the progress of the items of batch `number` to the I/O process between two steps.
 
     Args:
         model: that computes them.
@@ -84,7 +84,7 @@ class StepPictures:
         self._watched_until_s = time.monotonic() + WATCH_VALID_S
 
     def tell(self) -> None:
-        """Tells the progress and draws pictures, if it is time for them."""
+        """Reports the progress and draws previews, if they are due."""
         now_s = time.monotonic()
         if now_s - self._told_s < PROGRESS_EVERY_S:
             return
@@ -161,7 +161,7 @@ class _Item:
 
     started_at_s: float
     room: int = 0
-    """Of the budget."""
+    """The part of the budget that it takes."""
     steps: int = 0
     beside: int = 0
     """Items in all of its steps, added up."""
@@ -178,7 +178,7 @@ class StepExecution:
         resident_models: has the model.
         batch: the items that begin it.
         room: of the model in this process.
-        clock: returns monotonic seconds, by which steps are timed and readers are told of tokens.
+        clock: returns monotonic seconds, by which steps are timed and tokens are reported.
             Tests replace it.
     """
 
@@ -198,11 +198,11 @@ class StepExecution:
         self._items: dict[int, _Item] = {}
         self._told_s = self._spare_told_s = clock()
         self._spare_s = 0.0
-        """Since the last message that told of it."""
+        """The spare seconds since the last message that reported them."""
         self._pictures: StepPictures | None = None
 
     def run(self) -> None:
-        """Computes steps, and tells the I/O process what comes of them."""
+        """Computes steps, and reports their results to the I/O process."""
         try:
             model = cast(SteppedModel, self._resident_models.use(self._batch.model))
         except Exception as error:
@@ -276,7 +276,7 @@ class StepExecution:
                 self._end(place, item, Canceled(), steps and steps[1] - steps[0])
 
     def _interrupt(self, model: SteppedModel, places: list[int]) -> None:
-        assert isinstance(model, Resumable), "only texts are told to yield; this is a bug"
+        assert isinstance(model, Resumable), "only generations are preempted; this is a bug"
         left = [place for place in places if self._items.pop(place, None) is not None]
         written = {place: model.interrupt(place) for place in left}
         chunks = {place: chunk for place, chunk in written.items() if chunk is not None}

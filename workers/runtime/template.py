@@ -261,7 +261,7 @@ class _TemplateProcess:
         return self._process.returncode
 
     async def fork(self, device: str, theirs: socket.socket) -> ForkedProcess:
-        """As Template.fork."""
+        """Like Template.fork."""
         output, their_output = os.pipe()
         try:
             pipe, protocol = await asyncio.get_running_loop().connect_read_pipe(

@@ -30,7 +30,7 @@ The bounds, with quantum q = budget / HEAVIEST x weight and the longest item l:
   has come, so it can't take more by sending items one at a time.
 
 A batch that completes all items of some tenant is not made much longer by a tenant of which more
-than a batch waits: by at most `spare` work, or as much again.
+than a batch waits: by at most `spare` work, or to at most twice its length.
 
 The items of one tenant that wait, and how much of its share the tenant has used.
 
@@ -49,7 +49,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 from shared.tenants.plan import HEAVIEST
 
 STALE_MAX = 16
-"""Places of removed items that a tenant may keep besides those of waiting items."""
+"""Places of removed items that a tenant may keep in addition to those of waiting items."""
 
 
 class Batchable(Protocol):
@@ -285,7 +285,7 @@ class BatchQueue(Generic[ItemT]):
 
         Args:
             at_most: items.
-            room: work, besides the first item's. The budget is a bound as well.
+            room: work, in addition to the first item's. The budget is a bound as well.
             spare: how much work may follow the last item of a tenant that is done.
             is_wanted: items that are not wanted are removed without a charge.
             first: the item that leads, instead of that of the next tenant.

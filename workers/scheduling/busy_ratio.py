@@ -42,8 +42,8 @@ class _State(NamedTuple):
 class BusyRatio:
     """The part of what model processes can do that they do, by lane.
 
-    A running batch counts while it runs. So batches of a minute do not come as a surprise. Where
-    more items could have joined it for nothing, its process tells afterwards what was spare.
+    A running batch counts while it runs. So batches of a minute do not come as a surprise. If
+    more items could have joined it for nothing, its process reports afterwards what was spare.
 
     Args:
         processes: how many model processes there are.

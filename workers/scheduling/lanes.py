@@ -2,11 +2,11 @@
 
 Pure: no clock, no I/O.
 
-- Interactive items go first. Items of the lane `batch` fill the room that a batch of interactive
+- Interactive items go first. Items of the `batch` lane fill the room that a batch of interactive
   items has left, by FILL_S of work at most, so they hardly lengthen it. They get a batch of their
   own in three cases: no interactive item waits, BATCH_SHARE of the work is owed to them, or the
   deadline of one would pass otherwise. The last case takes at most one batch in URGENT_TURN.
-- A batch of the lane `batch` has at most TURN_S of work while interactive items wait or came a
+- A batch of the `batch` lane has at most TURN_S of work while interactive items wait or came a
   moment ago. A process can't be interrupted, so this bounds how long an interactive item waits.
 - A suspect is an item whose model process or worker died. The suspects of one death are retried in
   halves until the item that kills is alone. One group runs at a time, so the other processes stay
@@ -14,21 +14,21 @@ Pure: no clock, no I/O.
 - An item is given up after DEATHS_MAX deaths, if it was alone for DEATHS_ALONE_MAX of them. A death
   with another cause (a manual kill, too little memory) costs innocent items only time, even in the
   middle of a retry.
-- Where items join and leave between steps, the same order holds for who joins next.
+- With continuous batching, the same order holds for the items that join next.
 - If a device runs out of memory, the budget is halved. It grows by a tenth with each batch that
   fits.
 
-Decides how much of a model's time the lane `batch` gets besides interactive work.
+Decides how much of a model's time the `batch` lane gets in addition to interactive work.
 
 Pure: no clock, no I/O. Times are unix seconds of one clock, durations are in seconds.
 
 Estimates how long a model process takes for a batch. Pure: no clock, no I/O.
 
-Which text gives its place in a model process to another tenant's. Pure: no clock, no I/O.
+Preemption: chooses running generations to interrupt for another tenant. Pure: no clock, no I/O.
 
 A text stays in its process until it ends, which can take minutes. So a tenant that took all places
-while nobody else asked would keep the others out for as long. A text can go on later from the
-tokens that it has, so it can give its place away. What is compared is the room that tenants have in
+while nobody else asked would keep the others out until then. A text can go on later from the
+tokens that it has, so it can be preempted. What is compared is the room that tenants have in
 the process, by their weights. The owner of the place keeps at least as much as the newcomer gets.
 So places never go back and forth.
 """
@@ -77,7 +77,7 @@ def to_yield(
         first: of those that wait.
         inside: the items that have a place, in the order in which they came.
         part_of: the part of the process that an item takes.
-        fits: whether `first` has room beside these items.
+        fits: whether `first` has room alongside these items.
 
     Returns:
         Of the tenants with the most room the items that came last, as they have the least to read
@@ -113,7 +113,7 @@ FADE = 0.9
 MIN_SLOPE = 0.25
 """The marginal time of work is at least this share of its average time.
 
-So where it can't be told from noise, batches grow by small factors until it can.
+So while it can't be distinguished from noise, batches grow by small factors.
 """
 
 
@@ -168,27 +168,27 @@ FILL_S = 0.005
 On a GPU that is still free room in a batch of short items. On a CPU it is about one text.
 """
 TURN_S = 0.02
-"""The longest batch of the lane `batch` while there is interactive traffic, or one item.
+"""The longest batch of the `batch` lane while there is interactive traffic, or one item.
 
 An interactive item may have to wait for it.
 """
 RECENT_S = 60.0
-"""There is interactive traffic for so long after an interactive item came."""
+"""The time after an interactive item for which there counts as interactive traffic."""
 BATCH_SHARE = 1 / 16
-"""The share of the work that the lane `batch` gets while interactive items wait all the time.
+"""The share of the work that the `batch` lane gets while interactive items wait all the time.
 
 Enough that it never stops. Each turn is one of TURN_S, so an interactive item waits for one more
 short batch at most.
 """
 URGENT_TURN = 4
-"""At most one batch in so many is for the deadline of a batch job while interactive items wait.
+"""At most one batch in this number is for the deadline of a batch job while interactive items wait.
 
 Admission relies on the rest (api/dispatch/admission.py, INTERACTIVE_SHARE).
 """
 
 
 class BatchLanePolicy:
-    """Knows how long batches take, and the work that is owed to the lane `batch`."""
+    """Knows how long batches take, and the work that is owed to the `batch` lane."""
 
     def __init__(self) -> None:
         self._time = BatchTime()
@@ -262,9 +262,9 @@ DEATHS_MAX = 3
 DEATHS_ALONE_MAX = 2
 BUDGET_GROWTH = 1.1
 BESIDE_OVERSIZED = 1 / 4
-"""Of the budget, for items that join one which is larger than all of it."""
+"""The share of the budget for items that join one larger than the whole budget."""
 BATCH_JOIN_SHARE = 1 / 4
-"""Of the places of a process, for the lane `batch` while there is interactive traffic.
+"""The share of a process's places for the `batch` lane while there is interactive traffic.
 
 An item that has joined stays until it is done, which can take seconds.
 """
@@ -406,7 +406,7 @@ class LaneQueue:
         is_wanted: Callable[[QueuedItem], bool],
         now_s: float,
     ) -> list[QueuedItem]:
-        """Interactive items first. The lane `batch` gets what `BatchLanePolicy` leaves to it."""
+        """Interactive items first. The `batch` lane gets what `BatchLanePolicy` leaves to it."""
         lane, here = self._interactive, list(inside)
         within = sum(self._lane_of(queued) is lane for queued in here)
         at_most = min(lane.max_items - len(here), self._share(processes, lane) - within)
@@ -428,7 +428,7 @@ class LaneQueue:
     ) -> list[QueuedItem]:
         """Items of a lane that join those which are here.
 
-        Where nothing runs one joins even if it is larger than the budget: it would wait for ever.
+        If nothing runs, one joins even if it is larger than the budget. It would wait forever.
         """
         joining: list[QueuedItem] = []
         if not here:
@@ -456,7 +456,7 @@ class LaneQueue:
     def _room_of_batch_lane(self, here: Sequence[QueuedItem], now_s: float) -> int:
         """Returns how many items of the `batch` lane may join.
 
-        They leave the rest of the places to interactive items, if those came lately. Beside
+        They leave the rest of the places to interactive items, if those came lately. Alongside
         interactive items that wait, one joins when it is owed.
         """
         lane = self._batch
@@ -506,7 +506,7 @@ class LaneQueue:
         return self._interactive.take(at_most, spare=spare, is_wanted=is_wanted)
 
     def _fill(self, batch: list[QueuedItem], is_wanted: Callable[[QueuedItem], bool]) -> None:
-        """Adds items of the lane `batch` to a batch of interactive ones, if that is nearly free."""
+        """Adds items of the `batch` lane to a batch of interactive ones, if that is nearly free."""
         if not batch:
             return
         interactive = _work(batch)

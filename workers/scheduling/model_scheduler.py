@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 SWITCH_SHARE = 0.06
-"""Of the time of all model processes.
+"""The share of the time of all model processes.
 
 Leaves room below a tenth for other costs of a switch, such as cold caches.
 """

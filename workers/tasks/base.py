@@ -43,7 +43,7 @@ class WorkerTask(ABC):
 
     @abstractmethod
     def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
-        """The variants to make where the command line names none.
+        """The variants to make if the command line names none.
 
         Args:
             has_gpu: whether there is a GPU here.

@@ -81,7 +81,7 @@ def test_command_without_a_function_says_why(words: list[str], reason: str) -> N
         ({"since": "2026-10-01"}, "since: there is no such field"),
         ({"only": "invoices"}, "only: is anomalies"),
         ({"only": "anomalies", "from": "2026-10-01"}, "only: is anomalies"),
-        ([], "the body is no object"),
+        ([], "the body is not a JSON object"),
         ("x" * 5000, "larger than 4096 bytes"),
     ],
 )

@@ -84,7 +84,7 @@ class OnnxEncoder:
         self._output = output.name
         if not isinstance(output.shape[-1], int):
             raise ConfigurationError(
-                f"{self._graph}: doesn't tell the width of {output.name}", field="backend"
+                f"{self._graph}: doesn't state the width of {output.name}", field="backend"
             )
         return output.shape[-1] * len(self._settings.pooling)
 

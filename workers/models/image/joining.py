@@ -2,7 +2,7 @@
 
 Each item has a scheduler, a generator of random numbers and timesteps of its own. Only the UNet
 computes items together: it takes a timestep for each row. So an item's pixels are those of
-diffusers' pipeline for it alone, whichever schedulers, strengths and numbers of steps are beside
+diffusers' pipeline for it alone, whichever schedulers, strengths and numbers of steps are alongside
 it. The steps before and after the loop are those of the pipelines' own calls, by their own methods.
 What differs between Stable Diffusion and Stable Diffusion XL is in family.py.
 
@@ -35,7 +35,7 @@ from workers.models.image.vae import decode, own_type, spare_memory
 log = logging.getLogger(__name__)
 
 AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5
-"""What StableDiffusionXLImg2ImgPipeline takes where its caller does not say."""
+"""What StableDiffusionXLImg2ImgPipeline uses by default."""
 
 
 class StableDiffusion:
@@ -61,7 +61,7 @@ class StableDiffusion:
 
 
 class StableDiffusionXL(StableDiffusion):
-    """StableDiffusionXLPipeline: the UNet is also told sizes and a summary of the prompt."""
+    """StableDiffusionXLPipeline: the UNet also gets sizes and a summary of the prompt."""
 
     def begin(self, scheduler: Any) -> None:
         """Tells the scheduler to count its steps, instead of looking for their timesteps."""
@@ -107,7 +107,7 @@ class _Drawing:
     latents: torch.Tensor
     """[1, channels, height, width]."""
     prompt: torch.Tensor
-    """[rows, tokens, width]: the negative prompt first where it is guided."""
+    """[rows, tokens, width]: the negative prompt first if it is guided."""
     conditions: dict[str, torch.Tensor]
     """What else of its family the UNet takes, [rows, …] each."""
     scale: torch.Tensor | None
@@ -181,7 +181,7 @@ class JoiningImageModel(ImageModel):
         }
 
     def picture(self, place: int) -> Picture | None:
-        """A small picture of an item between two steps. None where it can't be drawn."""
+        """A small image of an item between two steps. None if it can't be drawn."""
         drawing = self._drawings.get(place)
         if drawing is None or not drawing.done:
             return None

@@ -26,7 +26,7 @@ MAX_SIDE_CPU = 128
 def draw_previews(
     pipeline: Any, latents: torch.Tensor, places: Sequence[int]
 ) -> list[Picture | None]:
-    """Small pictures of the latents at `places`. None where they can't be decoded.
+    """Small images of the latents at `places`. None if they can't be decoded.
 
     Neither the latents nor any generator of random numbers is changed.
     """

@@ -303,7 +303,7 @@ class Decoder:
         """Loads the weights, and compares a first pass with that of transformers.
 
         Raises:
-            ConfigurationError: the folder is no such model, or it computes in another way.
+            ConfigurationError: the folder is not such a model, or it computes in another way.
         """
         self._device, self.device_name = self._wanted.open()
         self._computing = CpuThreads().computing if self._device.type == "cpu" else nullcontext
@@ -389,7 +389,7 @@ class Decoder:
         """Adds tokens of a prompt to a row that has `start` tokens.
 
         Returns:
-            The logits after the last one, float32 [vocabulary]. None where not `ends`.
+            The logits after the last one, float32 [vocabulary]. None unless `ends`.
 
         Raises:
             OutOfMemory: the device has too little memory.

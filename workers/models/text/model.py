@@ -2,7 +2,7 @@
 
 A step reads at most `generation.chunk_tokens` of prompts, of tenants in turns, and writes one token
 of each text whose prompt was read. So a long prompt holds the others up for one part of it at a
-time. A step that wrote the first token of a text ends there, so that it is told at once. The others
+time. A step that wrote the first token of a text ends there, so that it is sent at once. The others
 write next.
 
 A text that writes alone may write several tokens in a step, of which all but the first were guessed
@@ -307,7 +307,7 @@ class TextModel:
     def _check_guess(self, text: _Text, guessed: list[int], end: StepEnd) -> bool:
         """Writes tokens as long as they are those that were guessed, and one more.
 
-        Returns False where the guess gives no numbers. The text may go on without it.
+        Returns False if the guess gives no finite numbers. The text may go on without it.
         """
         assert text.row is not None, "this is a bug"
         start = len(text.row.ids)
@@ -337,7 +337,7 @@ class TextModel:
         try:
             text.ids.append(text.writing.write(logits))
         except PenstockError as error:
-            # Its numbers may be none, which would spoil the text that gets the row next.
+            # Its values may be NaN, which would spoil the text that gets the row next.
             self._forget(text)
             self._leave(text.place)
             end.results[text.place] = error

@@ -48,7 +48,7 @@ class ChatTemplate:
         clock: gives seconds.
 
     Raises:
-        ValueError: it is no template.
+        ValueError: it is not a template.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ def _to_json(
 
 
 MAX_BYTES = 32 * 1024
-"""Of the schema as JSON. One of this size takes up to about 0.2 s to read."""
+"""The size of the schema as JSON. One of this size takes up to about 0.2 s to read."""
 MAX_CHARACTERS = 4096
 """Of a constant, a pattern or a name, as JSON has it: a control character is six of them. One of
 this length takes 2 ms at each token, and one of 60,000 takes 35 ms."""
@@ -223,7 +223,7 @@ def check_size(json_schema: str) -> None:
     """Checks the size of a schema.
 
     Raises:
-        ValueError: the schema, or a text in it, is too large, or it is no JSON.
+        ValueError: the schema, or a text in it, is too large, or it is not JSON.
     """
     size_bytes = len(json_schema.encode())
     if size_bytes > MAX_BYTES:

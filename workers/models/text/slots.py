@@ -217,7 +217,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         shape = (self._rows, states.shape[1], self.capacity, states.shape[3])
         if states.device.type != "cpu":
             return torch.zeros(shape, dtype=states.dtype, device=states.device)
-        # Memory that the system gives only where it is written.
+        # The system allocates this memory only when it is written.
         count = int(np.prod(shape)) * states.element_size()
         return torch.from_numpy(np.zeros(count, np.uint8)).view(states.dtype).view(shape)
 
@@ -237,7 +237,7 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def clear(self, row: int, start: int = 0) -> None:
-        """Forgets a row from its token `start` on, numbers that are none included."""
+        """Forgets a row from its token `start` on, NaN included."""
         for layer in (*self._keys, *self._values):
             layer[row, :, start:].zero_()
 

@@ -1,7 +1,7 @@
 """A text model that vLLM computes, step by step.
 
 vLLM schedules, keeps keys and values in pages, chooses tokens and follows JSON schemas. What a text
-is, where it stops and what its readers are told is decided here, as for every text model.
+is, where it stops and what its readers get is decided here, as for every text model.
 
 The engine is `LLMEngine`, in this process: one call of its `step` is one of ours.
 
@@ -46,7 +46,7 @@ _DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float
 
 
 def import_vllm() -> Any:
-    """The package `vllm`, set up for an engine in this process.
+    """The `vllm` package, set up for an engine in this process.
 
     Raises:
         ConfigurationError: it is not installed here.
@@ -154,7 +154,7 @@ class _Text:
     def take(self, output: Any) -> int:
         """Takes in the tokens that a step gave. Returns how many it read and wrote.
 
-        vLLM tells of a prompt when it was read. Of one that took several steps, that is the last.
+        vLLM reports a prompt when it was read. Of one that took several steps, that is the last.
 
         Raises:
             ModelFailed: vLLM ended the text for a reason of its own.

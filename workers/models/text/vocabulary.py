@@ -61,7 +61,7 @@ class Vocabulary:
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"{path}: {error}", field="source") from error
         if not isinstance(found, dict):
-            raise ConfigurationError(f"{path}: is no JSON object", field="source")
+            raise ConfigurationError(f"{path}: is not a JSON object", field="source")
         return found
 
     def _read_ends(self) -> list[int]:
@@ -123,7 +123,7 @@ class Vocabulary:
         """A matcher of texts that are JSON of this schema. The last ones are kept.
 
         Raises:
-            ValueError: the schema is none, or has parts that are not supported.
+            ValueError: the schema is not valid, or has parts that are not supported.
         """
         with self._making:
             made = self._matchers.pop(json_schema, None) or self._make_matcher(json_schema)
@@ -138,7 +138,7 @@ class Vocabulary:
                 json_schema, overrides={"whitespace_pattern": _WHITESPACE}
             )
         except (TypeError, KeyError) as error:
-            raise ValueError(f"the schema is no JSON object: {error}") from error
+            raise ValueError(f"the schema is not a JSON object: {error}") from error
         matcher = LLMatcher(self._grammar_tokens, grammar, log_level=0)
         if not matcher.is_error():
             self._try_token(trial := matcher.deep_copy())

@@ -127,7 +127,7 @@ class Writing:
         """Chooses the next token from its logits (float32 [vocabulary]), and returns it.
 
         Raises:
-            ModelFailed: the logits are no numbers.
+            ModelFailed: the logits are not numbers.
             BadInput: the schema can't be followed.
         """
         logits = logits[: self._vocabulary.size]
