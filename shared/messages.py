@@ -17,11 +17,9 @@ A job on the wire:
 and its reply carries `slot`, `request_id` and `part` back, with one outcome per item, in the order
 of the items.
 
-Messages as bytes and attributes: what is published, and what is read again.
-
-A publisher checks that the broker carries the message and that its reader can decode it.
-
-Reads what it can of a message that can't be decoded as a job, in order to answer its callers.
+The functions here encode and decode both. A publisher checks that the broker carries the message
+and that its reader can decode it. If a message can't be decoded as a job, a lenient decoder reads
+what it can, so that its callers get a reply.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The ids of topics and subscriptions, on every broker. Terraform uses the same.
 
-Creates and deletes an inbox (its two topics), for a pool or a single instance.
+It also creates and deletes an inbox (its two topics), for a pool or a single instance.
 """
 
 from __future__ import annotations

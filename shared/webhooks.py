@@ -4,11 +4,9 @@ Signatures follow Standard Webhooks (https://www.standardwebhooks.com). The clie
 Replicate and Svix verify them. Each tenant's secret is derived from the setting, so that none can
 sign for another.
 
-Checks a webhook's URL without resolving its host, for the API and the delivering function.
-
-The function also checks the addresses of the host when it connects
-(workers/functions/webhook_client.py). The host is not resolved here, because it may resolve to
-something else by then.
+A webhook's URL is checked here for the API and the delivering function, without resolving its host,
+because the host may resolve to something else later. The function also checks the addresses of the
+host when it connects (workers/functions/webhook_client.py).
 """
 
 from __future__ import annotations

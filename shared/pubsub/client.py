@@ -1,6 +1,7 @@
 """The broker client: publishes to Pub/Sub and pulls from it, on asyncio.
 
-API and workers use no other.
+API and workers use no other. Messages are published in batches, with one queue per topic and
+ordering key.
 
 Guarantees used. At-least-once delivery: a message is gone only after its ack. So a crash loses
 nothing, and every consumer must be idempotent. Flow control per stream (`max_outstanding_*`): the
@@ -24,8 +25,6 @@ Rejected:
 What would change the choice: an asyncio subscriber by Google with leases and flow control, or a
 measured need for more than one core of broker client in a process (then a native client behind the
 same interface).
-
-Publishes messages in batches, with one queue per topic and ordering key.
 """
 
 from __future__ import annotations

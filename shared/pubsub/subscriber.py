@@ -1,6 +1,6 @@
 """Receives messages by StreamingPull, and opens a new stream when one ends.
 
-Acks and nacks in batches, and the leases of every message that a subscription holds.
+It sends acks and nacks in batches, and extends the lease of every message that it holds.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ loses nothing, and every consumer must be idempotent. The prefetch is the flow c
 Decision 67 has what was rejected: aio-pika's robust connections, exclusive reply queues, one
 exchange for each topic, a queue for each pause.
 
-Publishes until the broker confirms: again after the connection broke or no answer came.
+A message is published until the broker confirms it: again after the connection broke or no answer
+came.
 """
 
 from __future__ import annotations

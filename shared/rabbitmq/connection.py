@@ -1,6 +1,6 @@
 """A connection to RabbitMQ that opens again when it is next used, and the translation of errors.
 
-The setting that names a RabbitMQ.
+It also parses the setting that names a RabbitMQ.
 """
 
 from __future__ import annotations

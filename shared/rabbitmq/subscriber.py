@@ -1,8 +1,7 @@
 """Receives messages of one queue, and consumes again after the channel or connection broke.
 
-Joins the acks of a channel, because the broker forgets some of many that come one by one.
-
-A channel passes 32 settlements at a time to the leader of a quorum queue. It keeps the others, and
+It joins the acks of a channel, because the broker forgets some of many that come one by one. A
+channel passes 32 settlements at a time to the leader of a quorum queue. It keeps the others, and
 drops them when it is closed, though it read them before: those messages come again. That is so in
 RabbitMQ 3.10.8, 4.0.5 and 4.3.6. An ack of all messages up to a number is one settlement.
 """

@@ -1,13 +1,12 @@
-"""Asks about queues and exchanges. A refusal ends the channel, so each question has its own.
-
-Queues in which messages wait before they are delivered again.
-
-How topics, subscriptions and filters become exchanges, queues and routing keys.
+"""Maps topics, subscriptions and filters to exchanges, queues and routing keys, and queries them.
 
 One direct exchange carries all messages of a project, so a topic that is gone can't close a channel
 that others publish on. A message has the routing key of its topic, and one more per attribute that
 filters use. The broker routes by all of them (the BCC header of
 https://www.rabbitmq.com/docs/sender-selected), and gives a queue a message once.
+
+Delay queues hold messages before they are delivered again. A refused query ends its channel, so
+each query has a channel of its own.
 """
 
 from __future__ import annotations

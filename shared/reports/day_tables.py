@@ -4,7 +4,7 @@ A day is one partition. A query writes into it with WRITE_TRUNCATE, which BigQue
 or not at all. So a repeated run replaces the day, and nobody reads half of one.
 https://docs.cloud.google.com/bigquery/docs/managing-partitioned-table-data
 
-Days of the billing zone: what a scheduled run sums up, and what a backfill asks for.
+A day is one of the billing zone, for scheduled runs and for backfills.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Rounding: a line's amount is the sum of its rows' cost, rounded half up to a mil
 The total is the sum of the lines as shown. The amount due is the total, rounded half up to a cent,
 once. So what is on paper adds up, and differs from the rows by less than half a millionth a line.
 
-An invoice as a page to print: A4 or Letter, with the rules by which it was made.
+An invoice is also rendered as a page to print (A4 or Letter) that states these rules.
 """
 
 from __future__ import annotations

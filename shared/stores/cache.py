@@ -3,9 +3,7 @@
 It is asked per item before a job is published, and again before the item is computed. The worker
 that computed a result fills it. A result in the object store is kept as its object_key. So an entry
 is small, and objects must outlive the longest TTL. Nothing here fails or delays a request: if Redis
-is gone or slow, a counter counts misses.
-
-The Redis level of the cache: reads and writes many raw values at once.
+is gone or slow, a counter counts misses. The Redis level reads and writes many raw values at once.
 """
 
 from __future__ import annotations

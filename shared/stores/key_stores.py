@@ -1,15 +1,13 @@
 """Finds the store of keys that PENSTOCK_KEYS_URL names, and what its plans and keys may name.
 
-The directory of keys in a file, such as one that Secret Manager or Kubernetes mounts.
+In a file, such as one that Secret Manager or Kubernetes mounts: the API only reads it. The command
+line replaces it as a whole, and appends an audit event to FILE.audit.jsonl before. The last use of
+keys is not kept.
 
-The API only reads it. The command line changes it: it replaces the file as a whole, and appends the
-act to FILE.audit.jsonl before. When keys were last used is not kept.
-
-The directory of keys in Redis: one hash, a stream of acts, and a hash of last uses.
-
-The directory is one value with a version, so that a reader never sees half of a change, and two
-writers at the same time do not undo each other. Nothing has a TTL, so Redis evicts none of it. A
-Redis that lost its data has no version. Then readers keep what they have.
+In Redis: one hash, a stream of audit events, and a hash of last uses. The directory is one value
+with a version, so that a reader never sees half of a change, and two writers at the same time do
+not undo each other. Nothing has a TTL, so Redis evicts none of it. A Redis that lost its data has
+no version. Then readers keep what they have.
 """
 
 from __future__ import annotations

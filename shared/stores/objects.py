@@ -8,7 +8,7 @@ obstore's synchronous calls run on threads. Its asynchronous ones abort the proc
 obstore 0.12.1) when it exits soon after a call, because the answering thread still holds Python
 objects.
 
-Writes one object in pieces, which memory need not hold together.
+A large object is written in pieces, so that memory need not hold all of it.
 """
 
 from __future__ import annotations

@@ -15,8 +15,6 @@ seconds). A prediction also has `document`, `keep_s` and `published`, and counts
 bytes (shared/retention.py). Only the scripts next to this file (record_*.lua) write records. Claims
 and finishes come in large numbers, so their scripts take several records: one script for 100
 records costs little more than one for a single record.
-
-One record: its id, its states, and what a claim, a finish and a read return of it.
 """
 
 from __future__ import annotations

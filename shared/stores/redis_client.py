@@ -5,11 +5,8 @@ share the next one. So 128 callers cost one connection and a few commands, not 1
 opens after FAILURES round trips in a row that failed or were too slow. Calls then return at once,
 and a background task retries until Redis answers in time.
 
-Batches calls to Redis: calls that come during a round trip share the next one.
-
-Lua scripts, which Redis runs whole: no other command comes between their reads and writes.
-
-Each script is a .lua file, or several: functions first, then the script that calls them.
+Redis runs a Lua script as a whole: no other command comes between its reads and writes. A script is
+one .lua file, or several: functions first, then the script that calls them.
 """
 
 from __future__ import annotations

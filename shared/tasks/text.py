@@ -1,6 +1,6 @@
-"""Text: from a conversation or a prompt to the text that a language model continues it with.
+"""The text task: a language model continues a conversation or a prompt.
 
-How close two texts are: ROUGE-L, by their longest common subsequence of words.
+Two generated texts are compared by ROUGE-L, the longest common subsequence of their words.
 """
 
 from __future__ import annotations

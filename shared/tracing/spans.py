@@ -1,11 +1,10 @@
-"""Makes spans: from times that were measured, or around a block.
+"""Makes spans and carries their trace: W3C Trace Context, in headers and messages.
 
-Without an exporter, and for traces that are not sampled, these functions do nothing. No payload, no
-key and no text of a caller may become an attribute.
+A span is made from times that were measured, or around a block. Without an exporter, and for traces
+that are not sampled, these functions do nothing. No payload, no key and no text of a caller may
+become an attribute.
 
-The trace of a request or a job: W3C Trace Context, as headers and messages carry it.
-
-https://www.w3.org/TR/trace-context/. A malformed `traceparent` counts as none, and the request
+https://www.w3.org/TR/trace-context/: a malformed `traceparent` counts as none, and the request
 starts a new trace. A malformed `tracestate` is dropped alone. Neither fails a request.
 """
 

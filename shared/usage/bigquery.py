@@ -1,9 +1,7 @@
 """Writes rows to BigQuery with Google's client.
 
-Translates its errors, and separates refused rows from retries.
-
-The sending thread imports the client with the first rows, because the import takes longer than the
-API's startup.
+It translates errors, and separates refused rows from those to retry. The sending thread imports the
+client with the first rows, because the import takes longer than the API's startup.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ costs less than waking a thread. The thread of shared/usage/writer.py calls ever
 disk refuses rows or is slow, that thread takes over. Rows then wait in memory, and count as safe
 only once the disk or BigQuery has them.
 
-Rows on their way to BigQuery, and the callbacks for when they are safe.
+It also knows the rows in flight, and calls back when rows are safe.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Senders of rows: to BigQuery, or to the object store, from which BigQuery is filled later.
 
-Writes rows to the object store, as compressed lines of JSON.
-
-Each call puts one object into `incoming/TABLE`, where the row archive (infra/row_archive) takes
-it. Its name begins with the time, so that a listing has the oldest first, and ends with a digest of
-its rows. Rows that are sent again after a lost answer may be there twice. The archive drops what it
-sees twice, and the view `rows_deduplicated` the rest.
+The object store gets rows as compressed lines of JSON. Each call puts one object into
+`incoming/TABLE`, where the row archive (infra/row_archive) takes it. Its name begins with the time,
+so that a listing has the oldest first, and ends with a digest of its rows. Rows that are sent again
+after a lost answer may be there twice. The archive drops what it sees twice, and the view
+`rows_deduplicated` the rest.
 """
 
 from __future__ import annotations

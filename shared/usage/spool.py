@@ -1,18 +1,13 @@
 """Rows on disk: segments of JSON lines in a folder that processes may share.
 
-Each owner locks its segments.
+Each owner locks its segments. A lock (flock) ends with its process, however that ends. So a segment
+that can be locked has no living owner, and the process that locks it sends its rows. Nothing is
+synced: written rows outlive the process, but not the machine.
 
-A segment that waits for long is compressed (shared/usage/spool.py).
-
-A lock (flock) ends with its process, however that ends. So a segment that can be locked has no
-living owner, and the process that locks it sends its rows. Nothing is synced: written rows outlive
-the process, but not the machine.
-
-Segments of rows that wait for long, compressed: a fifth of the size.
-
-A packed segment is gzip of the same lines. Its name has the number of rows, so that nobody needs to
-read it to count them: `<segment>.<rows>.gz`. It replaces the segment in one rename. A process that
-dies in between leaves both, and the packed one counts.
+A segment that waits for long is packed, to a fifth of its size. A packed segment is gzip of the
+same lines. Its name has the number of rows, so that nobody needs to read it to count them:
+`<segment>.<rows>.gz`. It replaces the segment in one rename. A process that dies in between leaves
+both, and the packed one counts.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Writes rows to a table in the background: of BigQuery, or of the object store.
 
-They are on disk at once, and removed there when sent.
-
-`write` puts a row into the journal (shared/usage/journal.py), which survives the death of this
-process. A thread sends the rows, one segment at a time, with an insertId of row_id, status and
-attempt. So BigQuery drops repeats (best effort), and the view `rows_deduplicated` always does. Rows
-that can't be sent stay. The thread also sends the rows that other processes left in the same
-folder. It is a thread, because Google's client is synchronous. The destination of rows is the
-sender's matter (shared/usage/senders.py).
+Rows are on disk at once, and are removed from it when sent. `write` puts a row into the journal
+(shared/usage/journal.py), which survives the death of this process. A thread sends the rows, one
+segment at a time, with an insertId of row_id, status and attempt. So BigQuery drops repeats (best
+effort), and the view `rows_deduplicated` always does. Rows that can't be sent stay. The thread also
+sends the rows that other processes left in the same folder. It is a thread, because Google's client
+is synchronous. The destination of rows is the sender's matter (shared/usage/senders.py).
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Chooses a backend: the fastest candidate within the tolerance of torch fp32.
 
-Waits until the cores are idle, so that other programs do not distort measurements.
+It waits until the cores are idle, so that other programs do not distort measurements.
 
-The likely fastest backend for embeddings on this hardware, before any measurement.
-
-This prior orders the candidates, leaves out those that never won, and decides if measurements
-disagree. Its sources are in docs/measurements/embeddings.md.
+A prior says which backend is likely the fastest on this hardware. It orders the candidates, leaves
+out those that never won, and decides if measurements disagree. Its sources are in
+docs/measurements/embeddings.md.
 """
 
 from __future__ import annotations

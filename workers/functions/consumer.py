@@ -1,6 +1,6 @@
 """Takes the functions' messages from RabbitMQ, which pushes to nobody.
 
-How many messages wait in the queues of RabbitMQ, as a metric. Pub/Sub has one of its own.
+It also reports how many messages wait in the queues, as a metric. Pub/Sub has one of its own.
 """
 
 from __future__ import annotations

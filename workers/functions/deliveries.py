@@ -1,10 +1,7 @@
 """Writes a row for each attempt to deliver an event. A delivery never fails for its row.
 
-The state of webhook deliveries in Redis.
-
-It says when output was last sent, and which predictions are done.
-
-Redis gives order and rate only. Without it events are delivered, maybe one too many.
+Redis has the state of deliveries: when output was last sent, and which predictions are done. It
+gives order and rate only. Without it events are delivered, maybe one too many.
 """
 
 from __future__ import annotations

@@ -6,13 +6,11 @@ Authenticates the caller, decodes the message, runs the function, and answers wi
 message that can never be handled gets 2xx too, with a counter and its ids in the log. The content
 of a message is in no log.
 
-What Pub/Sub sends to a function, in any of its forms, as the one message that it is about.
-
-Read here and not by functions-framework: its CloudEvent targets answer 400 to a raw push under
-ASGI, and to a message that has attributes only under WSGI too, so Pub/Sub would repeat it forever.
-Formats: https://cloud.google.com/pubsub/docs/push,
-https://cloud.google.com/pubsub/docs/payload-unwrapping and, for CloudEvents,
-https://googleapis.github.io/google-cloudevents/examples/binary/pubsub
+All forms in which Pub/Sub sends a message to a function are decoded here and not by
+functions-framework: its CloudEvent targets answer 400 to a raw push under ASGI, and to a message
+that has attributes only under WSGI too, so Pub/Sub would repeat it forever. Formats:
+https://cloud.google.com/pubsub/docs/push, https://cloud.google.com/pubsub/docs/payload-unwrapping
+and, for CloudEvents, https://googleapis.github.io/google-cloudevents/examples/binary/pubsub
 """
 
 from __future__ import annotations

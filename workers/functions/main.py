@@ -4,11 +4,10 @@
 
 In the cloud each is a separate service. On one machine one process has all, since the framework
 takes one target. The first two are HTTP targets that read both CloudEvents and raw pushes
-(push_message.py says why).
+(handler.py says why).
 
-Handles a call of Cloud Scheduler: sums up days, or judges the hours of the present one.
-
-The body is JSON: `{}` for the last days, `{"from": "2026-10-01", "to": "2026-10-31"}` for a
+`reports` handles a call of Cloud Scheduler: it sums up days, or judges the hours of the present
+one. The body is JSON: `{}` for the last days, `{"from": "2026-10-01", "to": "2026-10-31"}` for a
 backfill, `{"only": "anomalies"}` for the hours that are over. Cloud Scheduler repeats a call that
 is not answered with 2xx.
 """

@@ -7,9 +7,8 @@ from the first one. None of this changes the record of the prediction.
 A prediction that was deleted before its end was reported has no input and output in that body. Its
 earlier events are dropped.
 
-Sends ends of batches and warnings about budgets, as events in the shape of OpenAI's.
-
-The message has all that this needs. The retries are those of the other webhooks.
+Ends of batches and warnings about budgets are sent as events in the shape of OpenAI's. Their
+message has all that this needs. They are retried like the other webhooks.
 """
 
 from __future__ import annotations

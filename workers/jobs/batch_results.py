@@ -1,6 +1,6 @@
 """Passes progress, previews and results of batches on to their jobs, and retries failed ones.
 
-Encodes previews as WebP.
+Previews are encoded as WebP.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ Workers of both revisions count what their items did. Those of the canary say th
 worker of the canary lives, or if it was taken back, those of the other revision pull the canary's
 subscriptions too and forward what they find, so that no job stays there.
 
-Hands jobs of a canary over to the other revision: what failed, and what takes too long.
-
-So a caller gets the other revision's answer, and not the canary's error.
+Jobs of a canary that fail or take too long are handed over to the other revision. So a caller gets
+the other revision's answer, and not the canary's error.
 """
 
 from __future__ import annotations

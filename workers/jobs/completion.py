@@ -5,11 +5,8 @@ store or the broker fails. A job is acked last, so a crash at any earlier step m
 deliver it again. The first attempt to end the record decides the answer. Later attempts repeat that
 answer and write equal rows.
 
-From the outcomes of a job's items to the state of its record, and from the record to rows.
-
-Pure.
-
-What readers got of texts that end without a result, for their charge.
+Pure functions turn the outcomes of a job's items into the state of its record, and the record into
+rows. A text that ends without a result is charged by what its readers got.
 """
 
 from __future__ import annotations

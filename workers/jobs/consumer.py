@@ -1,12 +1,9 @@
 """Pulls the jobs of one model and queues their items.
 
 In call order: `start` → `_pull` → `_admit` decodes, drops late jobs, claims records, asks the
-cache, prepares inputs, and queues. The worker takes batches from `queue` (model_queue.py) and
-passes their results to `batches` (batch_results.py). Every outcome goes to completion.py.
-
-Claims the records of pulled jobs, and learns whether they are over.
-
-Fetches source images and prepares the inputs of items for the model, before they are queued.
+cache, fetches source images, prepares inputs, and queues. The worker takes batches from `queue`
+(model_queue.py) and passes their results to `batches` (batch_results.py). Every outcome goes to
+completion.py.
 """
 
 from __future__ import annotations

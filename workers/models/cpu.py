@@ -1,10 +1,9 @@
-"""The name of this CPU, and its instruction sets that affect speed.
+"""The CPU: its name, the instruction sets that affect speed, and the threads that a model uses.
 
-How many threads a model on a CPU computes with: as many as cores are free.
-
-The threads of one computation wait for one another, awake. So a thread without a core holds up the
-others, and their waiting holds up whoever has that core: two workers with two threads each on the
-same two cores wrote 114 tokens/s together, and 364 with one thread each (decision 24).
+A model computes with as many threads as cores are free. The threads of one computation wait for one
+another, awake. So a thread without a core holds up the others, and their waiting holds up the
+process that has that core: two workers with two threads each on the same two cores wrote 114
+tokens/s together, and 364 with one thread each (decision 24).
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Resolves the `source` of a catalog entry to a folder on this machine.
 
-Downloads it if necessary.
-
-It also defines the layout of weights copied from the hub, in a bucket or its mounted folder.
-
-A copy is the folder `hub/ORG/NAME/REVISION`, with the files of the repository as they are there. A
-file next to it, `hub/ORG/NAME/REVISION.json`, lists them and is written last, so a copy with a list
-is complete.
+It downloads the folder if necessary. It also defines the layout of weights copied from the hub, in
+a bucket or its mounted folder. A copy is the folder `hub/ORG/NAME/REVISION`, with the files of the
+repository as they are there. A file next to it, `hub/ORG/NAME/REVISION.json`, lists them and is
+written last, so a copy with a list is complete.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Makes and judges the variants of an embedding model: one graph each, from the same export.
 
-Compares an embedding variant with the original: speed, and quality on unseen texts.
+A variant is compared with the original: speed, and quality on unseen texts.
 """
 
 from __future__ import annotations

@@ -2,17 +2,15 @@
 
 Weights are scaled per channel, activations per call or once by calibration.
 
-Static INT8 products as one operator each, with a bias that corrects rounding errors.
+Static INT8 products are one operator each, with a bias that corrects rounding errors. The
+correction is that of Nagel, van Baalen, Blankevoort and Welling, "Data-Free Quantization Through
+Weight Equalization and Bias Correction" (2019), with averages over real inputs instead of estimated
+ones.
 
-The correction is that of Nagel, van Baalen, Blankevoort and Welling, "Data-Free Quantization
-Through Weight Equalization and Bias Correction" (2019), with averages over real inputs instead of
-estimated ones.
-
-SmoothQuant for a graph: moves large channels of activations into the weights.
-
-After Xiao, Lin, Seznec, Wu, Demouth and Han, "SmoothQuant: Accurate and Efficient Post-Training
-Quantization for Large Language Models" (2022). ONNX Runtime offers it only through another package,
-which is not maintained any more.
+SmoothQuant moves large channels of activations into the weights of a graph, after Xiao, Lin,
+Seznec, Wu, Demouth and Han, "SmoothQuant: Accurate and Efficient Post-Training Quantization for
+Large Language Models" (2022). ONNX Runtime offers it only through another package, which is not
+maintained any more.
 """
 
 from __future__ import annotations

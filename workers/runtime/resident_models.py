@@ -3,9 +3,7 @@
 On a CPU an evicted model is loaded from disk again. On a GPU it moves to pinned host memory if
 possible.
 
-The memory of a model process and of the machine, in bytes, and how to return unused memory.
-
-Moves the weights of a model out of GPU memory into pinned host memory, and back.
+It also measures the memory of the process and of the machine, and returns unused memory.
 
 Restoring by copy is about twenty times faster than loading from disk. Only models with plain
 parameters can be offloaded. A compiled model or a CUDA graph contains their addresses, and a

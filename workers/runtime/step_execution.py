@@ -1,8 +1,7 @@
 """Runs a batch of a SteppedModel in a model process: items join and leave between two steps.
 
-How much of a model process the items of a SteppedModel take, step by step.
-
-What people see of items that are computed step by step: progress, and pictures if they watch.
+It measures how much of the process the items take, step by step. Callers see their progress, and
+previews if they watch.
 """
 
 from __future__ import annotations

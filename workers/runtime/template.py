@@ -1,22 +1,18 @@
-"""The I/O process's end of the template, which model processes are forked from.
+"""The template of model processes: the I/O process's end, and the process that forks on request.
 
 A fork is ready in a fraction of the seconds that importing torch takes, and all forks share the
 pages of libraries and weights. The first request for a fork starts the template. If the template
 dies, the next request starts it again. The processes that it forked live on.
 
-The messages between the I/O process and the template of its model processes.
+Between the I/O process and the template, one message is one packet. The I/O process sends a
+ForkRequest with two descriptors: the model process's end of its socket, and its output pipe. The
+template sends one TemplateReady, one ForkResult with a pidfd for each ForkRequest, and one
+ProcessEnded for each process that ended.
 
-One message is one packet.
-
-The I/O process sends a ForkRequest with two descriptors: the model process's end of its socket, and
-its output pipe. The template sends one TemplateReady, one ForkResult with a pidfd for each
-ForkRequest, and one ProcessEnded for each process that ended.
-
-The template process: loads libraries and weights, and forks model processes on request.
-
-It runs no model, starts no thread and does not initialize CUDA, because none of these survives a
-fork. If a library does so anyway, the forked process executes its program again. That is as slow as
-without a template, and as safe.
+The template process loads libraries and weights, and forks model processes on request. It runs no
+model, starts no thread and does not initialize CUDA, because none of these survives a fork. If a
+library does so anyway, the forked process executes its program again. That is as slow as without a
+template, and as safe.
 """
 
 from __future__ import annotations

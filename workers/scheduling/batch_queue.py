@@ -32,9 +32,7 @@ The bounds, with quantum q = budget / HEAVIEST x weight and the longest item l:
 A batch that completes all items of some tenant is not made much longer by a tenant of which more
 than a batch waits: by at most `spare` work, or to at most twice its length.
 
-The items of one tenant that wait, and how much of its share the tenant has used.
-
-Pure: no clock, no I/O. Used by batch_queue.py.
+`TenantQueue` has the items of one tenant that wait, and the used part of the tenant's share.
 """
 
 from __future__ import annotations

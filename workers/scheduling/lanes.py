@@ -18,19 +18,15 @@ Pure: no clock, no I/O.
 - If a device runs out of memory, the budget is halved. It grows by a tenth with each batch that
   fits.
 
-Decides how much of a model's time the `batch` lane gets in addition to interactive work.
+`BatchLanePolicy` decides how much of a model's time the `batch` lane gets in addition to
+interactive work. `BatchTime` estimates how long a model process takes for a batch. Times are unix
+seconds of one clock, durations are in seconds.
 
-Pure: no clock, no I/O. Times are unix seconds of one clock, durations are in seconds.
-
-Estimates how long a model process takes for a batch. Pure: no clock, no I/O.
-
-Preemption: chooses running generations to interrupt for another tenant. Pure: no clock, no I/O.
-
-A text stays in its process until it ends, which can take minutes. So a tenant that took all places
-while nobody else asked would keep the others out until then. A text can go on later from the
-tokens that it has, so it can be preempted. What is compared is the room that tenants have in
-the process, by their weights. The owner of the place keeps at least as much as the newcomer gets.
-So places never go back and forth.
+Preemption interrupts running generations for another tenant. A text stays in its process until it
+ends, which can take minutes. So a tenant that took all places while nobody else asked would keep
+the others out until then. A text can go on later from the tokens that it has, so it can be
+preempted. What is compared is the room that tenants have in the process, by their weights. The
+owner of the place keeps at least as much as the newcomer gets. So places never go back and forth.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The ONNX Runtime encoder of an embedding model.
 
-It pools and normalizes in numpy, and never imports torch.
-
-A model process with it starts in well under a second, and needs a fraction of the memory that torch
-needs.
+It pools and normalizes in numpy, and never imports torch. A model process with it starts in well
+under a second, and needs a fraction of the memory that torch needs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Embeddings in the model process: pads a batch, lets an Encoder compute it, and packs the vectors.
 
-The encoders are encoder_torch.py and encoder_onnx.py. This module imports neither library.
-
-Splits a batch by length, to reduce the cost of padding and calls.
+The encoders are encoder_torch.py and encoder_onnx.py. This module imports neither library. A batch
+is split by length, to reduce the cost of padding and calls.
 """
 
 from __future__ import annotations

@@ -4,11 +4,9 @@ Each item has a scheduler, a generator of random numbers and timesteps of its ow
 computes items together: it takes a timestep for each row. So an item's pixels are those of
 diffusers' pipeline for it alone, whichever schedulers, strengths and numbers of steps are alongside
 it. The steps before and after the loop are those of the pipelines' own calls, by their own methods.
-What differs between Stable Diffusion and Stable Diffusion XL is in family.py.
 
-What differs between families of Stable Diffusion before the loop of their pipelines' own calls.
-
-A family has a pipeline for text and one for images. Both are of diffusers, and share their parts.
+A family (Stable Diffusion or Stable Diffusion XL) has its own preparation before the loop. It has a
+pipeline for text and one for images. Both are of diffusers, and share their parts.
 """
 
 from __future__ import annotations

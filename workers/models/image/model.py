@@ -1,8 +1,6 @@
 """Images with diffusers: text-to-image and image-to-image from one loaded pipeline.
 
-Encodes prompts before the pipeline runs.
-
-Equal prompts are encoded once, and recent ones are cached.
+Prompts are encoded before the pipeline runs: equal ones once, and recent ones are cached.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks and prepares image requests in the I/O process.
 
-Decodes and resizes a source image once.
+A source image is decoded and resized once.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
 """A decoder of transformers on a device, with the keys and values of several texts.
 
-Linear layers with weights of 4 bits on a CPU, in groups with a scale and an offset each.
-
-One text at a time is written as fast as its weights come out of memory, so a third of the bytes
-of bf16 pays there. Many texts at a time share what was read, and are written faster in bf16.
+On a CPU, linear layers may have 4-bit weights, in groups with a scale and an offset each. One text
+at a time is written as fast as its weights come out of memory, so a third of the bytes of bf16 pays
+there. Many texts at a time share what was read, and are written faster in bf16.
 
 The groups are those of GGUF's Q4_1, whose weights come out as they were, but for scales in bf16. A
 layer whose shape has no such groups keeps its weights, and so do embeddings. The output layer gets
 8 bits, one scale a row: an error there is an error of the logits.
 
-A pass of a Llama on a CPU in few operators.
-
-A small operator takes a microsecond or more whatever it computes, and a token of one text goes
-through transformers' own modules in about two thousand. Here one product gives queries, keys and
-values, and one gives both halves of the MLP.
+On a CPU, the pass of a Llama has few operators. A small operator takes a microsecond or more
+whatever it computes, and a token of one text goes through transformers' own modules in about two
+thousand. Here one product gives queries, keys and values, and one gives both halves of the MLP.
 """
 
 from __future__ import annotations

@@ -8,13 +8,12 @@ write next.
 A text that writes alone may write several tokens in a step, of which all but the first were guessed
 (`generation.lookup_tokens`). In company each token of a guess would take time from the others.
 
-Whose prompt is read next, of the texts that are in.
+The prefill order is round-robin across tenants.
 
-Guesses how a text goes on: as it did after the same words before, in its prompt or in itself.
-
-The model checks a guess in one pass, and what it would not have written is dropped. So a text stays
-what it is, and one that quotes is written in fewer passes. Saxena, Prompt lookup decoding, 2023,
-https://github.com/apoorvumang/prompt-lookup-decoding.
+Guesses are prompt-lookup speculative decoding: a text goes on as it did after the same words
+before, in its prompt or in itself. The model checks a guess in one pass, and what it would not have
+written is dropped. So a text stays what it is, and one that quotes is written in fewer passes.
+Saxena, Prompt lookup decoding, 2023, https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Conversations and prompts to token ids, in the I/O process.
+"""Converts conversations and prompts to token ids, in the I/O process.
 
-How large a JSON schema may be. What it costs is paid by all texts of a batch, at each token.
+The size of a JSON schema is bounded, because all texts of a batch pay for it at each token.
 
-Renders the chat template of a model folder: code by strangers, so bounded and in a sandbox.
-
-The environment is that of transformers' apply_chat_template, without its import of 60 MB.
+The chat template of a model folder is code by strangers, so it is bounded and runs in a sandbox.
+Its environment is that of transformers' apply_chat_template, without its import of 60 MB.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Keys and values of several texts, one row each, and the attention over them.
 
-Which row of the cache has the keys and values of which tokens.
+It also knows which row of the cache has the keys and values of which tokens.
 """
 
 from __future__ import annotations

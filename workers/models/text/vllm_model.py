@@ -3,9 +3,8 @@
 vLLM schedules, keeps keys and values in pages, chooses tokens and follows JSON schemas. What a text
 is, where it stops and what its readers get is decided here, as for every text model.
 
-The engine is `LLMEngine`, in this process: one call of its `step` is one of ours.
-
-Opens an engine of vLLM for a text model: its options, and what they follow from.
+The engine is `LLMEngine`, in this process: one call of its `step` is one of ours. Its options
+follow from the catalog entry and the device.
 
 vLLM is not installed with Penstock, because its versions pin other libraries. This was written for
 0.32.

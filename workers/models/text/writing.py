@@ -1,8 +1,7 @@
 """The output of one item: its tokens, their text, and the reason that it ended.
 
-Finds where a text stops, and how much of it readers may see before that is known.
-
-How long the number is that JSON ends with so far.
+It finds where a text stops, and how much of it readers may see before that is known. It also bounds
+the length of a number at the end of unfinished JSON.
 """
 
 from __future__ import annotations
