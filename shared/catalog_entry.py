@@ -121,12 +121,12 @@ class PriceTerms(_Entry):
     """The price of a delivered item."""
 
     version: str | None = Field(None, pattern=r"^[!-~]{1,64}$")
-    """How rows and invoices name these terms. None: a digest of the figures."""
+    """The name of these terms in rows and invoices. None: a digest of the figures."""
     per_million_tokens_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     per_million_output_tokens_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """For tokens that a text model writes. None: as for those that it reads."""
+    """The price of tokens that a text model writes. None: as for those that it reads."""
     per_million_cached_tokens_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """For tokens of a prompt whose beginning a worker had computed before. None: as for others."""
+    """The price of prompt tokens that a worker had computed before. None: as for others."""
     per_million_pixel_steps_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     cached_share: float = Field(0.0, ge=0, le=1)
     """The part of the price for a result from the cache or of an identical item in flight."""
@@ -266,11 +266,11 @@ class Canary(_Entry):
 
     revision: str = Field(pattern=REVISION_PATTERN)
     source: Annotated[str, Field(pattern=SOURCE_PATTERN)] | None = None
-    """Where its weights are. None: the source of the model."""
+    """The source of its weights. None: the source of the model."""
     share: float = Field(0.05, gt=0, le=0.5)
     """The part of the requests that it gets."""
     by: Literal["input", "tenant"] = "input"
-    """What decides who gets it. `input`: equal requests of a tenant get the same revision.
+    """The key of the split. `input`: equal requests of a tenant get the same revision.
     `tenant`: all requests of a tenant do.
     """
     replicas: Replicas = Replicas(min=1)
@@ -282,7 +282,8 @@ class Canary(_Entry):
     compare_share: float = Field(0.1, ge=0, le=1)
     """The part of its requests that the other revision computes too, to compare the results."""
     tolerance: Tolerance | None = None
-    """How far its results may lie from those of the other revision. None: as `tolerance` says."""
+    """Maximum distance of its results from the other revision's. None: as `tolerance`
+    says."""
 
     @field_validator("revision", mode="before")
     @classmethod
@@ -307,7 +308,7 @@ class CatalogEntry(_Entry):
     revision: str = Field("main", pattern=REVISION_PATTERN)
     aliases: tuple[str, ...] = ()
     backend: Literal["auto", "torch", "onnx", "vllm"] = "auto"
-    """What computes. `auto`: the fastest within the tolerance. Image models need torch.
+    """The library that computes. `auto`: the fastest within the tolerance. Image models need torch.
 
     `vllm` is for text models, if vLLM is installed."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"

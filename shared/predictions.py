@@ -25,7 +25,7 @@ MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "w
 """One of the output formats of the API. Workers produce PNG."""
 EVENTS_TYPE = "text/event-stream"
 STREAM_LINK_S = 600
-"""How long after the deadline the link to the events of a prediction is valid."""
+"""The time after the deadline that the link to a prediction's events is valid."""
 BAR_WIDTH = 10
 
 

@@ -91,5 +91,5 @@ class ServiceRate:
             self.item_s, self.is_guess = measured_s, False
 
     def stalled_s(self, now_s: float) -> float:
-        """By how much the current pause between completions is longer than normal, at least 0."""
+        """Returns how much longer than normal the current pause is, at least 0, in seconds."""
         return max(0.0, now_s - self._last_s - QUEUED_FROM * self.service_s)

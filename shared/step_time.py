@@ -14,13 +14,13 @@ LOW = 0.25
 """The share of similar steps that are shorter than what counts as usual. Slow ones had a reason,
 such as other work on the same cores, that says nothing of the model."""
 MIN_RATE = 0.02
-"""How fast what is usual follows new steps, once there were many."""
+"""The rate at which the usual time follows new steps, once there were many."""
 MIN_STEPS = 3
 """The minimum number of steps with like work for an estimate."""
 SLOWED = 2.0
 """A step that takes up to this multiple of what is usual was slowed by others on the same device,
 and its spare part with it. What it takes beyond that is work that nothing reports."""
-TOLD_APART = 4
+MIN_WORK_RATIO = 4
 """A line is drawn through steps if the work of one is this multiple of the other's."""
 
 
@@ -91,7 +91,7 @@ class StepTime:
         slopes = [
             (one.seconds - least.seconds) / (one.work - least.work)
             for one in known
-            if one.work >= TOLD_APART * least.work
+            if one.work >= MIN_WORK_RATIO * least.work
         ]
         # The steepest: a token of a prompt takes less than one that is written.
         fixed_s = least.seconds - max(slopes) * least.work if slopes else self._guessed_s(least)

@@ -119,7 +119,7 @@ class SubscriptionSettings:
     """Filters by attributes. Can't be changed later."""
     ack_deadline_s: int = 10
     retention_s: int = 600
-    """How long an unacked message is kept. The service's minimum is 10 minutes."""
+    """The time that an unacked message is kept. The service's minimum is 10 minutes."""
     expires_after_s: int = 0
     """Deleted after this time without use (at least a day). 0: never."""
     retry_min_s: float | None = None

@@ -96,7 +96,7 @@ EventName = Literal["start", "output", "logs", "completed"]
 BUDGET_WARNING = "budget.warning"
 PREFIX = "whsec_"
 MIN_KEY_BYTES = 24
-"""What Standard Webhooks asks for at least."""
+"""The minimum that Standard Webhooks requires."""
 
 
 class WebhookEvent(msgspec.Struct, omit_defaults=True):
@@ -136,7 +136,7 @@ class BudgetEvent(msgspec.Struct):
     """The part of the budget at which the tenant wants to be notified."""
     budget_usd: float
     spent_usd: float
-    """With what requests in flight have reserved."""
+    """The amount spent, including reservations of requests in flight."""
     created_at_s: float
     """Unix time."""
 

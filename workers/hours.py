@@ -70,7 +70,7 @@ class ProcessTimes:
         return len(self._states)
 
     def opened(self, processes: int) -> None:
-        """So many processes are ready."""
+        """Records the number of processes that are ready."""
         self._advance()
         self._states = ["idle"] * processes
 

@@ -26,7 +26,7 @@ FRESH_S = 0.05
 TEXT_INNOCENT_DEATHS = 2
 NOT_STARTED, NOT_DONE = "the model could start", "the model was done"
 NOT_SENT = "the answer was on its way"
-"""What did not happen before an item's time ran out."""
+"""The event that did not happen before an item's time ran out."""
 
 
 class JobTimer(Protocol):
@@ -57,7 +57,7 @@ class PulledJob:
     timer: JobTimer | None = None
     """Set until the job is over."""
     unfinished_claims: int = 0
-    """How many workers died while they held this job."""
+    """The number of workers that died while they held this job."""
     dead_letter_reason: str = ""
     """Why the job is given up. A copy of its message goes to the dead letters."""
     trace: TraceContext | None = None
@@ -71,7 +71,7 @@ class PulledJob:
         return record_id(self.envelope.request_id, self.envelope.part)
 
     @property
-    def innocent_deaths(self) -> int:
+    def tolerated_crashes(self) -> int:
         """Worker crashes tolerated before the job is treated as a poison pill.
 
         A text takes long, goes on from its tokens, and somebody reads along. And what it can kill
@@ -200,9 +200,9 @@ class QueuedItem:
     deaths: int = 0
     """Model processes that died while they computed it."""
     deaths_alone: int = 0
-    """How many of them computed nothing else."""
+    """The number of them that computed nothing else."""
     written: list[TokenChunk] = field(default_factory=list)
-    """What a text has so far, if somebody reads along, or if it gave its place to another."""
+    """The output of a text so far, if somebody reads along, or if it was preempted."""
     has_started: bool = False
     """Whether a model process had it, so that a limit of its time in the queue is over."""
 
@@ -255,10 +255,10 @@ class QueuedItem:
     def is_suspect(self) -> bool:
         """True if a model process or a worker died while it held this item.
 
-        See `PulledJob.innocent_deaths`: suspects run alone.
+        See `PulledJob.tolerated_crashes`: suspects run alone.
         """
         return self.deaths > 0 or any(
-            pulled.unfinished_claims > pulled.innocent_deaths for pulled, _ in self.waiters
+            pulled.unfinished_claims > pulled.tolerated_crashes for pulled, _ in self.waiters
         )
 
     def open_waiters(self) -> list[tuple[PulledJob, Item]]:
@@ -330,7 +330,7 @@ class WorkerInfo:
     region: str
     device: str
     gpu_type: str | None = None
-    """As infra/kubernetes/gpus.yaml names it. None: no GPU."""
+    """The name in infra/kubernetes/gpus.yaml. None: no GPU."""
     spot: bool | None = None
     """Whether its node is a spot node. None: not known."""
 

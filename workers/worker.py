@@ -39,7 +39,7 @@ from workers.scheduling.model_scheduler import Idle, ModelScheduler
 log = logging.getLogger(__name__)
 
 ACK_LINGER_S = 0.02
-"""How long acks wait to be sent together.
+"""The time that acks wait to be sent together.
 
 No caller waits for them, and a lone ack costs as much as a publish.
 """

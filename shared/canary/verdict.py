@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from shared.catalog_entry import Canary
 
 FALSE_ALARM = 1e-5
-"""How unlikely what was seen must be. It is small because the question is asked every second."""
+"""The probability below which a verdict is bad. It is small because it is computed every second."""
 MIN_ITEMS = 50
 """Items of the other revision that a comparison of times needs."""
 P95 = 0.95
@@ -76,7 +76,7 @@ class CanaryJudgment:
 
     is_good: bool
     reason: str
-    """What speaks for it, in a line."""
+    """The reason for it, in a line."""
 
 
 def judge(counts: CanaryCounts, rules: Canary) -> CanaryJudgment:

@@ -248,12 +248,12 @@ def _resolve(pending: _Pending, outcome: Any) -> None:
 STREAMS_PER_CHANNEL = 80
 """Stays clear of the 100 streams that fit on one connection (`Channels` says why)."""
 OPEN_S = 5.0
-"""How long opening a subscription waits for its first stream.
+"""The time that opening a subscription waits for its first stream.
 
 After that it retries in the background.
 """
 CLOSE_S = 2.0
-"""How long the last acks of a subscription may take."""
+"""The time that the last acks of a subscription may take."""
 
 
 class PubSubTransport:

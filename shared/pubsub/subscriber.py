@@ -42,7 +42,8 @@ loop and of the network, and for another try.
 """
 LOOKS_AN_EXTENSION = 12
 RETRY_S = 10.0
-"""How long a batch of acks is retried. After that its messages come again (at-least-once delivery).
+"""The time that a batch of acks is retried. After that its messages come again (at-least-once
+delivery).
 """
 
 
@@ -282,7 +283,7 @@ https://docs.cloud.google.com/pubsub/docs/reliability-intro
 HEARTBEAT_S = 30.0
 """An empty request this often keeps an idle stream open, as Google's own clients do."""
 HALF_CLOSE_S = 1.0
-"""How long the broker has to end a stream that we are done with."""
+"""The time that the broker has to end a stream that we are done with."""
 
 
 class StreamSubscription:

@@ -27,7 +27,7 @@ from shared.transport import SubscriptionSettings
 
 CALLS_IN_FLIGHT = 8
 ATTEMPTS = 3
-"""So often a call is made at least while the broker leaves each without an answer."""
+"""Minimum number of attempts of a call while the broker does not answer."""
 UNLIMITED = 1_000_000
 """Deliveries of a message whose subscription has no dead letters. RabbitMQ 4 has 20 by default."""
 

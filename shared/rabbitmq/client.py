@@ -51,7 +51,7 @@ MESSAGE_LIMIT_BYTES = 10_000_000
 IN_FLIGHT_LIMIT_MESSAGES = 20_000
 IN_FLIGHT_LIMIT_BYTES = 128 * 1024 * 1024
 KNOWN_TOPICS = 10_000
-"""How many topics are remembered to exist, so that a message without a queue costs no question."""
+"""The number of topics remembered to exist, so that a message without a queue costs no query."""
 
 
 class ConfirmedPublisher:
@@ -232,10 +232,11 @@ class ConfirmedPublisher:
 
 
 OPEN_S = 5.0
-"""How long opening a subscription waits for its consumer. After that it retries in the background.
+"""The time that opening a subscription waits for its consumer. After that it retries in the
+background.
 """
 CLOSE_S = 2.0
-"""How long the last acks of a subscription may take."""
+"""The time that the last acks of a subscription may take."""
 
 
 class RabbitTransport:

@@ -60,7 +60,7 @@ BROKEN = (
     TimeoutError,
     StopAsyncIteration,
 )
-"""What aiormq raises when a channel or its connection is gone, or refuses.
+"""The errors that aiormq raises when a channel or its connection is gone, or refuses.
 
 The last one comes from a connection that ends in its handshake.
 """

@@ -71,7 +71,7 @@ RabbitMQ itself delivers it again at once, so it is held for this time.
 """
 
 CANCEL_S = 1.0
-"""How long the broker may take to stop sending."""
+"""The time that the broker may take to stop sending."""
 
 OpenChannel = Callable[[], Awaitable[Channel]]
 DelayedReturn = Callable[[DeliveredMessage, int], Awaitable[None]]

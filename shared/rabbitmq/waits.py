@@ -14,7 +14,7 @@ from typing import TypeVar
 from aiormq import Channel, ChannelInvalidStateError
 
 ANSWER_LIMIT_S = 5.0
-"""How long the broker may take to answer before it is asked again, the first time."""
+"""The time that the broker may take to answer before it is asked again, the first time."""
 MAX_ANSWER_LIMIT_S = 60.0
 """A broker that is slow, and not deaf, must not be asked ever more."""
 CLOSE_LIMIT_S = 2.0

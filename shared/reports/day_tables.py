@@ -33,9 +33,9 @@ from shared.reports.question import find_zone
 AGAIN_DAYS = 3
 """Days before the last one that a scheduled run does again, as rows may come late."""
 MAX_DAYS = 31
-"""What one call may ask for. A month fits."""
+"""The maximum number of days of one call. A month fits."""
 SETTLING = timedelta(minutes=5)
-"""How long the rows of an hour may take to arrive before it is judged."""
+"""The time that the rows of an hour may take to arrive before it is judged."""
 
 
 class BillingDay(NamedTuple):
@@ -128,8 +128,8 @@ LIMITS: Mapping[str, int | float] = {
     "least_errors": 10.0,
     "least_share": 0.5,
 }
-"""What an anomaly needs in addition to its score: hours of earlier weeks to compare with, and a
-distance from their median in dollars or errors, and as a share of it."""
+"""The conditions of an anomaly in addition to its score: hours of earlier weeks to compare with,
+and a distance from their median in dollars or errors, and as a share of it."""
 _TYPES = {str: "STRING", int: "INT64", float: "FLOAT64", date: "DATE", datetime: "TIMESTAMP"}
 
 

@@ -69,7 +69,7 @@ class Report:
     audience: Audience
     sql: str
     columns: Mapping[str, str]
-    """What each column is, in order."""
+    """The description of each column, in order."""
     parameters: tuple[Parameter, ...]
     """Its own ones."""
     without: frozenset[str]
@@ -77,7 +77,7 @@ class Report:
     plots: tuple[Plot, ...]
     notes: str
     days: int
-    """How far it looks back if nothing is said."""
+    """The number of days that it looks back by default."""
 
 
 @cache

@@ -36,7 +36,7 @@ class InvoiceLine:
     """The use of one model at one price, and the charge for it."""
 
     position: int
-    """From 1."""
+    """The position of the line, from 1."""
     model: str
     unit: str
     """tokens or pixel-steps."""

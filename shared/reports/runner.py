@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from google.cloud.bigquery.table import RowIterator
 
 MAX_BYTES = 20 * 1024**3
-"""What a report may read if nothing else is said."""
+"""The maximum bytes that a report may read by default."""
 USD_PER_TIB = 6.25
 """The price of on-demand queries in the US, without the first TiB of a month, which is free.
 Source: https://cloud.google.com/bigquery/pricing (2023-07 and later); other regions may cost
@@ -46,7 +46,7 @@ class ReportResult(NamedTuple):
     columns: Sequence[ReportColumn]
     rows: Sequence[tuple[Any, ...]]
     read_bytes: int
-    """What BigQuery read for it."""
+    """The bytes that BigQuery read for it."""
 
     @property
     def heads(self) -> list[str]:

@@ -105,7 +105,7 @@ class ScheduledReports:
             keys += keys_of(day.day)
         for month in months_over(list(days), self._clock()):
             keys += await self._invoice(month, days[-1].tz, steps)
-        _tell(summary, new)
+        _log_summary(summary, new)
         return RunResult(days, summary, new, keys)
 
     async def judge_hours(self, tz: str) -> RunResult:
@@ -209,7 +209,7 @@ def _facts(one: Anomaly) -> dict[str, object]:
     return facts | {"hour": one.hour.isoformat()}
 
 
-def _tell(summary: Summary, new: int) -> None:
+def _log_summary(summary: Summary, new: int) -> None:
     facts = {
         "subject": summary.subject,
         "day": str(summary.day.day),

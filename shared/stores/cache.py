@@ -89,7 +89,8 @@ Raised when the encoding changes, so that two releases never read each other's e
 VALUE_LIMIT_BYTES = 1024 * 1024
 """A larger entry stays out of both levels: it belongs in the object store."""
 MEMORY_OVERHEAD_BYTES = 512
-"""What Python's objects add to an entry in memory (measured: about 450 for one vector)."""
+"""The bytes that Python's objects add to an entry in memory (measured: about 450 for one
+vector)."""
 
 Level = Literal["memory", "redis"]
 

@@ -29,7 +29,7 @@ class DueHold(NamedTuple):
 
     record_id: str
     data: bytes
-    """As it was created."""
+    """The hold as it was created."""
     record: Record | None
     """Without its document. None: it is gone, or can't be read."""
 

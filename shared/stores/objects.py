@@ -39,7 +39,7 @@ PART_BYTES = 8 * 1024 * 1024
 WRITE_BYTES = 1024 * 1024
 """Pieces are gathered to this size, because each write is a hop to a thread."""
 MEMORY_BYTES = 2 * PART_BYTES + WRITE_BYTES
-"""What one writer takes: a part that is gathered, and one that is on its way."""
+"""The memory of one writer: a part that is gathered, and one that is on its way."""
 
 
 def open_upload(store: Any, key: str, attributes: dict[str, str] | None) -> Any:

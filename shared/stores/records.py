@@ -40,7 +40,7 @@ from shared.stores.waiting_line import WaitingLines
 from shared.stores.webhook_log import WebhookLog
 
 _HAS_REPLY = -2
-"""What record_delete.lua answers if there is a reply that was not there when it was looked for."""
+"""The result of record_delete.lua if a reply came after the record was read."""
 JOB_KEEP_S = 120
 """Seconds for which the record of a job that is not a prediction is kept after its last change: for
 late attempts.

@@ -18,7 +18,7 @@ from urllib.parse import quote, urlencode
 from shared.errors import PenstockError
 
 VALID_S = 3600
-"""How long a link is valid. OpenAI's API promises the same for image URLs."""
+"""The time that a link is valid. OpenAI's API promises the same for image URLs."""
 
 
 class LinkInvalid(PenstockError):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shared.stores.redis_client import Commands, load_script
 
 MIN_LEFT = 1.0
-"""So many must have left the line for an estimate."""
+"""The minimum number of predictions that left the line for an estimate."""
 
 _PLACE = load_script("shared/stores/record_place.lua")
 

@@ -22,9 +22,9 @@ class WorkBound(NamedTuple):
     """The most work that an item can take."""
 
     work: int
-    """In the unit of its task."""
+    """The work, in the unit of its task."""
     output_tokens: int = 0
-    """How many of them are tokens that the model writes."""
+    """The number of them that are tokens that the model writes."""
 
 
 class TaskInput(msgspec.Struct, omit_defaults=True):
@@ -103,7 +103,7 @@ class FirstGuesses:
     """Seconds to assume until something has been measured."""
 
     item_s: float = 0.01
-    """What a worker takes for an item. Autoscaling uses it."""
+    """The time that a worker takes for an item. Autoscaling uses it."""
     gap_s: float = 0.002
     """Between two items that leave an API instance under load. Admission uses it.
 
@@ -111,7 +111,8 @@ class FirstGuesses:
     refusal is not noticed.
     """
     batch_s: float = 0.02
-    """What the model takes for an item, with the others of its batch. Admission uses it."""
+    """The time that the model takes for an item, with the others of its batch. Admission uses
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,16 +128,16 @@ class Task(ABC):
     """The rules of a task. They are the same in every layer."""
 
     name: ClassVar[str]
-    """What `task` in the catalog says."""
+    """The value of `task` in the catalog."""
     noun: ClassVar[str]
     """A model of this task, in error messages."""
     first_guesses: ClassVar[FirstGuesses]
     gen_ai_operation: ClassVar[str] = ""
     """The operation of its spans, from OpenTelemetry's GenAI conventions. Empty: its own name."""
     unit: ClassVar[Unit]
-    """What its work is counted in: the field of its results that is charged."""
+    """The unit of its work: the field of its results that is charged."""
     precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "bf16", "fp16", "int8")
-    """What its models can be computed in."""
+    """The precisions that its models can be computed in."""
     stores_blobs: ClassVar[bool] = False
     """Whether large inputs and results go to the object store."""
     runs_graphs: ClassVar[bool] = False

@@ -20,7 +20,7 @@ from shared.tasks.base import (
 )
 
 Truncate = Literal["none", "end", "start"]
-"""What to do with a text that is longer than its model takes: refuse it, or cut it at that side.
+"""The handling of a text that is longer than its model takes: refuse it, or cut it at that side.
 
 The default on the wire is `end`, as it was before there was a choice. The API sends `none` if
 the caller says nothing.

@@ -58,10 +58,10 @@ def _common(first: list[str], second: list[str]) -> int:
 FinishReason = Literal["stop", "length"]
 """`stop`: the model ended its text, or a stop sequence came. `length`: max_tokens were reached."""
 TEMPLATE_TOKENS = 8
-"""What a chat template adds to a message, roughly."""
+"""The tokens that a chat template adds to a message, roughly."""
 MAX_TEMPLATE_TOKENS = 512
-"""What a chat template writes by itself at most: a system message, the date, how to call tools. The
-frame of a message has fewer tokens than its JSON has bytes.
+"""The most tokens that a chat template writes by itself: a system message, the date, how to call
+tools. The frame of a message has fewer tokens than its JSON has bytes.
 """
 TOOLS_INDENTED = 2
 """Maximum growth of the JSON of tools, which templates write with spaces or indented."""

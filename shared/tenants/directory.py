@@ -45,7 +45,7 @@ Scope: TypeAlias = Literal[
     "usage",
     "admin",
 ]
-"""What a key may do. `read`: GET everywhere. `all`: everything but administration (`admin`)."""
+"""The scopes of a key. `read`: GET everywhere. `all`: everything but administration (`admin`)."""
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 PLAN_NAME_PATTERN = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"

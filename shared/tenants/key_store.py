@@ -46,7 +46,7 @@ class Act(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     """The network address of the caller, or the name of the machine of the command line."""
     action: str
-    """What was done, such as `key.create`."""
+    """The action, such as `key.create`."""
     target: str
     """The key id, tenant or plan."""
     before: dict[str, Any] | None = None
@@ -64,7 +64,7 @@ class KeyStore(Protocol):
     """One store of the directory. An async context manager that opens without waiting."""
 
     source: str
-    """What it is called in messages."""
+    """Its name in messages."""
     read_only: str
     """Why it can't be changed here. Empty if it can."""
 

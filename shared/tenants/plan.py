@@ -24,9 +24,9 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     requests_per_min: Count | None = None
     tokens_per_min: Count | None = None
-    """For models that are billed by tokens."""
+    """The limit for models that are billed by tokens."""
     pixel_steps_per_min: Count | None = None
-    """For models that are billed by pixel-steps (width x height x steps)."""
+    """The limit for models that are billed by pixel-steps (width x height x steps)."""
 
 
 class Limits(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +35,7 @@ class Limits(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_in_flight: Count | None = None
     """Items that may wait for workers at the same time, in all instances together."""
     budget_usd_per_month: Usd | None = None
-    """What it may spend in a calendar month (UTC). Requests beyond that are refused."""
+    """The budget for a calendar month (UTC). Requests beyond that are refused."""
     max_priority: Priority = "interactive"
     """The highest priority. `batch`: all its requests go to the batch lane."""
 
@@ -66,18 +66,18 @@ class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     budget_webhook: Annotated[str, msgspec.Meta(max_length=MAX_WEBHOOK_CHARS)] = ""
     """The URL that is notified. Empty: none."""
     on_limit_store_outage: OnOutage = "deny"
-    """What becomes of requests with a budget while Redis is away, on an instance that does not know
+    """The handling of requests with a budget while Redis is away, on an instance that does not know
     what was spent: `deny` refuses them, `allow` takes the budget for unspent.
     """
     batch_price_share: Share = 0.5
     """The share of the list price that lines of batches cost."""
 
     storage_max_bytes: Count | None = None
-    """What its files may take together, those of predictions and the outputs of batches included.
-    None: PENSTOCK_FILES_MAX_BYTES.
+    """The bytes that its files may take together, those of predictions and the outputs of batches
+    included. None: PENSTOCK_FILES_MAX_BYTES.
     """
     prediction_keep_s: Annotated[int, msgspec.Meta(ge=60, le=30 * 24 * 3600)] | None = None
-    """How many seconds predictions are kept after their end. None: PENSTOCK_PREDICTION_KEEP_S."""
+    """The seconds that predictions are kept after their end. None: PENSTOCK_PREDICTION_KEEP_S."""
 
     @property
     def are_none(self) -> bool:
@@ -103,7 +103,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     models: frozenset[str] | None = None
     """The models that the key may use. None: all."""
     scopes: frozenset[str] | None = None
-    """What the key may do. None: everything but administration."""
+    """The scopes of the key. None: everything but administration."""
 
     @property
     def is_limited(self) -> bool:

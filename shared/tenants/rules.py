@@ -27,7 +27,7 @@ class Served(NamedTuple):
     """The names that plans and keys may use (`shared.stores.key_stores.served_by`)."""
 
     units: Mapping[str, str]
-    """What the work of each model is counted in, by its name in the catalog."""
+    """The unit of work of each model, by its name in the catalog."""
     aliases: Mapping[str, str]
     """The names of models, by their aliases."""
     check_webhook: Callable[[str], object]

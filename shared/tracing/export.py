@@ -38,7 +38,8 @@ from prometheus_client import Counter
 from shared.tracing.spans import Attributes, Kind, TraceContext
 
 CLOSE_LIMIT_S = 2.0
-"""For the spans that are left when the process ends. The API has 10 s after SIGTERM in all."""
+"""The time for the spans that are left when the process ends. The API has 10 s after SIGTERM in
+all."""
 MAX_LINKS = 8
 """Each costs 8 µs, and a batch of 32 jobs would have a thousand."""
 QUEUE_SPANS = 2048

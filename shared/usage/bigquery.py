@@ -20,9 +20,9 @@ from shared.usage.spool import Fields
 SEND_TIMEOUT_S = 10.0
 CANCEL_LIMIT_S = 2.0
 TOO_LARGE = "bytes billed"
-"""How BigQuery says that a query would read more than `maximum_bytes_billed`."""
+"""The text by which BigQuery says that a query would read more than `maximum_bytes_billed`."""
 TIMED_OUT = "timed out"
-"""How BigQuery says that it ended a job after `job_timeout_ms`."""
+"""The text by which BigQuery says that it ended a job after `job_timeout_ms`."""
 REFUSED = frozenset({400, 413})
 """Statuses for wrong rows.
 

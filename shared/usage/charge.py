@@ -28,9 +28,9 @@ class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     per_million_tokens_usd: float = 0.0
     per_million_output_tokens_usd: float | None = None
-    """For tokens that a text model writes. None: as for those that it reads."""
+    """The price of tokens that a text model writes. None: as for those that it reads."""
     per_million_cached_tokens_usd: float | None = None
-    """For tokens of a prompt that a worker had computed before. None: as for others."""
+    """The price of prompt tokens that a worker had computed before. None: as for others."""
     per_million_pixel_steps_usd: float = 0.0
     cached_share: float = 0.0
     """The part of the price for a result that another item had computed."""

@@ -65,7 +65,7 @@ def _call_all(calls: Sequence[Callable[[], None]]) -> None:
 
 
 BATCH_ROWS = 500
-"""What Google recommends for one insertAll:
+"""The number of rows that Google recommends for one insertAll:
 https://docs.cloud.google.com/bigquery/quotas#streaming_inserts
 """
 MEMORY_ROWS = 20_000
@@ -76,7 +76,7 @@ SLOW_DISK_S = 0.1
 """A write that takes longer holds the event loop up: the thread takes over."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0
 CLOSE_LIMIT_S = 5.0
-"""So long `close` waits for a write of the other thread."""
+"""The time that `close` waits for a write of the other thread."""
 
 DISK_UP = Gauge(
     "penstock_rows_disk_up", "1 while the disk takes rows as they come, 0 while they wait in memory"

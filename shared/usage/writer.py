@@ -40,7 +40,8 @@ One insertAll takes BigQuery tens of milliseconds or more, and one after the oth
 outage of minutes last for hours.
 """
 HURRY_S = 0.05
-"""How long rows wait for more while jobs wait for them, because the disk does not take them."""
+"""The time that rows wait for more while jobs wait for them, because the disk does not take
+them."""
 CLOSE_S = 2.0
 """Limit of the last sends at close. A container has ten seconds for its whole shutdown."""
 COLUMNS = [

@@ -22,7 +22,8 @@ FAR = 1.6
 """Batches contradict a choice if their CPU time differs from the measured one by this factor."""
 WINDOW_CPU_S = 20.0
 WINDOWS = 3
-"""How many windows in a row are needed, because other programs can slow down memory for a while."""
+"""The number of windows needed in a row, because other programs can slow down memory for a
+while."""
 FEWEST_TOKENS = 256
 """Smaller batches are ignored, because calls dominate their cost."""
 

@@ -58,7 +58,7 @@ After it we measure anyway.
 """
 _SAMPLE_S = 0.3
 _SAMPLES = 2
-"""How many quiet samples in a row are needed, because a starting process pauses at times."""
+"""The number of quiet samples needed in a row, because a starting process pauses at times."""
 _QUIET_SHARE = 0.85
 
 
@@ -120,7 +120,7 @@ BUSY_LIMIT_S = 2.0
 """The same on a busy machine, because rounds are likely to be disturbed."""
 RATE_S = 0.5
 ROUNDS = 2
-"""How many rounds must agree."""
+"""The number of rounds that must agree."""
 CALIBRATION_TEXTS = 40
 _TOGETHER = 8
 _LENGTHS = (9, 11, 60, 13, 12, 210, 10, 70, 14, 44, 12, 8, 52, 16, 11, 240, 13, 88, 10, 36)

@@ -84,7 +84,7 @@ class QueueDepths:
 MESSAGES_IN_HAND = 128
 """The limit for each queue. Receivers of webhooks are slow, and must not hold up each other."""
 STOP_LIMIT_S = 20.0
-"""How long held messages may take once the process is to stop. The others come again."""
+"""The time that held messages may take once the process is to stop. The others come again."""
 
 log = logging.getLogger(__name__)
 

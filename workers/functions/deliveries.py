@@ -91,7 +91,8 @@ class DeliveryState(RedisStore):
 WRITE_LIMIT_S = 3.0
 """A push is answered after the row, and Pub/Sub waits for the answer."""
 RETRY_S = 15.0
-"""How long nothing is written after a failure, so that an outage holds up one push and not all."""
+"""The time that nothing is written after a failure, so that an outage holds up one push and not
+all."""
 
 UNWRITTEN = Counter(
     "penstock_functions_deliveries_unwritten_total",
@@ -130,7 +131,7 @@ class Deliveries:
         self._silent_until_s = float("-inf")
 
     @asynccontextmanager
-    async def told(self, delivery: WebhookDelivery) -> AsyncIterator[None]:
+    async def recorded(self, delivery: WebhookDelivery) -> AsyncIterator[None]:
         """A block that makes the attempt, and sets `status_code` and `outcome` of its row."""
         began_s = time.time()
         try:

@@ -180,7 +180,7 @@ class Request(Protocol):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """By name, in lower case."""
+        """The headers by name, in lower case."""
 
     def stream(self) -> AsyncIterator[bytes]:
         """The body as it comes."""

@@ -45,7 +45,7 @@ from workers.functions.settings import FunctionSettings
 
 MAX_BODY_BYTES = 4096
 GRACE_S = 30.0
-"""What a run may take beyond its own limit, for the step that it is at."""
+"""The time that a run may take beyond its own limit, for the step that it is at."""
 
 RUNS = Counter(
     "penstock_reports_runs_total",
@@ -86,7 +86,7 @@ async def handle_scheduled(
         log.error("run failed", extra={"run": run, "reason": str(error) or "out of time"})
         return str(error) or "out of time", 503
     RUNS.labels(run, "done").inc()
-    return msgspec.json.encode(_told(result)).decode(), 200
+    return msgspec.json.encode(_summary_of(result)).decode(), 200
 
 
 def _asked(body: bytes) -> dict[str, Any]:
@@ -108,7 +108,7 @@ async def _run_reports(asked: dict[str, Any], settings: ReportSettings) -> RunRe
         return await reports.run(days_asked(asked, settings.billing_tz, datetime.now(UTC)))
 
 
-def _told(result: RunResult) -> dict[str, Any]:
+def _summary_of(result: RunResult) -> dict[str, Any]:
     return {
         "days": [str(day.day) for day in result.days],
         "new_anomalies": result.anomalies,

@@ -35,12 +35,13 @@ that gave no answer since the last that did, down to one."""
 MAX_WAITING = 8
 """Deliveries of one tenant that wait for a quick receiver."""
 WAIT_LIMIT_S = 0.25
-"""How long they wait, so that a burst to a quick receiver is not handed back."""
+"""The time that they wait, so that a burst to a quick receiver is not handed back."""
 QUICK_S = 1.0
 """A receiver that answers within it is quick."""
 MIN_PAUSE_S = 5.0
 MAX_PAUSE_S = 60.0
-"""How long a receiver is left alone that gave no answer. So it holds a place for a quarter of the
+"""The time that a receiver without an answer is left alone. So it holds a place for a quarter of
+the
 time."""
 MAX_RECEIVERS = 10_000
 """Receivers that are remembered. Those that were used longest ago are forgotten."""

@@ -51,7 +51,7 @@ GONE = 410
 WORTH_RETRYING = frozenset({408, 425, 429})
 """The 4xx after which a later try may succeed."""
 REFUSED_LIMIT_S = 3600.0
-"""How long a refused event is retried. With growing pauses that is a dozen attempts."""
+"""The time that a refused event is retried. With growing pauses that is a dozen attempts."""
 WORDS_LOGGED = 200
 T = TypeVar("T")
 
@@ -156,7 +156,7 @@ class Webhooks:
             published_at_s=message.publish_time_s or None,
         )
         try:
-            async with self._deliveries.told(delivery):
+            async with self._deliveries.recorded(delivery):
                 answer = await self._logged_post(prediction, record, delivery, turn)
                 delivery.status_code = answer.status
                 end = await end_of(answer, message, delivery.delivery_id, self._delivery_state)
@@ -292,7 +292,7 @@ class _Notice(NamedTuple):
     """The same whenever the event is announced again, so its id is too."""
     data: dict[str, Any]
     facts: dict[str, str]
-    """For logs."""
+    """The fields for logs."""
 
 
 class EventWebhooks:
@@ -368,7 +368,7 @@ class EventWebhooks:
             published_at_s=message.publish_time_s or None,
         )
         try:
-            async with self._deliveries.told(delivery):
+            async with self._deliveries.recorded(delivery):
                 client = WebhookClient(event.url, allow_private=self._allow_private)
                 with turn.posting():
                     answer = await client.post(headers, body)

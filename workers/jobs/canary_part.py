@@ -85,7 +85,7 @@ DRAIN_MESSAGES = 64
 DRAIN_RETRY_S = 5.0
 LAST_COUNT_LIMIT_S = 1.0
 COMPUTED = ("miss", "none")
-"""Where results come from that this revision computed (`Receipt.cache`)."""
+"""The sources of results that this revision computed (`Receipt.cache`)."""
 
 
 class CanaryPart:

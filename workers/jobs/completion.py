@@ -155,7 +155,7 @@ def one_for_each(items: Sequence[Item], answered: ReplyBody) -> list[ItemOutcome
 
 
 KEEP_LIMIT_S = 60.0
-"""How long a result waits while Redis or the object store is unavailable."""
+"""The time that a result waits while Redis or the object store is unavailable."""
 
 
 class Completion:

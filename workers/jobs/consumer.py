@@ -98,8 +98,8 @@ class Preprocessor:
 
 
 UNFINISHED_MAX = 3
-"""How many workers may die while they hold a job before it is given up. A text is suspected later,
-and has at least one worker in which it runs alone.
+"""The number of workers that may die while they hold a job before it is given up. A text is
+suspected later, and has at least one worker in which it runs alone.
 """
 
 
@@ -139,7 +139,7 @@ class Claims:
         pulled.envelope.attempt = max(pulled.envelope.attempt, claim.attempt)
         if claim.state != "processing":
             self._completion.repeat(pulled, claim)
-        elif claim.unfinished >= max(UNFINISHED_MAX, pulled.innocent_deaths + 2):
+        elif claim.unfinished >= max(UNFINISHED_MAX, pulled.tolerated_crashes + 2):
             error = ModelFailed(f"{claim.unfinished} workers died while they held this job")
             pulled.dead_letter_reason = error.message
             for item in pulled.items:

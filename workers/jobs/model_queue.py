@@ -19,7 +19,7 @@ from workers.runtime.protocol import BatchResult
 from workers.scheduling.lanes import LaneQueue
 
 LINGER_S = 1.0
-"""How long a finished item can still be joined. By then its result has reached the cache."""
+"""The time that a finished item can still be joined. By then its result has reached the cache."""
 
 
 class ModelQueue:

@@ -18,7 +18,7 @@ from workers.runtime.protocol import (
     Chunks,
     Failure,
     ItemEnded,
-    ItemPicture,
+    ItemPreview,
     ItemsProgress,
     Preempted,
     Spare,
@@ -143,8 +143,8 @@ class StepRun:
                 ]
                 self._consumer.tokens.pass_on(chunks)
             case ItemsProgress():
-                self._tell_progress(message)
-            case ItemPicture():
+                self._report_progress(message)
+            case ItemPreview():
                 if (queued := self._inside.get(message.place)) is not None:
                     self._consumer.batches.pass_on_picture(queued, message)
             case ItemEnded():
@@ -173,7 +173,7 @@ class StepRun:
         if has_yielded:
             self.join_waiting()
 
-    def _tell_progress(self, message: ItemsProgress) -> None:
+    def _report_progress(self, message: ItemsProgress) -> None:
         if (now_s := time.monotonic()) - self._reported_s < PROGRESS_EVERY_S:
             return
         self._reported_s = now_s

@@ -212,7 +212,7 @@ class Resumable(Protocol):
 
 
 @runtime_checkable
-class ProgressTeller(Protocol):
+class ProgressReporter(Protocol):
     """A SteppedModel whose items have a known number of steps, and can be drawn between two."""
 
     def progress(self) -> dict[int, tuple[int, int]]:

@@ -74,7 +74,7 @@ def _size(path: Path) -> int | None:
 
 OpenBucket = Callable[[str], ObjectStore]
 DOWNLOAD_LIMIT = timedelta(hours=1)
-"""For one file, from request to last byte.
+"""The limit for one file, from request to last byte.
 
 The client's default of 30 s is too short for weights.
 """

@@ -103,7 +103,7 @@ def _peaks(source: Path, names: Sequence[str], feeds: Sequence[Feed]) -> dict[st
 def activations(
     source: Path, names: Sequence[str], feeds: Sequence[Feed]
 ) -> Iterator[dict[str, np.ndarray]]:
-    """For each feed the inner values of these names, as a graph in fp32 computes them."""
+    """Yields for each feed the inner values of these names, as a graph in fp32 computes them."""
     model = onnx.load(source)
     model.graph.output.extend(
         helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in names

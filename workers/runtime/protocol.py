@@ -6,7 +6,7 @@ Progress, Previews and BatchResult.
 
 Items of a model that computes in steps join with Join and leave with Drop or Yield while their
 batch runs.
-The process sends Chunks, ItemsProgress, ItemPicture, ItemEnded, Spare and Preempted, and StepsEnded
+The process sends Chunks, ItemsProgress, ItemPreview, ItemEnded, Spare and Preempted, and StepsEnded
 when no item is left. A Join can cross with that. So the process ignores one for a batch that is
 over, and the I/O process queues the items again that StepsEnded left without an end.
 """
@@ -173,13 +173,13 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     """Each item's tokens or pixel-steps, with its part of the padding. Empty: no padding."""
     spare_s: float = 0.0
     """The spare seconds of its steps that belong to it, if it joined others."""
-    beside: int = 0
-    """How many items were computed at a time, on average, if items join between steps. 0: all."""
+    average_items: int = 0
+    """The average number of items computed at a time, if items join between steps. 0: all."""
 
     @property
     def batch_items(self) -> int:
         """The number of items that shared the time of the device."""
-        return self.beside or len(self.results)
+        return self.average_items or len(self.results)
 
     @property
     def outcomes(self) -> list[Result | PenstockError]:
@@ -211,7 +211,7 @@ class ItemsProgress(msgspec.Struct, tag="items_progress"):
     progress: dict[int, tuple[int, int]]
 
 
-class ItemPicture(msgspec.Struct, tag="picture"):
+class ItemPreview(msgspec.Struct, tag="picture"):
     """The preview of a place of batch `number` after step `step` of `steps`."""
 
     number: int
@@ -263,7 +263,7 @@ class StepsEnded(msgspec.Struct, tag="steps_ended"):
     """The models that were loaded and evicted for this batch. None if there were none."""
 
 
-StepMessage = Chunks | ItemsProgress | ItemPicture | ItemEnded | Spare | Preempted | StepsEnded
+StepMessage = Chunks | ItemsProgress | ItemPreview | ItemEnded | Spare | Preempted | StepsEnded
 ServerMessage = Ready | Refused | Progress | Previews | BatchResult | StepMessage
 ClientMessage = RunBatch | Cancel | Watch | Join | Drop | Yield
 

@@ -31,7 +31,7 @@ from workers.runtime.protocol import ResidencyReport
 log = logging.getLogger(__name__)
 
 _DEPTH = 6
-"""How deep to look for networks: model, encoder or pipeline, list or dict, network."""
+"""The depth of the search for networks: model, encoder or pipeline, list or dict, network."""
 
 
 class Offloaded:

@@ -99,7 +99,7 @@ class TenantQueue(Generic[ItemT]):
         self.spent = 0.0
         """Work taken so far, in rounds of its quantum. It has a deficit in rounds above this."""
         self.waiting = 0
-        """How many items wait."""
+        """The number of items that wait."""
         self.work = 0
         """Their work."""
         self.by_key: dict[str, list[Place[ItemT]]] = {}

@@ -159,7 +159,7 @@ class BatchTime:
 
 
 FILL_S = 0.005
-"""How much longer a batch may take for items that are not why it runs now.
+"""The extra time that a batch may take for items that are not the reason it runs.
 
 On a GPU that is still free room in a batch of short items. On a CPU it is about one text.
 """

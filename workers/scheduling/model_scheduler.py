@@ -41,7 +41,7 @@ MIN_WAIT_S = 2.0
 Several batches of one model in a row are fuller than alternating ones.
 """
 LOAD_GUESS_S = 1.0
-"""For a model that was not loaded yet."""
+"""The estimate for a model that was not loaded yet."""
 BATCH_FADE = 0.8
 """Each batch reduces the remembered duration of a longer one to this share."""
 

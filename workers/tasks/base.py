@@ -39,7 +39,7 @@ class WorkerTask(ABC):
     variants: ClassVar[tuple[str, ...]]
     """Names of the variants that `penstock optimize` can make, in the order it tries them."""
     variant_prefix: ClassVar[str]
-    """What the name of a variant begins with in its manifest."""
+    """The prefix of a variant's name in its manifest."""
 
     @abstractmethod
     def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from workers.models.image.vae import decode, own_type, spare_memory
 log = logging.getLogger(__name__)
 
 AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5
-"""What StableDiffusionXLImg2ImgPipeline uses by default."""
+"""The defaults of StableDiffusionXLImg2ImgPipeline."""
 
 
 class StableDiffusion:
@@ -91,7 +91,7 @@ FAMILIES: dict[type, StableDiffusion] = {
     diffusers.StableDiffusionPipeline: StableDiffusion(),
     diffusers.StableDiffusionXLPipeline: StableDiffusionXL(),
 }
-"""By the class of the pipeline for text."""
+"""The families by the class of their pipeline for text."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +107,7 @@ class _Drawing:
     prompt: torch.Tensor
     """[rows, tokens, width]: the negative prompt first if it is guided."""
     conditions: dict[str, torch.Tensor]
-    """What else of its family the UNet takes, [rows, …] each."""
+    """The other inputs of the UNet for its family, [rows, …] each."""
     scale: torch.Tensor | None
     """The guidance scale as the UNet of a distilled model takes it, [1, width]."""
     for_scheduler: dict[str, Any]

@@ -96,11 +96,11 @@ class LlamaPass:
         self._output = model.lm_head
 
     def __call__(
-        self, ids: torch.Tensor, reading: Reading, slots: SlotCache, told: int
+        self, ids: torch.Tensor, reading: Reading, slots: SlotCache, logit_count: int
     ) -> torch.Tensor | None:
         """Adds tokens [rows, tokens] to the texts of a pass.
 
-        Returns the logits after the last `told` tokens of each. None: after none of them.
+        Returns the logits after the last `logit_count` tokens of each. None: after none of them.
         """
         hidden = self._embed(ids)
         cos, sin = self._positions(hidden, reading.positions)
@@ -111,9 +111,9 @@ class LlamaPass:
         for layer in self._layers:
             hidden = layer.add_attention(hidden, turns, slots)
             hidden = layer.add_mlp(hidden)
-        if not told:
+        if not logit_count:
             return None
-        logits: torch.Tensor = self._output(self._norm(hidden[:, -told:]))
+        logits: torch.Tensor = self._output(self._norm(hidden[:, -logit_count:]))
         return logits
 
 
@@ -183,7 +183,7 @@ _BLOCK_ROWS = 16
 """torch's kernel takes a multiple of these."""
 _STEPS = 15
 _MIDDLE = 8
-"""What torch's kernel takes away from a number of 4 bits before it scales it."""
+"""The offset that torch's kernel subtracts from a 4-bit number before it scales it."""
 _LARGEST = 127
 _TINY = 1e-9
 
@@ -268,7 +268,7 @@ class _Linear8(_RoundedLinear):
 
 _TRIAL_TOKENS = 12
 _TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
-"""How far logits may lie from those of transformers' own attention, as a part of the largest.
+"""Maximum distance of logits from those of transformers' own attention, as a part of the largest.
 
 A wrong attention gives other numbers altogether.
 """
@@ -394,7 +394,7 @@ class Decoder:
         starts = torch.tensor([start], device=self._device)
         reading = Reading((row, row + 1), starts, len(ids), self._capacity_now)
         given = torch.as_tensor(ids.astype(np.int64), device=self._device)[None]
-        logits = self._forward(given, reading, told=int(ends))
+        logits = self._forward(given, reading, logit_count=int(ends))
         return None if logits is None else logits[0, 0]
 
     def read_all(self, row: int, start: int, ids: np.ndarray) -> Any:
@@ -409,7 +409,7 @@ class Decoder:
         starts = torch.tensor([start], device=self._device)
         reading = Reading((row, row + 1), starts, len(ids), self._capacity_now)
         given = torch.as_tensor(ids.astype(np.int64), device=self._device)[None]
-        return self._forward(given, reading, told=len(ids))[0]
+        return self._forward(given, reading, logit_count=len(ids))[0]
 
     def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> Any:
         """Adds one token to each of the first rows, which have `lengths` tokens.
@@ -423,29 +423,29 @@ class Decoder:
         starts = torch.as_tensor(lengths, device=self._device)
         reading = Reading((0, len(tokens)), starts, 1, self._capacity_now)
         given = torch.as_tensor(tokens.astype(np.int64), device=self._device)[:, None]
-        return self._forward(given, reading, told=1)[:, 0]
+        return self._forward(given, reading, logit_count=1)[:, 0]
 
     @property
     def _capacity_now(self) -> int:
         return self.slots.capacity
 
-    def _forward(self, ids: torch.Tensor, reading: Reading, told: int) -> Any:
-        """Logits after the last `told` tokens of each row. None: after none of them."""
+    def _forward(self, ids: torch.Tensor, reading: Reading, logit_count: int) -> Any:
+        """Logits after the last `logit_count` tokens of each row. None: after none of them."""
         self.slots.reading = reading
         with memory_errors(), torch.inference_mode(), self._computing():
-            logits = self._compute(ids, reading, self.slots, told)
-            return None if logits is None else logits[:, -told:].float().cpu().numpy()
+            logits = self._compute(ids, reading, self.slots, logit_count)
+            return None if logits is None else logits[:, -logit_count:].float().cpu().numpy()
 
     def _compute_by_modules(
-        self, ids: torch.Tensor, reading: Reading, slots: SlotCache, told: int
+        self, ids: torch.Tensor, reading: Reading, slots: SlotCache, logit_count: int
     ) -> torch.Tensor | None:
         """The pass by transformers' modules, whatever the architecture."""
-        out = (self._model if told else self._model.base_model)(
+        out = (self._model if logit_count else self._model.base_model)(
             input_ids=ids,
             position_ids=reading.positions,
             past_key_values=slots,
             use_cache=True,
             slots=slots,
-            **({"logits_to_keep": told} if told else {}),
+            **({"logits_to_keep": logit_count} if logit_count else {}),
         )
-        return out.logits if told else None
+        return out.logits if logit_count else None

@@ -50,7 +50,7 @@ class Lookup:
         self._longest = most
         self._now = min(_FIRST_GUESS_TOKENS, most)
         self._next: dict[tuple[int, ...], int] = {}
-        """Where a text went on after these tokens, the last time."""
+        """The position where a text went on after these tokens, the last time."""
         self._known = _MATCHED_TOKENS
 
     def guess(self, ids: Sequence[int], room: int) -> list[int]:

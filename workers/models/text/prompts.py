@@ -213,8 +213,8 @@ def _to_json(
 MAX_BYTES = 32 * 1024
 """The size of the schema as JSON. One of this size takes up to about 0.2 s to read."""
 MAX_CHARACTERS = 4096
-"""Of a constant, a pattern or a name, as JSON has it: a control character is six of them. One of
-this length takes 2 ms at each token, and one of 60,000 takes 35 ms."""
+"""The limit for a constant, a pattern or a name, as JSON has it: a control character is six of
+them. One of this length takes 2 ms at each token, and one of 60,000 takes 35 ms."""
 _NOT_MATCHED = frozenset({"description", "title", "$comment", "$id", "$schema"})
 
 

@@ -163,8 +163,8 @@ class _Text:
         if not self.item.written_ids:
             self.cached_tokens = min(output.num_cached_tokens or 0, self.prompt_tokens)
         (given,) = output.outputs
-        told = given.logprobs or [None] * len(given.token_ids)
-        for token, chances in zip(given.token_ids, told, strict=True):
+        logprobs = given.logprobs or [None] * len(given.token_ids)
+        for token, chances in zip(given.token_ids, logprobs, strict=True):
             if self.writing.finish is None:
                 logs = None if chances is None else {t: one.logprob for t, one in chances.items()}
                 self.writing.add_chosen(token, logs)

@@ -118,9 +118,9 @@ class Writing:
         except BadInput as error:
             raise ModelFailed(error.message) from error
         # What the readers of another worker have seen.
-        self._told_ids = len(self.ids)
-        self._told_text = len(item.written_text)
-        self._told_logprobs = len(self._logprobs)
+        self._reported_ids = len(self.ids)
+        self._reported_text = len(item.written_text)
+        self._reported_logprobs = len(self._logprobs)
 
     def write(self, logits: Row) -> int:
         """Chooses the next token from its logits (float32 [vocabulary]), and returns it.
@@ -136,7 +136,7 @@ class Writing:
         if self._item.logprobs >= 0 and token not in self._vocabulary.ends:
             row = log_probabilities(logits)
             best = largest(row, self._item.logprobs).tolist() if self._item.logprobs > 0 else []
-            self._logprobs.append(self._tell(row, token, best))
+            self._logprobs.append(self._logprob_of(row, token, best))
         self.add(token)
         return token
 
@@ -149,7 +149,7 @@ class Writing:
         """
         if chances is not None and token not in self._vocabulary.ends:
             best = sorted(chances, key=lambda one: (-chances[one], one))[: self._item.logprobs]
-            self._logprobs.append(self._tell(chances, token, best))
+            self._logprobs.append(self._logprob_of(chances, token, best))
         self.add(token)
 
     @property
@@ -206,16 +206,16 @@ class Writing:
         """Returns what is new since the last call. None if nothing."""
         visible = self._stops.visible(self._text) if self.finish is None else len(self._text)
         chunk = TokenChunk(
-            self._told_ids,
-            self.ids[self._told_ids :],
-            self._text[self._told_text : visible],
-            self._logprobs[self._told_logprobs :],
+            self._reported_ids,
+            self.ids[self._reported_ids :],
+            self._text[self._reported_text : visible],
+            self._logprobs[self._reported_logprobs :],
         )
         if not chunk.ids and not chunk.text:
             return None
-        self._told_ids = len(self.ids)
-        self._told_text = max(self._told_text, visible)
-        self._told_logprobs = len(self._logprobs)
+        self._reported_ids = len(self.ids)
+        self._reported_text = max(self._reported_text, visible)
+        self._reported_logprobs = len(self._logprobs)
         return chunk
 
     def result(self, input_tokens: int, cached_tokens: int) -> GenerationResult:
@@ -231,7 +231,7 @@ class Writing:
             logprobs=self._logprobs,
         )
 
-    def _tell(self, row: Row | dict[int, float], token: int, best: list[int]) -> TokenLogprob:
+    def _logprob_of(self, row: Row | dict[int, float], token: int, best: list[int]) -> TokenLogprob:
         found = self._named(row, token)
         found.top = [self._named(row, one) for one in best]
         return found
