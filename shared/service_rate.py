@@ -42,7 +42,7 @@ class ServiceRate:
         self.item_s = self._guess_s
         """Seconds per item while there is a queue."""
         self.is_guess = True
-        """Whether `item_s` was not measured, or so long ago that it says little."""
+        """True if `item_s` was not measured, or too long ago to be useful."""
         self.service_s = guesses.batch_s
         """The service time: seconds that the model takes for an item and its batch."""
         self.margin = MIN_MARGIN

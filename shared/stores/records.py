@@ -289,7 +289,7 @@ class Records(RedisStore):
         found = await self._commands.run(*words)
         return [one.decode() for one in found]
 
-    # What workers call. A job is done with or without Redis, so these never raise: None where it
+    # What workers call. A job is done with or without Redis, so these never raise: None if it
     # did not answer.
 
     async def claim(self, records: Sequence[str]) -> list[Claim | None]:

@@ -24,7 +24,7 @@ from shared.usage.writer import fields_by_name
 from shared.webhooks import WebhookUrlForbidden
 
 THROTTLE_MS = 500
-"""Output and logs are sent at most so often (https://replicate.com/docs/topics/webhooks)."""
+"""The minimum interval of output and log events (https://replicate.com/docs/topics/webhooks)."""
 KEEP_S = 2 * 24 * 3600
 """Longer than an event can wait on its topic."""
 THROTTLED = frozenset({"output", "logs"})

@@ -28,7 +28,7 @@ class Clock(Protocol):
         ...
 
     def call_later(self, delay_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
-        """Calls `act` with the job in so many seconds, unless the timer is canceled before."""
+        """Calls `act` with the job in this many seconds, unless the timer is canceled before."""
         ...
 
 
@@ -40,7 +40,7 @@ class SystemClock:
         return time.time()
 
     def call_later(self, delay_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
-        """Calls `act` with the job in so many seconds, unless the timer is canceled before."""
+        """Calls `act` with the job in this many seconds, unless the timer is canceled before."""
         return asyncio.get_running_loop().call_later(delay_s, act, pulled)
 
 
