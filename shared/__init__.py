@@ -1,1 +1,1 @@
-"""What API and workers share: the wire contract and the seams to the outside."""
+"""The code that the API and the workers share: the wire contract and the seams to the outside."""

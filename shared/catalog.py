@@ -83,7 +83,7 @@ class Model(CatalogEntry):
 
     @property
     def is_canary(self) -> bool:
-        """Whether it is the canary of a model, and not a model of the catalog by itself."""
+        """True if it is the canary of a model, and not a catalog model of its own."""
         return self.name.endswith(CANARY_SUFFIX)
 
     @property
@@ -107,7 +107,7 @@ class Model(CatalogEntry):
 
     @cached_property
     def definition(self) -> Task:
-        """What its task is."""
+        """The definition of its task."""
         return TASKS[self.task]
 
     @property
@@ -117,7 +117,7 @@ class Model(CatalogEntry):
 
     @property
     def result_tolerance(self) -> float:
-        """How close results must be to those of torch fp32, in the measure of the task."""
+        """Maximum distance of results from those of torch fp32, in the measure of the task."""
         return self.definition.tolerance(self)
 
 
@@ -133,13 +133,13 @@ class Catalog:
         self.canaries = {
             model.name: canary for model in models if (canary := model.as_canary()) is not None
         }
-        """By the names of their models."""
+        """The entries by the names of their models."""
         self.deployed = (*models, *self.canaries.values())
         self._deployed_by_name = {canary.name: canary for canary in self.canaries.values()}
         self._by_name = {alias: model for model in models for alias in (model.name, *model.aliases)}
 
     def find(self, name: str, task: str | None = None) -> Model:
-        """The model called `name` (or by that alias), which must serve `task` where one is given.
+        """The model called `name` (or by that alias), which must serve `task` if one is passed.
 
         Raises:
             UnknownModel: there is none, or it serves another task.

@@ -44,7 +44,7 @@ are small: results above 1 KiB are in the object store.
 
 
 class Batch(_Entry):
-    """What one batch may hold: the budget of its task, and a number of items."""
+    """Limits of one batch: the budget of its task, and a number of items."""
 
     max_tokens: Positive | None = None
     max_pixel_steps: Positive | None = None
@@ -63,11 +63,11 @@ class Deadline(_Entry):
 
 
 class Cache(_Entry):
-    """How long results are kept (0: never), and who may get them.
+    """Cache settings: the time that results are kept (0: never), and who may get them.
 
     `tenant`: callers of the tenant that sent the same input before. `global`: all callers. Then the
-    answer tells one tenant (by `x-penstock-cache` and by its time) whether another one sent the
-    same input. Use it for models whose inputs are no secrets.
+    response shows one tenant (by `x-penstock-cache` and by its time) whether another one sent the
+    same input. Use it for models whose inputs are not secret.
     """
 
     ttl_s: int = Field(86400, ge=0)
@@ -75,7 +75,7 @@ class Cache(_Entry):
 
 
 GpuTypeName = Literal["l4", "a100", "a100-80gb", "h100", "rtx-pro-6000", "t4"]
-"""Of infra/kubernetes/gpus.yaml, which says what each of them is. A test compares the two."""
+"""The types of infra/kubernetes/gpus.yaml, which describes them. A test compares the two."""
 MAX_SHARES: dict[str, int] = {"l4": 22, "a100": 36, "t4": 14}
 """The most workers that may share a GPU: each gets 1 GiB of its memory at least, after the part
 that CUDA contexts need. GKE allows 48, which larger GPUs reach first. A test compares them with the
@@ -118,15 +118,15 @@ def _digest_of_figures(*figures: float) -> str:
 
 
 class PriceTerms(_Entry):
-    """What an item is billed at, once it was delivered."""
+    """The price of a delivered item."""
 
     version: str | None = Field(None, pattern=r"^[!-~]{1,64}$")
-    """How rows and invoices name these terms. None: a digest of the figures."""
+    """The name of these terms in rows and invoices. None: a digest of the figures."""
     per_million_tokens_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     per_million_output_tokens_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """For tokens that a text model writes. None: as for those that it reads."""
+    """The price of tokens that a text model writes. None: as for those that it reads."""
     per_million_cached_tokens_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """For tokens of a prompt whose beginning a worker had computed before. None: as for others."""
+    """The price of prompt tokens that a worker had computed before. None: as for others."""
     per_million_pixel_steps_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     cached_share: float = Field(0.0, ge=0, le=1)
     """The part of the price for a result from the cache or of an identical item in flight."""
@@ -208,7 +208,7 @@ class ImageDefaults(_Entry):
     multiple: Positive = 8
     """Width and height are multiples of this (the VAE's scale)."""
     join: Literal["auto", "never"] = "auto"
-    """Whether images join a running batch between two steps. `auto`: where the pipeline is of
+    """Whether images join a running batch between two steps. `auto`: if the pipeline is of
     Stable Diffusion or Stable Diffusion XL. `never`: batches run as a whole.
     """
     compile: Literal["auto", "always", "never"] = "auto"
@@ -219,13 +219,13 @@ class Generation(_Entry):
     """Defaults and bounds of a text model's parameters, in tokens."""
 
     context_tokens: Positive = 2048
-    """Of a prompt and its continuation together."""
+    """Maximum tokens of a prompt and its continuation together."""
     default_tokens: Positive = 256
-    """What is written at most, where the caller does not say."""
+    """Maximum generated tokens, if the caller does not say."""
     longest_tokens: Positive = 1024
     """The most that a caller may ask for."""
     chunk_tokens: Positive = 256
-    """Of a prompt that are read between two steps of the texts that are being written."""
+    """Prompt tokens that are read between two steps of the texts that are being written."""
     lookup_tokens: int = Field(0, ge=0, le=64)
     """The most that are guessed at a time from what a text said before, while it writes alone."""
 
@@ -237,14 +237,14 @@ class Generation(_Entry):
 
 
 class TextLimits(_Entry):
-    """What an embeddings request may hold."""
+    """Limits of an embeddings request."""
 
     max_items: Positive = 2048
     max_input_bytes: Positive = 64 * 1024
 
 
 class Tolerance(_Entry):
-    """How far results may lie from those of torch fp32, the reference.
+    """Maximum distance of results from those of torch fp32, the reference.
 
     `cosine`: the least cosine similarity of an embedding to the reference's. The minimum over a
     calibration set counts, not the mean, since a caller gets single vectors. `psnr_db`: the least
@@ -258,7 +258,7 @@ class Tolerance(_Entry):
 
 
 class Canary(_Entry):
-    """A new revision that serves a share of the requests beside the one in the entry.
+    """A new revision that serves a share of the requests alongside the one in the entry.
 
     It has workers and topics of its own. It gets nothing more as soon as it does worse than the
     other revision, by any of the limits here (shared/canary/verdict.py).
@@ -266,11 +266,11 @@ class Canary(_Entry):
 
     revision: str = Field(pattern=REVISION_PATTERN)
     source: Annotated[str, Field(pattern=SOURCE_PATTERN)] | None = None
-    """Where its weights are. None: the source of the model."""
+    """The source of its weights. None: the source of the model."""
     share: float = Field(0.05, gt=0, le=0.5)
     """The part of the requests that it gets."""
     by: Literal["input", "tenant"] = "input"
-    """What decides who gets it. `input`: equal requests of a tenant get the same revision.
+    """The key of the split. `input`: equal requests of a tenant get the same revision.
     `tenant`: all requests of a tenant do.
     """
     replicas: Replicas = Replicas(min=1)
@@ -278,11 +278,12 @@ class Canary(_Entry):
     error_ratio: float = Field(0.02, ge=0, lt=1)
     """The part of its items that may fail, above that of the other revision."""
     p95_ratio: float = Field(1.5, ge=1)
-    """Its 95th percentile of seconds to the answer may be so many times that of the other one."""
+    """Its 95th percentile of seconds to the response may be this multiple of the other one's."""
     compare_share: float = Field(0.1, ge=0, le=1)
     """The part of its requests that the other revision computes too, to compare the results."""
     tolerance: Tolerance | None = None
-    """How far its results may lie from those of the other revision. None: as `tolerance` says."""
+    """Maximum distance of its results from the other revision's. None: as `tolerance`
+    says."""
 
     @field_validator("revision", mode="before")
     @classmethod
@@ -307,9 +308,9 @@ class CatalogEntry(_Entry):
     revision: str = Field("main", pattern=REVISION_PATTERN)
     aliases: tuple[str, ...] = ()
     backend: Literal["auto", "torch", "onnx", "vllm"] = "auto"
-    """What computes. `auto`: the fastest within the tolerance. Image models need torch.
+    """The library that computes. `auto`: the fastest within the tolerance. Image models need torch.
 
-    `vllm` is for text models, where vLLM is installed."""
+    `vllm` is for text models, if vLLM is installed."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
     """`auto`: the fastest that the tolerance allows. For images, the best for the device.
 
@@ -318,8 +319,8 @@ class CatalogEntry(_Entry):
     dimensions: Positive | None = None
     batch: Batch = Batch()
     max_in_flight: Positive = 512
-    """While so many items wait for a worker, an API instance takes items (429) only of tenants that
-    have less than their share.
+    """While this number of items wait for a worker, an API instance takes items (429) only of
+    tenants that have less than their share.
     """
     deadline: Deadline = Deadline()
     cache: Cache = Cache()

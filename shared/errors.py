@@ -39,7 +39,7 @@ class PenstockError(Exception):
 
     code = "internal"
     public_by_default: str | None = "something went wrong on our side; try again"
-    """What a caller may read where nothing else is said. None: the message, which is about what the
+    """The public message if no other is passed. None: the message, which is about what the
     caller sent."""
 
     def __init__(
@@ -53,7 +53,7 @@ class PenstockError(Exception):
 
     @property
     def public_message(self) -> str:
-        """What callers may read."""
+        """The message that callers may read."""
         return self._public or self.public_by_default or self.message
 
 

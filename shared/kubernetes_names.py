@@ -1,4 +1,4 @@
-"""The name of a model in Kubernetes, where names have fewer letters than in the catalog."""
+"""The name of a model in Kubernetes, whose names have fewer letters than in the catalog."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Logs JSON lines to stderr, with Cloud Logging's fields (severity, message, time, trace).
 
 https://cloud.google.com/logging/docs/structured-logging. A line of a request or a job has its
-trace, so that Cloud Logging and Cloud Trace show one beside the other. Nobody may log a
+trace, so that Cloud Logging and Cloud Trace show one next to the other. Nobody may log a
 payload or a key. Secrets of keys that callers put in wrong places are cut out of every line.
 """
 

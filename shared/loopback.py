@@ -1,4 +1,4 @@
-"""Which addresses only this machine can reach."""
+"""Detects addresses that only this machine can reach."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`, a name or an address."""
+    """Returns whether only this machine can reach `host`, a name or an address."""
     if host == "localhost" or host.endswith(".localhost"):  # RFC 6761
         return True
     try:

@@ -17,11 +17,9 @@ A job on the wire:
 and its reply carries `slot`, `request_id` and `part` back, with one outcome per item, in the order
 of the items.
 
-Messages as bytes and attributes: what is published, and what is read again.
-
-A publisher checks that the broker carries the message and that its reader can decode it.
-
-Reads what it can of a message that can't be decoded as a job, in order to answer its callers.
+The functions here encode and decode both. A publisher checks that the broker carries the message
+and that its reader can decode it. If a message can't be decoded as a job, a lenient decoder reads
+what it can, so that its callers get a reply.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from shared.tracing.spans import TraceContext, current, read_context
 
 SCHEMA_VERSION = "1"
 UnixTime = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
-"""Seconds since 1970, checked where a message is read: a deadline of `nan` would never pass."""
+"""Seconds since 1970, checked when a message is read: a deadline of `nan` would never pass."""
 Weight = Annotated[float, msgspec.Meta(ge=LIGHTEST, le=HEAVIEST)]
 """A tenant's share of the work, relative to the other tenants that wait for the same model."""
 
@@ -88,7 +86,7 @@ class Envelope(msgspec.Struct, kw_only=True):
     weight: Weight = 1.0
     """The tenant's share of its model's work, from its plan. Left out of the message if it is 1."""
     key_id: str = ""
-    """The public part of the caller's API key, for rows. Empty where no key is required."""
+    """The public part of the caller's API key, for rows. Empty if no key is required."""
     price_share: PriceShare = 1.0
     """The part of the list price that the items pay. Left out of the message if it is 1."""
     plan: str = ""
@@ -149,7 +147,7 @@ class Job(msgspec.Struct):
 
 
 class ItemError(msgspec.Struct, omit_defaults=True):
-    """Why an item has no result. `code` as in shared.errors."""
+    """The reason that an item has no result. `code` as in shared.errors."""
 
     code: str
     message: str
@@ -157,7 +155,7 @@ class ItemError(msgspec.Struct, omit_defaults=True):
 
 
 class Receipt(msgspec.Struct, omit_defaults=True):
-    """What one item cost, measured where it happened. It is in the reply and becomes the row.
+    """The cost of one item, measured in the worker. It is in the reply and becomes the row.
 
     Times are unix seconds, durations milliseconds. `cache` says where the result came from: `miss`
     (computed), `memory`, `redis`, `joined` (an identical item was being computed) or `none` (cache
@@ -175,7 +173,7 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
-    """Of the tokens that were read, those that a text model had already computed."""
+    """The number of read tokens that a text model had already computed."""
     pixel_steps: int | None = None
     steps_saved: int | None = None
     revision: str | None = None
@@ -189,7 +187,7 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     """Whether the model process that computed it had loaded the model after the publish."""
 
     def count(self, result: Result) -> None:
-        """Takes over the work that a result tells of."""
+        """Takes over the work that a result reports."""
         self.tokens = getattr(result, "tokens", None)
         self.output_tokens = getattr(result, "output_tokens", None)
         self.cached_tokens = getattr(result, "cached_tokens", None)
@@ -232,7 +230,7 @@ class Reply(msgspec.Struct):
 
 
 def reason_of(outcome: ItemOutcome) -> str:
-    """Why an item has no result, in words that name the input where that is at fault."""
+    """Returns why an item has no result. Names the input if that is at fault."""
     if outcome.error is None:
         return f"item {outcome.index} has neither result nor error; this is a bug"
     place = f"input[{outcome.index}]: " if outcome.error.field == "input" else ""

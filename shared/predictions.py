@@ -25,7 +25,7 @@ MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "w
 """One of the output formats of the API. Workers produce PNG."""
 EVENTS_TYPE = "text/event-stream"
 STREAM_LINK_S = 600
-"""How long after the deadline the link to the events of a prediction is valid."""
+"""The time after the deadline that the link to a prediction's events is valid."""
 BAR_WIDTH = 10
 
 
@@ -63,7 +63,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     deadline_s: float
     """Unix time after which it is not worked on."""
     digest: str = ""
-    """Of all that was asked for: a repeated request has the same."""
+    """The hash of the whole request: a repeated request has the same."""
     client_request_id: str = ""
     """The `x-request-id` of the request that created it, for its rows."""
     key_id: str = ""
@@ -86,13 +86,13 @@ def decode_document(document: bytes) -> Prediction:
     """Reads a document back.
 
     Raises:
-        msgspec.MsgspecError: it is none.
+        msgspec.MsgspecError: it is not a prediction's document.
     """
     return _decoder.decode(document)
 
 
 class _End(msgspec.Struct, omit_defaults=True):
-    """What stays of a deleted prediction until its webhook is told of its end."""
+    """The rest of a deleted prediction, kept until its webhook is notified of its end."""
 
     prediction: Prediction
     state: State

@@ -8,7 +8,7 @@ shared/stores/retention.lua has the functions that the scripts of such a store c
 bytes of entries by tenant. If a new entry does not fit, the oldest entry of the largest tenant is
 dropped. So a tenant loses nothing to another one that sends more.
 
-The counts are kept beside the entries, not in them. If an entry is removed without them (by an
+The counts are kept next to the entries, not in them. If an entry is removed without them (by an
 operator, or by a release without budgets), its count is dropped later, in its turn.
 """
 

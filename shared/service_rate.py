@@ -3,7 +3,7 @@
 After BBR (Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016): the
 service rate can be measured only while there is a queue. At low load items complete as slowly as
 they arrive, which says nothing about the rate. So without a queue a measurement counts only if it
-is faster than the estimate. Little's law tells whether there is a queue: the time that an item
+is faster than the estimate. Little's law shows whether there is a queue: the time that an item
 stays is the number of items in flight times the seconds per item.
 """
 
@@ -42,7 +42,7 @@ class ServiceRate:
         self.item_s = self._guess_s
         """Seconds per item while there is a queue."""
         self.is_guess = True
-        """Whether `item_s` was not measured, or so long ago that it says little."""
+        """True if `item_s` was not measured, or too long ago to be useful."""
         self.service_s = guesses.batch_s
         """The service time: seconds that the model takes for an item and its batch."""
         self.margin = MIN_MARGIN
@@ -80,7 +80,7 @@ class ServiceRate:
         self.margin = MIN_MARGIN + (self.margin - MIN_MARGIN) * math.exp(-gap_s / MARGIN_FADE_S)
 
     def record_late(self, now_s: float) -> None:
-        """Records items that missed their deadline. Of items that are late together, one counts."""
+        """Records items that missed their deadline. If several are late together, one counts."""
         if now_s - self._late_s >= self.service_s:
             self._late_s = now_s
             self.margin = min(self.margin * MARGIN_STEP, MAX_MARGIN)
@@ -91,5 +91,5 @@ class ServiceRate:
             self.item_s, self.is_guess = measured_s, False
 
     def stalled_s(self, now_s: float) -> float:
-        """By how much the current pause between completions is longer than normal, at least 0."""
+        """Returns how much longer than normal the current pause is, at least 0, in seconds."""
         return max(0.0, now_s - self._last_s - QUEUED_FROM * self.service_s)

@@ -26,7 +26,7 @@ In Kubernetes a worker's folder may hold 1 GiB. Above that its pod is evicted wi
 
 
 class Settings(BaseSettings):
-    """What every process needs to know.
+    """The settings of every process.
 
     An empty endpoint means Google's own, with the machine's credentials.
     """
@@ -66,7 +66,7 @@ class Settings(BaseSettings):
     spool_dir: Path = Path("var/spool")
     """The folder of rows that BigQuery does not have yet, with one folder per kind of worker."""
     spool_max_bytes: int = Field(SPOOL_MAX_BYTES, ge=1)
-    """What rows may take there before new ones are kept in memory."""
+    """The bytes that rows may take there before new ones are kept in memory."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
     @field_validator("redis_url", "records_url")
@@ -97,7 +97,7 @@ class Settings(BaseSettings):
 
     @property
     def records_redis_url(self) -> str:
-        """Where the records are."""
+        """The URL of the Redis that has the records."""
         return self.records_url or self.redis_url
 
 
@@ -128,15 +128,16 @@ class ApiSettings(Settings):
     """The key that signs links to results. Empty: a random key per process, so links end with it.
     """
     keys_url: str = ""
-    """Where API keys, tenants and plans are: file:///PATH, redis://HOST or rediss://HOST. Empty: no
-    key is required, everyone is the tenant `default`, and the API listens on loopback only.
+    """The store of API keys, tenants and plans: file:///PATH, redis://HOST or rediss://HOST. Empty:
+    no key is required, everyone is the `default` tenant, and the API listens on loopback only.
     """
     max_in_flight: int = Field(1024, ge=1)
     """Items of this instance that may wait for a worker. Above that: 429, except for tenants that
     have less than their share.
     """
     broker_wait_s: float = Field(0.5, gt=0, le=60)
-    """How long jobs should wait at the broker. Above that they wait in the API, in fair order."""
+    """The time that jobs should wait at the broker. Above that they wait in the API, in fair
+    order."""
     reply_slots: int = Field(8, ge=1, le=200)
     """Slots of an inbox that this instance creates. The inboxes of a pool have the same number."""
     inbox_pool: int = Field(0, ge=0)
@@ -147,11 +148,11 @@ class ApiSettings(Settings):
     """
     inbox_lease_s: float = Field(30.0, gt=0)
     idempotency_keep_s: float = Field(86_400.0, gt=0)
-    """How long the answer to a request with an Idempotency-Key is given again."""
+    """The time that the response to a request with an Idempotency-Key is repeated."""
     idempotency_lease_s: float = Field(6.0, gt=0)
     """Seconds after which another instance takes over the requests of one that died."""
     prediction_keep_s: int = Field(3600, ge=60)
-    """How long a prediction and its result are kept after its end."""
+    """The time that a prediction and its result are kept after its end."""
     webhook_secrets: str = ""
     """`whsec_…`, comma-separated, the same as of the function that delivers webhooks. Each tenant's
     own secrets are derived from these. Callers get the one from the first.
@@ -169,12 +170,12 @@ class ApiSettings(Settings):
     are dropped. A new prediction that finds no room gets 429.
     """
     usage_query_max_bytes: int = Field(20 * 1024**3, ge=1024**2)
-    """What a question about usage may read in BigQuery. One that would read more is refused."""
+    """The bytes that a usage query may read in BigQuery. One that would read more is refused."""
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
     files_max_bytes: int = Field(2 * 1024**3, ge=1024 * 1024)
-    """What the files of one tenant may take together, where its plan does not say it: uploads, the
-    outputs of batches and `data:` images of predictions. Above it uploads are refused.
+    """The bytes that the files of one tenant may take together, if its plan does not say it:
+    uploads, the outputs of batches and `data:` images of predictions. Above it uploads are refused.
     """
     batch_items_in_flight: int = Field(128, ge=1)
     """Texts and images of batches that a runner has in flight at the same time."""
@@ -186,7 +187,7 @@ class ApiSettings(Settings):
     """
     max_connections: int = Field(4096, ge=1)
     """Connections of callers, within the process's limit on open files. Above it an idle connection
-    is closed. Where none is idle, the new one is refused (429).
+    is closed. If none is idle, the new one is refused (429).
     """
     picture_processes: int = Field(2, ge=1, le=64)
     """Processes that decode and encode pictures, each one at a time. They start with the first
@@ -233,9 +234,9 @@ class WorkerSettings(Settings):
     health_host: str = "127.0.0.1"
     health_port: int = Field(8081, ge=0, le=65535)
     models_dir: Path = Path("var/models")
-    """Where weights from a hub or a bucket are kept."""
+    """The folder of weights from a hub or a bucket."""
     weights_dir: Path | None = None
-    """Where weights that `penstock weights prefetch` copied are mounted. None: nowhere."""
+    """The mounted folder of weights that `penstock weights prefetch` copied. None: nowhere."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: cuda if there is a GPU."""
     artifacts_dir: Path = Path("var/artifacts")
@@ -272,7 +273,7 @@ class WorkerSettings(Settings):
 
 
 class ReportSettings(Settings):
-    """Whoever makes the scheduled reports."""
+    """Settings of the process that makes the scheduled reports."""
 
     billing_tz: str = "UTC"
     """The time zone of days and months in scheduled reports and their invoices, by its IANA name.

@@ -29,7 +29,7 @@ _ENDS_OF_STATUS: dict[str, End] = {"succeeded": "in_time", "expired": "late"}
 
 
 def is_promised(deadline: Deadline, lane: str, limits_s: Iterable[float | None]) -> bool:
-    """Whether the objective holds for an item.
+    """Returns whether an item counts toward the SLO.
 
     Args:
         deadline: of its model.

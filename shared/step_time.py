@@ -1,4 +1,4 @@
-"""What a step takes whatever is computed in it, for workers and the simulation.
+"""The fixed part of a step's time, for workers and the simulation.
 
 Pure: no clock, no I/O. A step of a model that items join between steps takes a fixed time (reading
 the weights) and a time for its work (tokens, pixels). The fixed time is paid once for all items, so
@@ -11,17 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LOW = 0.25
-"""Of steps with like work, so many are shorter than what counts as usual. Slow ones had a reason,
+"""The share of similar steps that are shorter than what counts as usual. Slow ones had a reason,
 such as other work on the same cores, that says nothing of the model."""
 MIN_RATE = 0.02
-"""How fast what is usual follows new steps, once there were many."""
+"""The rate at which the usual time follows new steps, once there were many."""
 MIN_STEPS = 3
-"""From so many on, steps with like work say something."""
+"""The minimum number of steps with like work for an estimate."""
 SLOWED = 2.0
-"""A step that takes up to so many times what is usual was slowed by others on the same device, and
-its spare part with it. What it takes beyond that is work that nothing tells of."""
-TOLD_APART = 4
-"""A line is drawn through steps where the work of one is so many times that of the other."""
+"""A step that takes up to this multiple of what is usual was slowed by others on the same device,
+and its spare part with it. What it takes beyond that is work that nothing reports."""
+MIN_WORK_RATIO = 4
+"""A line is drawn through steps if the work of one is this multiple of the other's."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class StepTime:
             usual.observe(work, seconds)
 
     def spare_s(self, fill: float, work: int, seconds: float) -> float:
-        """Of the seconds of a step, those that others could have used for nothing.
+        """Returns the seconds of a step that other items could have used at no cost.
 
         Never more than the part of the room that is free, so a full step has none.
 
@@ -91,7 +91,7 @@ class StepTime:
         slopes = [
             (one.seconds - least.seconds) / (one.work - least.work)
             for one in known
-            if one.work >= TOLD_APART * least.work
+            if one.work >= MIN_WORK_RATIO * least.work
         ]
         # The steepest: a token of a prompt takes less than one that is written.
         fixed_s = least.seconds - max(slopes) * least.work if slopes else self._guessed_s(least)

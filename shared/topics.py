@@ -1,6 +1,6 @@
 """The ids of topics and subscriptions, on every broker. Terraform uses the same.
 
-Creates and deletes an inbox (its two topics), for a pool or a single instance.
+It also creates and deletes an inbox (its two topics), for a pool or a single instance.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def workers_subscription_id(model: str) -> str:
 
 
 def dead_letter_topic_id(model: str) -> str:
-    """Where jobs of `model` go that no worker could finish."""
+    """Returns the topic for jobs of `model` that no worker could finish."""
     return f"jobs.{model}.dead"
 
 
@@ -50,12 +50,12 @@ WEBHOOKS_SUBSCRIPTION_ID = "webhooks.push"
 
 
 def batch_subscription_id(model: str) -> str:
-    """What workers of `model` pull beside their subscription: jobs of the lane `batch`."""
+    """Returns the second subscription of workers of `model`, for jobs of the `batch` lane."""
     return f"jobs.{model}.batch"
 
 
 INTERACTIVE_FILTER, BATCH_FILTER = 'NOT attributes.lane = "batch"', 'attributes.lane = "batch"'
-"""Of the two subscriptions of a model's workers."""
+"""The two subscriptions of a model's workers."""
 
 
 def inbox_topic_id(inbox: str) -> str:

@@ -12,7 +12,7 @@ from typing import Protocol
 class Message:
     """A received message.
 
-    `delivery_attempt` is 0 where the subscription has no dead-letter policy.
+    `delivery_attempt` is 0 if the subscription has no dead-letter policy.
     """
 
     data: bytes
@@ -25,7 +25,7 @@ class Message:
     received_at_s: float = 0.0
     """Event loop time, in seconds."""
     lost: bool = False
-    """Its lease ran out while in hand: it will be delivered again, here or elsewhere."""
+    """Its lease ran out while it was held: it will be delivered again, here or elsewhere."""
 
 
 class Publisher(Protocol):
@@ -58,11 +58,11 @@ class Subscription(Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """Whether the stream stood when last heard of."""
+        """True if the stream was open when last heard of."""
 
     @property
     def lost(self) -> int:
-        """How many messages lost their lease while in hand."""
+        """The number of messages that lost their lease while they were held."""
 
     def __aiter__(self) -> AsyncIterator[Message]:
         """Yields messages as they come. Reconnects by itself, and ends only after `stop`.
@@ -101,7 +101,7 @@ class Subscriber(Protocol):
 
         With `max_bytes` above zero their bytes are bounded too. Leaving the block returns the
         messages that are still held, and sends the last acks. With `ack_linger_s` above zero acks
-        may wait for so long in order to share a request. That is for subscriptions that gain
+        may wait for this time in order to share a request. That is for subscriptions that gain
         nothing from a fast ack.
         """
 
@@ -119,7 +119,7 @@ class SubscriptionSettings:
     """Filters by attributes. Can't be changed later."""
     ack_deadline_s: int = 10
     retention_s: int = 600
-    """How long an unacked message is kept. The service's minimum is 10 minutes."""
+    """The time that an unacked message is kept. The service's minimum is 10 minutes."""
     expires_after_s: int = 0
     """Deleted after this time without use (at least a day). 0: never."""
     retry_min_s: float | None = None
@@ -131,7 +131,7 @@ class SubscriptionSettings:
     dead_letter_topic_id: str = ""
     """The topic of messages that failed `max_delivery_attempts` times.
 
-    Empty: they are delivered for ever.
+    Empty: they are delivered forever.
     """
     max_delivery_attempts: int = 5
     is_ordered: bool = False

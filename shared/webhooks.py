@@ -4,11 +4,9 @@ Signatures follow Standard Webhooks (https://www.standardwebhooks.com). The clie
 Replicate and Svix verify them. Each tenant's secret is derived from the setting, so that none can
 sign for another.
 
-Checks a webhook's URL without resolving its host, for the API and the delivering function.
-
-The function also checks the addresses of the host when it connects
-(workers/functions/webhook_client.py). The host is not resolved here, because it may resolve to
-something else by then.
+A webhook's URL is checked here for the API and the delivering function, without resolving its host,
+because the host may resolve to something else later. The function also checks the addresses of the
+host when it connects (workers/functions/webhook_client.py).
 """
 
 from __future__ import annotations
@@ -98,11 +96,11 @@ EventName = Literal["start", "output", "logs", "completed"]
 BUDGET_WARNING = "budget.warning"
 PREFIX = "whsec_"
 MIN_KEY_BYTES = 24
-"""What Standard Webhooks asks for at least."""
+"""The minimum that Standard Webhooks requires."""
 
 
 class WebhookEvent(msgspec.Struct, omit_defaults=True):
-    """A message on the topic `webhooks`: an event of the prediction whose record is `id`.
+    """A message on the `webhooks` topic: an event of the prediction whose record is `id`.
 
     `sequence` numbers events of the same name, and is 0 for the others.
     """
@@ -115,7 +113,7 @@ class WebhookEvent(msgspec.Struct, omit_defaults=True):
 
 
 class BatchEvent(msgspec.Struct):
-    """A message on the topic `webhooks`: the end of a batch, with all that its delivery needs."""
+    """A message on the `webhooks` topic: the end of a batch, with all that its delivery needs."""
 
     batch: str
     tenant: str
@@ -126,7 +124,7 @@ class BatchEvent(msgspec.Struct):
 
 
 class BudgetEvent(msgspec.Struct):
-    """A message on the topic `webhooks`: a part of a month's budget is spent."""
+    """A message on the `webhooks` topic: a part of a month's budget is spent."""
 
     tenant: str
     key_id: str
@@ -135,10 +133,10 @@ class BudgetEvent(msgspec.Struct):
     month: str
     """`2026-11`, in UTC."""
     share: float
-    """The part of the budget at which the tenant wants to be told."""
+    """The part of the budget at which the tenant wants to be notified."""
     budget_usd: float
     spent_usd: float
-    """With what requests in flight have reserved."""
+    """The amount spent, including reservations of requests in flight."""
     created_at_s: float
     """Unix time."""
 
@@ -157,7 +155,7 @@ def decode_webhook_event(data: bytes) -> WebhookEvent:
     """Reads an event.
 
     Raises:
-        UndecodableMessage: it is none.
+        UndecodableMessage: the message is not a webhook event.
     """
     try:
         return _decoder.decode(data)
@@ -174,7 +172,7 @@ def decode_batch_event(data: bytes) -> BatchEvent:
     """Reads the end of a batch.
 
     Raises:
-        UndecodableMessage: it is none.
+        UndecodableMessage: the message is not a webhook event.
     """
     try:
         return _batch_decoder.decode(data)
@@ -192,7 +190,7 @@ def decode_budget_event(data: bytes) -> BudgetEvent:
     """Reads a warning.
 
     Raises:
-        UndecodableMessage: it is none.
+        UndecodableMessage: the message is not a webhook event.
     """
     try:
         return _budget_decoder.decode(data)

@@ -42,7 +42,7 @@ def health_server(
         def do_GET(self) -> None:
             """Answers a probe or a scrape."""
             if self.path == "/metrics":
-                # OpenMetrics, which has exemplars, where the scraper asks for it.
+                # OpenMetrics, which has exemplars, if the scraper asks for it.
                 encode, content_type = choose_encoder(self.headers.get("Accept", ""))
                 self._answer(200, encode(REGISTRY), content_type)
             elif self.path == "/healthz":

@@ -1,4 +1,4 @@
-"""What a worker does with its time, for the table `worker_hours`: so that idle GPUs have an owner.
+"""The utilization of a worker, for the `worker_hours` table: so that idle GPUs have an owner.
 
 `ProcessTimes` measures. `HourReports` writes what it measured, every five minutes and at the end. A
 worker that is killed loses what it did not write yet, five minutes at most.
@@ -33,7 +33,7 @@ def steady_clock() -> Callable[[], float]:
 
 @dataclass(slots=True)
 class TimeReport:
-    """What happened from `since_s` on, within one hour. Unix seconds."""
+    """The activity from `since_s` on, within one hour. Unix seconds."""
 
     since_s: float
     until_s: float = 0.0
@@ -66,11 +66,11 @@ class ProcessTimes:
 
     @property
     def processes(self) -> int:
-        """How many there are."""
+        """The number of model processes."""
         return len(self._states)
 
     def opened(self, processes: int) -> None:
-        """So many processes are ready."""
+        """Records the number of processes that are ready."""
         self._advance()
         self._states = ["idle"] * processes
 
@@ -87,17 +87,17 @@ class ProcessTimes:
         self._open.items += len(done.results)
         if done.switched is not None:
             seconds = self._open.seconds
-            # What an earlier report has told as busy stays told.
+            # What an earlier report counted as busy stays busy.
             moved_s = min(done.switched.switch_s / len(self._states), seconds["busy"])
             seconds["busy"] -= moved_s
             seconds["loading"] += moved_s
 
     def loaded(self, residency: ResidencyReport) -> None:
-        """Counts the loads that a process tells of."""
+        """Counts the loads that a process reports."""
         self._open.loads += residency.loads
 
     def take(self) -> list[TimeReport]:
-        """Everything since the last call, in reports that each lie within an hour."""
+        """Everything since the last call, in reports that are each within an hour."""
         self._advance()
         if self._at_s > self._open.since_s:
             self._close(self._at_s)

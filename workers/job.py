@@ -26,7 +26,7 @@ FRESH_S = 0.05
 TEXT_INNOCENT_DEATHS = 2
 NOT_STARTED, NOT_DONE = "the model could start", "the model was done"
 NOT_SENT = "the answer was on its way"
-"""What did not happen before an item's time ran out."""
+"""The event that did not happen before an item's time ran out."""
 
 
 class JobTimer(Protocol):
@@ -57,7 +57,7 @@ class PulledJob:
     timer: JobTimer | None = None
     """Set until the job is over."""
     unfinished_claims: int = 0
-    """How many workers died while they held this job."""
+    """The number of workers that died while they held this job."""
     dead_letter_reason: str = ""
     """Why the job is given up. A copy of its message goes to the dead letters."""
     trace: TraceContext | None = None
@@ -71,8 +71,8 @@ class PulledJob:
         return record_id(self.envelope.request_id, self.envelope.part)
 
     @property
-    def innocent_deaths(self) -> int:
-        """How many workers may die while they hold it before it is suspected of their deaths.
+    def tolerated_crashes(self) -> int:
+        """Worker crashes tolerated before the job is treated as a poison pill.
 
         A text takes long, goes on from its tokens, and somebody reads along. And what it can kill
         is a model process, which is counted by itself.
@@ -92,7 +92,7 @@ class PulledJob:
 
     @property
     def envelope(self) -> Envelope:
-        """Who asks, and where the reply goes."""
+        """The caller, and the address of the reply."""
         return self.job.envelope
 
     @property
@@ -102,19 +102,19 @@ class PulledJob:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether the job accepts cached results and results computed for others."""
+        """True if the job accepts cached results and results computed for others."""
         return self.job.body.cache_read
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the API looked in the cache a moment ago, so another look is of no use."""
+        """True if the API looked in the cache a moment ago, so another look is useless."""
         return (
             self.envelope.attempt == 1 and self.pulled_at_s - self.envelope.published_at_s < FRESH_S
         )
 
     @property
     def is_unwanted(self) -> bool:
-        """Whether the caller no longer waits for it."""
+        """True if the caller no longer waits for it."""
         return self.is_over or self.is_canceled or self.is_late
 
     def end(self) -> None:
@@ -165,7 +165,7 @@ class PulledJob:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What the model returned for an item, and the batch that the item was in."""
+    """The result of the model for an item, and the batch that the item was in."""
 
     outcome: Result | PenstockError
     batch: BatchResult
@@ -200,15 +200,15 @@ class QueuedItem:
     deaths: int = 0
     """Model processes that died while they computed it."""
     deaths_alone: int = 0
-    """How many of them computed nothing else."""
+    """The number of them that computed nothing else."""
     written: list[TokenChunk] = field(default_factory=list)
-    """What a text has so far, if somebody reads along, or if it gave its place to another."""
+    """The output of a text so far, if somebody reads along, or if it was preempted."""
     has_started: bool = False
     """Whether a model process had it, so that a limit of its time in the queue is over."""
 
     @property
     def tenant(self) -> str:
-        """Who is charged for its work: the first waiter's tenant."""
+        """The tenant charged for its work: that of the first waiter."""
         return self.waiters[0][0].envelope.tenant
 
     @property
@@ -225,7 +225,7 @@ class QueuedItem:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether it can be interrupted, and go on later from where it was."""
+        """True if it can be interrupted, and go on later from where it was."""
         return isinstance(self.prepared, PreparedPrompt)
 
     @property
@@ -235,7 +235,7 @@ class QueuedItem:
 
     @property
     def length(self) -> int:
-        """What it takes of the batch budget."""
+        """The part of the batch budget that it takes."""
         return self.prepared.length
 
     @property
@@ -245,7 +245,7 @@ class QueuedItem:
 
     @property
     def may_wait_for_hours(self) -> bool:
-        """Whether it needs no worker of its own: the lane `batch`, without its predictions."""
+        """True if it needs no worker of its own: the `batch` lane, without its predictions."""
         return all(
             pulled.envelope.lane == "batch" and not pulled.envelope.prediction
             for pulled, _ in self.waiters
@@ -253,12 +253,12 @@ class QueuedItem:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether a model process or a worker died while it held this item.
+        """True if a model process or a worker died while it held this item.
 
-        See `PulledJob.innocent_deaths`: suspects run alone.
+        See `PulledJob.tolerated_crashes`: suspects run alone.
         """
         return self.deaths > 0 or any(
-            pulled.unfinished_claims > pulled.innocent_deaths for pulled, _ in self.waiters
+            pulled.unfinished_claims > pulled.tolerated_crashes for pulled, _ in self.waiters
         )
 
     def open_waiters(self) -> list[tuple[PulledJob, Item]]:
@@ -324,13 +324,13 @@ def kept_traces(batch: Iterable[QueuedItem]) -> list[TraceContext]:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """How replies and rows describe this worker."""
+    """The description of this worker in replies and rows."""
 
     worker: str
     region: str
     device: str
     gpu_type: str | None = None
-    """As infra/kubernetes/gpus.yaml names it. None: no GPU."""
+    """The name in infra/kubernetes/gpus.yaml. None: no GPU."""
     spot: bool | None = None
     """Whether its node is a spot node. None: not known."""
 

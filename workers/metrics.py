@@ -84,7 +84,7 @@ def observe_batch(done: BatchResult, exemplar: dict[str, str] | None = None) -> 
     items = len(done.results)
     BATCH_ITEMS.observe(items)
     ITEMS_AT_A_TIME.observe(done.batch_items)
-    # inference_ms is that of all that share the time. Each of them tells of it when it ends.
+    # inference_ms is that of all that share the time. Each of them reports it when it ends.
     INFERENCE_SECONDS.observe(done.inference_ms / 1000 * items / done.batch_items, exemplar)
     SPARE_SECONDS.inc(done.spare_s)
     REAL_WORK.inc(done.real_work)

@@ -33,7 +33,7 @@ app = typer.Typer(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns 0, 1 where a copy failed, 2 where the words are wrong."""
+    """Runs one command. Returns 0, 1 if a copy failed, 2 if the arguments are wrong."""
     try:
         app(arguments, prog_name="penstock weights")
     except SystemExit as ended:
@@ -136,7 +136,7 @@ def _copy(store: ObjectStore, repository: str, revision: str) -> Copy:
     with tempfile.TemporaryDirectory(prefix="penstock-weights-") as cache:
         folder = download_from_hub(repository, revision, Path(cache))
         if _is_there(store, list_of(repository, revision)):
-            # A worker that starts meanwhile goes to the hub, and does not get half of each.
+            # A worker that starts in the meantime goes to the hub, and does not get half of each.
             obstore.delete(store, listed)
         files = {}
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -150,7 +150,7 @@ def _copy(store: ObjectStore, repository: str, revision: str) -> Copy:
 
 
 def _delete_others(store: ObjectStore, into: PurePosixPath, kept: dict[str, int]) -> None:
-    """What an earlier commit had and this one has not would be taken for a part of it."""
+    """Deletes files of earlier commits, which would be taken for a part of this one."""
     for page in obstore.list(store, f"{into}/"):
         for found in page:
             if PurePosixPath(found["path"]).relative_to(into).as_posix() not in kept:

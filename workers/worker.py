@@ -1,7 +1,7 @@
 """The worker's I/O process: pulls the jobs of its models and feeds batches to the model processes.
 
 Guarantees used: Pub/Sub delivers a job at least once and keeps it until its ack. The transport
-extends the lease of every message in hand, and flow control bounds how many there are. The models
+extends the lease of every held message, and flow control bounds how many there are. The models
 run in processes of their own (workers/runtime/pool.py), so a busy or broken model interpreter
 delays no lease and no reply.
 
@@ -39,7 +39,7 @@ from workers.scheduling.model_scheduler import Idle, ModelScheduler
 log = logging.getLogger(__name__)
 
 ACK_LINGER_S = 0.02
-"""How long acks wait to be sent together.
+"""The time that acks wait to be sent together.
 
 No caller waits for them, and a lone ack costs as much as a publish.
 """
@@ -50,9 +50,9 @@ FAILED_BATCHES_MAX = 20
 
 
 def held_messages(max_items: int, processes: int, *, in_steps: bool) -> int:
-    """How many jobs a worker holds: for each process a batch that runs and one that waits.
+    """Returns how many jobs a worker holds: for each process a batch that runs and one that waits.
 
-    A text may run for minutes. So where a tenant has filled both, there is room for jobs of others,
+    A text may run for minutes. So if a tenant has filled both, there is room for jobs of others,
     which then get places (workers/scheduling/lanes.py).
 
     Args:
@@ -64,7 +64,7 @@ def held_messages(max_items: int, processes: int, *, in_steps: bool) -> int:
 
 
 class Worker:
-    """Serves one or several models until it is told to stop. The caller opens and closes its parts.
+    """Serves one or several models until it must stop. The caller opens and closes its parts.
 
     Args:
         consumers: one for each model, in the order of the pool.
@@ -72,9 +72,9 @@ class Worker:
         records: report canceled jobs.
         pool: the model processes.
         ack_deadline_s: the length of leases, and of their extensions.
-        max_outstanding_bytes: of the messages in hand in each lane, divided evenly among the
+        max_outstanding_bytes: of the held messages in each lane, divided evenly among the
             models.
-        drain_s: how long jobs in hand may take to finish after the stop.
+        drain_s: how long held jobs may take to finish after the stop.
         on_batch: called after every batch, with the number of its model.
         times: adds up what the model processes do.
     """
@@ -111,11 +111,11 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether this worker would get jobs that are published now, for each of its models."""
+        """True if this worker would get jobs that are published now, for each of its models."""
         return all(consumer.is_connected for consumer in self._consumers)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set, then finishes the jobs in hand within the drain limit.
+        """Serves until `stop` is set, then finishes the held jobs within the drain limit.
 
         Raises:
             PenstockError: a subscription is lost for good, or batch after batch fails.
@@ -176,7 +176,7 @@ class Worker:
         self._count_waiting()
 
     async def _drain(self) -> None:
-        """Stops pulling, and finishes the jobs in hand within the limit."""
+        """Stops pulling, and finishes the held jobs within the limit."""
         try:
             async with asyncio.timeout(self._drain_s):
                 await asyncio.gather(*(consumer.drain() for consumer in self._consumers))

@@ -1,4 +1,4 @@
-"""What API instances and workers know of canaries, in Redis.
+"""The state of canaries in Redis, shared by API instances and workers.
 
 Workers count what their items did, and say that they live. API instances count compared results,
 judge, and take canaries back. Every key has the revision of the canary, so another one starts
@@ -22,9 +22,9 @@ from shared.stores.redis_client import RedisLink, RedisStore, load_script
 WINDOW_S = 600
 MINUTE_S = 60
 ALIVE_S = 5.0
-"""A canary gets requests for so long after one of its workers said that it lives."""
+"""The time that a canary gets requests after one of its workers said that it lives."""
 KEEP_S = 30 * 86_400
-"""A canary stays taken back for so long, unless it is resumed."""
+"""The time that a canary stays taken back, unless it is resumed."""
 JUDGE_EVERY_S = 0.9
 
 ERRORS = MetricCounter(
@@ -41,7 +41,7 @@ _TAKE_BACK = load_script("shared/canary/take_back.lua")
 
 
 class CanaryState(NamedTuple):
-    """Whether a canary gets requests."""
+    """The states of a canary, which decide whether it gets requests."""
 
     is_alive: bool
     """Whether one of its workers lives."""
@@ -50,7 +50,7 @@ class CanaryState(NamedTuple):
 
     @property
     def is_serving(self) -> bool:
-        """Whether it gets its share."""
+        """True if it gets its share."""
         return self.is_alive and not self.taken_back
 
 
@@ -89,7 +89,7 @@ class CanaryBoard(RedisStore):
         return f"{self._prefix}canary:{canary.public_name}:{canary.revision}:{what}"
 
     async def state(self, canary: Model) -> CanaryState:
-        """Whether a canary gets requests.
+        """Returns the state of a canary, which decides whether it gets requests.
 
         Raises:
             Unavailable: Redis did not answer.
@@ -127,7 +127,7 @@ class CanaryBoard(RedisStore):
         await self._commands.run("DEL", *keys)
 
     async def may_judge(self, canary: Model) -> bool:
-        """Whether this process is to judge the canary now. One of all processes is, in a second.
+        """Returns whether this process judges the canary now. One process does so per second.
 
         Raises:
             Unavailable: Redis did not answer.

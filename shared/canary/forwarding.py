@@ -31,7 +31,7 @@ def forwarded(job: JobMessage) -> JobMessage:
     Its items lose their cache keys, which are those of the canary.
 
     Raises:
-        UndecodableMessage: it is no job.
+        UndecodableMessage: the message is not a job.
     """
     read = decode_job(job.data, job.attributes)
     model = job.model.removesuffix(CANARY_SUFFIX)
@@ -45,7 +45,7 @@ async def forward(publisher: Publisher, canary: str, message: Message) -> None:
     """Publishes a received job of a canary again, for the other revision.
 
     Raises:
-        UndecodableMessage: it is no job.
+        UndecodableMessage: the message is not a job.
         PenstockError: the broker did not take it.
     """
     job = forwarded(JobMessage(canary, message.data, message.attributes))

@@ -1,9 +1,9 @@
-"""Judges a canary by what its items did, beside those of the other revision. Pure.
+"""Judges a canary by how its items ended, compared with those of the other revision. Pure.
 
 Each of the three rules asks the same question: could a revision that keeps to its limit have as
 many bad items as were seen? They use the upper tail of the binomial distribution. A canary is bad
-if that is less likely than FALSE_ALARM. So a few items suffice where all of them are bad, and many
-are needed where few are.
+if that is less likely than FALSE_ALARM. So a few items suffice if all of them are bad, and many
+are needed if few are.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from dataclasses import dataclass, field
 from shared.catalog_entry import Canary
 
 FALSE_ALARM = 1e-5
-"""How unlikely what was seen must be. It is small because the question is asked every second."""
+"""The probability below which a verdict is bad. It is small because it is computed every second."""
 MIN_ITEMS = 50
 """Items of the other revision that a comparison of times needs."""
 P95 = 0.95
 SLACK_S = 0.05
-"""Nobody notices a delay below this, and a busy machine adds as much by itself."""
+"""Nobody notices a delay below this, and a busy machine adds this delay by itself."""
 OUTSIDE_RATIO = 0.01
 """The part of the compared results that may lie outside the tolerance. Rounding puts some there."""
 STEP = 1.1
-"""Each bin of a histogram of times begins at so many times the one before."""
+"""Each bin of a histogram of times begins at this multiple of the one before."""
 _FIRST_S = 0.001
 
 
 @dataclass(slots=True)
 class RevisionCounts:
-    """What the items of one revision did."""
+    """Counts of the items of one revision, by how they ended."""
 
     items: int = 0
     failed: int = 0
@@ -61,13 +61,13 @@ class RevisionCounts:
 
 @dataclass(slots=True)
 class CanaryCounts:
-    """What is known of both revisions in the window that is judged."""
+    """Counts of both revisions in the window that is judged."""
 
     stable: RevisionCounts = field(default_factory=RevisionCounts)
     canary: RevisionCounts = field(default_factory=RevisionCounts)
     compared: int = 0
     outside: int = 0
-    """Of the compared results, those outside the tolerance."""
+    """The compared results that were outside the tolerance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class CanaryJudgment:
 
     is_good: bool
     reason: str
-    """What speaks for it, in a line."""
+    """The reason for it, in a line."""
 
 
 def judge(counts: CanaryCounts, rules: Canary) -> CanaryJudgment:
@@ -85,10 +85,10 @@ def judge(counts: CanaryCounts, rules: Canary) -> CanaryJudgment:
         if bad:
             return CanaryJudgment(False, bad)
     stable, canary = counts.stable, counts.canary
-    times = f"p95 {_shown(canary.p95_s)} beside {_shown(stable.p95_s)}"
+    times = f"p95 {_shown(canary.p95_s)} against {_shown(stable.p95_s)}"
     return CanaryJudgment(
         True,
-        f"{canary.failed} of {canary.items} items failed beside {stable.failed} of "
+        f"{canary.failed} of {canary.items} items failed against {stable.failed} of "
         f"{stable.items}; {times}; {counts.outside} of {counts.compared} results outside the "
         "tolerance",
     )
@@ -105,7 +105,7 @@ def end_of_bin_s(number: int) -> float:
 
 
 def tail(seen: int, of: int, ratio: float) -> float:
-    """The chance of `seen` or more among `of`, where each is so with the chance `ratio`."""
+    """The chance of `seen` or more among `of`, if each is so with the chance `ratio`."""
     if seen <= 0 or ratio >= 1:
         return 1.0
     if ratio <= 0:
@@ -134,7 +134,7 @@ def _too_many_failed(counts: CanaryCounts, rules: Canary) -> str:
     if not _is_bad(canary.failed, canary.items, ratio):
         return ""
     return (
-        f"{canary.failed} of {canary.items} items failed, beside {stable.failed} of {stable.items}"
+        f"{canary.failed} of {canary.items} items failed, against {stable.failed} of {stable.items}"
     )
 
 

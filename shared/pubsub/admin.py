@@ -37,7 +37,7 @@ class PubSubAdmin:
     Each call is retried after transient failures, within `timeout_s`.
 
     Every method raises BadInput if the broker refuses a name or setting, ConfigurationError if we
-    lack the permission, and Unavailable or Overloaded if the call did not succeed in time.
+    do not have the permission, and Unavailable or Overloaded if the call did not succeed in time.
     Implements shared.transport.Admin.
 
     Args:

@@ -1,8 +1,7 @@
 """Channels to Pub/Sub, its raw protobuf classes, retries, and translation of errors.
 
-The proto-plus wrappers cost about 0.1 ms a message, so only the classes below them are used.
-
-The full names of topics and subscriptions on Pub/Sub.
+The proto-plus wrappers cost about 0.1 ms a message, so only the classes below them are used. The
+full names of topics and subscriptions are here too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The broker client: publishes to Pub/Sub and pulls from it, on asyncio.
 
-API and workers use no other.
+API and workers use no other. Messages are published in batches, with one queue per topic and
+ordering key.
 
 Guarantees used. At-least-once delivery: a message is gone only after its ack. So a crash loses
 nothing, and every consumer must be idempotent. Flow control per stream (`max_outstanding_*`): the
@@ -24,8 +25,6 @@ Rejected:
 What would change the choice: an asyncio subscriber by Google with leases and flow control, or a
 measured need for more than one core of broker client in a process (then a native client behind the
 same interface).
-
-Publishes messages in batches, with one queue per topic and ordering key.
 """
 
 from __future__ import annotations
@@ -154,8 +153,8 @@ class _TopicQueue:
     """The queue of one topic and ordering key, and its requests in flight.
 
     A message is sent at once while requests may start. Otherwise it waits until a request returns,
-    and is sent with all that came meanwhile. There is no timer. Messages with an ordering key have
-    one request in flight at a time, so they keep their order.
+    and is sent with all that came in the meantime. There is no timer. Messages with an ordering key
+    have one request in flight at a time, so they keep their order.
     """
 
     def __init__(
@@ -249,12 +248,12 @@ def _resolve(pending: _Pending, outcome: Any) -> None:
 STREAMS_PER_CHANNEL = 80
 """Stays clear of the 100 streams that fit on one connection (`Channels` says why)."""
 OPEN_S = 5.0
-"""How long opening a subscription waits for its first stream.
+"""The time that opening a subscription waits for its first stream.
 
 After that it retries in the background.
 """
 CLOSE_S = 2.0
-"""How long the last acks of a subscription may take."""
+"""The time that the last acks of a subscription may take."""
 
 
 class PubSubTransport:

@@ -1,6 +1,6 @@
 """Receives messages by StreamingPull, and opens a new stream when one ends.
 
-Acks and nacks in batches, and the leases of every message that a subscription holds.
+It sends acks and nacks in batches, and extends the lease of every message that it holds.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ QUEUE_LIMIT_IDS = 50_000
 MAX_LEASE_S = 3600.0
 """After this a message counts as lost however alive its holder is, as in Google's own clients."""
 EXTENSION_PART = 0.7
-"""Of the ack deadline: how long an extension lasts. Two thirds of it are for pauses of the loop and
-of the network, and for another try.
+"""The share of the ack deadline that an extension lasts. Two thirds of it are for pauses of the
+loop and of the network, and for another try.
 """
 LOOKS_AN_EXTENSION = 12
 RETRY_S = 10.0
-"""How long a batch of acks is retried. After that its messages come again (at-least-once delivery).
+"""The time that a batch of acks is retried. After that its messages come again (at-least-once
+delivery).
 """
 
 
@@ -243,7 +244,7 @@ class Leases:
 
 
 class _Lease:
-    """A message in hand, since and until when (loop time, seconds)."""
+    """A held message, since and until when (loop time, seconds)."""
 
     __slots__ = ("is_extended", "message", "since_s", "until_s")
 
@@ -282,7 +283,7 @@ https://docs.cloud.google.com/pubsub/docs/reliability-intro
 HEARTBEAT_S = 30.0
 """An empty request this often keeps an idle stream open, as Google's own clients do."""
 HALF_CLOSE_S = 1.0
-"""How long the broker has to end a stream that we are done with."""
+"""The time that the broker has to end a stream that we are done with."""
 
 
 class StreamSubscription:
@@ -393,7 +394,7 @@ class StreamSubscription:
         self._wake()
 
     async def close(self, timeout_s: float) -> None:
-        """Hands back everything still in hand and sends the last acks, within `timeout_s`."""
+        """Hands back everything still held and sends the last acks, within `timeout_s`."""
         await self.stop()
         for ack_id in self._leases.release_all():
             self._acks.nack(ack_id)

@@ -27,7 +27,7 @@ from shared.transport import SubscriptionSettings
 
 CALLS_IN_FLIGHT = 8
 ATTEMPTS = 3
-"""So often a call is made at least while the broker leaves each without an answer."""
+"""Minimum number of attempts of a call while the broker does not answer."""
 UNLIMITED = 1_000_000
 """Deliveries of a message whose subscription has no dead letters. RabbitMQ 4 has 20 by default."""
 
@@ -37,9 +37,9 @@ T = TypeVar("T")
 class RabbitAdmin:
     """A connection for admin calls. Each is repeated after transient failures.
 
-    Every method raises BadInput if a name or setting is wrong, ConfigurationError if we lack the
-    permission or something else has the name, and Unavailable if the call did not succeed in time.
-    Implements shared.transport.Admin.
+    Every method raises BadInput if a name or setting is wrong, ConfigurationError if we do not have
+    the permission or something else has the name, and Unavailable if the call did not succeed in
+    time. Implements shared.transport.Admin.
 
     Args:
         project: the prefix of all names.
@@ -123,7 +123,7 @@ class RabbitAdmin:
         return await self._exists(queue=queue_name(self._project, subscription_id))
 
     async def waiting_messages(self, subscription_id: str) -> int | None:
-        """Returns how many messages no consumer has in hand. None: the subscription is not there.
+        """Returns how many messages no consumer holds. None: the subscription is not there.
 
         Pub/Sub has no such call, but a metric.
         """

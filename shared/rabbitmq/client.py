@@ -7,7 +7,8 @@ loses nothing, and every consumer must be idempotent. The prefetch is the flow c
 Decision 67 has what was rejected: aio-pika's robust connections, exclusive reply queues, one
 exchange for each topic, a queue for each pause.
 
-Publishes until the broker confirms: again after the connection broke or no answer came.
+A message is published until the broker confirms it: again after the connection broke or no answer
+came.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ MESSAGE_LIMIT_BYTES = 10_000_000
 IN_FLIGHT_LIMIT_MESSAGES = 20_000
 IN_FLIGHT_LIMIT_BYTES = 128 * 1024 * 1024
 KNOWN_TOPICS = 10_000
-"""How many topics are remembered to exist, so that a message without a queue costs no question."""
+"""The number of topics remembered to exist, so that a message without a queue costs no query."""
 
 
 class ConfirmedPublisher:
@@ -231,10 +232,11 @@ class ConfirmedPublisher:
 
 
 OPEN_S = 5.0
-"""How long opening a subscription waits for its consumer. After that it retries in the background.
+"""The time that opening a subscription waits for its consumer. After that it retries in the
+background.
 """
 CLOSE_S = 2.0
-"""How long the last acks of a subscription may take."""
+"""The time that the last acks of a subscription may take."""
 
 
 class RabbitTransport:
@@ -249,7 +251,7 @@ class RabbitTransport:
             time it has twice as long, and so on.
 
     Raises:
-        ConfigurationError: the URL is none.
+        ConfigurationError: the URL is not valid.
     """
 
     def __init__(
@@ -312,7 +314,7 @@ class RabbitTransport:
             max_bytes: no use.
             ack_deadline_s: no use.
             ack_linger_s: no use.
-            delays_s: with these, a message that is handed back waits on the broker and not in hand:
+            delays_s: with these, a message that is handed back waits on the broker and is not held:
                 the first time for the first of these seconds, and so on, then always for the last.
                 The subscription must have been made with them (see delay_queue).
         """

@@ -1,6 +1,6 @@
 """A connection to RabbitMQ that opens again when it is next used, and the translation of errors.
 
-The setting that names a RabbitMQ.
+It also parses the setting that names a RabbitMQ.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def broker_url(broker: str) -> URL:
             `amqps://` are taken too.
 
     Raises:
-        ConfigurationError: it is no such URL.
+        ConfigurationError: it is not such a URL.
     """
     try:
         parts = urlsplit(broker)
         scheme, _ = SCHEMES[parts.scheme], parts.port
     except (KeyError, ValueError):
         raise ConfigurationError(
-            "the broker is no URL rabbitmq://USER:PASSWORD@HOST:PORT/VHOST", field="broker"
+            "the broker is not a URL rabbitmq://USER:PASSWORD@HOST:PORT/VHOST", field="broker"
         ) from None
     if not parts.hostname:
         raise ConfigurationError("the URL of the broker has no host", field="broker")
@@ -60,7 +60,7 @@ BROKEN = (
     TimeoutError,
     StopAsyncIteration,
 )
-"""What aiormq raises when a channel or its connection is gone, or refuses.
+"""The errors that aiormq raises when a channel or its connection is gone, or refuses.
 
 The last one comes from a connection that ends in its handshake.
 """
@@ -126,7 +126,7 @@ class BrokerConnection:
                 try:
                     self._current = await aiormq.connect(self._url)
                 except BROKEN:
-                    # Whoever waits for the lock must not try again at once.
+                    # A task that waits for the lock must not try again at once.
                     await asyncio.sleep(next(self._pauses))
                     raise
                 self._pauses = backoff(longest_s=MAX_PAUSE_S)

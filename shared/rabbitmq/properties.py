@@ -25,7 +25,7 @@ _REASON = "penstock_reason"
 _EXPIRED = "no worker took it in time"
 """Said in that attribute of a message that waited longer than its queue keeps messages.
 
-One that used up its attempts says nothing: the broker does not tell their number.
+One that used up its attempts says nothing: the broker does not report their number.
 """
 
 

@@ -1,8 +1,7 @@
 """Receives messages of one queue, and consumes again after the channel or connection broke.
 
-Joins the acks of a channel, because the broker forgets some of many that come one by one.
-
-A channel passes 32 settlements at a time to the leader of a quorum queue. It keeps the others, and
+It joins the acks of a channel, because the broker forgets some of many that come one by one. A
+channel passes 32 settlements at a time to the leader of a quorum queue. It keeps the others, and
 drops them when it is closed, though it read them before: those messages come again. That is so in
 RabbitMQ 3.10.8, 4.0.5 and 4.3.6. An ack of all messages up to a number is one settlement.
 """
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class AckRuns:
-    """What was settled on one channel, whose deliveries are numbered from 1 without a gap."""
+    """The settlements of one channel, whose deliveries are numbered from 1 without a gap."""
 
     def __init__(self) -> None:
         self._all_up_to = 0
@@ -68,15 +67,15 @@ REFUSALS = 4
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
 """The pause before a message that was handed back comes again. The same as on Pub/Sub.
 
-RabbitMQ itself delivers it again at once, so it stays in hand for so long.
+RabbitMQ itself delivers it again at once, so it is held for this time.
 """
 
 CANCEL_S = 1.0
-"""How long the broker may take to stop sending."""
+"""The time that the broker may take to stop sending."""
 
 OpenChannel = Callable[[], Awaitable[Channel]]
 DelayedReturn = Callable[[DeliveredMessage, int], Awaitable[None]]
-"""Puts a message, after so many attempts, where it waits to be delivered again."""
+"""Moves a message to a queue for redelivery after this number of attempts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,14 +88,14 @@ class _Held:
 class QueueSubscription:
     """An open subscription. See shared.transport.Subscription.
 
-    A message in hand is redelivered when its channel ends, so no lease is kept: the broker notices
+    A held message is redelivered when its channel ends, so no lease is kept: the broker notices
     a process that dies at once.
 
     Args:
         open_channel: opens a channel.
         queue: to consume.
         max_messages: how many unacked messages the broker sends.
-        delayed_return: where messages that are handed back go. None: they stay in hand for a while,
+        delayed_return: where messages that are handed back go. None: they are held for a while,
             and then return to their queue.
         answer_limit_s: how long the broker's answer may take, the first time.
     """
@@ -130,11 +129,11 @@ class QueueSubscription:
         self._tasks: list[asyncio.Task[None]] = []
         self._is_open = False
         self.lost = 0
-        """Messages whose channel ended while they were in hand."""
+        """Messages whose channel ended while they were held."""
 
     @property
     def is_connected(self) -> bool:
-        """Whether the broker sends what comes."""
+        """True if the broker delivers new messages."""
         return self._is_open and not self._is_stopped
 
     def __aiter__(self) -> QueueSubscription:
@@ -204,7 +203,7 @@ class QueueSubscription:
         self._arrival.set()
 
     async def close(self, timeout_s: float) -> None:
-        """Hands back everything still in hand and sends the last acks, within `timeout_s`."""
+        """Hands back everything still held and sends the last acks, within `timeout_s`."""
         await self.stop()
         for ack_id in list(self._held):
             self._give_back(ack_id)
@@ -282,7 +281,7 @@ class QueueSubscription:
                     self._held[held.message.ack_id] = held
                     self._give_back_later(held)
                     return
-        # Since RabbitMQ 4.3 a nack is no failed attempt, so poison would come again for ever.
+        # Since RabbitMQ 4.3 a nack is not a failed attempt, so poison would come again forever.
         rejected = waits.channel.basic_reject(_tag(held), requeue=True, wait=False)
         await waits.within(self._answer_limit_s, rejected)
         # Only now: an ack of a run must not cover a message whose reject was not written.

@@ -1,13 +1,12 @@
-"""Asks about queues and exchanges. A refusal ends the channel, so each question has its own.
-
-Queues in which messages wait before they are delivered again.
-
-How topics, subscriptions and filters become exchanges, queues and routing keys.
+"""Maps topics, subscriptions and filters to exchanges, queues and routing keys, and queries them.
 
 One direct exchange carries all messages of a project, so a topic that is gone can't close a channel
 that others publish on. A message has the routing key of its topic, and one more per attribute that
 filters use. The broker routes by all of them (the BCC header of
 https://www.rabbitmq.com/docs/sender-selected), and gives a queue a message once.
+
+Delay queues hold messages before they are delivered again. A refused query ends its channel, so
+each query has a channel of its own.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def binding_key(topic_id: str, filter_text: str) -> str:
     """The routing key of the messages that pass a subscription's filter.
 
     Raises:
-        BadInput: the filter is none of those that Penstock uses.
+        BadInput: the filter is not one of those that Penstock uses.
     """
     if not filter_text:
         return topic_id
@@ -90,7 +89,7 @@ T = TypeVar("T")
 
 
 async def exists(connection: BrokerConnection, *, queue: str = "", exchange: str = "") -> bool:
-    """Whether the queue, or the exchange, exists.
+    """Returns whether the queue, or the exchange, exists.
 
     Raises:
         Unavailable: the broker is out of reach.
@@ -106,7 +105,7 @@ async def exists(connection: BrokerConnection, *, queue: str = "", exchange: str
 
 
 async def waiting(connection: BrokerConnection, queue: str) -> int | None:
-    """Returns how many messages wait in a queue, without those in hand. None: there is none.
+    """Returns how many messages wait in a queue, without held ones. None if there is no such queue.
 
     Raises:
         Unavailable: the broker is out of reach.

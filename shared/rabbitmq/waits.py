@@ -1,7 +1,7 @@
 """Limits of the waits for the broker: none may last longer than the channel it is on.
 
-aiormq itself leaves a call for ever that waits for room to write while its connection breaks, and
-every call behind it.
+aiormq itself never ends a call that waits for room to write while its connection breaks, nor
+any call behind it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 from aiormq import Channel, ChannelInvalidStateError
 
 ANSWER_LIMIT_S = 5.0
-"""How long the broker may take to answer before it is asked again, the first time."""
+"""The time that the broker may take to answer before it is asked again, the first time."""
 MAX_ANSWER_LIMIT_S = 60.0
 """A broker that is slow, and not deaf, must not be asked ever more."""
 CLOSE_LIMIT_S = 2.0
@@ -36,7 +36,7 @@ class ChannelWaits:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits."""
+        """True if nothing waits."""
         return not self._limits
 
     async def within(self, limit_s: float, answer: Awaitable[T]) -> T:
@@ -81,7 +81,7 @@ def longer(limit_s: float) -> float:
 
 @contextmanager
 def only_own_cancellation() -> Iterator[None]:
-    """Tells our own cancellation from that by which aiormq ends calls on a silent connection.
+    """Separates our own cancellation from the one that aiormq uses on a silent connection.
 
     Raises:
         aiormq.ChannelInvalidStateError: in the place of such an error.

@@ -7,7 +7,7 @@ from shared.tenants.directory import DEFAULT_PLAN_NAME, Document, decode_documen
 
 
 async def read_budgets(keys_url: str) -> dict[str, float]:
-    """The budgets of the directory that PENSTOCK_KEYS_URL names. None where it is empty.
+    """The budgets of the directory that PENSTOCK_KEYS_URL names. None if it is empty.
 
     Raises:
         NoDirectory: there is none yet.
@@ -23,7 +23,7 @@ async def read_budgets(keys_url: str) -> dict[str, float]:
 
 
 def budgets_usd(document: Document) -> dict[str, float]:
-    """What each tenant with a budget may spend in a calendar month (UTC), in US dollars."""
+    """Returns the budget of each tenant that has one, in US dollars per calendar month (UTC)."""
     found = {}
     for tenant in {*document.tenants, *(key.tenant for key in document.keys)}:
         named = document.tenants.get(tenant)

@@ -1,10 +1,10 @@
 """The tables that are made from rows a day at a time: `daily_usage` and `anomalies`.
 
 A day is one partition. A query writes into it with WRITE_TRUNCATE, which BigQuery does as a whole
-or not at all. So whoever repeats a day replaces it, and nobody reads half of one.
+or not at all. So a repeated run replaces the day, and nobody reads half of one.
 https://docs.cloud.google.com/bigquery/docs/managing-partitioned-table-data
 
-Days of the billing zone: what a scheduled run sums up, and what a backfill asks for.
+A day is one of the billing zone, for scheduled runs and for backfills.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from shared.reports.question import find_zone
 AGAIN_DAYS = 3
 """Days before the last one that a scheduled run does again, as rows may come late."""
 MAX_DAYS = 31
-"""What one call may ask for. A month fits."""
+"""The maximum number of days of one call. A month fits."""
 SETTLING = timedelta(minutes=5)
-"""How long the rows of an hour may take to arrive before it is judged."""
+"""The time that the rows of an hour may take to arrive before it is judged."""
 
 
 class BillingDay(NamedTuple):
-    """A day of the billing zone. It has 23 or 25 hours where clocks change."""
+    """A day of the billing zone. It has 23 or 25 hours when clocks change."""
 
     day: date
     tz: str
@@ -128,8 +128,8 @@ LIMITS: Mapping[str, int | float] = {
     "least_errors": 10.0,
     "least_share": 0.5,
 }
-"""What an anomaly needs besides its score: hours of earlier weeks to compare with, and a distance
-from their median in dollars or errors, and as a share of it."""
+"""The conditions of an anomaly in addition to its score: hours of earlier weeks to compare with,
+and a distance from their median in dollars or errors, and as a share of it."""
 _TYPES = {str: "STRING", int: "INT64", float: "FLOAT64", date: "DATE", datetime: "TIMESTAMP"}
 
 

@@ -42,13 +42,13 @@ class Parameter:
     type: str
     """Its GoogleSQL type."""
     default: float | None
-    """None: whoever runs the report gives it."""
+    """None: the caller that runs the report passes it."""
     about: str
 
 
 @dataclass(frozen=True)
 class Plot:
-    """How columns of a report are drawn."""
+    """A plot of some columns of a report."""
 
     kind: PlotKind
     values: tuple[str, ...]
@@ -69,15 +69,15 @@ class Report:
     audience: Audience
     sql: str
     columns: Mapping[str, str]
-    """What each column is, in order."""
+    """The description of each column, in order."""
     parameters: tuple[Parameter, ...]
     """Its own ones."""
     without: frozenset[str]
-    """Standard parameters that it lacks: tenants, models or tz."""
+    """Standard parameters that it does not have: tenants, models or tz."""
     plots: tuple[Plot, ...]
     notes: str
     days: int
-    """How far it looks back if nothing is said."""
+    """The number of days that it looks back by default."""
 
 
 @cache
@@ -96,7 +96,7 @@ def find_report(name: str) -> Report:
     """The report of that name.
 
     Raises:
-        BadInput: there is none.
+        BadInput: there is no such report.
     """
     report = reports().get(name)
     if report is None:

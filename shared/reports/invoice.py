@@ -1,10 +1,10 @@
-"""Invoices of a month, made from the lines of the report `invoice`.
+"""Invoices of a month, made from the lines of the `invoice` report.
 
 Rounding: a line's amount is the sum of its rows' cost, rounded half up to a millionth of a dollar.
 The total is the sum of the lines as shown. The amount due is the total, rounded half up to a cent,
 once. So what is on paper adds up, and differs from the rows by less than half a millionth a line.
 
-An invoice as a page to print: A4 or Letter, with the rules by which it was made.
+An invoice is also rendered as a page to print (A4 or Letter) that states these rules.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ CSV_HEADS = (
 
 @dataclass(frozen=True)
 class InvoiceLine:
-    """What was used of one model at one price, and what is charged for it."""
+    """The use of one model at one price, and the charge for it."""
 
     position: int
-    """From 1."""
+    """The position of the line, from 1."""
     model: str
     unit: str
     """tokens or pixel-steps."""
     price_version: str | None
     unit_price_usd: Decimal | None
-    """Of a million units. None where rows of an old release were charged nothing."""
+    """The price of a million units. None if rows of an old release were charged nothing."""
     kind: str
     """computed, cached, failed, expired or canceled."""
     charged_share: Decimal
@@ -53,7 +53,7 @@ class InvoiceLine:
 
 @dataclass(frozen=True)
 class Invoice:
-    """What one tenant owes for one month."""
+    """The amount that one tenant owes for one month."""
 
     number: str
     tenant: str
@@ -74,7 +74,7 @@ class Invoice:
 
 
 def invoices(result: ReportResult) -> list[Invoice]:
-    """One invoice per tenant and month, from an answer of the report `invoice`."""
+    """One invoice per tenant and month, from a result of the `invoice` report."""
     found: dict[tuple[str, date], list[dict[str, Any]]] = {}
     for record in result.records():
         # Rows without a tenant are of no customer. The report data_quality counts them.
@@ -93,7 +93,7 @@ def invoices(result: ReportResult) -> list[Invoice]:
 
 
 def number_of(tenant: str, month: date) -> str:
-    """The number of an invoice: the same whenever it is made, and of no other one."""
+    """Returns the number of an invoice: unique, and the same each time that it is made."""
     digest = hashlib.sha256(tenant.encode()).hexdigest()[:8].upper()
     return f"{month:%Y%m}-{digest}"
 

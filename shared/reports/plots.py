@@ -1,4 +1,4 @@
-"""What is drawn of a report: its plots as series of numbers, for the page and for the console."""
+"""The plots of a report as series of numbers, for the page and for the console."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.reports.definitions import Plot, PlotKind
 from shared.reports.runner import ReportResult
 
 MAX_SERIES = 8
-"""Colors that can be told apart. The smallest series are drawn together."""
+"""Colors that can be distinguished. The smallest series are drawn together."""
 MAX_BARS = 24
 """Names along an axis that can be read. The smallest ones are drawn together."""
 OTHERS = "others"
@@ -43,7 +43,7 @@ class Drawing(NamedTuple):
 
 
 def drawings(result: ReportResult) -> list[Drawing]:
-    """The plots of a report. None where there are no rows."""
+    """The plots of a report. None if there are no rows."""
     if not result.rows:
         return []
     return [_drawing(result, plot) for plot in result.report.plots]

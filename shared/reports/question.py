@@ -1,4 +1,4 @@
-"""What is asked of a report: a range of time, a time zone, tenants and models."""
+"""The query to a report: a range of time, a time zone, tenants and models."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from shared.reports.definitions import Report
 MAX_NAMES = 1000
 MAX_NAME_CHARS = 256
 MAX_DAYS = 3660
-"""Of a range. A report with a line for each day, or hour, has lines of days without rows too."""
+"""The maximum length of a range. A report with a line for each day, or hour, has lines of days
+without rows too."""
 ROWS_KEPT_DAYS = 400
-"""Rows are kept for so long (infra/bigquery/rows.table.json)."""
+"""The time that rows are kept (infra/bigquery/rows.table.json)."""
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _MONTH = re.compile(r"[0-9]{4}-[0-9]{2}")
 
@@ -33,7 +34,7 @@ class ReportQuestion(NamedTuple):
     tenants: tuple[str, ...] | None = None
     """Whose rows, as @tenants. None: everybody's."""
     models: tuple[str, ...] | None = None
-    """Of which models, as @models. None: of all."""
+    """The models, as @models. None: all."""
 
 
 def ask(
@@ -55,7 +56,7 @@ def ask(
         tz: the time zone of days, and of moments that name none.
         tenants: whose rows. None: everybody's.
         models: of which models. None: of all.
-        days: how far to look back where `since` is empty.
+        days: how far to look back if `since` is empty.
         max_days: how long the range may be.
         now: the present moment. Tests replace it.
 

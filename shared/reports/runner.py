@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from google.cloud.bigquery.table import RowIterator
 
 MAX_BYTES = 20 * 1024**3
-"""What a report may read if nothing else is said."""
+"""The maximum bytes that a report may read by default."""
 USD_PER_TIB = 6.25
-"""Of on-demand queries in the US, without the first TiB of a month, which is free. Source:
-https://cloud.google.com/bigquery/pricing (2023-07 and later); other regions may cost more."""
+"""The price of on-demand queries in the US, without the first TiB of a month, which is free.
+Source: https://cloud.google.com/bigquery/pricing (2023-07 and later); other regions may cost
+more."""
 QUERY_LIMIT_S = 60.0
 RETRY_LIMIT_S = 5.0
 """The default of the client is ten minutes, too long for somebody who waits."""
@@ -38,14 +39,14 @@ class ReportColumn(NamedTuple):
 
 
 class ReportResult(NamedTuple):
-    """What a report says."""
+    """The result of a report."""
 
     report: Report
     question: ReportQuestion
     columns: Sequence[ReportColumn]
     rows: Sequence[tuple[Any, ...]]
     read_bytes: int
-    """What BigQuery read for it."""
+    """The bytes that BigQuery read for it."""
 
     @property
     def heads(self) -> list[str]:

@@ -1,7 +1,7 @@
 """A scheduled run: sums up days, judges their hours, makes invoices and summaries.
 
 Each step replaces what an earlier run made of the same day, so a run may be repeated at any time,
-and by two at once. `penstock run-daily` and the function `reports` are the same run.
+and by two at once. `penstock run-daily` and the `reports` function are the same run.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ log = logging.getLogger(__name__)
 
 
 class RunResult(NamedTuple):
-    """What a run did."""
+    """The result of a run."""
 
     days: Sequence[BillingDay]
     summary: Summary | None
-    """Of the last day. None where only hours were judged."""
+    """The summary of the last day. None if only hours were judged."""
     anomalies: int
     """That no earlier run had found."""
     objects: Sequence[str]
@@ -105,7 +105,7 @@ class ScheduledReports:
             keys += keys_of(day.day)
         for month in months_over(list(days), self._clock()):
             keys += await self._invoice(month, days[-1].tz, steps)
-        _tell(summary, new)
+        _log_summary(summary, new)
         return RunResult(days, summary, new, keys)
 
     async def judge_hours(self, tz: str) -> RunResult:
@@ -123,7 +123,7 @@ class ScheduledReports:
         known = {_key(one) for one in await self._anomalies(day, steps)}
         await asyncio.to_thread(self._tables.write_anomalies, day, until, limit_s)
         new = [one for one in await self._anomalies(day, steps) if _key(one) not in known]
-        # A backfill of last month is no news.
+        # A backfill of last month is not news.
         if day.until > self._clock() - timedelta(days=AGAIN_DAYS + 2):
             for one in new:
                 ANOMALIES.labels(one.measure).inc()
@@ -189,7 +189,7 @@ class _Steps:
         self._until_s = time.monotonic() + limit_s
 
     def left_s(self, when: str) -> float:
-        """How long the next step may take.
+        """Returns how long the next step may take.
 
         Raises:
             Unavailable: there is no time left.
@@ -209,7 +209,7 @@ def _facts(one: Anomaly) -> dict[str, object]:
     return facts | {"hour": one.hour.isoformat()}
 
 
-def _tell(summary: Summary, new: int) -> None:
+def _log_summary(summary: Summary, new: int) -> None:
     facts = {
         "subject": summary.subject,
         "day": str(summary.day.day),

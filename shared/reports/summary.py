@@ -20,7 +20,7 @@ _HEADS = ("Charged", "Week before", "Month so far", "Requests", "Items", "Errors
 
 @dataclass(frozen=True)
 class Summary:
-    """What is told of a day."""
+    """The summary of a day."""
 
     day: BillingDay
     totals: Mapping[str, float]
@@ -200,5 +200,5 @@ def _plain(text: str) -> str:
 
 
 def keys_of(day: date) -> tuple[str, str]:
-    """Where the HTML and the text of a day are in the object store."""
+    """Returns the keys of a day's HTML and text in the object store."""
     return f"summaries/{day}.html", f"summaries/{day}.txt"

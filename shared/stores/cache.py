@@ -3,9 +3,7 @@
 It is asked per item before a job is published, and again before the item is computed. The worker
 that computed a result fills it. A result in the object store is kept as its object_key. So an entry
 is small, and objects must outlive the longest TTL. Nothing here fails or delays a request: if Redis
-is gone or slow, a counter counts misses.
-
-The Redis level of the cache: reads and writes many raw values at once.
+is gone or slow, a counter counts misses. The Redis level reads and writes many raw values at once.
 """
 
 from __future__ import annotations
@@ -91,7 +89,8 @@ Raised when the encoding changes, so that two releases never read each other's e
 VALUE_LIMIT_BYTES = 1024 * 1024
 """A larger entry stays out of both levels: it belongs in the object store."""
 MEMORY_OVERHEAD_BYTES = 512
-"""What Python's objects add to an entry in memory (measured: about 450 for one vector)."""
+"""The bytes that Python's objects add to an entry in memory (measured: about 450 for one
+vector)."""
 
 Level = Literal["memory", "redis"]
 

@@ -1,9 +1,9 @@
-"""What unfinished predictions have reserved of limits, kept until it is settled.
+"""Holds: the parts of limits that unfinished predictions have reserved, until they are settled.
 
 A hold is created with the record of its prediction, by the same script, and outlives the instance
-that created it. Whoever ends the record makes its hold due (record_budget.lua). Any instance takes
-due holds and settles them by what the record says. Settling removes the hold in the script that
-counts (api/limits/take.lua), so it happens once.
+that created it. The process that ends the record makes its hold due (record_budget.lua). Any
+instance takes due holds and settles them by what the record says. Settling removes the hold in the
+script that counts (api/limits/take.lua), so it happens once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared.stores.redis_client import Commands, load_script
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 1.0
-"""For so long other instances leave a due hold to the one that took it."""
+"""The time for which other instances leave a due hold to the one that took it."""
 _DUE = load_script("shared/stores/holds_due.lua")
 
 
@@ -29,7 +29,7 @@ class DueHold(NamedTuple):
 
     record_id: str
     data: bytes
-    """As it was created."""
+    """The hold as it was created."""
     record: Record | None
     """Without its document. None: it is gone, or can't be read."""
 
@@ -68,7 +68,7 @@ class Holds:
         ]
 
     async def are_held(self, record_ids: Sequence[str]) -> list[bool]:
-        """Whether the records have holds that are not settled.
+        """Returns whether the records have holds that are not settled.
 
         Raises:
             Unavailable: Redis did not answer.

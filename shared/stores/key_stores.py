@@ -1,15 +1,13 @@
 """Finds the store of keys that PENSTOCK_KEYS_URL names, and what its plans and keys may name.
 
-The directory of keys in a file, such as one that Secret Manager or Kubernetes mounts.
+In a file, such as one that Secret Manager or Kubernetes mounts: the API only reads it. The command
+line replaces it as a whole, and appends an audit event to FILE.audit.jsonl before. The last use of
+keys is not kept.
 
-The API only reads it. The command line changes it: it replaces the file as a whole, and appends the
-act to FILE.audit.jsonl before. When keys were last used is not kept.
-
-The directory of keys in Redis: one hash, a stream of acts, and a hash of last uses.
-
-The directory is one value with a version, so that a reader never sees half of a change, and two
-writers at the same time do not undo each other. Nothing has a TTL, so Redis evicts none of it. A
-Redis that lost its data has no version. Then readers keep what they have.
+In Redis: one hash, a stream of audit events, and a hash of last uses. The directory is one value
+with a version, so that a reader never sees half of a change, and two writers at the same time do
+not undo each other. Nothing has a TTL, so Redis evicts none of it. A Redis that lost its data has
+no version. Then readers keep what they have.
 """
 
 from __future__ import annotations
@@ -216,7 +214,7 @@ class KeyFile:
         return StoredDocument(hashlib.sha256(data).hexdigest(), data)
 
     async def replace(self, version: str, data: bytes, act: Act) -> bool:
-        """Replaces the file if it has this version. Other processes wait meanwhile.
+        """Replaces the file if it has this version. Other processes wait in the meantime.
 
         Raises:
             KeysReadOnly: it can't be changed here.
@@ -313,7 +311,7 @@ def key_store(url: str, *, is_writable: bool = False) -> KeyStore:
 
 
 def served_by(catalog: Catalog, *, allow_private: bool) -> Served:
-    """What plans and keys may name in a deployment.
+    """Returns the names that plans and keys may use in a deployment.
 
     Args:
         catalog: its models.

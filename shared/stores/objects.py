@@ -8,7 +8,7 @@ obstore's synchronous calls run on threads. Its asynchronous ones abort the proc
 obstore 0.12.1) when it exits soon after a call, because the answering thread still holds Python
 objects.
 
-Writes one object in pieces, which memory need not hold together.
+A large object is written in pieces, so that memory need not hold all of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PART_BYTES = 8 * 1024 * 1024
 WRITE_BYTES = 1024 * 1024
 """Pieces are gathered to this size, because each write is a hop to a thread."""
 MEMORY_BYTES = 2 * PART_BYTES + WRITE_BYTES
-"""What one writer takes: a part that is gathered, and one that is on its way."""
+"""The memory of one writer: a part that is gathered, and one that is on its way."""
 
 
 def open_upload(store: Any, key: str, attributes: dict[str, str] | None) -> Any:
@@ -214,7 +214,7 @@ class ObjectStore:
 
     @property
     def is_on_google(self) -> bool:
-        """Whether it is a bucket whose lifecycle rules remove what is old."""
+        """True if it is a bucket whose lifecycle rules remove what is old."""
         return self._url.startswith("gs://")
 
     async def put(self, key: str, data: bytes, media_type: str) -> None:
@@ -239,7 +239,7 @@ class ObjectStore:
             return await self._work(key, partial(_read, self._store, key, max_bytes))
 
     async def create(self, key: str, data: bytes, media_type: str) -> bool:
-        """Writes an object unless it exists. Returns whether it did. Of several, one does.
+        """Writes an object unless it exists. Returns whether it did. If several try, one does.
 
         Raises:
             Unavailable: the store is out of reach or too slow. The object may have been written.
@@ -308,7 +308,7 @@ class ObjectStore:
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
 
     async def delete(self, key: str) -> None:
-        """Removes an object. It is no error if there is none.
+        """Removes an object. A missing object is not an error.
 
         Raises:
             Unavailable: the store is out of reach or too slow.
@@ -392,7 +392,7 @@ def _open(url: str, setting: str) -> Any:
             f"PENSTOCK_{setting.upper()}: {url}: {_reason(error)}", field=setting
         ) from error
     raise ConfigurationError(
-        f"PENSTOCK_{setting.upper()}: {url!r} is none of file://DIR, gs://BUCKET, s3://BUCKET, "
+        f"PENSTOCK_{setting.upper()}: {url!r} is not one of file://DIR, gs://BUCKET, s3://BUCKET, "
         "memory://",
         field=setting,
     )
@@ -416,7 +416,7 @@ def _translated(operation: str, key: str) -> Iterator[None]:
         reason = f"the object store did not answer in {TIMEOUT_S:g} s"
         raise Unavailable(reason, public=_OUT_OF_REACH) from error
     except (BaseError, OSError, ValueError) as error:
-        # A put that finds nothing lacks its bucket, which is no fault of the caller.
+        # A put that gets "not found" has no bucket, which is not the caller's fault.
         if isinstance(error, FileNotFoundError) and operation == "get":
             raise BadInput(f"there is no object {key!r}", field="object_key") from error
         ERRORS.labels(operation).inc()

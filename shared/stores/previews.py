@@ -14,7 +14,7 @@ from shared.errors import Unavailable
 from shared.stores.redis_client import Commands, load_script
 
 WATCHED_S = 5
-"""For so long after a reader said that it watches, previews are drawn."""
+"""The time after a reader said that it watches for which previews are drawn."""
 KEPT_S = 120
 MAX_KEPT = 16
 """Previews of one prediction. Each has some kilobytes."""

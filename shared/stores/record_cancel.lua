@@ -1,4 +1,4 @@
--- Ends a record as canceled unless it is over, and tells the workers.
+-- Ends a record as canceled unless it is over, and notifies the workers.
 -- A job that no worker claimed yet gets its record here, so that a later claim finds it canceled.
 -- Follows retention.lua, record_budget.lua and record_states.lua.
 --

@@ -10,7 +10,7 @@
 -- have none, and each new prediction removes some that expired.
 
 local SMALL_SHARE = 16  -- a tenant with less than this part of the budget always finds room
-local LATE_S = 6        -- a prediction is over so long after its deadline, or whoever looks ends it
+local LATE_S = 6        -- this long after its deadline a prediction is over, or a reader ends it
 local ABANDONED_S = 120 -- a prediction that has not ended this long after its deadline may go
 
 local store, now, deadline, tenant, id, document =
@@ -38,7 +38,7 @@ if ARGV[10] ~= '' then
 end
 redis.call('ZADD', store .. ':ends', deadline + ARGV[3], KEYS[1])
 redis.call('ZADD', KEYS[3], now, id)
--- The line is cleaned where it is read. It ends with the last deadline in it.
+-- The line is cleaned when it is read. It ends with the last deadline in it.
 redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', now)
 if redis.call('EXISTS', KEYS[4]) == 0 then redis.call('DEL', KEYS[5]) end
 redis.call('ZADD', KEYS[4], deadline, KEYS[1])

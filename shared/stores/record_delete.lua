@@ -5,7 +5,7 @@
 --
 -- KEYS: record, store, then other keys of the prediction
 -- ARGV: seconds to keep what stays, the receipts of its reply ('' if there is none)
--- Returns 1: deleted, 0: there is none, -1: it is not over, -2: there is a reply meanwhile.
+-- Returns 1: deleted, 0: there is none, -1: it is not over, -2: there is a reply by now.
 
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return 0 end

@@ -1,5 +1,5 @@
--- Says where a prediction stands among those of its tenant and model that no worker has taken.
--- Who left is noticed here and nowhere else, so that claims cost nothing more.
+-- Returns the position of a prediction among those of its tenant and model that no worker has taken.
+-- A prediction that left is noticed here and nowhere else, so that claims cost nothing more.
 --
 -- KEYS: record, line, pace of the line
 -- ARGV: now, deadline of the record

@@ -1,5 +1,5 @@
 -- Notes that the broker has the job of a prediction.
--- HSET alone would create a record that was dropped meanwhile, and nothing would remove it.
+-- HSET alone would create a record that was dropped in the meantime, and nothing would remove it.
 --
 -- KEYS: record
 

@@ -36,7 +36,7 @@ class Claim(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """How `finish` went: whether our reply is kept, the state, or the reply kept instead."""
+    """The result of `finish`: whether our reply is kept, the state, the reply kept instead."""
 
     is_ours: bool
     state: State
@@ -44,7 +44,7 @@ class Finish(NamedTuple):
 
     @property
     def is_lost_to_cancel(self) -> bool:
-        """Whether a caller canceled first, so that nothing was kept. No reply is there yet."""
+        """True if a caller canceled first, so that nothing was kept. No reply is there yet."""
         return not self.is_ours and self.state == "canceled" and self.reply is None
 
 
@@ -67,12 +67,12 @@ class Record(msgspec.Struct, kw_only=True):
 
     @property
     def is_over(self) -> bool:
-        """Whether the state is final."""
+        """True if the state is final."""
         return self.state in OVER
 
 
 def receipts_of(reply: ReplyBody) -> bytes:
-    """What a deleted prediction was charged by, without what it gave."""
+    """Returns the receipts that a deleted prediction was charged by, without its results."""
     left = [ItemOutcome(one.index, one.status, one.receipt) for one in reply.outcomes]
     return encode_reply_body(ReplyBody(left))
 

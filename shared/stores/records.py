@@ -12,11 +12,9 @@ finished nor released was held by a worker that died, or that lost its lease.
 A record is a hash. Its fields are `state`, `attempts` (claims so far), `open` (claims neither
 finished nor released), `reply` (the encoded ReplyBody), `step`, `steps`, and `*_at_s` (unix
 seconds). A prediction also has `document`, `keep_s` and `published`, and counts toward a budget of
-bytes (shared/retention.py). Only the scripts beside this file (record_*.lua) write records. Claims
+bytes (shared/retention.py). Only the scripts next to this file (record_*.lua) write records. Claims
 and finishes come in large numbers, so their scripts take several records: one script for 100
 records costs little more than one for a single record.
-
-One record: its id, its states, and what a claim, a finish and a read return of it.
 """
 
 from __future__ import annotations
@@ -42,13 +40,13 @@ from shared.stores.waiting_line import WaitingLines
 from shared.stores.webhook_log import WebhookLog
 
 _HAS_REPLY = -2
-"""What record_delete.lua answers if there is a reply that was not there when it was looked for."""
+"""The result of record_delete.lua if a reply came after the record was read."""
 JOB_KEEP_S = 120
-"""Seconds for which the record of a job that is no prediction is kept after its last change: for
+"""Seconds for which the record of a job that is not a prediction is kept after its last change: for
 late attempts.
 """
 LATE_LOOK_S = 0.5
-"""For so long after its deadline, a waiter with an open connection still checks if the record
+"""The time after its deadline for which a waiter with an open connection still checks if the record
 ended.
 """
 FULL_RETRY_S = 5.0
@@ -164,7 +162,7 @@ class Records(RedisStore):
             deadline_s: unix time.
             keep_s: seconds to keep it after its end, or after its deadline if it never ends.
             reply_bytes: the size of its reply, at most.
-            model: that is to compute it, in whose line of the tenant it stands.
+            model: that is to compute it, in whose queue of the tenant it is.
             hold: what it has reserved of limits (shared/stores/holds.py). Empty: nothing.
 
         Raises:
@@ -217,7 +215,7 @@ class Records(RedisStore):
     async def delete(self, record: str, deadline_s: float) -> bool | None:
         """Deletes the record of a prediction that is over, and all that belongs to it in Redis.
 
-        What it costs stays for whoever has yet to settle it.
+        Its cost stays for the process that has yet to settle it.
 
         Args:
             record: its id.
@@ -254,7 +252,7 @@ class Records(RedisStore):
         return record_from_fields(fields) if fields else None
 
     async def read_again(self, record: str, document: bytes) -> Record | None:
-        """Returns the record as `read` does, for whoever has its document, which never changes.
+        """Returns the record as `read` does, if the caller has its document, which never changes.
 
         So following a prediction costs little, however large the request was.
 
@@ -291,7 +289,7 @@ class Records(RedisStore):
         found = await self._commands.run(*words)
         return [one.decode() for one in found]
 
-    # What workers call. A job is done with or without Redis, so these never raise: None where it
+    # What workers call. A job is done with or without Redis, so these never raise: None if it
     # did not answer.
 
     async def claim(self, records: Sequence[str]) -> list[Claim | None]:
@@ -304,7 +302,7 @@ class Records(RedisStore):
     ) -> Finish | None:
         """Ends a record with the encoded ReplyBody `reply`, unless it has one.
 
-        One that a caller canceled takes only a reply with the state `canceled`.
+        One that a caller canceled takes only a reply with the `canceled` state.
         """
         answers = await self._finishes.call([(record, state, reply)]) if self.is_up else None
         return None if answers is None else answers[0]
@@ -345,7 +343,7 @@ class Records(RedisStore):
                             yield message["data"].decode()
             except (RedisError, OSError, RuntimeError) as error:
                 _check_canceled()
-                log.debug("not told of cancellations", extra={"reason": repr(error)})
+                log.debug("cannot listen for cancellations", extra={"reason": repr(error)})
                 await asyncio.sleep(LISTEN_PAUSE_S)
 
     async def _send_claims(self, records: list[str]) -> list[Claim]:

@@ -1,15 +1,12 @@
 """A connection to Redis that many callers share, with a hard time limit and a circuit breaker.
 
-Each operation has a batcher. It does one round trip at a time, and calls that come meanwhile share
-the next one. So 128 callers cost one connection and a few commands, not 128. The breaker opens
-after FAILURES round trips in a row that failed or were too slow. Calls then return at once, and a
-background task retries until Redis answers in time.
+Each operation has a batcher. It does one round trip at a time, and calls that come in the meantime
+share the next one. So 128 callers cost one connection and a few commands, not 128. The breaker
+opens after FAILURES round trips in a row that failed or were too slow. Calls then return at once,
+and a background task retries until Redis answers in time.
 
-Batches calls to Redis: calls that come during a round trip share the next one.
-
-Lua scripts, which Redis runs whole: no other command comes between their reads and writes.
-
-Each script is a .lua file, or several: functions first, then the script that calls them.
+Redis runs a Lua script as a whole: no other command comes between its reads and writes. A script is
+one .lua file, or several: functions first, then the script that calls them.
 """
 
 from __future__ import annotations
@@ -287,7 +284,7 @@ class RedisLink:
 
     @property
     def is_up(self) -> bool:
-        """Whether the breaker is closed."""
+        """True if the breaker is closed."""
         return self._up.is_set()
 
     async def wait_up(self, limit_s: float) -> bool:
@@ -363,7 +360,7 @@ class RedisStore:
 
     @property
     def is_up(self) -> bool:
-        """Whether Redis is being asked. False between a failure and the retry that succeeds."""
+        """True if Redis is in use. False between a failure and the retry that succeeds."""
         return self._link.is_up
 
     async def wait_up(self, limit_s: float) -> bool:

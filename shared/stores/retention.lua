@@ -7,7 +7,7 @@
 --   <store>:may_go:<tenant>  entries, by the time from which they may be dropped
 --   <store>:ends             entries, by the time at which they expire
 
-local ENTRY_BYTES = 1024  -- what an entry takes besides its content: key, fields, index entries
+local ENTRY_BYTES = 1024  -- what an entry takes in addition to its content: key, fields, index entries
 local MAX_DROPPED = 1000 -- entries dropped by one call, which takes Redis some milliseconds
 
 -- Called for each entry that is dropped. A store with more indexes replaces this function.
@@ -33,7 +33,7 @@ local function keep(store, key, tenant, bytes, may_go)
 end
 
 local function drop(store, key)
-  -- DEL comes first: a script whose first write takes no memory may go on where Redis is full.
+  -- DEL comes first: a script whose first write takes no memory may go on if Redis is full.
   redis.call('DEL', key)
   local bytes, tenant = counted(store, key)
   if tenant then

@@ -1,6 +1,6 @@
 -- Says what was read of items that end without a result. What was not read by now is not read any
--- more (token_read.lua), so that the charge is exact. All of it is in the record, where it stays if
--- the prediction is deleted meanwhile (record_delete.lua).
+-- more (token_read.lua), so that the charge is exact. All of it is in the record, and stays there if
+-- the prediction is deleted in the meantime (record_delete.lua).
 --
 -- KEYS: record
 -- ARGV: items

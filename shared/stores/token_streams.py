@@ -30,9 +30,9 @@ KEPT_S = 600
 """After the last token. A reader that comes back later gets the text from the record."""
 
 READER_S = 10
-"""For so long after a reader said that it reads along, it counts as there."""
+"""The time that a reader counts as present after it said that it reads along."""
 MAX_ITEMS = 64
-"""Of a prediction that is streamed. The API refuses more (api/chat_bodies.py)."""
+"""The maximum for a streamed prediction. The API refuses more (api/chat_bodies.py)."""
 
 _APPEND = load_script("shared/stores/token_append.lua")
 _READ = load_script("shared/stores/token_read.lua")
@@ -59,7 +59,7 @@ class Delivered(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What a reader gets. `is_over`: the record is over or gone, so no more will come."""
+    """The tokens that a reader gets. `is_over`: the record is over or gone, so no more come."""
 
     chunks: list[TokenChunk]
     is_over: bool
@@ -113,7 +113,7 @@ class TokenStreams:
     async def read(self, wanted: Sequence[tuple[str, int, int]]) -> list[Tokens]:
         """Returns the chunks of several items, each from the first that ends after a place.
 
-        They count as delivered. Where a record ended without a result, or is about to, only what
+        They count as delivered. If a record ended without a result, or is about to, only what
         was delivered before is returned.
 
         Args:
@@ -172,7 +172,7 @@ class TokenStreams:
         await self._commands.run("SET", self._reader_key(record), 1, "EX", READER_S)
 
     async def is_read(self, record: str) -> bool:
-        """Whether somebody has read along in the last READER_S.
+        """Returns whether somebody has read along in the last READER_S.
 
         Raises:
             Unavailable: Redis did not answer.

@@ -1,4 +1,4 @@
-"""Where a prediction stands in line, among those of its tenant and model.
+"""The position of a prediction in the queue of its tenant and model.
 
 Workers start a tenant's predictions by deadline, so the line is in that order. How many other
 tenants have waiting is not for this tenant to know, but it shows in the pace at which the line
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shared.stores.redis_client import Commands, load_script
 
 MIN_LEFT = 1.0
-"""So many must have left the line for an estimate."""
+"""The minimum number of predictions that left the line for an estimate."""
 
 _PLACE = load_script("shared/stores/record_place.lua")
 
@@ -43,13 +43,13 @@ class WaitingLines:
         return f"{self._prefix}waiting:{model}:{tenant}"
 
     def pace_key_of(self, tenant: str, model: str) -> str:
-        """How fast that line moves."""
+        """Returns the key that holds the pace of that line."""
         return f"{self._prefix}waiting-pace:{model}:{tenant}"
 
     async def place(
         self, record: str, tenant: str, model: str, deadline_s: float
     ) -> QueuePlace | None:
-        """Where the prediction with this record stands. None if it does not wait.
+        """Returns the position of the prediction with this record. None if it does not wait.
 
         Raises:
             Unavailable: Redis did not answer.

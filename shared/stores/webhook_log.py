@@ -82,7 +82,7 @@ class WebhookLog:
         return [_attempt(entry) for entry in entries]
 
     async def keep_end(self, record: str, end: bytes) -> None:
-        """Keeps what the webhook of a prediction needs that is deleted before it was told.
+        """Keeps what a webhook needs if its prediction is deleted before it was notified.
 
         Raises:
             Unavailable: Redis did not answer.
@@ -90,7 +90,7 @@ class WebhookLog:
         await self._commands.run("SET", self._end_key(record), end, "EX", KEPT_S)
 
     async def end_of(self, record: str) -> bytes | None:
-        """What `keep_end` kept. None: nothing, or the webhook was told.
+        """Returns what `keep_end` kept. None if it kept nothing or the webhook was notified.
 
         Raises:
             Unavailable: Redis did not answer.

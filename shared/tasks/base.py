@@ -1,4 +1,4 @@
-"""What a task is: the inputs and results of its items, and the rules of its models."""
+"""The definition of a task: the inputs and results of its items, and the rules of its models."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class WorkBound(NamedTuple):
     """The most work that an item can take."""
 
     work: int
-    """In the unit of its task."""
+    """The work, in the unit of its task."""
     output_tokens: int = 0
-    """How many of them are tokens that the model writes."""
+    """The number of them that are tokens that the model writes."""
 
 
 class TaskInput(msgspec.Struct, omit_defaults=True):
@@ -40,7 +40,7 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
         raise NotImplementedError
 
     def estimate_work(self) -> int:
-        """About how much work it will take, in the unit of its task. Limits reserve as much."""
+        """About how much work it will take, in the unit of its task. Limits reserve this amount."""
         raise NotImplementedError
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
@@ -66,7 +66,7 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
 class TaskResult(msgspec.Struct, omit_defaults=True):
     """The result of one item. Each task has one subclass, with a tag.
 
-    A field `tokens` or `pixel_steps` is what the item is charged for.
+    A `tokens` or `pixel_steps` field is what the item is charged for.
     """
 
     @property
@@ -89,7 +89,7 @@ class TaskResult(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def count_truncated(cls, results: Sequence[TaskResult], *, is_asked: bool) -> int | None:
-        """How many tokens a request lost. None: not known, or of no interest.
+        """Returns how many tokens a request lost. None if unknown or irrelevant.
 
         Args:
             results: of the whole request.
@@ -100,10 +100,10 @@ class TaskResult(msgspec.Struct, omit_defaults=True):
 
 @dataclass(frozen=True, kw_only=True)
 class FirstGuesses:
-    """Seconds to reckon with until something has been measured."""
+    """Seconds to assume until something has been measured."""
 
     item_s: float = 0.01
-    """What a worker takes for an item. Autoscaling uses it."""
+    """The time that a worker takes for an item. Autoscaling uses it."""
     gap_s: float = 0.002
     """Between two items that leave an API instance under load. Admission uses it.
 
@@ -111,7 +111,8 @@ class FirstGuesses:
     refusal is not noticed.
     """
     batch_s: float = 0.02
-    """What the model takes for an item, with the others of its batch. Admission uses it."""
+    """The time that the model takes for an item, with the others of its batch. Admission uses
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,16 +128,16 @@ class Task(ABC):
     """The rules of a task. They are the same in every layer."""
 
     name: ClassVar[str]
-    """What `task` in the catalog says."""
+    """The value of `task` in the catalog."""
     noun: ClassVar[str]
     """A model of this task, in error messages."""
     first_guesses: ClassVar[FirstGuesses]
     gen_ai_operation: ClassVar[str] = ""
     """The operation of its spans, from OpenTelemetry's GenAI conventions. Empty: its own name."""
     unit: ClassVar[Unit]
-    """What its work is counted in: the field of its results that is charged."""
+    """The unit of its work: the field of its results that is charged."""
     precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "bf16", "fp16", "int8")
-    """What its models can be computed in."""
+    """The precisions that its models can be computed in."""
     stores_blobs: ClassVar[bool] = False
     """Whether large inputs and results go to the object store."""
     runs_graphs: ClassVar[bool] = False
@@ -166,22 +167,22 @@ class Task(ABC):
 
     @abstractmethod
     def tolerance(self, entry: CatalogEntry) -> float:
-        """How close results must be to those of the reference. A part of the cache key."""
+        """Returns the maximum distance from results of the reference. Part of the cache key."""
 
     def compares(self, tolerance: Tolerance) -> bool:
-        """Whether results of two revisions are compared at all."""
+        """Returns whether results of two revisions are compared at all."""
         return True
 
     def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
-        """Whether two results of one input are within a tolerance. None: it can't be told here."""
+        """Returns whether two results of one input are within a tolerance. None if it unknown."""
         return None
 
     def result_bytes(self, entry: CatalogEntry) -> int:
-        """What one result takes in a reply, at most."""
+        """Returns the maximum size of one result in a reply, in bytes."""
         return INLINE_LIMIT_BYTES
 
     def largest_job(self, entry: CatalogEntry) -> int:
-        """How many items a job may have, so that its reply stays below INLINE_LIMIT_BYTES."""
+        """Returns the maximum items of a job, so that its reply stays below INLINE_LIMIT_BYTES."""
         return max(1, min(MAX_JOB_ITEMS, INLINE_LIMIT_BYTES // self.result_bytes(entry)))
 
     @abstractmethod
@@ -206,7 +207,7 @@ class Task(ABC):
             size_bytes: as the operator expects. None: not said.
 
         Returns:
-            None where the size is not known.
+            None if the size is not known.
         """
 
     @abstractmethod
@@ -215,7 +216,7 @@ class Task(ABC):
 
     @abstractmethod
     def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
-        """What the answer to the example is, in a few words.
+        """Describes the response to the example in a few words.
 
         Raises:
             ValueError: the answer is wrong, and why.

@@ -20,14 +20,14 @@ from shared.tasks.base import (
 )
 
 Truncate = Literal["none", "end", "start"]
-"""What to do with a text that is longer than its model takes: refuse it, or cut it at that side.
+"""The handling of a text that is longer than its model takes: refuse it, or cut it at that side.
 
-The default on the wire is `end`, as it was before there was a choice. The API sends `none` where
+The default on the wire is `end`, as it was before there was a choice. The API sends `none` if
 the caller says nothing.
 """
 
 BYTES_PER_TOKEN = 4
-"""Of a text, roughly. OpenAI reckons with as much for its limits
+"""The rough average of a text. OpenAI assumes the same for its limits
 (https://platform.openai.com/tokenizer)."""
 SPECIAL_TOKENS = 2
 
@@ -133,7 +133,7 @@ class EmbeddingTask(Task):
         return entry.tolerance.cosine
 
     def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
-        """By the cosine of two vectors."""
+        """Compares two vectors by their cosine."""
         if not isinstance(ours, EmbeddingResult) or not isinstance(theirs, EmbeddingResult):
             return None
         if len(ours.vector) != len(theirs.vector):
@@ -170,7 +170,7 @@ class EmbeddingTask(Task):
 
 
 def _cosine(one: bytes, other: bytes) -> float:
-    """The cosine of two vectors of float32. NaN where one of them has no direction."""
+    """The cosine of two vectors of float32. NaN if one of them has no direction."""
     ours, theirs = (struct.unpack(f"<{len(each) // 4}f", each) for each in (one, other))
     length = math.hypot(*ours) * math.hypot(*theirs)
     return sum(map(operator.mul, ours, theirs)) / length if length else math.nan

@@ -60,7 +60,7 @@ class SimilarityTask(EmbeddingTask):
     noun = "a similarity model"
 
     def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
-        """By the most that the score changes if both of its vectors turn by that cosine."""
+        """Compares by the largest change of the score if both vectors turn by that cosine."""
         if not isinstance(ours, SimilarityResult) or not isinstance(theirs, SimilarityResult):
             return None
         turn = math.sqrt(2 * (1 - tolerance.cosine))

@@ -1,6 +1,6 @@
-"""Text: from a conversation or a prompt to the text that a language model continues it with.
+"""The text task: a language model continues a conversation or a prompt.
 
-How close two texts are: ROUGE-L, by their longest common subsequence of words.
+Two generated texts are compared by ROUGE-L, the longest common subsequence of their words.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ def _common(first: list[str], second: list[str]) -> int:
 FinishReason = Literal["stop", "length"]
 """`stop`: the model ended its text, or a stop sequence came. `length`: max_tokens were reached."""
 TEMPLATE_TOKENS = 8
-"""What a chat template adds to a message, roughly."""
+"""The tokens that a chat template adds to a message, roughly."""
 MAX_TEMPLATE_TOKENS = 512
-"""What a chat template writes by itself at most: a system message, the date, how to call tools. The
-frame of a message has fewer tokens than its JSON has bytes.
+"""The most tokens that a chat template writes by itself: a system message, the date, how to call
+tools. The frame of a message has fewer tokens than its JSON has bytes.
 """
 TOOLS_INDENTED = 2
-"""Templates write the JSON of tools with spaces, or indented, which takes at most so much more."""
+"""Maximum growth of the JSON of tools, which templates write with spaces or indented."""
 TOKEN_BYTES = 8
-"""Of a token in a reply: its text, escaped."""
+"""The size of a token in a reply: its text, escaped."""
 LOGPROB_BYTES = 48
-"""Of one alternative in a reply."""
+"""The size of one alternative in a reply."""
 
 
 class TokenLogprob(msgspec.Struct, omit_defaults=True):
     """The log probability of a token, and of the most likely ones at its place."""
 
     token: str
-    """Its text. Bytes that are no whole character are shown as U+FFFD."""
+    """Its text. Bytes that are not a whole character are shown as U+FFFD."""
     logprob: float
     data: bytes = b""
     """The bytes of its text."""
@@ -87,7 +87,7 @@ class TokenChunk(msgspec.Struct, omit_defaults=True):
 
     `first`: how many tokens of the item come before. `text` may lag behind `ids`: it ends before a
     character that is not whole yet, and before what may become a stop sequence. The first chunk of
-    an item tells how many tokens its prompt has, and how many of these are `cached_tokens`.
+    an item says how many tokens its prompt has, and how many of these are `cached_tokens`.
     """
 
     first: int
@@ -99,12 +99,12 @@ class TokenChunk(msgspec.Struct, omit_defaults=True):
 
     @property
     def end(self) -> int:
-        """How many tokens the item has with these."""
+        """The number of tokens that the item has with these."""
         return self.first + len(self.ids)
 
 
 class GenerationInput(TaskInput, tag="generation"):
-    """What to continue, and how. Either `messages` or `prompt` is set.
+    """The prompt to continue, and the options. Either `messages` or `prompt` is set.
 
     `messages` and `tools` have OpenAI's form. They go to the model's chat template as they are.
     """
@@ -124,11 +124,11 @@ class GenerationInput(TaskInput, tag="generation"):
     presence_penalty: float = 0.0
     stop: list[str] = msgspec.field(default_factory=list)
     logprobs: int = -1
-    """How many alternatives are told of each token. -1: no log probabilities at all."""
+    """The number of alternatives reported for each token. -1: no log probabilities at all."""
     json_schema: str = ""
     """The schema, as JSON, that the text must match. Empty: none."""
     is_streamed: bool = False
-    """Whether tokens are told of as they come (shared/stores/token_streams.py)."""
+    """Whether tokens are reported as they come (shared/stores/token_streams.py)."""
 
     def estimate_work(self) -> int:
         """Tokens: those of the prompt from its length, and all that may be written."""
@@ -230,11 +230,11 @@ class TextTask(Task):
         return 0.0
 
     def compares(self, tolerance: Tolerance) -> bool:
-        """Only where the entry says how close they must be."""
+        """True only if the entry says how close they must be."""
         return tolerance.rouge_l is not None
 
     def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
-        """By the ROUGE-L of two texts."""
+        """Compares two texts by their ROUGE-L."""
         if not isinstance(ours, GenerationResult) or not isinstance(theirs, GenerationResult):
             return None
         if tolerance.rouge_l is None:
@@ -271,7 +271,7 @@ class TextTask(Task):
         return ExampleRequest(path="/v1/chat/completions", body=body)
 
     def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
-        """How many tokens came."""
+        """Describes the response by its number of tokens."""
         written = answer["usage"]["completion_tokens"]
         if not 1 <= written <= 8 or answer["choices"][0]["message"]["content"] is None:
             raise ValueError(f"{written} tokens, not 1 to 8")

@@ -1,1 +1,1 @@
-"""Who may call the API, and how much of it each caller may use."""
+"""Tenants, keys and plans: who may call the API, and how much each caller may use."""

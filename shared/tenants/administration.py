@@ -1,6 +1,6 @@
 """Changes to the directory of keys, for the command line and the admin API alike.
 
-Each change reads the directory, replaces it if nobody else has meanwhile, and notes the act. So two
+Each change reads the directory, replaces it if nobody else has done so, and notes the act. So two
 changes at the same time both happen.
 """
 
@@ -72,7 +72,7 @@ class InUse(PenstockError):
 
 
 class KeyRequest(NamedTuple):
-    """What a new key is to be."""
+    """The properties of a new key."""
 
     tenant: str
     name: str
@@ -135,7 +135,7 @@ class Administration:
         return decode_document(stored.data, self._store.source)
 
     async def start_directory(self, document: Document) -> None:
-        """Puts a directory where there is none.
+        """Creates a directory if there is none.
 
         Raises:
             BadInput: there is one, or this one is not valid.
@@ -200,7 +200,7 @@ class Administration:
             nonlocal key
             if (state := state_of(old, now_s)) != "valid":
                 raise BadInput(f"key {key_id} is {state}", field="id")
-            # Only of an id that there is: others may be no part of a key at all.
+            # Only for an existing id: others may not be part of a key at all.
             key = new_key(old.id)
             return msgspec.structs.replace(
                 old,
@@ -217,7 +217,7 @@ class Administration:
         """Ends a key for good. Does nothing if it was revoked before.
 
         A key ends neither itself nor the last other one that may administer: nobody could undo it
-        over the network. Whoever has the directory itself may end any key.
+        over the network. Anyone who has the directory itself may end any key.
 
         Raises:
             NotThere: there is no such key.
@@ -365,7 +365,7 @@ class Administration:
 
 
 def shown(key: StoredKey) -> dict[str, Any]:
-    """What may be shown of a key: all but salt and hashes."""
+    """Returns the view of a key: all but salt and hashes."""
     fields: dict[str, Any] = msgspec.to_builtins(key)
     for secret in ("salt", "hash", "previous_hash"):
         fields.pop(secret, None)
@@ -378,7 +378,7 @@ def redacted(key_id: str) -> str:
 
 
 def state_of(key: StoredKey, now_s: float) -> Literal["valid", "revoked", "expired"]:
-    """Whether the key is accepted."""
+    """Returns whether the key is accepted, and if not, why."""
     if key.revoked_s is not None:
         return "revoked"
     if key.expires_s is not None and key.expires_s <= now_s:

@@ -5,8 +5,8 @@
 The parts follow GitHub's tokens
 (https://github.blog/engineering/platform-security/behind-githubs-new-authentication-token-formats/).
 The prefix lets scanners find leaked keys. The checksum is the CRC32 of all that comes before it, in
-base62. So a typo is refused without a lookup, and scanners can tell a key from a random string. The
-id is public and identifies the key in logs and commands. The secret is 256 random bits.
+base62. So a typo is refused without a lookup, and scanners can distinguish a key from a random
+string. The id is public and identifies the key in logs and commands. The secret is 256 random bits.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def key_of(key_id: str, secret: str) -> ApiKey:
 
 
 def parse_key(text: str) -> ApiKey | None:
-    """Returns the key, or None if `text` is no key or has a typo."""
+    """Returns the key, or None if `text` is not a key or has a typo."""
     if _SHAPE.fullmatch(text) is None:
         return None
     if checksum(text[:-CHECKSUM_LENGTH]) != text[-CHECKSUM_LENGTH:]:
@@ -73,7 +73,7 @@ def checksum(text: str) -> str:
 
 
 def hash_of(salt: bytes, key: ApiKey) -> bytes:
-    """What is stored instead of the key: SHA-256 of salt and key.
+    """Returns the value that is stored instead of the key: SHA-256 of salt and key.
 
     A slow hash protects passwords, which can be guessed. Nobody guesses 256 random bits.
     """
@@ -86,7 +86,7 @@ def without_keys(text: str) -> str:
 
 
 def holds_key(text: str) -> bool:
-    """Whether `text` has a key in it, or the beginning of its secret. An id alone is none."""
+    """Returns whether `text` has a key in it, or the start of its secret. An id is not a key."""
     return PREFIX in text and _IN_TEXT.search(text) is not None
 
 

@@ -7,7 +7,7 @@
                 "hash": "…", "created_s": 1767225600}]
     }
 
-A tenant that is not listed, or has no plan, has the plan `default` if there is one. Otherwise it
+A tenant that is not listed, or has no plan, has the `default` plan if there is one. Otherwise it
 has no limits. A file and Redis hold the same document.
 """
 
@@ -45,7 +45,7 @@ Scope: TypeAlias = Literal[
     "usage",
     "admin",
 ]
-"""What a key may do. `read`: GET everywhere. `all`: everything but administration (`admin`)."""
+"""The scopes of a key. `read`: GET everywhere. `all`: everything but administration (`admin`)."""
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 PLAN_NAME_PATTERN = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
@@ -63,7 +63,7 @@ _Hash = Annotated[str, msgspec.Meta(pattern=rf"^([0-9a-f]{{{2 * HASH_BYTES}}})?$
 
 
 class Mistake(NamedTuple):
-    """What is wrong in a directory, and where."""
+    """A mistake in a directory, and its place."""
 
     path: tuple[str | int, ...]
     reason: str
@@ -89,7 +89,7 @@ class Mistake(NamedTuple):
 class StoredKey(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """What is stored of a key. The key itself is not among it."""
+    """A key as it is stored, without the key itself."""
 
     id: Annotated[str, msgspec.Meta(pattern=f"^{ID_PATTERN}$")]
     tenant: str
@@ -112,7 +112,7 @@ class StoredKey(
 
 
 class StoredTenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is stored of a tenant."""
+    """A tenant as it is stored."""
 
     plan: str
 
@@ -129,7 +129,7 @@ KeyState: TypeAlias = Literal["valid", "unknown", "revoked", "expired"]
 
 
 class Found(NamedTuple):
-    """What the directory knows of a key that was sent."""
+    """The entry of the directory for a key that was sent."""
 
     state: KeyState
     caller: Caller
@@ -167,7 +167,8 @@ class Directory:
         """
         entry = self._entries.get(key.id, _NOBODY)
         given = hash_of(entry.salt, key)
-        # No shortcuts: an unknown id, a wrong secret, and a revoked or expired key take as long.
+        # No shortcuts: an unknown id, a wrong secret, and a revoked or expired key take the same
+        # time.
         is_current = hmac.compare_digest(given, entry.hash)
         is_previous = hmac.compare_digest(given, entry.previous_hash)
         is_known = is_current | (is_previous & (now_s < entry.previous_until_s))
@@ -290,7 +291,7 @@ def _mistakes(document: Document) -> Iterator[Mistake]:
 
 
 def tenant_mistake(tenant: str) -> str:
-    """Why this is no name of a tenant. Empty if it is one."""
+    """Returns why this is not a valid tenant name. Empty if it is valid."""
     if tenant and tenant.isprintable() and len(tenant.encode()) <= MAX_TENANT_BYTES:
         return ""
     return f"a tenant's name is printable and has 1 to {MAX_TENANT_BYTES} bytes"
@@ -305,7 +306,7 @@ def line_of(data: bytes, path: tuple[str | int, ...]) -> int:
     """The line of the value at `path` in a JSON document, from 1.
 
     Args:
-        data: a document. Where it ends or is no JSON any more, the line before that counts.
+        data: a document. If it ends or stops being JSON, the line before that counts.
         path: names and numbers from the top. A step that is not there ends it.
     """
     text, at = data.decode(errors="replace"), 0
@@ -319,7 +320,7 @@ def line_of(data: bytes, path: tuple[str | int, ...]) -> int:
 
 
 def _step(text: str, at: int, step: str | int) -> int | None:
-    """Where the value of a name or number begins in the object or list at `at`."""
+    """Returns where the value of a name or number begins in the object or list at `at`."""
     is_object, number = text[at] == "{", 0
     if text[at] not in "{[":
         return None

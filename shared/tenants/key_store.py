@@ -1,4 +1,4 @@
-"""Where the directory of keys is kept: what a file and Redis have in common."""
+"""Stores of the directory of keys: the interface that a file and Redis have in common."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Act(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     """The network address of the caller, or the name of the machine of the command line."""
     action: str
-    """What was done, such as `key.create`."""
+    """The action, such as `key.create`."""
     target: str
     """The key id, tenant or plan."""
     before: dict[str, Any] | None = None
@@ -64,7 +64,7 @@ class KeyStore(Protocol):
     """One store of the directory. An async context manager that opens without waiting."""
 
     source: str
-    """What it is called in messages."""
+    """Its name in messages."""
     read_only: str
     """Why it can't be changed here. Empty if it can."""
 
@@ -128,7 +128,7 @@ class KeyStore(Protocol):
         ...
 
     async def uses(self) -> dict[str, int]:
-        """When keys were last used, by id in Unix seconds. Empty where it is not kept.
+        """When keys were last used, by id in Unix seconds. Empty if it is not kept.
 
         Raises:
             Unavailable: the store is out of reach.

@@ -1,6 +1,6 @@
-"""Plans: what a tenant may use. A key of the tenant may have limits of its own besides.
+"""Plans: what a tenant may use. A key of the tenant may also have limits of its own.
 
-A limit of None means that there is none. Whatever a key uses counts for its tenant too.
+A limit of None means unlimited. Whatever a key uses counts for its tenant too.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     requests_per_min: Count | None = None
     tokens_per_min: Count | None = None
-    """For models that are billed by tokens."""
+    """The limit for models that are billed by tokens."""
     pixel_steps_per_min: Count | None = None
-    """For models that are billed by pixel-steps (width x height x steps)."""
+    """The limit for models that are billed by pixel-steps (width x height x steps)."""
 
 
 class Limits(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a tenant or a key may use, all models together."""
+    """Limits of a tenant or a key, for all models together."""
 
     max_in_flight: Count | None = None
     """Items that may wait for workers at the same time, in all instances together."""
     budget_usd_per_month: Usd | None = None
-    """What it may spend in a calendar month (UTC). Requests beyond that are refused."""
+    """The budget for a calendar month (UTC). Requests beyond that are refused."""
     max_priority: Priority = "interactive"
     """The highest priority. `batch`: all its requests go to the batch lane."""
 
     @property
     def are_none(self) -> bool:
-        """Whether nothing is counted."""
+        """True if nothing is counted."""
         return (
             self.requests_per_min is None
             and self.tokens_per_min is None
@@ -52,36 +52,36 @@ class Limits(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a tenant may use, and on which terms."""
+    """The limits of a tenant, and its terms."""
 
     weight: Annotated[float, msgspec.Meta(ge=LIGHTEST, le=HEAVIEST)] = 1.0
     """Its share of a busy model, relative to the other tenants."""
     per_model: dict[str, Rates] = {}
-    """Rates of single models, by their names in the catalog, besides those of all models."""
+    """Rates of single models, by their names in the catalog, in addition to those of all models."""
     warn_at_shares: Annotated[
         tuple[Annotated[float, msgspec.Meta(gt=0, le=1)], ...],
         msgspec.Meta(max_length=MAX_WARNINGS),
     ] = (0.8, 1.0)
     """Shares of the budget at which the webhook is called, each once a month."""
     budget_webhook: Annotated[str, msgspec.Meta(max_length=MAX_WEBHOOK_CHARS)] = ""
-    """The URL that is told. Empty: none."""
+    """The URL that is notified. Empty: none."""
     on_limit_store_outage: OnOutage = "deny"
-    """What becomes of requests with a budget while Redis is away, on an instance that does not know
+    """The handling of requests with a budget while Redis is away, on an instance that does not know
     what was spent: `deny` refuses them, `allow` takes the budget for unspent.
     """
     batch_price_share: Share = 0.5
     """The share of the list price that lines of batches cost."""
 
     storage_max_bytes: Count | None = None
-    """What its files may take together, those of predictions and the outputs of batches included.
-    None: PENSTOCK_FILES_MAX_BYTES.
+    """The bytes that its files may take together, those of predictions and the outputs of batches
+    included. None: PENSTOCK_FILES_MAX_BYTES.
     """
     prediction_keep_s: Annotated[int, msgspec.Meta(ge=60, le=30 * 24 * 3600)] | None = None
-    """How many seconds predictions are kept after their end. None: PENSTOCK_PREDICTION_KEEP_S."""
+    """The seconds that predictions are kept after their end. None: PENSTOCK_PREDICTION_KEEP_S."""
 
     @property
     def are_none(self) -> bool:
-        """Whether nothing is counted."""
+        """True if nothing is counted."""
         return not self.per_model and super().are_none
 
 
@@ -90,24 +90,24 @@ DEFAULT_TENANT = "default"
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """Who sent a request, as its API key says."""
+    """The sender of a request, as identified by its API key."""
 
     tenant: str = DEFAULT_TENANT
     key_id: str = ""
-    """The public part of the key. Empty where no key is required."""
+    """The public part of the key. Empty if no key is required."""
     plan: Plan = DEFAULT_PLAN
     plan_name: str = ""
     """Its name in the directory, for rows. Empty: the tenant has none."""
     key_limits: Limits | None = None
-    """Limits of the key alone, besides those of the plan. None: the plan's limits only."""
+    """Limits of the key alone, in addition to those of the plan. None: the plan's limits only."""
     models: frozenset[str] | None = None
     """The models that the key may use. None: all."""
     scopes: frozenset[str] | None = None
-    """What the key may do. None: everything but administration."""
+    """The scopes of the key. None: everything but administration."""
 
     @property
     def is_limited(self) -> bool:
-        """Whether anything is counted for this caller."""
+        """True if anything is counted for this caller."""
         return not (self.plan.are_none and (self.key_limits is None or self.key_limits.are_none))
 
     @property

@@ -1,4 +1,4 @@
-"""What plans and keys must meet beyond their form: without it they could never do what they say.
+"""Rules for plans and keys beyond their form: if broken, a plan or key could never work.
 
 A directory that is stored already is read without these rules, since the catalog may have changed.
 They hold for every change, and for a file at the start of the API.
@@ -24,10 +24,10 @@ IS_A_KEY = "has the form of an API key, which must not be stored"
 
 
 class Served(NamedTuple):
-    """What a deployment offers to plans and keys (`shared.stores.key_stores.served_by`)."""
+    """The names that plans and keys may use (`shared.stores.key_stores.served_by`)."""
 
     units: Mapping[str, str]
-    """What the work of each model is counted in, by its name in the catalog."""
+    """The unit of work of each model, by its name in the catalog."""
     aliases: Mapping[str, str]
     """The names of models, by their aliases."""
     check_webhook: Callable[[str], object]
@@ -53,7 +53,7 @@ def document_mistakes(document: Document, served: Served | None, now_s: float) -
 
 
 def plan_mistakes(plan: Plan, served: Served | None) -> Iterator[Mistake]:
-    """What can't work in a plan."""
+    """Yields the parts of a plan that can't work."""
     yield from _count_mistakes(plan)
     if holds_key(plan.budget_webhook):
         yield Mistake(("budget_webhook",), IS_A_KEY)
@@ -73,7 +73,7 @@ def plan_mistakes(plan: Plan, served: Served | None) -> Iterator[Mistake]:
 
 
 def key_mistakes(key: StoredKey, served: Served | None) -> Iterator[Mistake]:
-    """What can't work of a key."""
+    """Yields the parts of a key that can't work."""
     for field, text in (("tenant", key.tenant), ("name", key.name)):
         if holds_key(text):
             yield Mistake((field,), IS_A_KEY)

@@ -1,6 +1,6 @@
 """Exports spans by OTLP over HTTP, with OpenTelemetry's SDK.
 
-Imported only where an endpoint is configured (shared/tracing/setup.py). The SDK reads its standard
+Imported only if an endpoint is configured (shared/tracing/setup.py). The SDK reads its standard
 variables itself: OTEL_EXPORTER_OTLP_*, OTEL_BSP_*, OTEL_RESOURCE_ATTRIBUTES, OTEL_SERVICE_NAME.
 
 Nothing here waits for the collector. The queue is bounded, and what finds no room is dropped and
@@ -38,7 +38,8 @@ from prometheus_client import Counter
 from shared.tracing.spans import Attributes, Kind, TraceContext
 
 CLOSE_LIMIT_S = 2.0
-"""For the spans that are left when the process ends. The API has 10 s after SIGTERM in all."""
+"""The time for the spans that are left when the process ends. The API has 10 s after SIGTERM in
+all."""
 MAX_LINKS = 8
 """Each costs 8 µs, and a batch of 32 jobs would have a thousand."""
 QUEUE_SPANS = 2048
@@ -128,7 +129,7 @@ class OtlpTracer:
         return context, OtlpSpan(span, self._broker) if span.is_recording() else None
 
     def _keeps_new_trace(self, name: str) -> bool:
-        """Whether a trace that begins here is kept. Its id, if so, is the next one."""
+        """Returns whether a trace that begins here is kept. Its id, if so, is the next one."""
         trace_id = self._ids.choose_trace_id()
         return self._sampler.should_sample(None, trace_id, name).decision != Decision.DROP
 
@@ -153,7 +154,7 @@ class OtlpSpan:
         """Ends the span. See RecordedSpan."""
         self._span.update_name(name)
         self._span.set_attributes(attributes)
-        # Whoever makes such a span knows of no broker.
+        # The code that makes such a span knows no broker.
         if "messaging.operation.type" in attributes:
             self._span.set_attribute("messaging.system", self._broker)
         if error:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.sampling import Sampler
 
 DEFAULT_RATIO = 0.01
-"""Of the traces that begin here. docs/decisions/0037-traces.md says why."""
+"""The share of traces that begin here. docs/decisions/0037-traces.md says why."""
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _RATIO_SAMPLERS = ("traceidratio", "parentbased_traceidratio")
@@ -81,7 +81,7 @@ def traced(
 
 
 def _is_on(environment: Mapping[str, str]) -> bool:
-    """Whether spans are exported.
+    """Returns whether spans are exported.
 
     Raises:
         ConfigurationError: the variables ask for what this project cannot do.

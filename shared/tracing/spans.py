@@ -1,11 +1,10 @@
-"""Makes spans: from times that were measured, or around a block.
+"""Makes spans and carries their trace: W3C Trace Context, in headers and messages.
 
-Without an exporter, and for traces that are not sampled, these functions do nothing. No payload, no
-key and no text of a caller may become an attribute.
+A span is made from times that were measured, or around a block. Without an exporter, and for traces
+that are not sampled, these functions do nothing. No payload, no key and no text of a caller may
+become an attribute.
 
-The trace of a request or a job: W3C Trace Context, as headers and messages carry it.
-
-https://www.w3.org/TR/trace-context/. A malformed `traceparent` counts as none, and the request
+https://www.w3.org/TR/trace-context/: a malformed `traceparent` counts as none, and the request
 starts a new trace. A malformed `tracestate` is dropped alone. Neither fails a request.
 """
 
@@ -53,7 +52,7 @@ class TraceContext:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether spans of this trace are kept. The first process decides it for all others."""
+        """True if spans of this trace are kept. The first process decides it for all others."""
         return bool(int(self.traceparent[53:], 16) & 1)
 
     @property
@@ -81,7 +80,7 @@ def read_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
 
 
 def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
-    """The same from raw headers, with names in lower case. Two `traceparent` are none."""
+    """The same from raw headers, with names in lower case. Two `traceparent` count as none."""
     parents, states = [], []
     for name, value in headers:
         if name == b"traceparent":
@@ -145,7 +144,7 @@ Kind = Literal["internal", "server", "client", "producer", "consumer"]
 Attributes = Mapping[str, str | int | float | bool]
 STAGE = "penstock.stage"
 """The attribute that names a span's part of the path: receive, cache, publish, queue, batch, infer,
-reply, and `hold` where the API holds a job back. A webhook has `webhook`, and a dead letter
+reply, and `hold` if the API holds a job back. A webhook has `webhook`, and a dead letter
 `dead_letter`."""
 
 
@@ -188,7 +187,7 @@ class Span:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether anybody will see its attributes."""
+        """True if anybody will see its attributes."""
         return self._recorded is not None
 
     def set(self, attributes: Attributes) -> None:
@@ -274,7 +273,7 @@ def _kind_of(error: BaseException) -> str:
 
 
 def is_recorded(parent: TraceContext | None) -> bool:
-    """Whether spans below `parent` are kept, so that their attributes are worth collecting."""
+    """Returns whether spans below `parent` are kept, so that attributes are worth collecting."""
     return _Installed.tracer is not None and parent is not None and parent.is_sampled
 
 

@@ -1,9 +1,7 @@
 """Writes rows to BigQuery with Google's client.
 
-Translates its errors, and separates refused rows from retries.
-
-The sending thread imports the client with the first rows, because the import takes longer than the
-API's startup.
+It translates errors, and separates refused rows from those to retry. The sending thread imports the
+client with the first rows, because the import takes longer than the API's startup.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ from shared.usage.spool import Fields
 SEND_TIMEOUT_S = 10.0
 CANCEL_LIMIT_S = 2.0
 TOO_LARGE = "bytes billed"
-"""How BigQuery says that a query would read more than `maximum_bytes_billed`."""
+"""The text by which BigQuery says that a query would read more than `maximum_bytes_billed`."""
 TIMED_OUT = "timed out"
-"""How BigQuery says that it ended a job after `job_timeout_ms`."""
+"""The text by which BigQuery says that it ended a job after `job_timeout_ms`."""
 REFUSED = frozenset({400, 413})
 """Statuses for wrong rows.
 
@@ -32,7 +30,7 @@ Others (a missing table, permission or quota) can be fixed, so they are retried.
 """
 
 NO_FIELD = "no such field"
-"""How BigQuery says that a table lacks a column of the row."""
+"""BigQuery's reason for a row with a column that the table does not have."""
 
 WRITTEN = Counter("penstock_rows_written_total", "Rows that BigQuery has")
 TRIMMED = Counter(
@@ -63,8 +61,8 @@ class BigQuerySender:
     def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
         """Inserts `rows`. Returns those that BigQuery refused for good, with its reason.
 
-        A table of an older release lacks the newest columns. Rows are then written without them,
-        and counted.
+        A table of an older release does not have the newest columns. Rows are then written without
+        them, and counted.
 
         Raises:
             Unavailable: nothing was inserted, as far as we know. Try again.
@@ -73,7 +71,9 @@ class BigQuerySender:
         older = [row for row, reason in refused if NO_FIELD in reason]
         if not older:
             return refused
-        log.warning("the table lacks columns", extra={"rows": len(older), "reason": refused[0][1]})
+        log.warning(
+            "the table is missing columns", extra={"rows": len(older), "reason": refused[0][1]}
+        )
         wrong = [(row, reason) for row, reason in refused if NO_FIELD not in reason]
         still_wrong = self._insert(older, ignore_unknown_values=True)
         TRIMMED.inc(len(older) - len(still_wrong))
@@ -153,7 +153,7 @@ def run_query(
 
 
 def public_reason(reason: str, otherwise: str) -> str:
-    """What callers may read of BigQuery's refusal of a query.
+    """Returns the part of BigQuery's refusal of a query that callers may read.
 
     Args:
         reason: in BigQuery's words.
@@ -181,7 +181,7 @@ def _too_slow(limit_s: float, error: Exception) -> Unavailable:
 
 
 def _insert_id(row: Fields) -> str:
-    """What BigQuery drops repeats by, best effort. Rows of one item that differ are no repeats."""
+    """Returns the id by which BigQuery drops repeats, best effort. Differing rows are kept."""
     return ":".join(str(row[name]) for name in ("row_id", "status", "attempt") if name in row)
 
 

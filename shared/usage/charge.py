@@ -1,4 +1,4 @@
-"""What an item is charged. Rows, response headers and predictions get their figures from here.
+"""The charge of an item. Rows, response headers and predictions get their figures from here.
 
 So a row and a header can't differ: both call `charge_of` with one `ItemPrice`. Both get it from
 `price_of` for the moment at which the request arrived, which its job carries to the worker.
@@ -28,9 +28,9 @@ class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     per_million_tokens_usd: float = 0.0
     per_million_output_tokens_usd: float | None = None
-    """For tokens that a text model writes. None: as for those that it reads."""
+    """The price of tokens that a text model writes. None: as for those that it reads."""
     per_million_cached_tokens_usd: float | None = None
-    """For tokens of a prompt that a worker had computed before. None: as for others."""
+    """The price of prompt tokens that a worker had computed before. None: as for others."""
     per_million_pixel_steps_usd: float = 0.0
     cached_share: float = 0.0
     """The part of the price for a result that another item had computed."""
@@ -43,7 +43,7 @@ class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Charge(NamedTuple):
-    """What one item is charged: `cost_usd` is `list_price_usd` times `charged_share`."""
+    """The charge of one item: `cost_usd` is `list_price_usd` times `charged_share`."""
 
     list_price_usd: float
     charged_share: float
@@ -81,7 +81,7 @@ def device_share_of(model: Model) -> float:
 
 
 def as_delivered(outcomes: Sequence[ItemOutcome], *, is_delivered: bool) -> list[ItemOutcome]:
-    """What a caller got of the items of a request. Row, header and budget are charged by this.
+    """Returns the outcomes that the caller got. Row, header and budget are charged by them.
 
     A request is delivered as a whole. If its answer is an error, or if nobody is there to get it,
     the items with a result end as canceled. So they cost nothing, and what failed stays as it is.
@@ -121,7 +121,7 @@ def charged_work(price: ItemPrice, outcome: ItemOutcome) -> float:
 
 
 def _is_delivered(outcome: ItemOutcome) -> bool:
-    """Whether the caller got what the receipt counts. Our own failures are never charged."""
+    """Returns whether the caller got what the receipt counts. Our failures are never charged."""
     return outcome.status == "succeeded" or (
         outcome.receipt.is_delivered_in_part and outcome.status in ENDED_BY_CALLER
     )
@@ -139,7 +139,7 @@ def list_price_usd(
     output_tokens: int | None = None,
     cached_tokens: int | None = None,
 ) -> float:
-    """Returns what so much work costs before any share.
+    """Returns the cost of an amount of work before any share.
 
     `tokens` are all tokens. Those in `output_tokens` and `cached_tokens` may have other prices.
     """
@@ -175,7 +175,7 @@ def cost_usd(price: ItemPrice, outcome: ItemOutcome) -> float:
 def device_s(price: ItemPrice, receipt: Receipt) -> float:
     """Returns the seconds of a whole device that an item took. 0 if no model ran for it.
 
-    A batch's time belongs to its items in equal parts, as in the report `usage`.
+    A batch's time belongs to its items in equal parts, as in the `usage` report.
     """
     if receipt.inference_ms is None or not receipt.batch_size:
         return 0.0

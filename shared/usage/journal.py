@@ -5,7 +5,7 @@ costs less than waking a thread. The thread of shared/usage/writer.py calls ever
 disk refuses rows or is slow, that thread takes over. Rows then wait in memory, and count as safe
 only once the disk or BigQuery has them.
 
-Rows on their way to BigQuery, and the callbacks for when they are safe.
+It also knows the rows in flight, and calls back when rows are safe.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _call_all(calls: Sequence[Callable[[], None]]) -> None:
 
 
 BATCH_ROWS = 500
-"""What Google recommends for one insertAll:
+"""The number of rows that Google recommends for one insertAll:
 https://docs.cloud.google.com/bigquery/quotas#streaming_inserts
 """
 MEMORY_ROWS = 20_000
@@ -76,7 +76,7 @@ SLOW_DISK_S = 0.1
 """A write that takes longer holds the event loop up: the thread takes over."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0
 CLOSE_LIMIT_S = 5.0
-"""So long `close` waits for a write of the other thread."""
+"""The time that `close` waits for a write of the other thread."""
 
 DISK_UP = Gauge(
     "penstock_rows_disk_up", "1 while the disk takes rows as they come, 0 while they wait in memory"
@@ -132,7 +132,7 @@ class Journal:
                 self.changed.notify_all()
 
     def _write(self, fields: Fields) -> bool:
-        """Whether the row is on disk now."""
+        """Returns whether the row is on disk now."""
         began_s = time.perf_counter()
         try:
             if self._open is None:
@@ -233,7 +233,7 @@ class Journal:
 
     @property
     def is_disk_due(self) -> bool:
-        """Whether rows are in memory alone and it is time to try the disk."""
+        """True if rows are in memory alone and it is time to try the disk."""
         return bool(self._unsaved) and time.monotonic() >= self._retry_disk_at_s
 
     def next_batch(self, takes_open: bool) -> RowBatch | None:
@@ -312,17 +312,17 @@ class Journal:
 
     @property
     def waiting(self) -> bool:
-        """Whether rows wait that were written here and are not in flight."""
+        """True if rows that were written here wait and are not in flight."""
         return self._open is not None or bool(self._sealed) or bool(self._unsaved)
 
     @property
     def is_full(self) -> bool:
-        """Whether a whole batch waits, or rows that only BigQuery can make safe."""
+        """True if a whole batch waits, or rows that only BigQuery can make safe."""
         return bool(self._sealed) or bool(self._unsaved)
 
     @property
     def is_short_of_disk(self) -> bool:
-        """Whether rows are in memory alone."""
+        """True if rows are in memory alone."""
         return bool(self._unsaved)
 
     @property

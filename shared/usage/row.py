@@ -121,7 +121,7 @@ def row_of(
 
 
 def _work(envelope: Envelope, outcome: ItemOutcome, model: Model | None) -> dict[str, Any]:
-    """What was done for the item, and what that costs."""
+    """Returns the work that was done for the item, and its cost."""
     receipt = outcome.receipt
     known = {name: getattr(receipt, name) for name in receipt.__struct_fields__}
     del known["is_delivered_in_part"]  # the charge says it

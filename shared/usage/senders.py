@@ -1,11 +1,10 @@
-"""Where rows go: to BigQuery, or to the object store, from where BigQuery is filled later.
+"""Senders of rows: to BigQuery, or to the object store, from which BigQuery is filled later.
 
-Writes rows to the object store, as compressed lines of JSON.
-
-Each call puts one object into `incoming/TABLE`, where the row archive (infra/row_archive) takes
-it. Its name begins with the time, so that a listing has the oldest first, and ends with a digest of
-its rows. Rows that are sent again after a lost answer may be there twice. The archive drops what it
-sees twice, and the view `rows_deduplicated` the rest.
+The object store gets rows as compressed lines of JSON. Each call puts one object into
+`incoming/TABLE`, where the row archive (infra/row_archive) takes it. Its name begins with the time,
+so that a listing has the oldest first, and ends with a digest of its rows. Rows that are sent again
+after a lost answer may be there twice. The archive drops what it sees twice, and the view
+`rows_deduplicated` the rest.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class RowSender(Protocol):
 
     @property
     def linger_s(self) -> float:
-        """How long rows should wait for more rows."""
+        """The time that rows should wait for more rows, in seconds."""
         ...
 
     def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
@@ -95,7 +94,7 @@ def sender_of(settings: Settings, table: str = TABLE) -> RowSender:
         table: which table.
 
     Raises:
-        ConfigurationError: PENSTOCK_ROWS_URL is no URL of an object store.
+        ConfigurationError: PENSTOCK_ROWS_URL is not the URL of an object store.
     """
     if settings.rows_url:
         return ObjectSender(settings.rows_url, table)

@@ -1,18 +1,13 @@
 """Rows on disk: segments of JSON lines in a folder that processes may share.
 
-Each owner locks its segments.
+Each owner locks its segments. A lock (flock) ends with its process, however that ends. So a segment
+that can be locked has no living owner, and the process that locks it sends its rows. Nothing is
+synced: written rows outlive the process, but not the machine.
 
-A segment that waits for long is compressed (shared/usage/spool.py).
-
-A lock (flock) ends with its process, however that ends. So a segment that can be locked has no
-living owner, and the process that locks it sends its rows. Nothing is synced: written rows outlive
-the process, but not the machine.
-
-Segments of rows that wait for long, compressed: a fifth of the size.
-
-A packed segment is gzip of the same lines. Its name has the number of rows, so that nobody needs to
-read it to count them: `<segment>.<rows>.gz`. It replaces the segment in one rename. A process that
-dies in between leaves both, and the packed one counts.
+A segment that waits for long is packed, to a fifth of its size. A packed segment is gzip of the
+same lines. Its name has the number of rows, so that nobody needs to read it to count them:
+`<segment>.<rows>.gz`. It replaces the segment in one rename. A process that dies in between leaves
+both, and the packed one counts.
 """
 
 from __future__ import annotations
@@ -42,12 +37,12 @@ LEVEL = 1
 
 
 def is_packed(path: Path) -> bool:
-    """Whether this is the name of a packed segment."""
+    """Returns whether this is the name of a packed segment."""
     return path.suffix == SUFFIX
 
 
 def rows_in(path: Path) -> int:
-    """The number of rows in a packed segment, by its name. 0 if it is no such name."""
+    """Returns the rows in a packed segment, by its name. 0 if the name is of another form."""
     count = path.name.removesuffix(SUFFIX).rpartition(".")[2]
     return int(count) if count.isdecimal() else 0
 
@@ -288,12 +283,12 @@ class Spool:
         log.error("rows unreadable", extra={"rows": rows, "reason": reason, "path": str(aside)})
         try:
             segment.path.rename(aside)
-        except OSError:  # it would be read for ever
+        except OSError:  # it would be read forever
             self._stuck.add(segment.path)
         segment.release()
 
     def pack(self, most: int) -> None:
-        """Compresses segments without an owner, at most so many.
+        """Compresses segments without an owner, up to a limit.
 
         Raises:
             OSError: the disk does not take them. They are as before.
@@ -303,7 +298,7 @@ class Spool:
         )
         for path in itertools.islice(waiting, most):
             with suppress(FileNotFoundError), path.open("rb") as file:
-                # Without a link, somebody else has sent or packed it meanwhile.
+                # st_nlink == 0: another process already sent or packed this segment.
                 if not _lock(file.fileno()) or not os.fstat(file.fileno()).st_nlink:
                     continue
                 data = file.read()
@@ -336,7 +331,7 @@ class Spool:
                 else:
                     data = file.read()
                     found[path] = SegmentSize(data.count(b"\n"), len(data))
-        # In place: others count meanwhile, and must not see fewer rows than there are.
+        # In place: others count at the same time, and must not see fewer rows than there are.
         self.unowned.update(found)
         for path in before.keys() - found.keys():
             self.unowned.pop(path, None)
@@ -353,7 +348,7 @@ class Spool:
             segment.path.unlink(missing_ok=True)
         except (
             OSError
-        ) as error:  # a disk that became read-only: left alone, or it would be sent for ever
+        ) as error:  # a disk that became read-only: left alone, or it would be sent forever
             self._stuck.add(segment.path)
             log.warning(
                 "segment not removed", extra={"path": str(segment.path), "reason": str(error)}

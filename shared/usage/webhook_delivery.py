@@ -1,4 +1,4 @@
-"""The row that an attempt to deliver an event leaves, in the table `webhook_deliveries`."""
+"""The row that an attempt to deliver an event leaves, in the `webhook_deliveries` table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The row that a worker leaves of a part of an hour, in the table `worker_hours`."""
+"""The row that a worker leaves of a part of an hour, in the `worker_hours` table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HOUR_S = 3600
 
 
 class WorkerHour(msgspec.Struct, kw_only=True):
-    """What a worker process did in one part of an hour.
+    """The utilization of a worker process in one part of an hour.
 
     infra/bigquery/worker_hours.schema.json describes each column. Times are Unix seconds.
     """

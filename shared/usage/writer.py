@@ -1,13 +1,11 @@
 """Writes rows to a table in the background: of BigQuery, or of the object store.
 
-They are on disk at once, and removed there when sent.
-
-`write` puts a row into the journal (shared/usage/journal.py), which survives the death of this
-process. A thread sends the rows, one segment at a time, with an insertId of row_id, status and
-attempt. So BigQuery drops repeats (best effort), and the view `rows_deduplicated` always does. Rows
-that can't be sent stay. The thread also sends the rows that other processes left in the same
-folder. It is a thread, because Google's client is synchronous. Where rows go is the sender's
-matter (shared/usage/senders.py).
+Rows are on disk at once, and are removed from it when sent. `write` puts a row into the journal
+(shared/usage/journal.py), which survives the death of this process. A thread sends the rows, one
+segment at a time, with an insertId of row_id, status and attempt. So BigQuery drops repeats (best
+effort), and the view `rows_deduplicated` always does. Rows that can't be sent stay. The thread also
+sends the rows that other processes left in the same folder. It is a thread, because Google's client
+is synchronous. The destination of rows is the sender's matter (shared/usage/senders.py).
 """
 
 from __future__ import annotations
@@ -42,7 +40,8 @@ One insertAll takes BigQuery tens of milliseconds or more, and one after the oth
 outage of minutes last for hours.
 """
 HURRY_S = 0.05
-"""How long rows wait for more where jobs wait for them, because the disk does not take them."""
+"""The time that rows wait for more while jobs wait for them, because the disk does not take
+them."""
 CLOSE_S = 2.0
 """Limit of the last sends at close. A container has ten seconds for its whole shutdown."""
 COLUMNS = [
@@ -141,7 +140,7 @@ class RowWriter:
 
     @property
     def pending_bytes(self) -> int:
-        """What they take on disk."""
+        """The size of the pending rows on disk, in bytes."""
         return self._journal.size_bytes
 
     @property
@@ -166,7 +165,7 @@ class RowWriter:
         self._journal.append(fields_of(row), on_safe)
 
     def write_hour(self, row: WorkerHour) -> None:
-        """The same for a writer of the table `worker_hours`."""
+        """The same for a writer of the `worker_hours` table."""
         self._journal.append(fields_by_name(row), None)
 
     async def flush(self, timeout_s: float) -> bool:
@@ -184,7 +183,7 @@ class RowWriter:
 
     @property
     def _is_hurried(self) -> bool:
-        """Whether a caller waits for rows to be sent."""
+        """True if a caller waits for rows to be sent."""
         return self._flushes > 0 or self._give_up_s is not None
 
     def _run(self) -> None:
@@ -241,7 +240,7 @@ class RowWriter:
         return True
 
     def _wait_for(self, attempt: _Attempt) -> None:
-        """Waits for an attempt, and meanwhile looks after the rows that wait."""
+        """Waits for an attempt, and looks after the rows that wait."""
         attempt.join(FIRST_PAUSE_S)
         while attempt.is_alive():  # BigQuery is slow, or hangs
             self._journal.save()
@@ -259,7 +258,7 @@ class RowWriter:
                 changed.wait_for(lambda: self._is_hurried, HURRY_S)
 
     def _pause(self, pause_s: float) -> None:
-        """Waits before the next try, and meanwhile looks after the rows that wait."""
+        """Waits before the next try, and looks after the rows that wait."""
         until_s = time.monotonic() + pause_s
         while (left_s := until_s - time.monotonic()) > 0 and self._give_up_s is None:
             self._journal.save()

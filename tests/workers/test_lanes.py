@@ -1,4 +1,4 @@
-"""Interactive work goes before the lane `batch`, which never stops. Whoever waits beside an item
+"""Interactive work goes before the `batch` lane, which never stops. Whoever waits beside an item
 that kills its model process is answered, whatever happens; the item is given up.
 """
 

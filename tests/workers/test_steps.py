@@ -389,7 +389,7 @@ async def test_a_text_that_four_workers_died_with_is_given_up(
         await publish(harness, "died", GenerationInput(4, 0, prompt="xyz"))
         _, found = await outcome(harness)
         assert found.error is not None
-        assert found.error.message == "4 workers died with this job in hand"
+        assert found.error.message == "4 workers died while they held this job"
 
 
 async def test_an_item_without_room_waits_until_others_have_left(

@@ -143,7 +143,7 @@ async def test_job_that_three_workers_died_with_is_given_up(redis_url: str, tmp_
         await harness.send("cat")
         error = (await harness.reply()).body.outcomes[0].error
         assert error is not None
-        assert error.message == "3 workers died with this job in hand"
+        assert error.message == "3 workers died while they held this job"
         dead = await first_message(harness, dead_letter_subscription_id(MODEL.name))
         assert dead.attributes["penstock_reason"] == error.message
 

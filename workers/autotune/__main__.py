@@ -46,10 +46,12 @@ def main() -> int:
         "--settings", required=True, help="a workers.autotune.choice.TuningSettings as JSON"
     )
     parser.add_argument("--again", action="store_true", help="also replace a provisional choice")
-    parser.add_argument("--behind", action="store_true", help="run at low priority beside a worker")
+    parser.add_argument(
+        "--behind", action="store_true", help="run at low priority next to a worker"
+    )
     given = parser.parse_args()
     configure_logs("WARNING")
-    # A worker that is killed can't end it, and the next worker would measure beside it.
+    # A worker that is killed can't end it, and the next worker would measure alongside it.
     die_with_parent()
     if given.behind:
         os.nice(MIN_PRIORITY)

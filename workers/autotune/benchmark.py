@@ -29,7 +29,7 @@ _CALL_TOKENS_MAX = 16384
 
 
 class Throughput(NamedTuple):
-    """What one process computed while it was timed. `tokens` includes padding."""
+    """The throughput of one process while it was timed. `tokens` includes padding."""
 
     texts: int
     tokens: int

@@ -29,7 +29,7 @@ OPEN_LIMIT_S = 60.0
 CALL_LIMIT_S = 60.0
 
 Given = ParamSpec("Given")
-Told = TypeVar("Told")
+Answer = TypeVar("Answer")
 
 
 class BenchmarkPool:
@@ -169,11 +169,11 @@ class BenchmarkPool:
         )
 
     def _ask_first(
-        self, ask: Callable[Given, Told], *given: Given.args, **named: Given.kwargs
-    ) -> Told:
+        self, ask: Callable[Given, Answer], *given: Given.args, **named: Given.kwargs
+    ) -> Answer:
         return self._gather([self._executors[0].submit(ask, *given, **named)], CALL_LIMIT_S)[0]
 
-    def _gather(self, begun: Sequence[Future[Told]], limit_s: float) -> list[Told]:
+    def _gather(self, begun: Sequence[Future[Answer]], limit_s: float) -> list[Answer]:
         try:
             return [future.result(limit_s) for future in begun]
         except TimeoutError as error:

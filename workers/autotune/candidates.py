@@ -13,7 +13,7 @@ CPU_PROCESSES_MAX = 4
 
 
 LONE_THREADS_MAX = 8
-"""For ONNX Runtime. More threads do not speed up the products of one short text."""
+"""The maximum for ONNX Runtime. More threads do not speed up the products of one short text."""
 
 
 def candidates(

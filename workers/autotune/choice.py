@@ -50,7 +50,7 @@ class Finding(msgspec.Struct, kw_only=True):
 
 
 class Choice(msgspec.Struct, kw_only=True, tag="choice"):
-    """What a worker runs: the backend, its processes and threads, and the reason.
+    """The choice for a worker: the backend, its processes and threads, and the reason.
 
     `is_provisional`: there is no measurement, or real batches contradict it. It is measured again
     when the worker is idle (workers/autotune/renewal.py). `cpu_s_per_token` is the measured cost of

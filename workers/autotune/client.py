@@ -78,9 +78,9 @@ async def choose_backend(entry: Model, folder: Path, settings: WorkerSettings) -
 def tuned_model(
     entry: Model, folder: Path, settings: WorkerSettings, choice: Choice
 ) -> TunedModel | None:
-    """What Renewal needs to measure again.
+    """Returns the data that Renewal needs to measure again.
 
-    None if there is no memory for that beside the model processes.
+    None if there is no memory for that alongside the model processes.
 
     Args:
         entry: as for `choose_backend`.
@@ -121,7 +121,7 @@ def _source(entry: Model, folder: Path, tuning: TuningSettings) -> tuple[str, Ar
 
 
 def _has_room(folder: Path, tuning: TuningSettings) -> bool:
-    """Whether benchmarks fit beside the model processes: a small model on a CPU."""
+    """Returns whether benchmarks fit alongside the model processes: a small model on a CPU."""
     machine = this_machine()
     weights = weights_bytes(folder)
     if machine.computes_on_gpu(tuning.device) or weights > KEPT_OPEN_MAX_BYTES:

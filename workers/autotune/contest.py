@@ -12,7 +12,7 @@ from workers.autotune.choice import Finding, Layout
 from workers.models.backend import Backend
 
 MARGIN = 1.05
-"""How much faster a later option must be, because short measurements are noisy."""
+"""The ratio by which a later option must be faster, because short measurements are noisy."""
 LAYOUT_MARGIN = 1.3
 """The same for layouts.
 

@@ -29,11 +29,11 @@ class Machine:
 
     @property
     def has_bf16(self) -> bool:
-        """Whether the CPU supports bfloat16. Emulated it is slower than fp32."""
+        """True if the CPU supports bfloat16. Emulated it is slower than fp32."""
         return bool(BF16_FLAGS & set(self.flags))
 
     def computes_on_gpu(self, device: str) -> bool:
-        """Whether a model with this `device` (as WorkerSettings.device) runs on a GPU."""
+        """Returns whether a model with this `device` (as WorkerSettings.device) runs on a GPU."""
         return device.startswith("cuda") or (device == "auto" and bool(self.gpus))
 
     def facts(self) -> dict[str, object]:

@@ -22,7 +22,8 @@ FAR = 1.6
 """Batches contradict a choice if their CPU time differs from the measured one by this factor."""
 WINDOW_CPU_S = 20.0
 WINDOWS = 3
-"""How many windows in a row are needed, because other programs can slow down memory for a while."""
+"""The number of windows needed in a row, because other programs can slow down memory for a
+while."""
 FEWEST_TOKENS = 256
 """Smaller batches are ignored, because calls dominate their cost."""
 
@@ -64,7 +65,7 @@ class CostMonitor:
 
     @property
     def is_contradicted(self) -> bool:
-        """Whether all of the last windows differed."""
+        """True if all of the last windows differed."""
         return self._far_windows >= WINDOWS
 
 
@@ -128,7 +129,7 @@ class Renewal:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def ran(self, number: int, batch: BatchCost) -> None:
-        """Takes note of a batch of model `number`."""
+        """Records a batch of model `number`."""
         self._last_s = self._clock()
         self._worked.set()
         tuned, monitor = self._tuned[number], self._monitors[number]

@@ -1,11 +1,10 @@
 """Chooses a backend: the fastest candidate within the tolerance of torch fp32.
 
-Waits until the cores are idle, so that other programs do not distort measurements.
+It waits until the cores are idle, so that other programs do not distort measurements.
 
-The likely fastest backend for embeddings on this hardware, before any measurement.
-
-This prior orders the candidates, leaves out those that never won, and decides if measurements
-disagree. Its sources are in docs/measurements/embeddings.md.
+A prior says which backend is likely the fastest on this hardware. It orders the candidates, leaves
+out those that never won, and decides if measurements disagree. Its sources are in
+docs/measurements/embeddings.md.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ After it we measure anyway.
 """
 _SAMPLE_S = 0.3
 _SAMPLES = 2
-"""How many quiet samples in a row are needed, because a starting process pauses at times."""
+"""The number of quiet samples needed in a row, because a starting process pauses at times."""
 _QUIET_SHARE = 0.85
 
 
@@ -118,10 +117,10 @@ def await_quiet(
 MEASURE_LIMIT_S = 10.0
 """No round starts after this. The time to load libraries is extra."""
 BUSY_LIMIT_S = 2.0
-"""The same on a busy machine, where rounds are likely to be disturbed."""
+"""The same on a busy machine, because rounds are likely to be disturbed."""
 RATE_S = 0.5
 ROUNDS = 2
-"""How many rounds must agree."""
+"""The number of rounds that must agree."""
 CALIBRATION_TEXTS = 40
 _TOGETHER = 8
 _LENGTHS = (9, 11, 60, 13, 12, 210, 10, 70, 14, 44, 12, 8, 52, 16, 11, 240, 13, 88, 10, 36)
@@ -156,7 +155,7 @@ class SearchSpec:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether the model runs on a GPU."""
+        """True if the model runs on a GPU."""
         return self.machine.computes_on_gpu(self.device)
 
     def forms(self, backend: Backend) -> list[Layout]:
@@ -246,7 +245,7 @@ def _fitting(
 
 
 def _outdone_by(backend: Backend, fit: Sequence[Backend], spec: SearchSpec) -> str:
-    """Why torch in fp32 need not be measured in addition to `fit`. Empty if it must be."""
+    """Returns why torch in fp32 need not be measured besides `fit`. Empty if it must be."""
     if (backend.backend, backend.precision) != ("torch", "fp32"):
         return ""
     if any(one.backend == "torch" for one in fit):  # listed only if they are faster
@@ -323,7 +322,7 @@ class _AccuracyCheck:
             self._calibration = Calibration(self.texts, self.pool.vectors(self.texts, 1))
 
     def is_within(self, finding: Finding) -> bool:
-        """Whether the loaded backend is within the tolerance. Fills in the finding."""
+        """Returns whether the loaded backend is within the tolerance. Fills in the finding."""
         assert self._calibration is not None, "prepare() was not called; this is a bug"
         given = self.pool.vectors(self.texts, _TOGETHER)
         cosines = _cosines(given, self._calibration.vectors)

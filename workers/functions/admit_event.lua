@@ -1,4 +1,4 @@
--- Tells whether an event of a webhook is to be delivered.
+-- Returns whether an event of a webhook is to be delivered.
 --
 -- KEYS: done, told
 -- ARGV: milliseconds in which no other event of this kind is due, 0 for no bound

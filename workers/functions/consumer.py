@@ -1,6 +1,6 @@
 """Takes the functions' messages from RabbitMQ, which pushes to nobody.
 
-How many messages wait in the queues of RabbitMQ, as a metric. Pub/Sub has one of its own.
+It also reports how many messages wait in the queues, as a metric. Pub/Sub has one of its own.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class QueueDepths:
 
 
 MESSAGES_IN_HAND = 128
-"""Of each queue. Receivers of webhooks are slow, and must not hold up each other."""
+"""The limit for each queue. Receivers of webhooks are slow, and must not hold up each other."""
 STOP_LIMIT_S = 20.0
-"""How long messages in hand may take once the process is to stop. The others come again."""
+"""The time that held messages may take once the process is to stop. The others come again."""
 
 log = logging.getLogger(__name__)
 
@@ -129,14 +129,14 @@ class FunctionConsumer:
 
     @property
     def is_connected(self) -> bool:
-        """Whether messages of every queue come."""
+        """True if messages of every queue are delivered."""
         return bool(self._subscriptions) and all(
             subscription.is_connected for subscription in self._subscriptions
         )
 
     @asynccontextmanager
     async def running(self, wanted: list[MessageSource]) -> AsyncIterator[None]:
-        """Takes messages while the block runs. What is in hand at its end is finished."""
+        """Takes messages while the block runs. What it holds at its end is finished."""
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as taking:
             self._subscriptions = [
                 await stack.enter_async_context(

@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 
 class UsageTable(Protocol):
-    """Where rows go."""
+    """The destination of rows."""
 
     async def write(self, rows: list[Row]) -> None:
         """Returns once the table has `rows`.

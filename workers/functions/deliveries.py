@@ -1,10 +1,7 @@
 """Writes a row for each attempt to deliver an event. A delivery never fails for its row.
 
-The state of webhook deliveries in Redis.
-
-It says when output was last sent, and which predictions are done.
-
-Redis gives order and rate only. Without it events are delivered, maybe one too many.
+Redis has the state of deliveries: when output was last sent, and which predictions are done. It
+gives order and rate only. Without it events are delivered, maybe one too many.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from shared.usage.writer import fields_by_name
 from shared.webhooks import WebhookUrlForbidden
 
 THROTTLE_MS = 500
-"""Output and logs are sent at most so often (https://replicate.com/docs/topics/webhooks)."""
+"""The minimum interval of output and log events (https://replicate.com/docs/topics/webhooks)."""
 KEEP_S = 2 * 24 * 3600
 """Longer than an event can wait on its topic."""
 THROTTLED = frozenset({"output", "logs"})
@@ -94,7 +91,8 @@ class DeliveryState(RedisStore):
 WRITE_LIMIT_S = 3.0
 """A push is answered after the row, and Pub/Sub waits for the answer."""
 RETRY_S = 15.0
-"""How long nothing is written after a failure, so that an outage holds up one push and not all."""
+"""The time that nothing is written after a failure, so that an outage holds up one push and not
+all."""
 
 UNWRITTEN = Counter(
     "penstock_functions_deliveries_unwritten_total",
@@ -105,7 +103,7 @@ log = logging.getLogger(__name__)
 
 
 class DeliveryTable(Protocol):
-    """Where rows go."""
+    """The destination of rows."""
 
     async def insert(self, rows: list[Fields]) -> None:
         """Returns once the table has `rows`.
@@ -116,7 +114,7 @@ class DeliveryTable(Protocol):
 
 
 class Deliveries:
-    """Tells of attempts.
+    """Records attempts.
 
     Args:
         table: takes the rows.
@@ -133,7 +131,7 @@ class Deliveries:
         self._silent_until_s = float("-inf")
 
     @asynccontextmanager
-    async def told(self, delivery: WebhookDelivery) -> AsyncIterator[None]:
+    async def recorded(self, delivery: WebhookDelivery) -> AsyncIterator[None]:
         """A block that makes the attempt, and sets `status_code` and `outcome` of its row."""
         began_s = time.time()
         try:

@@ -1,7 +1,7 @@
 """The dependencies of the functions in one process, opened with the first message.
 
 There is no earlier moment: functions-framework loads a function in a parent process and calls it in
-another, where the event loop is. It does not tell a function of its end. Nothing is lost by that,
+another, where the event loop is. It does not notify a function of its end. Nothing is lost by that,
 because a push is answered only when all of it is done.
 """
 
@@ -55,7 +55,7 @@ class FunctionDependencies:
         await (await self._handler("webhook"))(message)
 
     async def close(self) -> None:
-        """Closes what was opened, where a process knows of its end."""
+        """Closes what was opened, if the process is notified of its end."""
         await self._stack.aclose()
 
     async def _handler(self, function: str) -> Handler:
@@ -161,7 +161,7 @@ class RowTable:
             group.error = error
             return
         except BaseException:
-            # Whoever sends for others may be canceled, and then nobody knows.
+            # The task that sends for others may be canceled, and then nobody knows.
             group.error = Unavailable("BigQuery: the call was cut off")
             raise
         for fields, reason in refused:

@@ -6,13 +6,11 @@ Authenticates the caller, decodes the message, runs the function, and answers wi
 message that can never be handled gets 2xx too, with a counter and its ids in the log. The content
 of a message is in no log.
 
-What Pub/Sub sends to a function, in any of its forms, as the one message that it is about.
-
-Read here and not by functions-framework: its CloudEvent targets answer 400 to a raw push under
-ASGI, and to a message that has attributes only under WSGI too, so Pub/Sub would repeat it for ever.
-Formats: https://cloud.google.com/pubsub/docs/push,
-https://cloud.google.com/pubsub/docs/payload-unwrapping and, for CloudEvents,
-https://googleapis.github.io/google-cloudevents/examples/binary/pubsub
+All forms in which Pub/Sub sends a message to a function are decoded here and not by
+functions-framework: its CloudEvent targets answer 400 to a raw push under ASGI, and to a message
+that has attributes only under WSGI too, so Pub/Sub would repeat it forever. Formats:
+https://cloud.google.com/pubsub/docs/push, https://cloud.google.com/pubsub/docs/payload-unwrapping
+and, for CloudEvents, https://googleapis.github.io/google-cloudevents/examples/binary/pubsub
 """
 
 from __future__ import annotations
@@ -85,14 +83,14 @@ def _wrapped(envelope: Any) -> Message:
     if not isinstance(attributes, dict) or not all(
         isinstance(value, str) for value in attributes.values()
     ):
-        raise UndecodableMessage("the message's attributes are no strings", field="attributes")
+        raise UndecodableMessage("the message's attributes are not strings", field="attributes")
     if any(_SURROGATE.search(text) for pair in attributes.items() for text in pair):
-        raise UndecodableMessage("the message's attributes are no Unicode text", field="attributes")
+        raise UndecodableMessage("the message's attributes are not Unicode", field="attributes")
     try:
         data = base64.b64decode(message.get("data") or "", validate=True)
     except (binascii.Error, TypeError, ValueError) as error:
         raise UndecodableMessage(
-            f"the message's data is no base64: {error}", field="data"
+            f"the message's data is not valid base64: {error}", field="data"
         ) from error
     return Message(
         data,
@@ -170,19 +168,19 @@ class _Url(Protocol):
 
 
 class Request(Protocol):
-    """What functions-framework gives a function under ASGI: a Starlette request."""
+    """The argument that functions-framework passes under ASGI: a Starlette request."""
 
     @property
     def method(self) -> str:
-        """Of HTTP, in capitals."""
+        """The HTTP method, in capitals."""
 
     @property
     def url(self) -> _Url:
-        """That it was sent to."""
+        """The URL that the request was sent to."""
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """By name, in lower case."""
+        """The headers by name, in lower case."""
 
     def stream(self) -> AsyncIterator[bytes]:
         """The body as it comes."""

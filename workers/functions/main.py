@@ -4,11 +4,10 @@
 
 In the cloud each is a separate service. On one machine one process has all, since the framework
 takes one target. The first two are HTTP targets that read both CloudEvents and raw pushes
-(push_message.py says why).
+(handler.py says why).
 
-Handles a call of Cloud Scheduler: sums up days, or judges the hours of the present one.
-
-The body is JSON: `{}` for the last days, `{"from": "2026-10-01", "to": "2026-10-31"}` for a
+`reports` handles a call of Cloud Scheduler: it sums up days, or judges the hours of the present
+one. The body is JSON: `{}` for the last days, `{"from": "2026-10-01", "to": "2026-10-31"}` for a
 backfill, `{"only": "anomalies"}` for the hours that are over. Cloud Scheduler repeats a call that
 is not answered with 2xx.
 """
@@ -46,7 +45,7 @@ from workers.functions.settings import FunctionSettings
 
 MAX_BODY_BYTES = 4096
 GRACE_S = 30.0
-"""What a run may take beyond its own limit, for the step that it is at."""
+"""The time that a run may take beyond its own limit, for the step that it is at."""
 
 RUNS = Counter(
     "penstock_reports_runs_total",
@@ -87,16 +86,16 @@ async def handle_scheduled(
         log.error("run failed", extra={"run": run, "reason": str(error) or "out of time"})
         return str(error) or "out of time", 503
     RUNS.labels(run, "done").inc()
-    return msgspec.json.encode(_told(result)).decode(), 200
+    return msgspec.json.encode(_summary_of(result)).decode(), 200
 
 
 def _asked(body: bytes) -> dict[str, Any]:
     try:
         asked = msgspec.json.decode(body or b"{}")
     except msgspec.DecodeError as error:
-        raise BadInput(f"the body is no JSON: {error}", field="body") from error
+        raise BadInput(f"the body is not JSON: {error}", field="body") from error
     if not isinstance(asked, dict):
-        raise BadInput("the body is no object", field="body")
+        raise BadInput("the body is not a JSON object", field="body")
     if "only" in asked and asked != {"only": "anomalies"}:
         raise BadInput("only: is anomalies, with no other field", field="only")
     return asked
@@ -109,7 +108,7 @@ async def _run_reports(asked: dict[str, Any], settings: ReportSettings) -> RunRe
         return await reports.run(days_asked(asked, settings.billing_tz, datetime.now(UTC)))
 
 
-def _told(result: RunResult) -> dict[str, Any]:
+def _summary_of(result: RunResult) -> dict[str, Any]:
     return {
         "days": [str(day.day) for day in result.days],
         "new_anomalies": result.anomalies,
@@ -127,7 +126,7 @@ authenticator = PushAuthenticator(
     checked_by=settings.push_checked_by,
 )
 dependencies = FunctionDependencies(settings)
-# The framework does not tell a function of its end, but the interpreter does.
+# The framework does not notify a function of its end, but the interpreter does.
 traces = ExitStack()
 traces.enter_context(
     traced(

@@ -119,7 +119,7 @@ def _unsigned_claims(token: str) -> Mapping[str, Any]:
     except (IndexError, binascii.Error) as error:
         raise ValueError(str(error)) from error
     if not isinstance(claims, dict):
-        raise ValueError("its claims are no object")
+        raise ValueError("its claims are not an object")
     return claims
 
 

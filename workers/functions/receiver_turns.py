@@ -1,9 +1,9 @@
-"""Turns at receivers of webhooks: no tenant's receivers hold up another tenant's deliveries.
+"""Limits concurrent webhook deliveries: no tenant's receivers hold up another tenant's deliveries.
 
 All tenants share one subscription, and the broker has only so many messages with us at a time. A
 receiver that does not answer keeps its message for 20 s. So of each tenant only some are posted at
 a time, and few to receivers that are not known to answer quickly. A message beyond that is handed
-back at once, and the broker brings it again after its pause. Being handed back is no attempt: no
+back at once, and the broker brings it again after its pause. This is not an attempt: no
 row, no entry in the log of webhooks, no step towards giving an event up.
 
 A receiver that gave no answer is left alone for a while that doubles, and then gets one message at
@@ -28,19 +28,20 @@ from shared.errors import Overloaded, Unavailable
 MAX_OF_TENANT = 8
 """Deliveries of one tenant at a time. The embedded Pub/Sub pushes 32 at a time."""
 MAX_OF_RECEIVER = 6
-"""Of these to one receiver, so that a tenant's other receivers have room beside it."""
+"""The maximum of these to one receiver, so that a tenant's other receivers have room."""
 MAX_UNPROVEN = 4
 """Deliveries of one tenant to receivers that are not known to answer quickly. Half of them for each
 that gave no answer since the last that did, down to one."""
 MAX_WAITING = 8
 """Deliveries of one tenant that wait for a quick receiver."""
 WAIT_LIMIT_S = 0.25
-"""How long they wait, so that a burst to a quick receiver is not handed back."""
+"""The time that they wait, so that a burst to a quick receiver is not handed back."""
 QUICK_S = 1.0
-"""Whoever answers within it is quick."""
+"""A receiver that answers within it is quick."""
 MIN_PAUSE_S = 5.0
 MAX_PAUSE_S = 60.0
-"""How long a receiver is left alone that gave no answer. So it holds a place for a quarter of the
+"""The time that a receiver without an answer is left alone. So it holds a place for a quarter of
+the
 time."""
 MAX_RECEIVERS = 10_000
 """Receivers that are remembered. Those that were used longest ago are forgotten."""
@@ -117,7 +118,7 @@ class Turn:
 
 
 class ReceiverTurns:
-    """Who is posted to now.
+    """The deliveries in progress, by receiver.
 
     Args:
         clock: returns monotonic seconds. Tests replace it.

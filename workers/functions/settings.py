@@ -29,6 +29,6 @@ class FunctionSettings(ReportSettings):
     """Keys of Standard Webhooks (`whsec_…`). During a rotation: new and old, comma-separated."""
     health_host: str = "127.0.0.1"
     health_port: int = Field(8090, ge=0, le=65535)
-    """Where a process that takes messages from RabbitMQ answers /readyz and /metrics."""
+    """The port on which a process that takes messages from RabbitMQ serves /readyz and /metrics."""
     webhooks_private: bool = False
     """Whether webhooks may use private addresses and http, for one machine."""

@@ -4,12 +4,11 @@ Pub/Sub retries failed deliveries every 5 to 600 s for a day, with the same `web
 the retries. 410 ends all events of the prediction. Other 4xx and redirects are retried for an hour
 from the first one. None of this changes the record of the prediction.
 
-A prediction that was deleted before its end was told has no input and output in that body. Its
+A prediction that was deleted before its end was reported has no input and output in that body. Its
 earlier events are dropped.
 
-Sends ends of batches and warnings about budgets, as events in the shape of OpenAI's.
-
-The message has all that this needs. The retries are those of the other webhooks.
+Ends of batches and warnings about budgets are sent as events in the shape of OpenAI's. Their
+message has all that this needs. They are retried like the other webhooks.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ from workers.functions.webhook_client import WebhookClient, WebhookResponse
 
 GONE = 410
 WORTH_RETRYING = frozenset({408, 425, 429})
-"""Of the 4xx: they say that a later try may do."""
+"""The 4xx after which a later try may succeed."""
 REFUSED_LIMIT_S = 3600.0
-"""How long a refused event is retried. With growing pauses that is a dozen attempts."""
+"""The time that a refused event is retried. With growing pauses that is a dozen attempts."""
 WORDS_LOGGED = 200
 T = TypeVar("T")
 
@@ -101,7 +100,7 @@ class Webhooks:
         """Delivers the event of one message, if it is due and wanted.
 
         Raises:
-            UndecodableMessage: it is no event.
+            UndecodableMessage: the message is not a webhook event.
             PenstockError: the delivery failed and is to be retried.
         """
         event = decode_webhook_event(message.data)
@@ -157,7 +156,7 @@ class Webhooks:
             published_at_s=message.publish_time_s or None,
         )
         try:
-            async with self._deliveries.told(delivery):
+            async with self._deliveries.recorded(delivery):
                 answer = await self._logged_post(prediction, record, delivery, turn)
                 delivery.status_code = answer.status
                 end = await end_of(answer, message, delivery.delivery_id, self._delivery_state)
@@ -171,7 +170,7 @@ class Webhooks:
         return end
 
     async def _find(self, event: WebhookEvent) -> tuple[Prediction, Record] | str:
-        """The prediction of an event, or why there is none to tell of."""
+        """The prediction of an event, or why there is none to report."""
         record = await self._records.read(event.id)
         if record is not None and record.document:
             return _decoded(decode_document, record.document), record
@@ -254,7 +253,7 @@ def signed_headers(setting: str, tenant: str, webhook_id: str, body: bytes) -> d
 async def end_of(
     answer: WebhookResponse, message: Message, delivery_id: str, state: DeliveryState
 ) -> str:
-    """What the answer to an event means for its message.
+    """Returns what the response to an event means for its message.
 
     The hour of a refused event begins with its first refusal. What it waited for its turn before
     takes nothing from it.
@@ -286,14 +285,14 @@ ATTRIBUTES = frozenset({"batch", "budget"})
 
 
 class _Notice(NamedTuple):
-    """What the receiver is told."""
+    """The body that the receiver gets."""
 
     kind: str
     identity: str
     """The same whenever the event is announced again, so its id is too."""
     data: dict[str, Any]
     facts: dict[str, str]
-    """For logs."""
+    """The fields for logs."""
 
 
 class EventWebhooks:
@@ -369,7 +368,7 @@ class EventWebhooks:
             published_at_s=message.publish_time_s or None,
         )
         try:
-            async with self._deliveries.told(delivery):
+            async with self._deliveries.recorded(delivery):
                 client = WebhookClient(event.url, allow_private=self._allow_private)
                 with turn.posting():
                     answer = await client.post(headers, body)

@@ -1,6 +1,6 @@
 """Passes progress, previews and results of batches on to their jobs, and retries failed ones.
 
-Encodes previews as WebP.
+Previews are encoded as WebP.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workers.job import Computed, PulledJob, QueuedItem, kept_traces
 from workers.jobs.completion import Completion
 from workers.jobs.model_queue import ModelQueue
 from workers.models.base import Picture
-from workers.runtime.protocol import BatchResult, ItemPicture, Previews
+from workers.runtime.protocol import BatchResult, ItemPreview, Previews
 
 QUALITY = 60
 FASTEST = 0
@@ -84,11 +84,11 @@ class BatchResults:
         step: int,
         steps: int,
     ) -> None:
-        told = await asyncio.gather(
+        reported = await asyncio.gather(
             *(self._records.progress(pulled.record, step, steps) for pulled in predictions)
         )
         watched = {
-            pulled for pulled, is_watched in zip(predictions, told, strict=True) if is_watched
+            pulled for pulled, is_watched in zip(predictions, reported, strict=True) if is_watched
         }
         # The process may be at its next batch by now.
         if watched and any(one is batch for one in self._queue.running):
@@ -104,30 +104,32 @@ class BatchResults:
         A prediction of several items is as far as the last of them. Calls `watch` with the items
         that somebody wants to see.
         """
-        told: dict[PulledJob, tuple[int, int]] = {}
+        reported: dict[PulledJob, tuple[int, int]] = {}
         for queued, steps in progress.items():
             for pulled, _ in queued.waiters:
                 if pulled.envelope.prediction:
-                    told[pulled] = min(told.get(pulled, steps), steps, key=_share_done)
-        if told:
-            self._completion.registry.spawn(self._write_items(told, progress, watch))
-        for pulled, (step, _) in told.items():
+                    reported[pulled] = min(reported.get(pulled, steps), steps, key=_share_done)
+        if reported:
+            self._completion.registry.spawn(self._write_items(reported, progress, watch))
+        for pulled, (step, _) in reported.items():
             self._completion.notify_webhook(pulled, "logs", step)
 
     async def _write_items(
         self,
-        told: Mapping[PulledJob, tuple[int, int]],
+        reported: Mapping[PulledJob, tuple[int, int]],
         progress: Collection[QueuedItem],
         watch: Callable[[Collection[QueuedItem]], None],
     ) -> None:
         answers = await asyncio.gather(
-            *(self._records.progress(pulled.record, *steps) for pulled, steps in told.items())
+            *(self._records.progress(pulled.record, *steps) for pulled, steps in reported.items())
         )
-        watched = {pulled for pulled, is_watched in zip(told, answers, strict=True) if is_watched}
+        watched = {
+            pulled for pulled, is_watched in zip(reported, answers, strict=True) if is_watched
+        }
         if watched:
             watch([queued for queued in progress if _wait_for(queued, watched)])
 
-    def pass_on_picture(self, queued: QueuedItem, seen: ItemPicture) -> None:
+    def pass_on_picture(self, queued: QueuedItem, seen: ItemPreview) -> None:
         """Writes a preview of one item for the predictions that wait for it."""
         self._completion.registry.spawn(
             self._pass_on([queued], Previews(seen.number, seen.step, seen.steps, {0: seen.picture}))

@@ -1,12 +1,11 @@
-"""What the workers of a model with a canary do besides: count for the comparison, and drain.
+"""The extra work of workers of a model with a canary: they count for the comparison, and drain.
 
 Workers of both revisions count what their items did. Those of the canary say that they live. If no
 worker of the canary lives, or if it was taken back, those of the other revision pull the canary's
 subscriptions too and forward what they find, so that no job stays there.
 
-Hands jobs of a canary over to the other revision: what failed, and what takes too long.
-
-So a caller gets the other revision's answer, and not the canary's error.
+Jobs of a canary that fail or take too long are handed over to the other revision. So a caller gets
+the other revision's answer, and not the canary's error.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Forwarding:
 
     @staticmethod
     def wants(outcomes: Sequence[ItemOutcome]) -> bool:
-        """Whether the other revision is to try: an item failed, for whatever reason.
+        """Returns whether the other revision must try: an item failed, for whatever reason.
 
         A caller's mistake fails there too, in the words of the revision that callers know.
         """
@@ -86,7 +85,7 @@ DRAIN_MESSAGES = 64
 DRAIN_RETRY_S = 5.0
 LAST_COUNT_LIMIT_S = 1.0
 COMPUTED = ("miss", "none")
-"""Where results come from that this revision computed (`Receipt.cache`)."""
+"""The sources of results that this revision computed (`Receipt.cache`)."""
 
 
 class CanaryPart:
@@ -155,7 +154,7 @@ class CanaryPart:
             try:
                 await self._refresh(is_alive=self._is_canary and is_ready())
             except Unavailable as error:
-                # Nothing is known, so nothing changes. The API gives canaries nothing meanwhile.
+                # Nothing is known, so nothing changes. The API gives canaries nothing for now.
                 log.debug("canary not looked at", extra={"reason": error.message})
             await asyncio.sleep(self._refresh_s)
 
@@ -220,7 +219,7 @@ class CanaryPart:
 
 
 def _is_of_model(outcome: ItemOutcome) -> bool:
-    """Whether the revision may be at fault, and not the caller."""
+    """Returns whether the revision may be at fault, and not the caller."""
     error = outcome.error
     if error is None:
         return True

@@ -1,6 +1,6 @@
 """Drops jobs that are canceled or late, in the queue or in a running batch.
 
-One timer per job in hand, which fires at the queue limit and at the deadline.
+One timer per held job, which fires at the queue limit and at the deadline.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ JobCallback = Callable[[PulledJob], None]
 
 
 class Clock(Protocol):
-    """What deadlines are measured by. Tests have one that they move."""
+    """The clock that deadlines are measured by. Tests have one that they move."""
 
     def now_s(self) -> float:
         """Unix seconds."""
         ...
 
     def call_later(self, delay_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
-        """Calls `act` with the job in so many seconds, unless the timer is canceled before."""
+        """Calls `act` with the job in this many seconds, unless the timer is canceled before."""
         ...
 
 
@@ -40,7 +40,7 @@ class SystemClock:
         return time.time()
 
     def call_later(self, delay_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
-        """Calls `act` with the job in so many seconds, unless the timer is canceled before."""
+        """Calls `act` with the job in this many seconds, unless the timer is canceled before."""
         return asyncio.get_running_loop().call_later(delay_s, act, pulled)
 
 
@@ -115,7 +115,7 @@ class Cancellation:
         self._queue.discard_unwanted()
 
     def has_started(self, pulled: PulledJob) -> bool:
-        """Whether the model has every item of a job that has no outcome yet."""
+        """Returns whether the model has every item of a job that has no outcome yet."""
         started = _items_in(self._queue.running, pulled)
         return all(item.index in started or item.index in pulled.outcomes for item in pulled.items)
 
@@ -128,7 +128,7 @@ class Cancellation:
                     self.cancel(pulled.record)
 
     def is_unwanted(self, batch: Sequence[QueuedItem]) -> bool:
-        """Whether all callers of a batch are gone."""
+        """Returns whether all callers of a batch are gone."""
         return all(pulled.is_unwanted for queued in batch for pulled, _ in queued.waiters)
 
     def _drop(self, pulled: PulledJob) -> None:

@@ -5,11 +5,8 @@ store or the broker fails. A job is acked last, so a crash at any earlier step m
 deliver it again. The first attempt to end the record decides the answer. Later attempts repeat that
 answer and write equal rows.
 
-From the outcomes of a job's items to the state of its record, and from the record to rows.
-
-Pure.
-
-What readers got of texts that end without a result, for their charge.
+Pure functions turn the outcomes of a job's items into the state of its record, and the record into
+rows. A text that ends without a result is charged by what its readers got.
 """
 
 from __future__ import annotations
@@ -58,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 def is_streamed(item: Item) -> bool:
-    """Whether the tokens of an item go to a stream."""
+    """Returns whether the tokens of an item go to a stream."""
     return isinstance(item.input, GenerationInput) and item.input.is_streamed
 
 
@@ -158,7 +155,7 @@ def one_for_each(items: Sequence[Item], answered: ReplyBody) -> list[ItemOutcome
 
 
 KEEP_LIMIT_S = 60.0
-"""How long a result waits while Redis or the object store is unavailable."""
+"""The time that a result waits while Redis or the object store is unavailable."""
 
 
 class Completion:
@@ -166,7 +163,7 @@ class Completion:
 
     `registry` holds them until then, and `replies` publishes their replies. `canary` is the part in
     the comparison of two revisions, and `forwarding` hands over what this one can't do. None: the
-    model has no canary, or is none.
+    model has no canary, or is not one.
     """
 
     def __init__(
@@ -262,7 +259,7 @@ class Completion:
         self._write_rows(pulled, answered)
 
     async def _reply(self, pulled: PulledJob, answered: ReplyBody, recorded: bytes) -> None:
-        """Publishes the answer in the record, `recorded` where the reply is no other."""
+        """Publishes the answer in the record, or `recorded` if the reply is the same."""
         reply = await self._large.for_reply(pulled.envelope, answered)
         body = recorded if reply is answered else encode_reply_body(reply)
         await self.replies.publish(pulled.envelope, body)

@@ -1,12 +1,9 @@
 """Pulls the jobs of one model and queues their items.
 
 In call order: `start` → `_pull` → `_admit` decodes, drops late jobs, claims records, asks the
-cache, prepares inputs, and queues. The worker takes batches from `queue` (model_queue.py) and
-passes their results to `batches` (batch_results.py). Every outcome goes to completion.py.
-
-Claims the records of pulled jobs, and learns whether they are over.
-
-Fetches source images and prepares the inputs of items for the model, before they are queued.
+cache, fetches source images, prepares inputs, and queues. The worker takes batches from `queue`
+(model_queue.py) and passes their results to `batches` (batch_results.py). Every outcome goes to
+completion.py.
 """
 
 from __future__ import annotations
@@ -101,8 +98,8 @@ class Preprocessor:
 
 
 UNFINISHED_MAX = 3
-"""How many workers may die while they hold a job before it is given up. A text is suspected later,
-and has at least one worker in which it runs alone.
+"""The number of workers that may die while they hold a job before it is given up. A text is
+suspected later, and has at least one worker in which it runs alone.
 """
 
 
@@ -142,8 +139,8 @@ class Claims:
         pulled.envelope.attempt = max(pulled.envelope.attempt, claim.attempt)
         if claim.state != "processing":
             self._completion.repeat(pulled, claim)
-        elif claim.unfinished >= max(UNFINISHED_MAX, pulled.innocent_deaths + 2):
-            error = ModelFailed(f"{claim.unfinished} workers died with this job in hand")
+        elif claim.unfinished >= max(UNFINISHED_MAX, pulled.tolerated_crashes + 2):
+            error = ModelFailed(f"{claim.unfinished} workers died while they held this job")
             pulled.dead_letter_reason = error.message
             for item in pulled.items:
                 self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
@@ -211,7 +208,7 @@ class JobConsumer:
 
     @property
     def is_connected(self) -> bool:
-        """Whether jobs that are published now would arrive here."""
+        """True if jobs that are published now would arrive here."""
         return bool(self._subscriptions) and all(one.is_connected for one in self._subscriptions)
 
     def start(

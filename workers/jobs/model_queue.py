@@ -19,7 +19,7 @@ from workers.runtime.protocol import BatchResult
 from workers.scheduling.lanes import LaneQueue
 
 LINGER_S = 1.0
-"""How long a finished item can still be joined. By then its result has reached the cache."""
+"""The time that a finished item can still be joined. By then its result has reached the cache."""
 
 
 class ModelQueue:
@@ -37,7 +37,7 @@ class ModelQueue:
 
     @property
     def waiting(self) -> int:
-        """How many items can be taken now."""
+        """The number of items that can be taken now."""
         return len(self._lanes)
 
     @property
@@ -103,7 +103,7 @@ class ModelQueue:
         return self._lanes.take_joining(inside, processes, self._is_wanted, time.time())
 
     def to_yield(self, inside: Collection[QueuedItem]) -> list[QueuedItem]:
-        """Of the items that one process has, those that are to give their places to another."""
+        """Returns the items of one process that are to be preempted for another item."""
         return self._lanes.to_yield(inside, self._is_wanted)
 
     def item_ended(self, queued: QueuedItem) -> None:

@@ -71,7 +71,7 @@ class JobRegistry:
         await self._idle.wait()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work`, which concerns a job in hand, as a background task."""
+        """Runs `work`, which concerns a held job, as a background task."""
         task = asyncio.create_task(work)
         self._idle.clear()
         self._tasks.add(task)

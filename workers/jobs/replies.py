@@ -1,8 +1,7 @@
-"""Publishes what a job leads to: its reply, or a refusal and a dead letter.
+"""Publishes the reply of a job, or a refusal and a dead letter.
 
-Stores results that are too large for a message in the object store.
-
-Records and the cache carry the keys of the largest, replies also those of smaller ones.
+Results that are too large for a message are stored in the object store. Records and the cache carry
+the keys of the largest, replies also those of smaller ones.
 """
 
 from __future__ import annotations
@@ -167,7 +166,7 @@ class ReplyPublisher:
         """
         set_current(read_attributes(message.attributes))
         facts = {"message_id": message.message_id, "reason": error.message}
-        log.warning("message is no job", extra=facts)
+        log.warning("message is not a job", extra=facts)
         metrics.UNDECODABLE.inc()
         envelope = salvage_envelope(message.attributes)
         try:

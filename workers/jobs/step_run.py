@@ -18,7 +18,7 @@ from workers.runtime.protocol import (
     Chunks,
     Failure,
     ItemEnded,
-    ItemPicture,
+    ItemPreview,
     ItemsProgress,
     Preempted,
     Spare,
@@ -27,12 +27,12 @@ from workers.runtime.protocol import (
 from workers.scheduling.busy_ratio import BusyRatio, Lane
 
 TIMEOUT_S = 300.0
-"""A process from which nothing comes for so long is stuck. It is killed, and its jobs are retried.
+"""A process that sends nothing for this time is stuck. It is killed, and its jobs are retried.
 """
 
 
 class StepRun:
-    """One batch. The caller tells it when items wait, and when callers may be gone.
+    """One batch. The caller notifies it when items wait, and when callers may be gone.
 
     Args:
         process: runs it.
@@ -41,7 +41,7 @@ class StepRun:
         processes: how many there are, which share the items that wait.
         may_join: whether the process is to stay with this model.
         on_item: called with the end of each item.
-        busy: counts the process as busy, less what it tells is spare.
+        busy: counts the process as busy, less the spare time that it reports.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class StepRun:
                 ]
                 self._consumer.tokens.pass_on(chunks)
             case ItemsProgress():
-                self._tell_progress(message)
-            case ItemPicture():
+                self._report_progress(message)
+            case ItemPreview():
                 if (queued := self._inside.get(message.place)) is not None:
                     self._consumer.batches.pass_on_picture(queued, message)
             case ItemEnded():
@@ -173,7 +173,7 @@ class StepRun:
         if has_yielded:
             self.join_waiting()
 
-    def _tell_progress(self, message: ItemsProgress) -> None:
+    def _report_progress(self, message: ItemsProgress) -> None:
         if (now_s := time.monotonic()) - self._reported_s < PROGRESS_EVERY_S:
             return
         self._reported_s = now_s
@@ -221,7 +221,7 @@ class StepRun:
             self._consumer.batches.retry(batch, reason)
 
     def _count(self) -> None:
-        """Tells the autoscaler whose items the process computes."""
+        """Reports to the autoscaler whose items the process computes."""
         if self._counted:
             self._busy.end(self._counted)
             self._counted = {}

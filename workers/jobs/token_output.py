@@ -30,7 +30,7 @@ class TokenOutput:
         self._completion = completion
         self._streams = records.tokens
         self._open: dict[QueuedItem, dict[_Reader, int]] = {}
-        """Of each item that is being written, how many tokens each reader's stream has."""
+        """The number of tokens in each reader's stream, for each item that is being written."""
         self._is_sending = False
         self._has_more = False
 
@@ -45,7 +45,7 @@ class TokenOutput:
             self._completion.registry.spawn(self._send_all())
 
     def ended(self, queued: QueuedItem) -> None:
-        """Forgets an item. What its streams lack is in the reply."""
+        """Forgets an item. What its streams are missing is in the reply."""
         self._open.pop(queued, None)
 
     async def _send_all(self) -> None:
@@ -83,7 +83,7 @@ class TokenOutput:
     async def resume(
         self, missing: Sequence[tuple[PulledJob, Item]], prepared: Sequence[Prepared | Exception]
     ) -> list[list[TokenChunk]]:
-        """What earlier workers have written of items that are about to be queued.
+        """Reads what earlier workers have written of items that are about to be queued.
 
         Waits only for those that may have been delivered before.
         """
@@ -100,7 +100,7 @@ class TokenOutput:
         places = [(missing[place][0].record, missing[place][1].index) for place in wanted]
         try:
             found = await self._streams.written(places)
-        except Unavailable:  # the text is written anew, and readers compare
+        except Unavailable:  # the text is written again, and readers compare
             return written
         for place, chunks in zip(wanted, found, strict=True):
             written[place] = chunks

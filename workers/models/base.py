@@ -21,7 +21,7 @@ class Prepared(msgspec.Struct, kw_only=True):
 
     `key`: only items with equal keys may share a batch. `length`: the work of the item, in tokens
     or pixel-steps, which counts against the batch budget. If a model pads, every item of a call
-    costs as much as the longest. `room`: what it takes of the budget where items join and leave
+    costs as much as the longest. `room`: what it takes of the budget if items join and leave
     between steps. 0: its length.
     """
 
@@ -71,12 +71,12 @@ class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
     """A prompt to continue. `length` is the most tokens whose keys and values it takes.
 
     `ids` and `written_ids` are token ids as little-endian uint32. `written_ids` were written before
-    another worker died, or before the text gave its place away. The model goes on from there.
+    another worker died, or before the text was preempted. The model goes on from there.
     `written_text` is what readers were shown of them, and `written_cached_tokens` what they were
-    told of the prompt. The other fields are those of GenerationInput.
+    told about the prompt. The other fields are those of GenerationInput.
 
     `owner`: only prompts of the same owner share keys and values of equal beginnings, because
-    `cached_tokens` tells of them. Empty: it shares with none.
+    `cached_tokens` reveals them. Empty: it shares nothing.
     """
 
     ids: bytes
@@ -159,7 +159,7 @@ class InferenceModel(LoadedModel, Protocol):
 
 
 class StepEnd(msgspec.Struct):
-    """What a step of a SteppedModel ended, by place.
+    """The items that a step of a SteppedModel ended, by place.
 
     `results`: items that are done. `preempted`: items that have to wait and start over, because the
     device had too little memory for all. `work`: what the step computed of all items, in tokens or
@@ -194,7 +194,7 @@ class SteppedModel(LoadedModel, Protocol):
         """
 
     def take_chunks(self) -> dict[int, TokenChunk]:
-        """What each streamed item has written since the last call. Empty where nothing."""
+        """Returns the output of each streamed item since the last call. Empty if there is none."""
 
     def drop(self, place: int) -> None:
         """Removes an item, if it is still in."""
@@ -205,21 +205,21 @@ class Resumable(Protocol):
     """A SteppedModel whose items can be interrupted, and admitted again with what they have."""
 
     def interrupt(self, place: int) -> TokenChunk | None:
-        """Removes an item that is in. Returns what it has written since it last told of it.
+        """Removes an item that is in. Returns what it has written since its last report.
 
         None: nothing.
         """
 
 
 @runtime_checkable
-class ProgressTeller(Protocol):
+class ProgressReporter(Protocol):
     """A SteppedModel whose items have a known number of steps, and can be drawn between two."""
 
     def progress(self) -> dict[int, tuple[int, int]]:
-        """How many steps of how many each item has, by place."""
+        """Returns the completed and total steps of each item, by place."""
 
     def picture(self, place: int) -> Picture | None:
-        """A small picture of an item. None where it can't be drawn."""
+        """A small image of an item. None if it can't be drawn."""
 
 
 @runtime_checkable
@@ -227,7 +227,7 @@ class Previewer(Protocol):
     """A model that can draw what its items look like between two steps."""
 
     def preview(self, places: Sequence[int]) -> Sequence[Picture | None]:
-        """Small pictures of the items at these places of the call. None where it can't.
+        """Small images of the items at these places of the call. None if it can't draw them.
 
         To be called within `on_step` only.
         """

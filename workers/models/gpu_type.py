@@ -1,6 +1,6 @@
-"""Which GPU type of infra/kubernetes/gpus.yaml a device is, by the name that its driver gives it.
+"""Finds the GPU type of a device in infra/kubernetes/gpus.yaml, by the name of its driver.
 
-The device decides and not the catalog: a larger type may have taken over where one is out of stock.
+The device decides and not the catalog: a larger type may have taken over if one is out of stock.
 """
 
 from __future__ import annotations

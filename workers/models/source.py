@@ -1,12 +1,9 @@
 """Resolves the `source` of a catalog entry to a folder on this machine.
 
-Downloads it if necessary.
-
-The layout of weights that were copied from the hub: in a bucket, and where one is mounted.
-
-A copy is the folder `hub/ORG/NAME/REVISION`, with the files of the repository as they are there. A
-file beside it, `hub/ORG/NAME/REVISION.json`, lists them and is written last, so a copy with a list
-is complete.
+It downloads the folder if necessary. It also defines the layout of weights copied from the hub, in
+a bucket or its mounted folder. A copy is the folder `hub/ORG/NAME/REVISION`, with the files of the
+repository as they are there. A file next to it, `hub/ORG/NAME/REVISION.json`, lists them and is
+written last, so a copy with a list is complete.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Copy(msgspec.Struct, kw_only=True):
-    """What a copy has: the commit that its revision named then, and the bytes of each file."""
+    """The contents of a copy: the commit of its revision then, and the bytes of each file."""
 
     commit: str
     files: dict[str, int]
@@ -77,7 +74,7 @@ def _size(path: Path) -> int | None:
 
 OpenBucket = Callable[[str], ObjectStore]
 DOWNLOAD_LIMIT = timedelta(hours=1)
-"""For one file, from request to last byte.
+"""The limit for one file, from request to last byte.
 
 The client's default of 30 s is too short for weights.
 """
@@ -135,7 +132,7 @@ def resolve(
     if source.startswith("gs://"):
         return _from_bucket(source, revision, cache_dir, open_bucket)
     raise ConfigurationError(
-        f"source {source!r} is none of package:, local:, hf:, gs://", field="source"
+        f"source {source!r} is not one of package:, local:, hf:, gs://", field="source"
     )
 
 
@@ -155,7 +152,7 @@ def _existing(folder: Path, source: str, cache_dir: Path) -> Path:
     if folder.suffix == ".gguf" and folder.is_file():
         return converted(folder, cache_dir)
     if not folder.is_dir():
-        raise _no_such(source, f"{folder} is no folder")
+        raise _no_such(source, f"{folder} is not a folder")
     return folder.resolve()
 
 

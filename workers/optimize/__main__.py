@@ -197,7 +197,7 @@ def _described(artifact: Artifact) -> str:
     names = ", ".join(
         f"{variant.name} ({variant.relative_speed:.2f}x)" for variant in artifact.manifest.variants
     )
-    return f"{artifact.folder} is there: {names}; --force makes it anew"
+    return f"{artifact.folder} is there: {names}; --force makes it again"
 
 
 def _make(

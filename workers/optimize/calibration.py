@@ -29,7 +29,7 @@ A whole line has about 170, one and a half about 250.
 
 _LIST_WORDS = (8, 12, 20, 40, 60, 90, 120, 150, 180, 180, 180, 200, 200, 200, 200, 200)
 _WORD_MARKS = "▁Ġ"
-"""What SentencePiece and byte-level BPE put before a token that begins a word."""
+"""The marks that SentencePiece and byte-level BPE put before a token that begins a word."""
 
 
 def calibration_texts() -> list[str]:

@@ -1,6 +1,6 @@
 """Makes and judges the variants of an embedding model: one graph each, from the same export.
 
-Compares an embedding variant with the original: speed, and quality on unseen texts.
+A variant is compared with the original: speed, and quality on unseen texts.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Baseline:
     def measure(self, encoder: Encoder) -> tuple[VectorQuality, float, float]:
         """The worse of a variant's qualities alone and in batches, its texts/s, and the original's.
 
-        In a batch because padding and the scaling of INT8 activations tell only there. Best of some
-        rounds each, by turns, so that whatever else the machine does disturbs both alike.
+        In a batch because padding and the scaling of INT8 activations matter only there. Best of
+        some rounds each, by turns, so that whatever else the machine does disturbs both alike.
 
         Raises:
             ConfigurationError: the variant can't be loaded.
@@ -121,7 +121,7 @@ def _vectors(model: EmbeddingModel, texts: Sequence[PreparedText]) -> np.ndarray
 
 _Precision = Literal["fp32", "fp16", "int8"]
 _EQUAL_TOKENS = 32
-"""Length of the inputs where calibration wants one shape."""
+"""Length of the inputs if calibration wants one shape."""
 
 
 def make_variants(
@@ -199,7 +199,7 @@ class _VariantBuilder:
         (self._target / variant.file).unlink()
 
     def encoder(self, variant: Variant) -> OnnxEncoder:
-        """What a worker would run the variant with."""
+        """Returns the encoder with which a worker would run the variant."""
         return OnnxEncoder(
             self._settings, self._target / variant.file, device="cpu", threads=self._options.threads
         )

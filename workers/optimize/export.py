@@ -101,7 +101,7 @@ class _States(torch.nn.Module):
 
 
 def takes_types(model: Any) -> bool:
-    """Whether the model has an input for token types at all."""
+    """Returns whether the model has an input for token types at all."""
     return "token_type_ids" in inspect.signature(model.forward).parameters
 
 

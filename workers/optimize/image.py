@@ -56,7 +56,7 @@ def make_variants(
     Nothing is written to `target`.
 
     Raises:
-        ConfigurationError: the folder is no pipeline, or an option is wrong.
+        ConfigurationError: the folder is not a pipeline, or an option is wrong.
     """
     names = wanted_variants(entry, options)
     device, device_name = Device("auto", options.threads, 1.0).open()
@@ -169,7 +169,7 @@ def _source(width: int, height: int) -> Image.Image:
 
 
 class _VaeFeatures:
-    """What the reference's own VAE encoder makes of a picture after each of its blocks."""
+    """The features of an image after each block of the reference's own VAE encoder."""
 
     def __init__(self, vae: Any) -> None:
         self._vae = vae
@@ -268,7 +268,7 @@ def _measure(
 
 
 def _missing(plan: ImagePlan, device: torch.device) -> str:
-    """What this machine lacks for the plan, in words. Empty if it lacks nothing."""
+    """Describes what this machine is missing for the plan. Empty if nothing is missing."""
     if plan.is_int8 and importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
     if (

@@ -58,7 +58,7 @@ def wanted_variants(entry: Model, options: OptimizeOptions) -> tuple[str, ...]:
 def missing_variants(
     manifest: Manifest, wanted: tuple[str, ...], tolerance: float
 ) -> tuple[str, ...]:
-    """Wanted variants an artifact lacks, except those that missed this or a looser tolerance."""
+    """Wanted variants not in an artifact, except those that missed this or a looser tolerance."""
     kept = {variant.name for variant in manifest.variants}
     prefix = WORKER_TASKS[manifest.task].variant_prefix
 

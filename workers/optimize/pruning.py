@@ -23,7 +23,7 @@ _RIDGE = 1e-3
 
 @dataclass(frozen=True)
 class Pruned:
-    """What was cut: inner neurons and heads, of how many."""
+    """The parts that were cut: inner neurons and heads, with their totals."""
 
     neurons: int
     of_neurons: int
@@ -104,7 +104,7 @@ def _cut_all(model: Any, cuts: Sequence[_Cut], texts: Sequence[PreparedText], pa
 def _inputs_of(
     model: Any, cuts: Sequence[_Cut], texts: Sequence[PreparedText]
 ) -> list[torch.Tensor]:
-    """What comes into each consumer over all texts, [tokens, features]."""
+    """Returns the inputs of each consumer over all texts, [tokens, features]."""
     seen: list[list[torch.Tensor]] = [[] for _ in cuts]
 
     def record(

@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 NEIGHBORS = 10
 _SSIM_WINDOW = 7
 _NO_DIFFERENCE_DB = 100.0
-"""What PSNR is given as where two images are equal to the last bit and the formula has no value."""
+"""The PSNR of two images that are equal to the last bit, for which the formula has no value."""
 
 
 @dataclass(frozen=True)

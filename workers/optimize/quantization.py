@@ -2,17 +2,15 @@
 
 Weights are scaled per channel, activations per call or once by calibration.
 
-Static INT8 products as one operator each, with a bias that corrects rounding errors.
+Static INT8 products are one operator each, with a bias that corrects rounding errors. The
+correction is that of Nagel, van Baalen, Blankevoort and Welling, "Data-Free Quantization Through
+Weight Equalization and Bias Correction" (2019), with averages over real inputs instead of estimated
+ones.
 
-The correction is that of Nagel, van Baalen, Blankevoort and Welling, "Data-Free Quantization
-Through Weight Equalization and Bias Correction" (2019), with averages over real inputs instead of
-estimated ones.
-
-SmoothQuant for a graph: moves large channels of activations into the weights.
-
-After Xiao, Lin, Seznec, Wu, Demouth and Han, "SmoothQuant: Accurate and Efficient Post-Training
-Quantization for Large Language Models" (2022). ONNX Runtime offers it only through another package,
-which is not maintained any more.
+SmoothQuant moves large channels of activations into the weights of a graph, after Xiao, Lin,
+Seznec, Wu, Demouth and Han, "SmoothQuant: Accurate and Efficient Post-Training Quantization for
+Large Language Models" (2022). ONNX Runtime offers it only through another package, which is not
+maintained any more.
 """
 
 from __future__ import annotations
@@ -105,7 +103,7 @@ def _peaks(source: Path, names: Sequence[str], feeds: Sequence[Feed]) -> dict[st
 def activations(
     source: Path, names: Sequence[str], feeds: Sequence[Feed]
 ) -> Iterator[dict[str, np.ndarray]]:
-    """For each feed the inner values of these names, as a graph in fp32 computes them."""
+    """Yields for each feed the inner values of these names, as a graph in fp32 computes them."""
     model = onnx.load(source)
     model.graph.output.extend(
         helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in names
@@ -168,8 +166,8 @@ class _Product:
 def fold_products(source: Path, target: Path, feeds: Sequence[Feed]) -> None:
     """Rewrites `target`: conversions, product and corrected bias become one operator.
 
-    ONNX Runtime does as much when it loads a graph on a CPU, but leaves the bias out, which then is
-    a pass over memory of its own: a tenth of MiniLM's time.
+    ONNX Runtime does the same when it loads a graph on a CPU, but leaves the bias out, which then
+    is a pass over memory of its own: a tenth of MiniLM's time.
 
     Args:
         source: the graph in fp32 that `target` was made of.
@@ -214,7 +212,7 @@ def _products(source: onnx.ModelProto, graph: OnnxModel) -> list[_Product]:
 
 
 def _shifts(source: Path, products: Sequence[_Product], feeds: Sequence[Feed]) -> list[np.ndarray]:
-    """What each product loses by rounding, [outputs], on average over all tokens of all feeds."""
+    """Returns each product's mean rounding error over all tokens of all feeds, [outputs]."""
     roundings = {
         product.activation: (product.scale, np.float32(product.zero)) for product in products
     }
@@ -272,7 +270,7 @@ def quantize_per_call(source: Path, target: Path) -> None:
 
     Each call scales its own activations.
 
-    So a text's vector depends a little on the texts beside it in its batch.
+    So a text's vector depends a little on the texts alongside it in its batch.
     """
     with _silent():
         quantize_dynamic(

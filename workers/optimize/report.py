@@ -1,4 +1,4 @@
-"""What came of each variant, and the table that shows it."""
+"""The results of each variant, and the table that shows them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Verdict:
 
     @property
     def is_accepted(self) -> bool:
-        """Whether workers may use it."""
+        """True if workers may use it."""
         return not self.refusal
 
 

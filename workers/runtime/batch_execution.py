@@ -28,7 +28,7 @@ from workers.runtime.resident_models import ResidentModels, resident_bytes
 PROGRESS_EVERY_S = 0.1
 PREVIEW_EVERY_S = 0.5
 PREVIEW_SHARE = 0.04
-"""Of the time of a batch, at most, once it has its first preview."""
+"""The maximum share of the time of a batch, once it has its first preview."""
 FIRST_PREVIEW_S = 0.25
 """A batch that ends sooner has none."""
 WATCH_VALID_S = 2.0
@@ -88,7 +88,7 @@ def _result(
 
 
 class StepReporter:
-    """What a model calls after each step.
+    """The callback of a model after each step.
 
     Reports progress, and ends batch `number` if it is canceled.
 
@@ -195,7 +195,7 @@ class BatchExecution:
         computed = self._model.computed_work(lengths)
         self.padded_work += computed
         if (real := sum(lengths)) < computed:
-            # Where each item is as long as the longest, padding is not in proportion.
+            # If each item costs as much as the longest, padding is not in proportion.
             each = [computed // len(group)] * len(group)
             if not self._model.pads:
                 each = [length * computed // real for length in lengths]

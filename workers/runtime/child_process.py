@@ -14,13 +14,14 @@ from typing import Protocol
 from shared.errors import ModelFailed
 
 GOMP_SPINS = "10000"
-"""How often a thread of torch looks for the others of its computation before it sleeps: 0.2 ms.
+"""The number of times that a thread of torch looks for the others of its computation before it
+sleeps: 0.2 ms.
 
 By default it looks 300,000 times, which is longer than the system lets it run. So where two
 computations had all threads of each on one core, a step took seconds (decision 24).
 """
 _STATUS_LIMIT_S = 1.0
-"""How long to wait for the template to report the exit status of a process."""
+"""The time to wait for the template to report the exit status of a process."""
 
 
 class ChildProcess(Protocol):

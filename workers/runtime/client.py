@@ -58,7 +58,7 @@ Start = Callable[[socket.socket], Awaitable[ChildProcess]]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start a model process, and how long the start may take."""
+    """The way to start a model process, and the time that the start may take."""
 
     start: Start
     start_timeout_s: float
@@ -227,7 +227,7 @@ class ModelClient:
     def join(self, items: Sequence[Prepared]) -> int | None:
         """Adds items to the batch that runs in steps. Returns the place of the first.
 
-        None: no batch runs. The batch may be over by now, which its end tells: then the items have
+        None: no batch runs. The batch may be over by now, which its end says: then the items have
         no end of their own.
         """
         pending = self._pending

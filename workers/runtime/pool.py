@@ -37,7 +37,7 @@ __all__ = ["HostedModel", "ModelPool", "ModelProcessDied", "PooledProcess"]
 CPU_PROCESSES_MAX = 4
 START_TIMEOUT_S = 180.0
 START_TRIES = 5
-"""How many starts in a row may fail after a death before the process is given up."""
+"""The number of starts that may fail in a row after a death before the process is given up."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 16.0
 
 log = logging.getLogger(__name__)

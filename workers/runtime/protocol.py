@@ -6,7 +6,7 @@ Progress, Previews and BatchResult.
 
 Items of a model that computes in steps join with Join and leave with Drop or Yield while their
 batch runs.
-The process sends Chunks, ItemsProgress, ItemPicture, ItemEnded, Spare and Preempted, and StepsEnded
+The process sends Chunks, ItemsProgress, ItemPreview, ItemEnded, Spare and Preempted, and StepsEnded
 when no item is left. A Join can cross with that. So the process ignores one for a batch that is
 over, and the I/O process queues the items again that StepsEnded left without an end.
 """
@@ -114,7 +114,7 @@ class Progress(msgspec.Struct, tag="progress"):
 
 
 class Previews(msgspec.Struct, tag="previews"):
-    """What some places of batch `number` look like after step `step` of `steps`."""
+    """Previews of some places of batch `number` after step `step` of `steps`."""
 
     number: int
     step: int
@@ -123,7 +123,7 @@ class Previews(msgspec.Struct, tag="previews"):
 
 
 class Failure(msgspec.Struct, tag="failure"):
-    """Why an item has no result. `code` is one of shared.errors."""
+    """The reason that an item has no result. `code` is one of shared.errors."""
 
     code: str
     message: str
@@ -170,16 +170,16 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     loaded_at_s: float = 0.0
     """When the process loaded the model."""
     computed_work: list[int] = []
-    """Of each item, its tokens or pixel-steps with its part of the padding. Empty: no padding."""
+    """Each item's tokens or pixel-steps, with its part of the padding. Empty: no padding."""
     spare_s: float = 0.0
-    """Of an item that joined others: its part of what was spare in the time of its steps."""
-    beside: int = 0
-    """How many items were computed at a time, on average, if items join between steps. 0: all."""
+    """The spare seconds of its steps that belong to it, if it joined others."""
+    average_items: int = 0
+    """The average number of items computed at a time, if items join between steps. 0: all."""
 
     @property
     def batch_items(self) -> int:
-        """How many items shared the time of the device."""
-        return self.beside or len(self.results)
+        """The number of items that shared the time of the device."""
+        return self.average_items or len(self.results)
 
     @property
     def outcomes(self) -> list[Result | PenstockError]:
@@ -190,7 +190,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the model failed on every item."""
+        """True if the model failed on every item."""
         return all(
             isinstance(result, Failure) and result.code == ModelFailed.code
             for result in self.results
@@ -198,21 +198,21 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
 
 
 class Chunks(msgspec.Struct, tag="chunks"):
-    """What places of batch `number` have written since the last message of this kind."""
+    """The output of places of batch `number` since the last message of this kind."""
 
     number: int
     chunks: dict[int, TokenChunk]
 
 
 class ItemsProgress(msgspec.Struct, tag="items_progress"):
-    """How many steps of how many the places of batch `number` have."""
+    """The completed and total steps of the places of batch `number`."""
 
     number: int
     progress: dict[int, tuple[int, int]]
 
 
-class ItemPicture(msgspec.Struct, tag="picture"):
-    """What a place of batch `number` looks like after step `step` of `steps`."""
+class ItemPreview(msgspec.Struct, tag="picture"):
+    """The preview of a place of batch `number` after step `step` of `steps`."""
 
     number: int
     place: int
@@ -230,7 +230,7 @@ class ItemEnded(msgspec.Struct, tag="ended"):
 
 
 class Spare(msgspec.Struct, tag="spare"):
-    """Of the steps of batch `number` since the last message of this kind: seconds that were spare.
+    """The spare seconds of the steps of batch `number` since the last message of this kind.
 
     More items could have been computed in them for nothing (shared/step_time.py).
     """
@@ -242,7 +242,7 @@ class Spare(msgspec.Struct, tag="spare"):
 class Preempted(msgspec.Struct, tag="preempted"):
     """These places of batch `number` are to wait.
 
-    The device had too little memory for them, or they were told to yield. Then `chunks` has what
+    The device had too little memory for them, or they were preempted. Then `chunks` has what
     they have written since the last Chunks. One that is not streamed had none before.
     """
 
@@ -263,7 +263,7 @@ class StepsEnded(msgspec.Struct, tag="steps_ended"):
     """The models that were loaded and evicted for this batch. None if there were none."""
 
 
-StepMessage = Chunks | ItemsProgress | ItemPicture | ItemEnded | Spare | Preempted | StepsEnded
+StepMessage = Chunks | ItemsProgress | ItemPreview | ItemEnded | Spare | Preempted | StepsEnded
 ServerMessage = Ready | Refused | Progress | Previews | BatchResult | StepMessage
 ClientMessage = RunBatch | Cancel | Watch | Join | Drop | Yield
 

@@ -3,9 +3,7 @@
 On a CPU an evicted model is loaded from disk again. On a GPU it moves to pinned host memory if
 possible.
 
-The memory of a model process and of the machine, in bytes, and how to return unused memory.
-
-Moves the weights of a model out of GPU memory into pinned host memory, and back.
+It also measures the memory of the process and of the machine, and returns unused memory.
 
 Restoring by copy is about twenty times faster than loading from disk. Only models with plain
 parameters can be offloaded. A compiled model or a CUDA graph contains their addresses, and a
@@ -33,7 +31,7 @@ from workers.runtime.protocol import ResidencyReport
 log = logging.getLogger(__name__)
 
 _DEPTH = 6
-"""How deep to look for networks: model, encoder or pipeline, list or dict, network."""
+"""The depth of the search for networks: model, encoder or pipeline, list or dict, network."""
 
 
 class Offloaded:
@@ -294,7 +292,7 @@ class ResidentModels:
             if not self._resident:
                 raise
             log.warning(
-                "model could not be loaded beside others",
+                "model could not be loaded alongside others",
                 extra={"model": number, "reason": str(error)},
             )
             self.evict_others(keep=number)

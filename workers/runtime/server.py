@@ -72,7 +72,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="workers.runtime.server", description=__doc__)
     parser.add_argument("--fd", type=int, help="the inherited end of the socket pair")
     parser.add_argument(
-        "--template-fd", type=int, help="instead: where a template is asked for forks"
+        "--template-fd", type=int, help="instead: descriptor for fork requests of a template"
     )
     parser.add_argument(
         "--model", action="append", required=True, help="a catalog entry as JSON; may be repeated"

@@ -1,8 +1,7 @@
 """Runs a batch of a SteppedModel in a model process: items join and leave between two steps.
 
-How much of a model process the items of a SteppedModel take, step by step.
-
-What people see of items that are computed step by step: progress, and pictures if they watch.
+It measures how much of the process the items take, step by step. Callers see their progress, and
+previews if they watch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from workers.models.base import (
     OutOfMemory,
     Picture,
     PreparedItem,
-    ProgressTeller,
+    ProgressReporter,
     Resumable,
     SteppedModel,
 )
@@ -42,7 +41,7 @@ from workers.runtime.protocol import (
     Drop,
     Failure,
     ItemEnded,
-    ItemPicture,
+    ItemPreview,
     ItemsProgress,
     Join,
     Preempted,
@@ -58,8 +57,8 @@ from workers.runtime.protocol import (
 from workers.runtime.resident_models import ResidentModels, resident_bytes
 
 
-class StepPictures:
-    """Tells the I/O process between two steps how far the items of batch `number` are.
+class StepPreviews:
+    """Reports the progress of the items of batch `number` to the I/O process between two steps.
 
     Args:
         model: that computes them.
@@ -68,13 +67,13 @@ class StepPictures:
     """
 
     def __init__(
-        self, model: ProgressTeller, number: int, send: Callable[[ServerMessage], None]
+        self, model: ProgressReporter, number: int, send: Callable[[ServerMessage], None]
     ) -> None:
         self._model = model
         self._number = number
         self._send = send
-        self._told_s = time.monotonic()
-        self._preview_from_s = self._told_s + FIRST_PREVIEW_S
+        self._reported_s = time.monotonic()
+        self._preview_from_s = self._reported_s + FIRST_PREVIEW_S
         self._watched: set[int] = set()
         self._watched_until_s = 0.0
 
@@ -83,14 +82,14 @@ class StepPictures:
         self._watched = set(places)
         self._watched_until_s = time.monotonic() + WATCH_VALID_S
 
-    def tell(self) -> None:
-        """Tells the progress and draws pictures, if it is time for them."""
+    def report(self) -> None:
+        """Reports the progress and draws previews, if they are due."""
         now_s = time.monotonic()
-        if now_s - self._told_s < PROGRESS_EVERY_S:
+        if now_s - self._reported_s < PROGRESS_EVERY_S:
             return
         progress = self._model.progress()
         if progress:
-            self._told_s = now_s
+            self._reported_s = now_s
             self._send(ItemsProgress(self._number, progress))
         if self._watched and self._preview_from_s <= now_s < self._watched_until_s:
             self._draw(progress, now_s)
@@ -99,7 +98,7 @@ class StepPictures:
         for place in sorted(self._watched & progress.keys())[:MAX_PREVIEWED]:
             picture = self._drawn(place)
             if picture is not None:
-                self._send(ItemPicture(self._number, place, *progress[place], picture))
+                self._send(ItemPreview(self._number, place, *progress[place], picture))
         took_s = time.monotonic() - began_s
         self._preview_from_s = max(
             self._preview_from_s, began_s + max(PREVIEW_EVERY_S, took_s / PREVIEW_SHARE)
@@ -161,9 +160,9 @@ class _Item:
 
     started_at_s: float
     room: int = 0
-    """Of the budget."""
+    """The part of the budget that it takes."""
     steps: int = 0
-    beside: int = 0
+    item_steps: int = 0
     """Items in all of its steps, added up."""
     share_s: float = 0.0
     spare_s: float = 0.0
@@ -178,7 +177,7 @@ class StepExecution:
         resident_models: has the model.
         batch: the items that begin it.
         room: of the model in this process.
-        clock: returns monotonic seconds, by which steps are timed and readers are told of tokens.
+        clock: returns monotonic seconds, by which steps are timed and tokens are reported.
             Tests replace it.
     """
 
@@ -196,13 +195,13 @@ class StepExecution:
         self._batch = batch
         self._room = room
         self._items: dict[int, _Item] = {}
-        self._told_s = self._spare_told_s = clock()
+        self._reported_s = self._spare_reported_s = clock()
         self._spare_s = 0.0
-        """Since the last message that told of it."""
-        self._pictures: StepPictures | None = None
+        """The spare seconds since the last message that reported them."""
+        self._previews: StepPreviews | None = None
 
     def run(self) -> None:
-        """Computes steps, and tells the I/O process what comes of them."""
+        """Computes steps, and reports their results to the I/O process."""
         try:
             model = cast(SteppedModel, self._resident_models.use(self._batch.model))
         except Exception as error:
@@ -216,8 +215,8 @@ class StepExecution:
 
     def _run(self, model: SteppedModel) -> None:
         failure = None
-        if isinstance(model, ProgressTeller):
-            self._pictures = StepPictures(model, self._batch.number, self._send)
+        if isinstance(model, ProgressReporter):
+            self._previews = StepPreviews(model, self._batch.number, self._send)
         try:
             self._admit(model, 0, self._batch.items)
             while self._obey(model):
@@ -249,8 +248,8 @@ class StepExecution:
                 self._interrupt(model, message.places)
             elif isinstance(message, Cancel):
                 self._drop(model, list(self._items))
-            elif isinstance(message, Watch) and self._pictures is not None:
-                self._pictures.watch(message.places)
+            elif isinstance(message, Watch) and self._previews is not None:
+                self._previews.watch(message.places)
         return bool(self._items)
 
     def _admit(self, model: SteppedModel, first: int, items: list[PreparedItem]) -> None:
@@ -268,7 +267,7 @@ class StepExecution:
                 self._items[place] = admitted
 
     def _drop(self, model: SteppedModel, places: list[int]) -> None:
-        progress = model.progress() if isinstance(model, ProgressTeller) else {}
+        progress = model.progress() if isinstance(model, ProgressReporter) else {}
         for place in places:
             if (item := self._items.pop(place, None)) is not None:
                 model.drop(place)
@@ -276,7 +275,7 @@ class StepExecution:
                 self._end(place, item, Canceled(), steps and steps[1] - steps[0])
 
     def _interrupt(self, model: SteppedModel, places: list[int]) -> None:
-        assert isinstance(model, Resumable), "only texts are told to yield; this is a bug"
+        assert isinstance(model, Resumable), "only generations are preempted; this is a bug"
         left = [place for place in places if self._items.pop(place, None) is not None]
         written = {place: model.interrupt(place) for place in left}
         chunks = {place: chunk for place, chunk in written.items() if chunk is not None}
@@ -287,18 +286,18 @@ class StepExecution:
         end = model.step()
         now_s, cpu_s = self._clock(), time.process_time() - began_cpu_s
         self._charge(end.work, now_s - began_s, cpu_s)
-        if end.results or now_s - self._spare_told_s >= SPARE_EVERY_S:
-            self._tell_spare(now_s)
+        if end.results or now_s - self._spare_reported_s >= SPARE_EVERY_S:
+            self._report_spare(now_s)
         for place, result in end.results.items():
             self._end(place, self._items.pop(place), result)
         if end.preempted:
             for place in end.preempted:
                 del self._items[place]
             self._send(Preempted(self._batch.number, end.preempted))
-        if self._pictures is not None:
-            self._pictures.tell()
-        if now_s - self._told_s >= CHUNKS_EVERY_S:
-            self._told_s = now_s
+        if self._previews is not None:
+            self._previews.report()
+        if now_s - self._reported_s >= CHUNKS_EVERY_S:
+            self._reported_s = now_s
             if chunks := model.take_chunks():
                 self._send(Chunks(self._batch.number, chunks))
 
@@ -310,13 +309,13 @@ class StepExecution:
         self._spare_s += spare_s
         for item in self._items.values():
             item.steps += 1
-            item.beside += count
+            item.item_steps += count
             item.share_s += step_s / count
             item.spare_s += spare_s / count
             item.cpu_s += cpu_s / count
 
-    def _tell_spare(self, now_s: float) -> None:
-        self._spare_told_s = now_s
+    def _report_spare(self, now_s: float) -> None:
+        self._spare_reported_s = now_s
         if self._spare_s:
             self._send(Spare(self._batch.number, self._spare_s))
             self._spare_s = 0.0
@@ -328,7 +327,7 @@ class StepExecution:
         result: Result | Exception,
         steps_saved: int | None = None,
     ) -> None:
-        batch_items = max(1, round(item.beside / item.steps)) if item.steps else 1
+        batch_items = max(1, round(item.item_steps / item.steps)) if item.steps else 1
         work = int(getattr(result, "tokens", 0)) or int(getattr(result, "pixel_steps", 0))
         done = BatchResult(
             number=self._batch.number,
@@ -343,7 +342,7 @@ class StepExecution:
             memory_bytes=resident_bytes(),
             cpu_s=item.cpu_s,
             loaded_at_s=self._resident_models.loaded_at_s(self._batch.model),
-            beside=batch_items,
+            average_items=batch_items,
             steps_saved=steps_saved,
         )
         self._send(ItemEnded(self._batch.number, place, done))

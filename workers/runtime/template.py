@@ -1,22 +1,18 @@
-"""The I/O process's end of the template, which model processes are forked from.
+"""The template of model processes: the I/O process's end, and the process that forks on request.
 
 A fork is ready in a fraction of the seconds that importing torch takes, and all forks share the
 pages of libraries and weights. The first request for a fork starts the template. If the template
 dies, the next request starts it again. The processes that it forked live on.
 
-The messages between the I/O process and the template of its model processes.
+Between the I/O process and the template, one message is one packet. The I/O process sends a
+ForkRequest with two descriptors: the model process's end of its socket, and its output pipe. The
+template sends one TemplateReady, one ForkResult with a pidfd for each ForkRequest, and one
+ProcessEnded for each process that ended.
 
-One message is one packet.
-
-The I/O process sends a ForkRequest with two descriptors: the model process's end of its socket, and
-its output pipe. The template sends one TemplateReady, one ForkResult with a pidfd for each
-ForkRequest, and one ProcessEnded for each process that ended.
-
-The template process: loads libraries and weights, and forks model processes on request.
-
-It runs no model, starts no thread and does not initialize CUDA, because none of these survives a
-fork. If a library does so anyway, the forked process executes its program again. That is as slow as
-without a template, and as safe.
+The template process loads libraries and weights, and forks model processes on request. It runs no
+model, starts no thread and does not initialize CUDA, because none of these survives a fork. If a
+library does so anyway, the forked process executes its program again. That is as slow as without a
+template, and as safe.
 """
 
 from __future__ import annotations
@@ -116,7 +112,7 @@ log = logging.getLogger(__name__)
 
 
 def can_fork() -> bool:
-    """Whether this system supports a template: Linux, and a sandbox that allows pidfds."""
+    """Returns whether this system supports a template: Linux, and a sandbox that allows pidfds."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
@@ -261,7 +257,7 @@ class _TemplateProcess:
         return self._process.returncode
 
     async def fork(self, device: str, theirs: socket.socket) -> ForkedProcess:
-        """As Template.fork."""
+        """Like Template.fork."""
         output, their_output = os.pipe()
         try:
             pipe, protocol = await asyncio.get_running_loop().connect_read_pipe(
@@ -366,7 +362,7 @@ _SIGKILL = 9
 
 
 class ForkedChild(NamedTuple):
-    """What a forked process gets: its socket, its device, and whether the fork is sound."""
+    """The state of a forked process: its socket, its device, and whether the fork is sound."""
 
     fd: int
     device: str
@@ -440,12 +436,12 @@ class ForkServer:
 
 
 def is_alone() -> bool:
-    """Whether this process has only one thread."""
+    """Returns whether this process has only one thread."""
     return len(list(Path("/proc/self/task").iterdir())) == 1
 
 
 def _has_broken_cuda() -> bool:
-    """Whether CUDA was initialized before the fork."""
+    """Returns whether CUDA was initialized before the fork."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda._is_in_bad_fork())
 

@@ -1,1 +1,1 @@
-"""Which model and which batch runs next."""
+"""Chooses the model and the batch that run next."""

@@ -30,11 +30,9 @@ The bounds, with quantum q = budget / HEAVIEST x weight and the longest item l:
   has come, so it can't take more by sending items one at a time.
 
 A batch that completes all items of some tenant is not made much longer by a tenant of which more
-than a batch waits: by at most `spare` work, or as much again.
+than a batch waits: by at most `spare` work, or to at most twice its length.
 
-The items of one tenant that wait, and how much of its share the tenant has used.
-
-Pure: no clock, no I/O. Used by batch_queue.py.
+`TenantQueue` has the items of one tenant that wait, and the used part of the tenant's share.
 """
 
 from __future__ import annotations
@@ -49,15 +47,15 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 from shared.tenants.plan import HEAVIEST
 
 STALE_MAX = 16
-"""Places of removed items that a tenant may keep besides those of waiting items."""
+"""Places of removed items that a tenant may keep in addition to those of waiting items."""
 
 
 class Batchable(Protocol):
-    """What the queue needs to know about an item."""
+    """The properties of an item that the queue needs."""
 
     @property
     def tenant(self) -> str:
-        """Who is charged for it."""
+        """The tenant that is charged for it."""
 
     @property
     def weight(self) -> float:
@@ -101,7 +99,7 @@ class TenantQueue(Generic[ItemT]):
         self.spent = 0.0
         """Work taken so far, in rounds of its quantum. It has a deficit in rounds above this."""
         self.waiting = 0
-        """How many items wait."""
+        """The number of items that wait."""
         self.work = 0
         """Their work."""
         self.by_key: dict[str, list[Place[ItemT]]] = {}
@@ -219,7 +217,7 @@ class BatchQueue(Generic[ItemT]):
         self._ring_of_key: dict[str, Ring[ItemT]] = {}
 
     def __len__(self) -> int:
-        """How many items wait."""
+        """Returns the number of items that wait."""
         return len(self._filed)
 
     def __iter__(self) -> Iterator[ItemT]:
@@ -227,12 +225,12 @@ class BatchQueue(Generic[ItemT]):
         return iter(self._filed)
 
     def __contains__(self, item: ItemT) -> bool:
-        """Whether `item` waits here."""
+        """Returns whether `item` waits here."""
         return item in self._filed
 
     @property
     def tenants(self) -> int:
-        """How many tenants are remembered."""
+        """The number of tenants that are remembered."""
         return len(self._tenants)
 
     def earliest(self) -> ItemT | None:
@@ -285,7 +283,7 @@ class BatchQueue(Generic[ItemT]):
 
         Args:
             at_most: items.
-            room: work, besides the first item's. The budget is a bound as well.
+            room: work, in addition to the first item's. The budget is a bound as well.
             spare: how much work may follow the last item of a tenant that is done.
             is_wanted: items that are not wanted are removed without a charge.
             first: the item that leads, instead of that of the next tenant.
@@ -424,7 +422,7 @@ class BatchQueue(Generic[ItemT]):
         self._next_of_key(place[2].key)
 
     def _may_run(self, tenant: TenantQueue[ItemT]) -> bool:
-        """Whether it has taken less than a batch too much."""
+        """Returns whether it has overdrawn its share by less than a batch."""
         return (tenant.spent - self._round) * tenant.quantum < self.budget
 
     def _count_idle(self) -> None:

@@ -1,4 +1,4 @@
-"""How busy the model processes of a worker have been of late, for the autoscaler.
+"""The recent utilization of a worker's model processes, for the autoscaler.
 
 Written by the loop of the worker, and read by the thread that answers scrapes.
 """
@@ -42,8 +42,8 @@ class _State(NamedTuple):
 class BusyRatio:
     """The part of what model processes can do that they do, by lane.
 
-    A running batch counts while it runs. So batches of a minute do not come as a surprise. Where
-    more items could have joined it for nothing, its process tells afterwards what was spare.
+    A running batch counts while it runs. So batches of a minute do not come as a surprise. If
+    more items could have joined it for nothing, its process reports afterwards what was spare.
 
     Args:
         processes: how many model processes there are.
@@ -77,7 +77,7 @@ class BusyRatio:
         self._add(parts, -1)
 
     def spare(self, parts: dict[Lane, float], seconds: float) -> None:
-        """Of the last seconds of a batch with these parts, so many were spare."""
+        """Records the spare seconds among the last seconds of a batch with these parts."""
         now_s = self._clock()
         for lane, part in parts.items():
             state = self._of[lane]

@@ -2,11 +2,11 @@
 
 Pure: no clock, no I/O.
 
-- Interactive items go first. Items of the lane `batch` fill the room that a batch of interactive
+- Interactive items go first. Items of the `batch` lane fill the room that a batch of interactive
   items has left, by FILL_S of work at most, so they hardly lengthen it. They get a batch of their
   own in three cases: no interactive item waits, BATCH_SHARE of the work is owed to them, or the
   deadline of one would pass otherwise. The last case takes at most one batch in URGENT_TURN.
-- A batch of the lane `batch` has at most TURN_S of work while interactive items wait or came a
+- A batch of the `batch` lane has at most TURN_S of work while interactive items wait or came a
   moment ago. A process can't be interrupted, so this bounds how long an interactive item waits.
 - A suspect is an item whose model process or worker died. The suspects of one death are retried in
   halves until the item that kills is alone. One group runs at a time, so the other processes stay
@@ -14,23 +14,19 @@ Pure: no clock, no I/O.
 - An item is given up after DEATHS_MAX deaths, if it was alone for DEATHS_ALONE_MAX of them. A death
   with another cause (a manual kill, too little memory) costs innocent items only time, even in the
   middle of a retry.
-- Where items join and leave between steps, the same order holds for who joins next.
+- With continuous batching, the same order holds for the items that join next.
 - If a device runs out of memory, the budget is halved. It grows by a tenth with each batch that
   fits.
 
-Decides how much of a model's time the lane `batch` gets besides interactive work.
+`BatchLanePolicy` decides how much of a model's time the `batch` lane gets in addition to
+interactive work. `BatchTime` estimates how long a model process takes for a batch. Times are unix
+seconds of one clock, durations are in seconds.
 
-Pure: no clock, no I/O. Times are unix seconds of one clock, durations are in seconds.
-
-Estimates how long a model process takes for a batch. Pure: no clock, no I/O.
-
-Which text gives its place in a model process to another tenant's. Pure: no clock, no I/O.
-
-A text stays in its process until it ends, which can take minutes. So a tenant that took all places
-while nobody else asked would keep the others out for as long. A text can go on later from the
-tokens that it has, so it can give its place away. What is compared is the room that tenants have in
-the process, by their weights. The owner of the place keeps at least as much as the newcomer gets.
-So places never go back and forth.
+Preemption interrupts running generations for another tenant. A text stays in its process until it
+ends, which can take minutes. So a tenant that took all places while nobody else asked would keep
+the others out until then. A text can go on later from the tokens that it has, so it can be
+preempted. What is compared is the room that tenants have in the process, by their weights. The
+owner of the place keeps at least as much as the newcomer gets. So places never go back and forth.
 """
 
 from __future__ import annotations
@@ -55,11 +51,11 @@ class Placed(Protocol):
 
     @property
     def weight(self) -> float:
-        """Of that tenant."""
+        """The weight of that tenant."""
 
     @property
     def can_go_on(self) -> bool:
-        """Whether it can be interrupted, and go on later from where it was."""
+        """True if it can be interrupted, and go on later from where it was."""
 
 
 ItemT = TypeVar("ItemT", bound=Placed)
@@ -77,7 +73,7 @@ def to_yield(
         first: of those that wait.
         inside: the items that have a place, in the order in which they came.
         part_of: the part of the process that an item takes.
-        fits: whether `first` has room beside these items.
+        fits: whether `first` has room alongside these items.
 
     Returns:
         Of the tenants with the most room the items that came last, as they have the least to read
@@ -113,7 +109,7 @@ FADE = 0.9
 MIN_SLOPE = 0.25
 """The marginal time of work is at least this share of its average time.
 
-So where it can't be told from noise, batches grow by small factors until it can.
+So while it can't be distinguished from noise, batches grow by small factors.
 """
 
 
@@ -135,15 +131,15 @@ class BatchTime:
         self._wt = FADE * self._wt + work * seconds
 
     def seconds_for(self, work: float) -> float:
-        """How long a batch of `work` takes. 0 if no batch was observed."""
+        """Returns how long a batch of `work` takes. 0 if no batch was observed."""
         return self._fixed_s + work * self._slope
 
     def work_in(self, seconds: float) -> float:
-        """How much work a batch of `seconds` has, at least 0. Infinite if none was observed."""
+        """Returns how much work fits in `seconds`, at least 0. Infinite if none was observed."""
         return max(0.0, seconds - self._fixed_s) / self._slope if self._slope else inf
 
     def more_work_in(self, seconds: float) -> float:
-        """How much work makes a batch longer by `seconds`. Infinite if none was observed."""
+        """Returns how much work lengthens a batch by `seconds`. Infinite if none was observed."""
         return seconds / self._slope if self._slope else inf
 
     @property
@@ -163,32 +159,32 @@ class BatchTime:
 
 
 FILL_S = 0.005
-"""How much longer a batch may take for items that are not why it runs now.
+"""The extra time that a batch may take for items that are not the reason it runs.
 
 On a GPU that is still free room in a batch of short items. On a CPU it is about one text.
 """
 TURN_S = 0.02
-"""The longest batch of the lane `batch` while there is interactive traffic, or one item.
+"""The longest batch of the `batch` lane while there is interactive traffic, or one item.
 
 An interactive item may have to wait for it.
 """
 RECENT_S = 60.0
-"""There is interactive traffic for so long after an interactive item came."""
+"""The time after an interactive item for which there counts as interactive traffic."""
 BATCH_SHARE = 1 / 16
-"""The share of the work that the lane `batch` gets while interactive items wait all the time.
+"""The share of the work that the `batch` lane gets while interactive items wait all the time.
 
 Enough that it never stops. Each turn is one of TURN_S, so an interactive item waits for one more
 short batch at most.
 """
 URGENT_TURN = 4
-"""At most one batch in so many is for the deadline of a batch job while interactive items wait.
+"""At most one batch in this number is for the deadline of a batch job while interactive items wait.
 
 Admission relies on the rest (api/dispatch/admission.py, INTERACTIVE_SHARE).
 """
 
 
 class BatchLanePolicy:
-    """Knows how long batches take, and the work that is owed to the lane `batch`."""
+    """Knows how long batches take, and the work that is owed to the `batch` lane."""
 
     def __init__(self) -> None:
         self._time = BatchTime()
@@ -198,7 +194,7 @@ class BatchLanePolicy:
 
     @property
     def fill_work(self) -> float:
-        """How much work makes a batch longer by FILL_S. Infinite until a batch was measured."""
+        """The work that lengthens a batch by FILL_S. Infinite until a batch was measured."""
         return self._time.more_work_in(FILL_S)
 
     def observe_batch(self, work: int, seconds: float) -> None:
@@ -210,15 +206,15 @@ class BatchLanePolicy:
         self._interactive_s = max(self._interactive_s, now_s)
 
     def is_interactive(self, now_s: float) -> bool:
-        """Whether there is interactive traffic."""
+        """Returns whether there is interactive traffic."""
         return now_s - self._interactive_s < RECENT_S
 
     def turn_work(self, now_s: float) -> float:
-        """How much work a batch of the lane may have now, besides its first item."""
+        """Returns how much work a batch of the lane may have now, in addition to its first item."""
         return self._time.work_in(TURN_S) if self.is_interactive(now_s) else inf
 
     def is_owed(self, first: int, budget: int) -> bool:
-        """Whether the lane is owed the work of a turn.
+        """Returns whether the lane is owed the work of a turn.
 
         Args:
             first: the work of an item that waits. A turn has at least one.
@@ -227,7 +223,7 @@ class BatchLanePolicy:
         return self._owed >= max(first, min(budget, self._time.work_in(TURN_S)))
 
     def is_urgent(self, now_s: float, earliest_s: float, budget: int) -> bool:
-        """Whether a deadline would pass while one full batch runs, and then one with its item.
+        """Returns whether a deadline would pass while a full batch runs, then one with its item.
 
         Args:
             now_s: the time.
@@ -262,9 +258,9 @@ DEATHS_MAX = 3
 DEATHS_ALONE_MAX = 2
 BUDGET_GROWTH = 1.1
 BESIDE_OVERSIZED = 1 / 4
-"""Of the budget, for items that join one which is larger than all of it."""
+"""The share of the budget for items that join one larger than the whole budget."""
 BATCH_JOIN_SHARE = 1 / 4
-"""Of the places of a process, for the lane `batch` while there is interactive traffic.
+"""The share of a process's places for the `batch` lane while there is interactive traffic.
 
 An item that has joined stays until it is done, which can take seconds.
 """
@@ -284,7 +280,7 @@ class LaneQueue:
         self._suspect_turn = False
 
     def __len__(self) -> int:
-        """How many items can be taken now."""
+        """Returns the number of items that can be taken now."""
         suspects = 0 if self._a_suspect_runs else sum(map(len, self._suspects))
         return len(self._interactive) + len(self._batch) + suspects
 
@@ -377,7 +373,7 @@ class LaneQueue:
     def to_yield(
         self, inside: Collection[QueuedItem], is_wanted: Callable[[QueuedItem], bool]
     ) -> list[QueuedItem]:
-        """Of the items that are in, those whose places an interactive item that waits is to get.
+        """Returns the running items that are to be preempted for a waiting interactive item.
 
         Empty: nothing waits, or no tenant has more than it is to have.
         """
@@ -406,7 +402,7 @@ class LaneQueue:
         is_wanted: Callable[[QueuedItem], bool],
         now_s: float,
     ) -> list[QueuedItem]:
-        """Interactive items first. The lane `batch` gets what `BatchLanePolicy` leaves to it."""
+        """Interactive items first. The `batch` lane gets what `BatchLanePolicy` leaves to it."""
         lane, here = self._interactive, list(inside)
         within = sum(self._lane_of(queued) is lane for queued in here)
         at_most = min(lane.max_items - len(here), self._share(processes, lane) - within)
@@ -428,7 +424,7 @@ class LaneQueue:
     ) -> list[QueuedItem]:
         """Items of a lane that join those which are here.
 
-        Where nothing runs one joins even if it is larger than the budget: it would wait for ever.
+        If nothing runs, one joins even if it is larger than the budget. It would wait forever.
         """
         joining: list[QueuedItem] = []
         if not here:
@@ -454,9 +450,9 @@ class LaneQueue:
         )
 
     def _room_of_batch_lane(self, here: Sequence[QueuedItem], now_s: float) -> int:
-        """How many items of the lane `batch` may join.
+        """Returns how many items of the `batch` lane may join.
 
-        They leave the rest of the places to interactive items, if those came lately. Beside
+        They leave the rest of the places to interactive items, if those came lately. Alongside
         interactive items that wait, one joins when it is owed.
         """
         lane = self._batch
@@ -506,7 +502,7 @@ class LaneQueue:
         return self._interactive.take(at_most, spare=spare, is_wanted=is_wanted)
 
     def _fill(self, batch: list[QueuedItem], is_wanted: Callable[[QueuedItem], bool]) -> None:
-        """Adds items of the lane `batch` to a batch of interactive ones, if that is nearly free."""
+        """Adds items of the `batch` lane to a batch of interactive ones, if that is nearly free."""
         if not batch:
             return
         interactive = _work(batch)
@@ -515,7 +511,7 @@ class LaneQueue:
         self._policy.observe_interactive_batch(interactive, _work(batch) - interactive)
 
     def _share(self, processes: int, lane: BatchQueue[QueuedItem]) -> int:
-        """How many items one of `processes` may take, of those that wait in `lane` and run."""
+        """Returns how many waiting and running items of `lane` one of `processes` may take."""
         running = sum(len(batch) for batch in self._running if self._lane_of(batch[0]) is lane)
         return -(-(len(lane) + running) // processes)
 

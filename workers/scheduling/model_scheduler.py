@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 SWITCH_SHARE = 0.06
-"""Of the time of all model processes.
+"""The share of the time of all model processes.
 
 Leaves room below a tenth for other costs of a switch, such as cold caches.
 """
@@ -41,17 +41,17 @@ MIN_WAIT_S = 2.0
 Several batches of one model in a row are fuller than alternating ones.
 """
 LOAD_GUESS_S = 1.0
-"""For a model that was not loaded yet."""
+"""The estimate for a model that was not loaded yet."""
 BATCH_FADE = 0.8
 """Each batch reduces the remembered duration of a longer one to this share."""
 
 
 class QueueState(Protocol):
-    """What the scheduler needs to know about one model's queue."""
+    """The properties of one model's queue that the scheduler needs."""
 
     @property
     def waiting(self) -> int:
-        """How many items wait."""
+        """The number of items that wait."""
 
     @property
     def oldest_s(self) -> float:
@@ -82,7 +82,7 @@ class ModelScheduler:
 
     @property
     def switch_wait_s(self) -> float:
-        """How long a job waits at most until its model is due."""
+        """The maximum time that a job waits until its model is due, in seconds."""
         return max(MIN_WAIT_S, self._wait_s(SWITCH_SHARE))
 
     def choose(

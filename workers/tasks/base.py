@@ -1,4 +1,4 @@
-"""What a task is to a worker: how its items are prepared and computed."""
+"""The worker's side of a task: how its items are prepared and computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.models.base import LoadedModel, Preparer
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What a model runs on.
+    """The resources that a model runs on.
 
     `device` is `cpu`, `cuda`, `cuda:N` or `auto`. `threads` counts on a CPU. `memory_fraction` is
     the part of a GPU's memory that the process may take. `backend` is what computes an embedding.
@@ -39,11 +39,11 @@ class WorkerTask(ABC):
     variants: ClassVar[tuple[str, ...]]
     """Names of the variants that `penstock optimize` can make, in the order it tries them."""
     variant_prefix: ClassVar[str]
-    """What the name of a variant begins with in its manifest."""
+    """The prefix of a variant's name in its manifest."""
 
     @abstractmethod
     def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
-        """The variants to make where the command line names none.
+        """The variants to make if the command line names none.
 
         Args:
             has_gpu: whether there is a GPU here.
@@ -51,14 +51,14 @@ class WorkerTask(ABC):
         """
 
     def computes_steps(self, entry: Model, folder: Path) -> bool:
-        """Whether items join and leave a batch of this model between steps.
+        """Returns whether this model batches continuously: items join and leave between steps.
 
         Its class is a SteppedModel then. By default: no.
         """
         return False
 
     def loads_before_fork(self, entry: Model) -> bool:
-        """Whether model processes on a CPU may be forks of one that has loaded this model.
+        """Returns whether model processes on a CPU may be forks of one that has loaded this model.
 
         By default: yes. A model that starts threads can't be forked.
         """

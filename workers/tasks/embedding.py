@@ -43,7 +43,7 @@ def encoder_model(entry: Model, folder: Path, resources: Resources) -> Embedding
     """The model that gives the vectors of texts, not yet loaded.
 
     Raises:
-        ConfigurationError: the folder is no sentence encoder, or the entry needs a backend
+        ConfigurationError: the folder is not a sentence encoder, or the entry needs a backend
             that is not given.
     """
     # Read first: a wrong folder is refused before the seconds that importing torch takes.

@@ -78,7 +78,7 @@ workers AS (
     ON prices.gpu_type = reports.gpu_type
     AND prices.spot = reports.spot
     AND prices.region = reports.region
-    -- The oldest price also stands for the time before it.
+    -- The oldest price also applies to the time before it.
     AND prices.valid_from <= reports.hour
     AND (prices.valid_until IS NULL OR prices.valid_until > reports.hour)
   GROUP BY worker, models

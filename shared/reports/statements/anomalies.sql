@@ -64,7 +64,7 @@ used AS (
   WHERE tenant IS NOT NULL
   GROUP BY tenant, hour
 ),
--- Whoever is new has no past yet: weeks without any row of that day, before the first with one, are no zeros.
+-- A new tenant has no past yet: weeks without any row of that day, before the first with one, are not zeros.
 scopes AS (
   SELECT scope, tenant, MIN(hour) AS first_hour
   FROM used
@@ -173,6 +173,6 @@ SELECT
   CURRENT_TIMESTAMP() AS made_at
 FROM judged
 WHERE value > median + half_width
-  -- Fewer errors than usual are no reason to wake anybody.
+  -- Fewer errors than usual are not a reason to wake anybody.
   OR (measure = 'cost_usd' AND value < median - half_width)
 ORDER BY hour, scope, tenant, measure

@@ -47,7 +47,7 @@ def ended(*arguments: str, **settings: str) -> tuple[int, str]:
     ("url", "said"),
     [
         ("", "PENSTOCK_ROWS_URL: is empty"),
-        ("ftp://x", "PENSTOCK_ROWS_URL: 'ftp://x' is none of file://DIR"),
+        ("ftp://x", "PENSTOCK_ROWS_URL: 'ftp://x' is not one of file://DIR"),
         ("memory://", "PENSTOCK_ROWS_URL: memory:// is gone with its process"),
     ],
 )

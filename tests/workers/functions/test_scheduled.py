@@ -81,7 +81,7 @@ def test_command_without_a_function_says_why(words: list[str], reason: str) -> N
         ({"since": "2026-10-01"}, "since: there is no such field"),
         ({"only": "invoices"}, "only: is anomalies"),
         ({"only": "anomalies", "from": "2026-10-01"}, "only: is anomalies"),
-        ([], "the body is no object"),
+        ([], "the body is not a JSON object"),
         ("x" * 5000, "larger than 4096 bytes"),
     ],
 )
@@ -93,7 +93,7 @@ async def test_wrong_bodies_are_refused_by_name(url: str, body: object, reason: 
 async def test_body_that_is_no_json_is_refused(url: str) -> None:
     async with httpx.AsyncClient(timeout=WAIT_LIMIT_S) as client:
         answer = await client.post(url, content=b"{")
-    assert (answer.status_code, "no JSON" in answer.text) == (400, True)
+    assert (answer.status_code, "not JSON" in answer.text) == (400, True)
 
 
 async def test_only_the_scheduler_may_call(issuer: Issuer, guarded_url: str) -> None:

@@ -23,7 +23,7 @@ from workers.models.base import (
     OutOfMemory,
     PreparedImage,
     Preparer,
-    ProgressTeller,
+    ProgressReporter,
     SteppedModel,
 )
 from workers.models.device import Device
@@ -54,7 +54,7 @@ For some seeds, plain diffusers makes 10 levels of a ten-millionth of the latent
 @pytest.fixture(scope="session")
 def stepped(family: TinyPipeline) -> SteppedModel:
     assert isinstance(family.model, SteppedModel)
-    assert isinstance(family.model, ProgressTeller)
+    assert isinstance(family.model, ProgressReporter)
     return family.model
 
 
@@ -192,7 +192,7 @@ def test_short_image_does_not_wait_for_a_long_one(
     stepped.admit(1, prepared(family.preparer, short))
     ended = [stepped.step().results.keys() for _ in range(3)]
     assert ended == [set(), set(), {1}]
-    teller = cast(ProgressTeller, stepped)
+    teller = cast(ProgressReporter, stepped)
     assert teller.progress() == {0: (4, 30)}
     picture = teller.picture(0)
     assert picture is not None

@@ -1,9 +1,7 @@
 """The ONNX Runtime encoder of an embedding model.
 
-It pools and normalizes in numpy, and never imports torch.
-
-A model process with it starts in well under a second, and needs a fraction of the memory that torch
-needs.
+It pools and normalizes in numpy, and never imports torch. A model process with it starts in well
+under a second, and needs a fraction of the memory that torch needs.
 """
 
 from __future__ import annotations
@@ -84,7 +82,7 @@ class OnnxEncoder:
         self._output = output.name
         if not isinstance(output.shape[-1], int):
             raise ConfigurationError(
-                f"{self._graph}: doesn't tell the width of {output.name}", field="backend"
+                f"{self._graph}: doesn't state the width of {output.name}", field="backend"
             )
         return output.shape[-1] * len(self._settings.pooling)
 

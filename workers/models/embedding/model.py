@@ -1,8 +1,7 @@
 """Embeddings in the model process: pads a batch, lets an Encoder compute it, and packs the vectors.
 
-The encoders are encoder_torch.py and encoder_onnx.py. This module imports neither library.
-
-Splits a batch by length, to reduce the cost of padding and calls.
+The encoders are encoder_torch.py and encoder_onnx.py. This module imports neither library. A batch
+is split by length, to reduce the cost of padding and calls.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Encoder(Protocol):
         """
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
-        """How many tokens are computed for texts of these lengths, including padding."""
+        """Returns how many tokens are computed for texts of these lengths, including padding."""
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
         """The vectors of padded texts: float32 [items, dimensions].

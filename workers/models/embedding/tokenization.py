@@ -101,7 +101,7 @@ class TextPreparer:
         )
 
     def _cut_at(self, ids: list[int], beyond: int, truncate: Truncate) -> int:
-        """Where to leave out `beyond` tokens. Special tokens and the model's prompt are kept."""
+        """Returns where to drop `beyond` tokens. Special tokens and the model's prompt are kept."""
         end = len(ids) - len(self._suffix) - beyond
         if truncate == "end":
             return end

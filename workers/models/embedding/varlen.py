@@ -54,7 +54,7 @@ class Trial:
         self._wanted = model(input_ids=padded, attention_mask=mask.long()).last_hidden_state[mask]
 
     def is_right(self, found: torch.Tensor) -> bool:
-        """Whether these states, float32 [tokens, width], equal those with padding."""
+        """Returns whether these states, float32 [tokens, width], equal those with padding."""
         return torch.allclose(
             found, self._wanted, rtol=0, atol=_TRIED_APART * float(self._wanted.abs().max())
         )

@@ -1,11 +1,10 @@
 """torch.compile for a fixed set of shapes.
 
-Compiles (and on a GPU records CUDA graphs) only at warm-up.
+It compiles (and on a GPU records CUDA graphs) only at warm-up. A batch of equal images is split
+into compiled batch sizes, at the lowest cost.
 
 A graph always writes its result to the same memory, so results are copied. A graph needs one layout
 and type of its inputs, so inputs are made uniform.
-
-Splits a batch of equal images into compiled batch sizes, at the lowest cost.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 
 def cheapest_cover(count: int, seconds: Mapping[int, float]) -> list[int]:
-    """How many images to draw in each call, so that `count` images cost least.
+    """Returns how many images to draw in each call, so that `count` images cost least.
 
     The last call may be larger than needed, if padding costs less than another call.
 

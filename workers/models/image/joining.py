@@ -2,13 +2,11 @@
 
 Each item has a scheduler, a generator of random numbers and timesteps of its own. Only the UNet
 computes items together: it takes a timestep for each row. So an item's pixels are those of
-diffusers' pipeline for it alone, whichever schedulers, strengths and numbers of steps are beside
+diffusers' pipeline for it alone, whichever schedulers, strengths and numbers of steps are alongside
 it. The steps before and after the loop are those of the pipelines' own calls, by their own methods.
-What differs between Stable Diffusion and Stable Diffusion XL is in family.py.
 
-What differs between families of Stable Diffusion before the loop of their pipelines' own calls.
-
-A family has a pipeline for text and one for images. Both are of diffusers, and share their parts.
+A family (Stable Diffusion or Stable Diffusion XL) has its own preparation before the loop. It has a
+pipeline for text and one for images. Both are of diffusers, and share their parts.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from workers.models.image.vae import decode, own_type, spare_memory
 log = logging.getLogger(__name__)
 
 AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5
-"""What StableDiffusionXLImg2ImgPipeline takes where its caller does not say."""
+"""The defaults of StableDiffusionXLImg2ImgPipeline."""
 
 
 class StableDiffusion:
@@ -47,7 +45,7 @@ class StableDiffusion:
     def conditions(
         self, pipeline: Any, item: PreparedImage, texts: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """What the UNet gets as `added_cond_kwargs`.
+        """Returns the UNet's `added_cond_kwargs`.
 
         Args:
             pipeline: the one that draws the item.
@@ -61,7 +59,7 @@ class StableDiffusion:
 
 
 class StableDiffusionXL(StableDiffusion):
-    """StableDiffusionXLPipeline: the UNet is also told sizes and a summary of the prompt."""
+    """StableDiffusionXLPipeline: the UNet also gets sizes and a summary of the prompt."""
 
     def begin(self, scheduler: Any) -> None:
         """Tells the scheduler to count its steps, instead of looking for their timesteps."""
@@ -93,7 +91,7 @@ FAMILIES: dict[type, StableDiffusion] = {
     diffusers.StableDiffusionPipeline: StableDiffusion(),
     diffusers.StableDiffusionXLPipeline: StableDiffusionXL(),
 }
-"""By the class of the pipeline for text."""
+"""The families by the class of their pipeline for text."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,9 +105,9 @@ class _Drawing:
     latents: torch.Tensor
     """[1, channels, height, width]."""
     prompt: torch.Tensor
-    """[rows, tokens, width]: the negative prompt first where it is guided."""
+    """[rows, tokens, width]: the negative prompt first if it is guided."""
     conditions: dict[str, torch.Tensor]
-    """What else of its family the UNet takes, [rows, …] each."""
+    """The other inputs of the UNet for its family, [rows, …] each."""
     scale: torch.Tensor | None
     """The guidance scale as the UNet of a distilled model takes it, [1, width]."""
     for_scheduler: dict[str, Any]
@@ -174,14 +172,14 @@ class JoiningImageModel(ImageModel):
         self._drawings.pop(place, None)
 
     def progress(self) -> dict[int, tuple[int, int]]:
-        """How many steps of how many each item has."""
+        """Returns the completed and total steps of each item."""
         return {
             place: (drawing.done, len(drawing.timesteps))
             for place, drawing in self._drawings.items()
         }
 
     def picture(self, place: int) -> Picture | None:
-        """A small picture of an item between two steps. None where it can't be drawn."""
+        """A small image of an item between two steps. None if it can't be drawn."""
         drawing = self._drawings.get(place)
         if drawing is None or not drawing.done:
             return None

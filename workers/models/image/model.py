@@ -1,8 +1,6 @@
 """Images with diffusers: text-to-image and image-to-image from one loaded pipeline.
 
-Encodes prompts before the pipeline runs.
-
-Equal prompts are encoded once, and recent ones are cached.
+Prompts are encoded before the pipeline runs: equal ones once, and recent ones are cached.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ class PromptEncoder:
         }
 
     def truncated_tokens(self, item: PreparedImage) -> int | None:
-        """How many tokens of the prompts the encoders leave out.
+        """Returns how many tokens of the prompts the encoders drop.
 
         None for pipelines with other encoders.
         """
@@ -251,7 +249,7 @@ class ImageModel:
         return self._results(items, pictures)
 
     def refusal(self, item: PreparedImage) -> BadInput | None:
-        """Why this model can't draw an item. None: it can."""
+        """Returns why this model can't draw an item. None if it can."""
         if item.source is not None and self._image_to_image is None:
             return BadInput("this model draws from text only", field="image")
         if item.source is None and not self._draws_text:

@@ -45,14 +45,14 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> tuple
     image_to_image = diffusers.AutoPipelineForImage2Image.from_pipe(pipeline, **scores)
     image_to_image.set_progress_bar_config(disable=True)
     for each in (pipeline, image_to_image):
-        # Pipelines of Stable Diffusion XL mark their pictures where a certain package is installed.
+        # Pipelines of Stable Diffusion XL mark their images if a certain package is installed.
         if getattr(each, "watermark", None) is not None:
             each.watermark = None
     return pipeline, image_to_image
 
 
 def draws_text(image_to_image: Any | None) -> bool:
-    """Whether a pipeline draws from text alone. A refiner of Stable Diffusion XL does not."""
+    """Returns whether a pipeline draws from text alone. An SDXL refiner does not."""
     return image_to_image is None or not image_to_image.config.get("requires_aesthetics_score")
 
 

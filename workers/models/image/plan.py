@@ -17,7 +17,7 @@ _VOLTA = (7, 0)
 
 @dataclass(frozen=True)
 class Capability:
-    """What a device supports.
+    """The features that a device supports.
 
     `compute` is the capability of a CUDA GPU, (major, minor), or (0, 0) on a CPU.
     """
@@ -29,7 +29,7 @@ class Capability:
 
 
 def capability_of(device: torch.device) -> Capability:
-    """What `device` and the installed packages support."""
+    """Returns the features that `device` and the installed packages support."""
     return Capability(
         kind=device.type,
         compute=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
@@ -40,7 +40,7 @@ def capability_of(device: torch.device) -> Capability:
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """How to run the pipeline.
+    """The plan by which the pipeline runs.
 
     `is_compiled`: torch.compile for UNet and VAE, for each of `batch_sizes` at the default image
     size. Other shapes run eagerly, and the VAE processes images one by one. `is_int8`: INT8 for the

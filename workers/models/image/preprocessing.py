@@ -1,6 +1,6 @@
 """Checks and prepares image requests in the I/O process.
 
-Decodes and resizes a source image once.
+A source image is decoded and resized once.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ImagePreparer:
 
 
 def can_join(folder: Path) -> bool:
-    """Whether images of the pipeline in `folder` can join a batch between two steps."""
+    """Returns whether images of the pipeline in `folder` can join a batch between two steps."""
     try:
         index = json.loads((folder / "model_index.json").read_text("utf-8"))
     except (OSError, ValueError):
@@ -119,7 +119,7 @@ def _prepared(value: ImageInput, usual_steps: int, *, joins: bool) -> PreparedIm
     return PreparedImage(
         key="" if joins else f"{key}/{value.scheduler}/{strength}/{negative}",
         length=pixel_steps,
-        # Each has its steps to itself, so only its pixels lie beside those of others.
+        # Each has its steps to itself, so only its pixels are next to those of others.
         room=value.width * value.height * usual_steps if joins else 0,
         prompt=value.prompt,
         negative_prompt=value.negative_prompt,
@@ -161,7 +161,7 @@ def _read_source(blob: Blob, width: int, height: int) -> bytes:
         raise _too_many_pixels() from error
     except UnidentifiedImageError as error:
         raise BadInput(
-            f"the image is none of {', '.join(SOURCE_FORMATS)}", field="image"
+            f"the image is not one of {', '.join(SOURCE_FORMATS)}", field="image"
         ) from error
     except (OSError, SyntaxError, ValueError, EOFError) as error:
         # What Pillow's decoders raise for broken files: which one depends on where the file breaks.

@@ -1,9 +1,9 @@
-"""Draws what pictures look like between two steps, small, by the VAE of the pipeline.
+"""Draws small previews of images between two steps, by the VAE of the pipeline.
 
-The latents are averaged first, so that the decoded picture is small: the VAE takes time in
-proportion to pixels. Linear factors for the channels of the latents (as in
+The latents are averaged first, so that the decoded image is small: the VAE takes time in proportion
+to pixels. Linear factors for the channels of the latents (as in
 https://discuss.huggingface.co/t/decoding-latents-to-rgb-without-upscaling/23204) take microseconds,
-but they are another set for each VAE, and show a picture of 64 x 64 as 8 x 8.
+but they are another set for each VAE, and show a 64 x 64 image as 8 x 8.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_SIDE_CPU = 128
 def draw_previews(
     pipeline: Any, latents: torch.Tensor, places: Sequence[int]
 ) -> list[Picture | None]:
-    """Small pictures of the latents at `places`. None where they can't be decoded.
+    """Small images of the latents at `places`. None if they can't be decoded.
 
     Neither the latents nor any generator of random numbers is changed.
     """

@@ -10,7 +10,7 @@ import diffusers
 import torch
 
 _UPCAST = (diffusers.StableDiffusionXLPipeline, diffusers.StableDiffusionXLImg2ImgPipeline)
-"""Pipelines that decode in fp32 where the VAE overflows in fp16."""
+"""Pipelines that decode in fp32 if the VAE overflows in fp16."""
 
 
 def decode(pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ def own_type(vae: Any) -> Iterator[None]:
     leave it so, and it refuses the 16 bits of the next latents.
 
     Args:
-        vae: of any kind. None where the pipeline has none.
+        vae: of any kind. None if the pipeline has none.
     """
     before = getattr(vae, "dtype", None)
     try:

@@ -1,19 +1,16 @@
 """A decoder of transformers on a device, with the keys and values of several texts.
 
-Linear layers with weights of 4 bits on a CPU, in groups with a scale and an offset each.
-
-One text at a time is written as fast as its weights come out of memory, so a third of the bytes
-of bf16 pays there. Many texts at a time share what was read, and are written faster in bf16.
+On a CPU, linear layers may have 4-bit weights, in groups with a scale and an offset each. One text
+at a time is written as fast as its weights come out of memory, so a third of the bytes of bf16 pays
+there. Many texts at a time share what was read, and are written faster in bf16.
 
 The groups are those of GGUF's Q4_1, whose weights come out as they were, but for scales in bf16. A
 layer whose shape has no such groups keeps its weights, and so do embeddings. The output layer gets
 8 bits, one scale a row: an error there is an error of the logits.
 
-A pass of a Llama on a CPU in few operators.
-
-A small operator takes a microsecond or more whatever it computes, and a token of one text goes
-through transformers' own modules in about two thousand. Here one product gives queries, keys and
-values, and one gives both halves of the MLP.
+On a CPU, the pass of a Llama has few operators. A small operator takes a microsecond or more
+whatever it computes, and a token of one text goes through transformers' own modules in about two
+thousand. Here one product gives queries, keys and values, and one gives both halves of the MLP.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ _JOINT = "joint"
 
 
 def is_llama(model: torch.nn.Module) -> bool:
-    """Whether the model is of the form that LlamaPass computes. Subclasses may differ from it."""
+    """Returns whether LlamaPass can compute the model. Subclasses may differ from it."""
     return type(model) is LlamaForCausalLM
 
 
@@ -100,11 +97,11 @@ class LlamaPass:
         self._output = model.lm_head
 
     def __call__(
-        self, ids: torch.Tensor, reading: Reading, slots: SlotCache, told: int
+        self, ids: torch.Tensor, reading: Reading, slots: SlotCache, logit_count: int
     ) -> torch.Tensor | None:
         """Adds tokens [rows, tokens] to the texts of a pass.
 
-        Returns the logits after the last `told` tokens of each. None: after none of them.
+        Returns the logits after the last `logit_count` tokens of each. None: after none of them.
         """
         hidden = self._embed(ids)
         cos, sin = self._positions(hidden, reading.positions)
@@ -115,9 +112,9 @@ class LlamaPass:
         for layer in self._layers:
             hidden = layer.add_attention(hidden, turns, slots)
             hidden = layer.add_mlp(hidden)
-        if not told:
+        if not logit_count:
             return None
-        logits: torch.Tensor = self._output(self._norm(hidden[:, -told:]))
+        logits: torch.Tensor = self._output(self._norm(hidden[:, -logit_count:]))
         return logits
 
 
@@ -187,7 +184,7 @@ _BLOCK_ROWS = 16
 """torch's kernel takes a multiple of these."""
 _STEPS = 15
 _MIDDLE = 8
-"""What torch's kernel takes away from a number of 4 bits before it scales it."""
+"""The offset that torch's kernel subtracts from a 4-bit number before it scales it."""
 _LARGEST = 127
 _TINY = 1e-9
 
@@ -272,7 +269,7 @@ class _Linear8(_RoundedLinear):
 
 _TRIAL_TOKENS = 12
 _TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
-"""How far logits may lie from those of transformers' own attention, as a part of the largest.
+"""Maximum distance of logits from those of transformers' own attention, as a part of the largest.
 
 A wrong attention gives other numbers altogether.
 """
@@ -304,7 +301,7 @@ class Decoder:
         """Loads the weights, and compares a first pass with that of transformers.
 
         Raises:
-            ConfigurationError: the folder is no such model, or it computes in another way.
+            ConfigurationError: the folder is not such a model, or it computes in another way.
         """
         self._device, self.device_name = self._wanted.open()
         self._computing = CpuThreads().computing if self._device.type == "cpu" else nullcontext
@@ -390,7 +387,7 @@ class Decoder:
         """Adds tokens of a prompt to a row that has `start` tokens.
 
         Returns:
-            The logits after the last one, float32 [vocabulary]. None where not `ends`.
+            The logits after the last one, float32 [vocabulary]. None unless `ends`.
 
         Raises:
             OutOfMemory: the device has too little memory.
@@ -398,7 +395,7 @@ class Decoder:
         starts = torch.tensor([start], device=self._device)
         reading = Reading((row, row + 1), starts, len(ids), self._capacity_now)
         given = torch.as_tensor(ids.astype(np.int64), device=self._device)[None]
-        logits = self._forward(given, reading, told=int(ends))
+        logits = self._forward(given, reading, logit_count=int(ends))
         return None if logits is None else logits[0, 0]
 
     def read_all(self, row: int, start: int, ids: np.ndarray) -> Any:
@@ -413,7 +410,7 @@ class Decoder:
         starts = torch.tensor([start], device=self._device)
         reading = Reading((row, row + 1), starts, len(ids), self._capacity_now)
         given = torch.as_tensor(ids.astype(np.int64), device=self._device)[None]
-        return self._forward(given, reading, told=len(ids))[0]
+        return self._forward(given, reading, logit_count=len(ids))[0]
 
     def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> Any:
         """Adds one token to each of the first rows, which have `lengths` tokens.
@@ -427,29 +424,29 @@ class Decoder:
         starts = torch.as_tensor(lengths, device=self._device)
         reading = Reading((0, len(tokens)), starts, 1, self._capacity_now)
         given = torch.as_tensor(tokens.astype(np.int64), device=self._device)[:, None]
-        return self._forward(given, reading, told=1)[:, 0]
+        return self._forward(given, reading, logit_count=1)[:, 0]
 
     @property
     def _capacity_now(self) -> int:
         return self.slots.capacity
 
-    def _forward(self, ids: torch.Tensor, reading: Reading, told: int) -> Any:
-        """Logits after the last `told` tokens of each row. None: after none of them."""
+    def _forward(self, ids: torch.Tensor, reading: Reading, logit_count: int) -> Any:
+        """Logits after the last `logit_count` tokens of each row. None: after none of them."""
         self.slots.reading = reading
         with memory_errors(), torch.inference_mode(), self._computing():
-            logits = self._compute(ids, reading, self.slots, told)
-            return None if logits is None else logits[:, -told:].float().cpu().numpy()
+            logits = self._compute(ids, reading, self.slots, logit_count)
+            return None if logits is None else logits[:, -logit_count:].float().cpu().numpy()
 
     def _compute_by_modules(
-        self, ids: torch.Tensor, reading: Reading, slots: SlotCache, told: int
+        self, ids: torch.Tensor, reading: Reading, slots: SlotCache, logit_count: int
     ) -> torch.Tensor | None:
         """The pass by transformers' modules, whatever the architecture."""
-        out = (self._model if told else self._model.base_model)(
+        out = (self._model if logit_count else self._model.base_model)(
             input_ids=ids,
             position_ids=reading.positions,
             past_key_values=slots,
             use_cache=True,
             slots=slots,
-            **({"logits_to_keep": told} if told else {}),
+            **({"logits_to_keep": logit_count} if logit_count else {}),
         )
-        return out.logits if told else None
+        return out.logits if logit_count else None

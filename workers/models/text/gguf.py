@@ -1,6 +1,6 @@
 """Turns a GGUF file into a folder as on the Hugging Face hub, once.
 
-`python -m workers.models.text.gguf SOURCE FOLDER` does so by hand. Weights of 4 bits become floats.
+`python -m workers.models.text.gguf SOURCE FOLDER` does so manually. 4-bit weights become floats.
 They stay as exact as they were: what quantization lost does not come back.
 """
 
@@ -25,7 +25,7 @@ def converted(path: Path, cache_dir: Path) -> Path:
     """The folder of a GGUF file below `cache_dir`, which is made first if necessary.
 
     Raises:
-        ConfigurationError: the file can't be read, or the package `gguf` is missing.
+        ConfigurationError: the file can't be read, or the `gguf` package is missing.
     """
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]

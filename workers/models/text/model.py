@@ -2,19 +2,18 @@
 
 A step reads at most `generation.chunk_tokens` of prompts, of tenants in turns, and writes one token
 of each text whose prompt was read. So a long prompt holds the others up for one part of it at a
-time. A step that wrote the first token of a text ends there, so that it is told at once. The others
+time. A step that wrote the first token of a text ends there, so that it is sent at once. The others
 write next.
 
 A text that writes alone may write several tokens in a step, of which all but the first were guessed
 (`generation.lookup_tokens`). In company each token of a guess would take time from the others.
 
-Whose prompt is read next, of the texts that are in.
+The prefill order is round-robin across tenants.
 
-Guesses how a text goes on: as it did after the same words before, in its prompt or in itself.
-
-The model checks a guess in one pass, and what it would not have written is dropped. So a text stays
-what it is, and one that quotes is written in fewer passes. Saxena, Prompt lookup decoding, 2023,
-https://github.com/apoorvumang/prompt-lookup-decoding.
+Guesses are prompt-lookup speculative decoding: a text goes on as it did after the same words
+before, in its prompt or in itself. The model checks a guess in one pass, and what it would not have
+written is dropped. So a text stays what it is, and one that quotes is written in fewer passes.
+Saxena, Prompt lookup decoding, 2023, https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Lookup:
         self._longest = most
         self._now = min(_FIRST_GUESS_TOKENS, most)
         self._next: dict[tuple[int, ...], int] = {}
-        """Where a text went on after these tokens, the last time."""
+        """The position where a text went on after these tokens, the last time."""
         self._known = _MATCHED_TOKENS
 
     def guess(self, ids: Sequence[int], room: int) -> list[int]:
@@ -129,23 +128,23 @@ class _Text:
 
     @property
     def is_read_in_part(self) -> bool:
-        """Whether there is more of its prompt to read."""
+        """True if there is more of its prompt to read."""
         return self.row is not None and (self.unread > 1 or not self.writing.ids)
 
     def guess(self, capacity: int) -> list[int]:
-        """What may come next, beside a token that the model chooses."""
+        """Returns tokens that may come next, after the one that the model chooses."""
         room = min(capacity - len(self.ids), self.item.max_tokens - len(self.writing.ids) - 1)
         return self.lookup.guess(self.ids, room)
 
     def chunk(self) -> TokenChunk | None:
-        """What it has written since the last call. None: nothing."""
+        """Returns what it has written since the last call. None if nothing."""
         chunk = self.writing.take_chunk()
         if chunk is not None and not chunk.first:
             chunk.input_tokens, chunk.cached_tokens = self.prompt_tokens, self.cached_tokens
         return chunk
 
     def result(self) -> Result:
-        """What it gives."""
+        """Returns the result of the item."""
         return self.writing.result(self.prompt_tokens, self.cached_tokens)
 
 
@@ -307,7 +306,7 @@ class TextModel:
     def _check_guess(self, text: _Text, guessed: list[int], end: StepEnd) -> bool:
         """Writes tokens as long as they are those that were guessed, and one more.
 
-        Returns False where the guess gives no numbers. The text may go on without it.
+        Returns False if the guess gives no finite numbers. The text may go on without it.
         """
         assert text.row is not None, "this is a bug"
         start = len(text.row.ids)
@@ -337,7 +336,7 @@ class TextModel:
         try:
             text.ids.append(text.writing.write(logits))
         except PenstockError as error:
-            # Its numbers may be none, which would spoil the text that gets the row next.
+            # Its values may be NaN, which would spoil the text that gets the row next.
             self._forget(text)
             self._leave(text.place)
             end.results[text.place] = error
@@ -364,7 +363,7 @@ class TextModel:
             self._rows.free(text.row)
 
     def take_chunks(self) -> dict[int, TokenChunk]:
-        """What each streamed text has written since the last call."""
+        """Returns what each streamed text has written since the last call."""
         chunks = {
             place: text.chunk() for place, text in self._texts.items() if text.item.is_streamed
         }

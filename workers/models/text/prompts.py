@@ -1,10 +1,9 @@
-"""Conversations and prompts to token ids, in the I/O process.
+"""Converts conversations and prompts to token ids, in the I/O process.
 
-How large a JSON schema may be. What it costs is paid by all texts of a batch, at each token.
+The size of a JSON schema is bounded, because all texts of a batch pay for it at each token.
 
-Renders the chat template of a model folder: code by strangers, so bounded and in a sandbox.
-
-The environment is that of transformers' apply_chat_template, without its import of 60 MB.
+The chat template of a model folder is code by strangers, so it is bounded and runs in a sandbox.
+Its environment is that of transformers' apply_chat_template, without its import of 60 MB.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class ChatTemplate:
         clock: gives seconds.
 
     Raises:
-        ValueError: it is no template.
+        ValueError: it is not a template.
     """
 
     def __init__(
@@ -155,7 +154,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _product_length(operator: str, left: Any, right: Any) -> int:
-    """How long the result may be, roughly."""
+    """Returns how long the result may be, roughly."""
     sizes = [len(one) if isinstance(one, str | list | tuple) else 0 for one in (left, right)]
     numbers = [int(one) for one in (left, right) if isinstance(one, int | float)]
     if operator == "+":
@@ -212,10 +211,10 @@ def _to_json(
 
 
 MAX_BYTES = 32 * 1024
-"""Of the schema as JSON. One of this size takes up to about 0.2 s to read."""
+"""The size of the schema as JSON. One of this size takes up to about 0.2 s to read."""
 MAX_CHARACTERS = 4096
-"""Of a constant, a pattern or a name, as JSON has it: a control character is six of them. One of
-this length takes 2 ms at each token, and one of 60,000 takes 35 ms."""
+"""The limit for a constant, a pattern or a name, as JSON has it: a control character is six of
+them. One of this length takes 2 ms at each token, and one of 60,000 takes 35 ms."""
 _NOT_MATCHED = frozenset({"description", "title", "$comment", "$id", "$schema"})
 
 
@@ -223,7 +222,7 @@ def check_size(json_schema: str) -> None:
     """Checks the size of a schema.
 
     Raises:
-        ValueError: the schema, or a text in it, is too large, or it is no JSON.
+        ValueError: the schema, or a text in it, is too large, or it is not JSON.
     """
     size_bytes = len(json_schema.encode())
     if size_bytes > MAX_BYTES:

@@ -1,6 +1,6 @@
 """Keys and values of several texts, one row each, and the attention over them.
 
-Which row of the cache has the keys and values of which tokens.
+It also knows which row of the cache has the keys and values of which tokens.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class TokenRows:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Returns how many tokens both begin with."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
@@ -142,7 +142,7 @@ class Reading:
         return self.starts[:, None] + torch.arange(self.tokens, device=self.starts.device)
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """What each new token may look at, bool [rows, 1, tokens, length]. None: everything.
+        """Returns the attention mask, bool [rows, 1, tokens, length]. None if nothing is masked.
 
         Args:
             window: how many tokens back a token sees, itself included. None: all.
@@ -217,7 +217,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         shape = (self._rows, states.shape[1], self.capacity, states.shape[3])
         if states.device.type != "cpu":
             return torch.zeros(shape, dtype=states.dtype, device=states.device)
-        # Memory that the system gives only where it is written.
+        # The system allocates this memory only when it is written.
         count = int(np.prod(shape)) * states.element_size()
         return torch.from_numpy(np.zeros(count, np.uint8)).view(states.dtype).view(shape)
 
@@ -237,7 +237,7 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def clear(self, row: int, start: int = 0) -> None:
-        """Forgets a row from its token `start` on, numbers that are none included."""
+        """Forgets a row from its token `start` on, NaN included."""
         for layer in (*self._keys, *self._values):
             layer[row, :, start:].zero_()
 

@@ -1,11 +1,10 @@
 """A text model that vLLM computes, step by step.
 
 vLLM schedules, keeps keys and values in pages, chooses tokens and follows JSON schemas. What a text
-is, where it stops and what its readers are told is decided here, as for every text model.
+is, where it stops and what its readers get is decided here, as for every text model.
 
-The engine is `LLMEngine`, in this process: one call of its `step` is one of ours.
-
-Opens an engine of vLLM for a text model: its options, and what they follow from.
+The engine is `LLMEngine`, in this process: one call of its `step` is one of ours. Its options
+follow from the catalog entry and the device.
 
 vLLM is not installed with Penstock, because its versions pin other libraries. This was written for
 0.32.
@@ -46,7 +45,7 @@ _DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float
 
 
 def import_vllm() -> Any:
-    """The package `vllm`, set up for an engine in this process.
+    """The `vllm` package, set up for an engine in this process.
 
     Raises:
         ConfigurationError: it is not installed here.
@@ -124,7 +123,7 @@ def _arguments(
 
 
 def _cache_bytes(config: dict[str, Any], blocks: int) -> int | None:
-    """What keys and values take in fp32, which is the most. None: not known of this model."""
+    """Returns the bytes of keys and values in fp32, which is the maximum. None if unknown."""
     try:
         heads = config["num_attention_heads"]
         width = config.get("head_dim") or config["hidden_size"] // heads
@@ -154,7 +153,7 @@ class _Text:
     def take(self, output: Any) -> int:
         """Takes in the tokens that a step gave. Returns how many it read and wrote.
 
-        vLLM tells of a prompt when it was read. Of one that took several steps, that is the last.
+        vLLM reports a prompt when it was read. Of one that took several steps, that is the last.
 
         Raises:
             ModelFailed: vLLM ended the text for a reason of its own.
@@ -164,8 +163,8 @@ class _Text:
         if not self.item.written_ids:
             self.cached_tokens = min(output.num_cached_tokens or 0, self.prompt_tokens)
         (given,) = output.outputs
-        told = given.logprobs or [None] * len(given.token_ids)
-        for token, chances in zip(given.token_ids, told, strict=True):
+        logprobs = given.logprobs or [None] * len(given.token_ids)
+        for token, chances in zip(given.token_ids, logprobs, strict=True):
             if self.writing.finish is None:
                 logs = None if chances is None else {t: one.logprob for t, one in chances.items()}
                 self.writing.add_chosen(token, logs)
@@ -175,7 +174,7 @@ class _Text:
         return read + len(given.token_ids)
 
     def chunk(self) -> TokenChunk | None:
-        """What it has written since the last call. None: nothing."""
+        """Returns what it has written since the last call. None if nothing."""
         chunk = self.writing.take_chunk()
         if chunk is not None and not chunk.first:
             chunk.input_tokens, chunk.cached_tokens = self.prompt_tokens, self.cached_tokens
@@ -350,7 +349,7 @@ class VllmTextModel:
         return end
 
     def take_chunks(self) -> dict[int, TokenChunk]:
-        """What each streamed text has written since the last call."""
+        """Returns what each streamed text has written since the last call."""
         chunks = {
             place: text.chunk() for place, text in self._texts.items() if text.item.is_streamed
         }

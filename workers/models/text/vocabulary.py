@@ -24,7 +24,7 @@ _OPTIONAL = frozenset({"generation_config.json", "tokenizer_config.json"})
 
 
 class Vocabulary:
-    """What the files of a model's folder say about its tokens.
+    """The tokens of a model, as described by the files of its folder.
 
     Args:
         folder: a folder as on the Hugging Face hub, with tokenizer.json.
@@ -61,7 +61,7 @@ class Vocabulary:
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"{path}: {error}", field="source") from error
         if not isinstance(found, dict):
-            raise ConfigurationError(f"{path}: is no JSON object", field="source")
+            raise ConfigurationError(f"{path}: is not a JSON object", field="source")
         return found
 
     def _read_ends(self) -> list[int]:
@@ -105,12 +105,12 @@ class Vocabulary:
 
     @cached_property
     def digits(self) -> NDArray[np.bool_]:
-        """Which tokens begin with a digit, [size] bool."""
+        """A mask of the tokens that begin with a digit, [size] bool."""
         return np.array([self.token_bytes(one)[:1].isdigit() for one in range(self.size)])
 
     @cached_property
     def zeros(self) -> NDArray[np.bool_]:
-        """Which tokens begin with the digit 0, [size] bool."""
+        """A mask of the tokens that begin with the digit 0, [size] bool."""
         return np.array([self.token_bytes(one)[:1] == b"0" for one in range(self.size)])
 
     @cached_property
@@ -123,7 +123,7 @@ class Vocabulary:
         """A matcher of texts that are JSON of this schema. The last ones are kept.
 
         Raises:
-            ValueError: the schema is none, or has parts that are not supported.
+            ValueError: the schema is not valid, or has parts that are not supported.
         """
         with self._making:
             made = self._matchers.pop(json_schema, None) or self._make_matcher(json_schema)
@@ -138,7 +138,7 @@ class Vocabulary:
                 json_schema, overrides={"whitespace_pattern": _WHITESPACE}
             )
         except (TypeError, KeyError) as error:
-            raise ValueError(f"the schema is no JSON object: {error}") from error
+            raise ValueError(f"the schema is not a JSON object: {error}") from error
         matcher = LLMatcher(self._grammar_tokens, grammar, log_level=0)
         if not matcher.is_error():
             self._try_token(trial := matcher.deep_copy())

@@ -1,8 +1,7 @@
-"""What one item has written: its tokens, their text, and why it ended.
+"""The output of one item: its tokens, their text, and the reason that it ended.
 
-Finds where a text stops, and how much of it readers may see before that is known.
-
-How long the number is that JSON ends with so far.
+It finds where a text stops, and how much of it readers may see before that is known. It also bounds
+the length of a number at the end of unfinished JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class NumberLength:
 
     @property
     def is_full(self) -> bool:
-        """Whether the number at the end should not get another digit."""
+        """True if the number at the end should not get another digit."""
         return self._digits >= MAX_DIGITS
 
     def read(self, text: str) -> None:
@@ -59,7 +58,7 @@ class StopFinder:
         self._longest = max((len(stop) for stop in self._stops), default=0)
 
     def find(self, text: str, known: int) -> int | None:
-        """Where the first stop sequence begins, or None.
+        """Returns where the first stop sequence begins, or None.
 
         Args:
             text: all of the text so far.
@@ -70,7 +69,7 @@ class StopFinder:
         return min(found, default=None)
 
     def visible(self, text: str) -> int:
-        """How many characters can't be part of a stop sequence that ends later."""
+        """Returns how many characters can't be part of a stop sequence that ends later."""
         first = max(0, len(text) - self._longest + 1) if self._stops else len(text)
         for at in range(first, len(text)):
             tail = text[at:]
@@ -119,15 +118,15 @@ class Writing:
         except BadInput as error:
             raise ModelFailed(error.message) from error
         # What the readers of another worker have seen.
-        self._told_ids = len(self.ids)
-        self._told_text = len(item.written_text)
-        self._told_logprobs = len(self._logprobs)
+        self._reported_ids = len(self.ids)
+        self._reported_text = len(item.written_text)
+        self._reported_logprobs = len(self._logprobs)
 
     def write(self, logits: Row) -> int:
         """Chooses the next token from its logits (float32 [vocabulary]), and returns it.
 
         Raises:
-            ModelFailed: the logits are no numbers.
+            ModelFailed: the logits are not numbers.
             BadInput: the schema can't be followed.
         """
         logits = logits[: self._vocabulary.size]
@@ -137,7 +136,7 @@ class Writing:
         if self._item.logprobs >= 0 and token not in self._vocabulary.ends:
             row = log_probabilities(logits)
             best = largest(row, self._item.logprobs).tolist() if self._item.logprobs > 0 else []
-            self._logprobs.append(self._tell(row, token, best))
+            self._logprobs.append(self._logprob_of(row, token, best))
         self.add(token)
         return token
 
@@ -150,7 +149,7 @@ class Writing:
         """
         if chances is not None and token not in self._vocabulary.ends:
             best = sorted(chances, key=lambda one: (-chances[one], one))[: self._item.logprobs]
-            self._logprobs.append(self._tell(chances, token, best))
+            self._logprobs.append(self._logprob_of(chances, token, best))
         self.add(token)
 
     @property
@@ -168,7 +167,7 @@ class Writing:
         return self._without_digits(allowed) if self._number.is_full else allowed
 
     def _without_digits(self, allowed: Row) -> Row:
-        """What ends a long number. Where it can't end yet, as 0.000 above 0, no more zeros."""
+        """Masks digits to end a long number. If it can't end yet, as 0.000 above 0, masks zeros."""
         for unwanted in (self._vocabulary.digits, self._vocabulary.zeros):
             left: Row = np.where(unwanted, np.float32(-np.inf), allowed)
             if np.isfinite(left.max()):
@@ -204,19 +203,19 @@ class Writing:
             self.finish = "stop"
 
     def take_chunk(self) -> TokenChunk | None:
-        """What is new since the last call. None: nothing."""
+        """Returns what is new since the last call. None if nothing."""
         visible = self._stops.visible(self._text) if self.finish is None else len(self._text)
         chunk = TokenChunk(
-            self._told_ids,
-            self.ids[self._told_ids :],
-            self._text[self._told_text : visible],
-            self._logprobs[self._told_logprobs :],
+            self._reported_ids,
+            self.ids[self._reported_ids :],
+            self._text[self._reported_text : visible],
+            self._logprobs[self._reported_logprobs :],
         )
         if not chunk.ids and not chunk.text:
             return None
-        self._told_ids = len(self.ids)
-        self._told_text = max(self._told_text, visible)
-        self._told_logprobs = len(self._logprobs)
+        self._reported_ids = len(self.ids)
+        self._reported_text = max(self._reported_text, visible)
+        self._reported_logprobs = len(self._logprobs)
         return chunk
 
     def result(self, input_tokens: int, cached_tokens: int) -> GenerationResult:
@@ -232,7 +231,7 @@ class Writing:
             logprobs=self._logprobs,
         )
 
-    def _tell(self, row: Row | dict[int, float], token: int, best: list[int]) -> TokenLogprob:
+    def _logprob_of(self, row: Row | dict[int, float], token: int, best: list[int]) -> TokenLogprob:
         found = self._named(row, token)
         found.top = [self._named(row, one) for one in best]
         return found
