@@ -217,6 +217,7 @@ class Limiter:
             if period is None:
                 raise refusal([need], now_s)
             reservation.note(need, period)
+        self.touch(counter for counter, _ in lacking)  # Redis gets to know it as soon as it is back
 
     async def settle_hold(
         self, record_id: str, takings: Sequence[Taking], used: RequestDemand | None
