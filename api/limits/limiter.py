@@ -13,6 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -22,7 +23,7 @@ from api.limits.accounts import Account, Accounts
 from api.limits.budget_warnings import BudgetWarnings
 from api.limits.counters import LEASE_S, Counter, MonthCounter
 from api.limits.shown import Need, headers_of, refusal
-from api.limits.store import SLOTS_S, Ask, Kind, LimitStore, Standing
+from api.limits.store import SLOTS_S, Answer, Ask, Kind, LimitStore, Standing
 from shared.errors import Unavailable
 from shared.tasks.base import Unit
 from shared.tenants.plan import Caller
@@ -100,6 +101,7 @@ class Limiter:
         self._totals_since_ms = 0
         self._touched: set[Counter] = set()
         self._is_touched = asyncio.Event()
+        self._takings: set[asyncio.Task[list[Answer]]] = set()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """Who waits for what is reserved of a budget, by its key, the longest first."""
 
@@ -180,8 +182,14 @@ class Limiter:
         sent_s = self._clock()
         asks = [counter.ask(amount, sent_s) for counter, amount in lacking]
         asking = account.asking = asyncio.get_running_loop().create_future()
+        taking = asyncio.create_task(self.store.take(asks))
+        self._takings.add(taking)
+        taking.add_done_callback(self._takings.discard)
         try:
-            answers = await self.store.take(asks)
+            answers = await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            self._leave_behind(taking, lacking, asks, sent_s)
+            raise
         except BaseException as error:
             for (counter, amount), ask in zip(lacking, asks, strict=True):
                 counter.abandon(ask, amount)
@@ -196,15 +204,54 @@ class Limiter:
         for (counter, amount), ask, answer in zip(lacking, asks, answers, strict=True):
             counter.accept(ask, answer, sent_s, need=amount)
         self.touch(counter for counter, _ in lacking)
-        for (counter, amount), answer in zip(lacking, answers, strict=True):
-            if self._warnings is not None and isinstance(counter, MonthCounter):
-                is_refused = not answer.fits and counter.is_spent(amount)
-                self._warnings.check(counter, account.plan, account.tenant, is_refused=is_refused)
+        self._warn(account, lacking, answers)
         refused = [need for need, answer in zip(lacking, answers, strict=True) if not answer.fits]
         if refused:
             raise refusal(refused, self._clock())
         for need, answer in zip(lacking, answers, strict=True):
             reservation.note(need, answer.period)
+
+    def _warn(self, account: Account, asked: Sequence[Need], answers: Sequence[Answer]) -> None:
+        """Tells the tenant of budgets that are spent up to a share of them."""
+        for (counter, amount), answer in zip(asked, answers, strict=True):
+            if self._warnings is not None and isinstance(counter, MonthCounter):
+                is_refused = not answer.fits and counter.is_spent(amount)
+                self._warnings.check(counter, account.plan, account.tenant, is_refused=is_refused)
+
+    def _leave_behind(
+        self,
+        taking: asyncio.Task[list[Answer]],
+        lacking: Sequence[Need],
+        asks: Sequence[Ask],
+        sent_s: float,
+    ) -> None:
+        """Its request is canceled. Redis may take it all the same: then it comes back."""
+        late = list[tuple[Need, Ask]]()
+        for need, ask in zip(lacking, asks, strict=True):
+            if ask.kind == "slots":  # the next ask says how many are needed
+                need.counter.abandon(ask, need.amount)
+            else:
+                late.append((need, ask))
+        taking.add_done_callback(partial(self._return_late, late, asks, sent_s))
+
+    def _return_late(
+        self,
+        late: Sequence[tuple[Need, Ask]],
+        asks: Sequence[Ask],
+        sent_s: float,
+        taking: asyncio.Task[list[Answer]],
+    ) -> None:
+        """Gives back what Redis granted to a request that was canceled while it asked."""
+        if taking.cancelled() or taking.exception() is not None:
+            for need, ask in late:
+                need.counter.abandon(ask, need.amount)
+            return
+        answers = dict(zip((ask.key for ask in asks), taking.result(), strict=True))
+        for (counter, amount), ask in late:
+            counter.accept(ask, answers[ask.key], sent_s, need=amount)
+            if answers[ask.key].granted:
+                counter.give_back(amount, answers[ask.key].period, self._clock())
+        self.touch(need.counter for need, _ in late)
 
     def _take_alone(self, reservation: Reservation, lacking: Sequence[Need]) -> None:
         now_s = self._clock()
