@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -269,6 +270,7 @@ class Limiter:
         self._totals_since_ms = 0
         self._touched: set[Counter] = set()
         self._is_touched = asyncio.Event()
+        self._takings: set[asyncio.Task[list[Answer]]] = set()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """Waiters for the reserved part of a budget, by its key, the longest first."""
 
@@ -349,8 +351,14 @@ class Limiter:
         sent_s = self._clock()
         asks = [counter.ask(amount, sent_s) for counter, amount in missing]
         asking = account.asking = asyncio.get_running_loop().create_future()
+        taking = asyncio.create_task(self.store.take(asks))
+        self._takings.add(taking)
+        taking.add_done_callback(self._takings.discard)
         try:
-            answers = await self.store.take(asks)
+            answers = await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            self._leave_behind(taking, missing, asks, sent_s)
+            raise
         except BaseException as error:
             for (counter, amount), ask in zip(missing, asks, strict=True):
                 counter.abandon(ask, amount)
@@ -365,15 +373,54 @@ class Limiter:
         for (counter, amount), ask, answer in zip(missing, asks, answers, strict=True):
             counter.accept(ask, answer, sent_s, need=amount)
         self.touch(counter for counter, _ in missing)
-        for (counter, amount), answer in zip(missing, answers, strict=True):
-            if self._warnings is not None and isinstance(counter, MonthCounter):
-                is_refused = not answer.fits and counter.is_spent(amount)
-                self._warnings.check(counter, account.plan, account.tenant, is_refused=is_refused)
+        self._warn(account, missing, answers)
         refused = [need for need, answer in zip(missing, answers, strict=True) if not answer.fits]
         if refused:
             raise refusal(refused, self._clock())
         for need, answer in zip(missing, answers, strict=True):
             reservation.note(need, answer.period)
+
+    def _warn(self, account: Account, asked: Sequence[Need], answers: Sequence[Answer]) -> None:
+        """Tells the tenant of budgets that are spent up to a share of them."""
+        for (counter, amount), answer in zip(asked, answers, strict=True):
+            if self._warnings is not None and isinstance(counter, MonthCounter):
+                is_refused = not answer.fits and counter.is_spent(amount)
+                self._warnings.check(counter, account.plan, account.tenant, is_refused=is_refused)
+
+    def _leave_behind(
+        self,
+        taking: asyncio.Task[list[Answer]],
+        missing: Sequence[Need],
+        asks: Sequence[Ask],
+        sent_s: float,
+    ) -> None:
+        """Its request is canceled. Redis may take it all the same: then it comes back."""
+        late = list[tuple[Need, Ask]]()
+        for need, ask in zip(missing, asks, strict=True):
+            if ask.kind == "slots":  # the next ask says how many are needed
+                need.counter.abandon(ask, need.amount)
+            else:
+                late.append((need, ask))
+        taking.add_done_callback(partial(self._return_late, late, asks, sent_s))
+
+    def _return_late(
+        self,
+        late: Sequence[tuple[Need, Ask]],
+        asks: Sequence[Ask],
+        sent_s: float,
+        taking: asyncio.Task[list[Answer]],
+    ) -> None:
+        """Gives back what Redis granted to a request that was canceled while it asked."""
+        if taking.cancelled() or taking.exception() is not None:
+            for need, ask in late:
+                need.counter.abandon(ask, need.amount)
+            return
+        answers = dict(zip((ask.key for ask in asks), taking.result(), strict=True))
+        for (counter, amount), ask in late:
+            counter.accept(ask, answers[ask.key], sent_s, need=amount)
+            if answers[ask.key].granted:
+                counter.give_back(amount, answers[ask.key].period, self._clock())
+        self.touch(need.counter for need, _ in late)
 
     def _take_alone(self, reservation: Reservation, missing: Sequence[Need]) -> None:
         now_s = self._clock()
@@ -386,6 +433,7 @@ class Limiter:
             if period is None:
                 raise refusal([need], now_s)
             reservation.note(need, period)
+        self.touch(counter for counter, _ in missing)  # Redis gets to know it as soon as it is back
 
     async def settle_hold(
         self, record_id: str, takings: Sequence[Taking], used: RequestDemand | None

@@ -18,8 +18,10 @@
 -- returns: [[period, amount], ...], unused amounts taken in a period. Negative: used in addition.
 -- month: that the request arrived in, of this budget. 0: the current one. Its rows are of that month,
 -- so it counts there too if it is late: a line of a batch, or a request of the last second. A budget
--- also has the month before the current one. Older ones count as that.
--- Period -1 is the current one, of a budget `month`. Of slots, need is how many the instance holds in all, not how many it
+-- has the month before the current one besides. Older ones count as that.
+-- Period -1 is the current one, of a budget `month`. It says what was taken without Redis. A part of that may
+-- come back before it is told, as any instance settles a prediction. What came back beyond what was used is owed
+-- for as long as slots are kept, and goes off what is told. Of slots, need is how many the instance holds in all, not how many it
 -- adds, so a lost answer does no harm.
 --
 -- A window is a hash with the amount of each bucket, their sum, and the first and the last bucket.
@@ -124,8 +126,8 @@ local months, HELD = {}, '^held:(%d+):(.*)$'
 
 function months.forget(key, before)
   for _, field in ipairs(redis.call('HKEYS', key)) do
-    local warned = tonumber(string.match(field, '^warned:(%d+):') or before)
-    if warned < before then redis.call('HDEL', key, field) end
+    local of = string.match(field, '^warned:(%d+):') or string.match(field, '^owed:(%d+)$')
+    if tonumber(of or before) < before then redis.call('HDEL', key, field) end
   end
 end
 
@@ -161,15 +163,28 @@ function months.open(key, one)
   local own_held, others_held = months.held(key, period, fields)
   return {
     name = one.key, all = used, newest = month, used = used[period] or 0, period = period,
-    own_held = own_held, others_held = others_held,
+    own_held = own_held, others_held = others_held, owed = months.owed(fields, period),
   }
 end
 
-function months.give_back(_, state, period, amount)
+-- What came back of a period beyond what was used of it: an instance has not told yet that it took it.
+function months.owed(fields, period)
+  local owed, ends_ms = string.match(fields['owed:' .. whole(period)] or '', '^(%S+) (%d+)$')
+  return owed and tonumber(ends_ms) > now_ms and tonumber(owed) or 0
+end
+
+function months.give_back(key, state, period, amount)
   state.came_back = true
-  if period == -1 then period = state.period end
-  if period == state.period then
-    state.used = math.max(0, state.used - amount)
+  if period == -1 or period == state.period then
+    local back, field = amount + state.owed, 'owed:' .. whole(state.period)
+    state.owed = math.max(0, back - state.used)
+    state.used = math.max(0, state.used - back)
+    if state.owed > 0 then
+      local ends = ' ' .. whole(now_ms + slots_ms)
+      redis.call('HSET', key, field, string.format('%.17g', state.owed) .. ends)
+    else
+      redis.call('HDEL', key, field)
+    end
   else
     state.all[period] = math.max(0, (state.all[period] or 0) - amount)
   end

@@ -11,7 +11,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from api.dispatch.request import COST_HEADER
 from api.limits.limiter import Limiter
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Cache, Price
+from shared.errors import Unavailable
 from shared.settings import ApiSettings
 from shared.tenants.plan import Limits, Plan
 from shared.usage.row import Row
@@ -144,7 +145,8 @@ class Ledger:
         """What Redis has counted, once every instance has given back what it does not need."""
         limiters = [*(api.dependencies.limiter for api in self.apis), *self.limiters]
         for limiter in limiters:
-            await limiter.give_back(math.inf)
+            with suppress(Unavailable):  # it has lost Redis a moment ago
+                await limiter.give_back(math.inf)
         counted = {}
         async with redis.asyncio.Redis.from_url(self.redis_url) as client:
             for name in self._with_tenants(dict.fromkeys(self.tenant_of, 0.0)):

@@ -7,19 +7,32 @@ form.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import redis
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import bigquery
 
 from tests.faults.schedule import Fault, faults, inject
 from tests.faults.traffic import Tally, Traffic
-from tests.faults.world import APIS, BrokerKind, RowsKind, World
-from tests.limits import WAIT_LIMIT_S
+from tests.faults.world import APIS, TENANTS, BrokerKind, RowsKind, World
+from tests.keys import stored
+from tests.limits import PATIENCE, WAIT_LIMIT_S
+
+EXACT_USD = 1e-9
+RESERVED_USD = 0.1
+"""More than the most that a request here can cost: a token for each byte of its text."""
+COUNTING = {*APIS, "redis", *(f"{api}.redis" for api in APIS)}
+"""What a fault must befall so that counters and rows may differ."""
+SETTLE_LIMIT_S = 15.0 * PATIENCE
+"""The last predictions are settled 10 s after they were canceled, if no worker had them."""
+Rows = dict[str, list[dict[str, Any]]]
 
 
 @dataclass
@@ -31,6 +44,10 @@ class Findings:
     rows_missing: list[str]
     rows_double: list[str]
     rows_wrong: list[str]
+    costs_wrong: list[str]
+    """Requests whose rows charge something else than their answers said."""
+    counters_off: list[str]
+    """Budgets of tenants and keys that are further from their rows than faults may bring them."""
     took_s: float
 
     def table(self) -> list[tuple[str, int]]:
@@ -46,6 +63,8 @@ class Findings:
             ("rows missing", len(self.rows_missing)),
             ("rows double", len(self.rows_double)),
             ("rows wrong", len(self.rows_wrong)),
+            ("costs wrong", len(self.costs_wrong)),
+            ("counters off", len(self.counters_off)),
         ]
 
     def flaws(self) -> list[str]:
@@ -58,6 +77,8 @@ class Findings:
             "row missing": self.rows_missing,
             "row double": self.rows_double,
             "row wrong": self.rows_wrong,
+            "cost wrong": self.costs_wrong,
+            "counter off": self.counters_off,
         }
         return [f"{name}: {one}" for name, found in flaws.items() for one in found]
 
@@ -86,15 +107,20 @@ def run(
         rows: where they go first.
     """
     began_s = time.monotonic()
-    with World(folder, broker=broker, rows=rows) as world:
+    with World(folder, broker=broker, rows=rows, has_keys=True) as world:
         say(f"all parts ready after {time.monotonic() - began_s:.1f} s")
         traffic = Traffic(
             [world.url(api) for api in APIS], in_flight=in_flight, requests=requests, seed=seed
         )
-        plan = faults(seed, faults_count, has_archive=world.has_archive)
-        done = asyncio.run(_run(world, traffic, plan, say))
-        missing, double, wrong = _check_rows(world, traffic.tally)
-    return Findings(done, traffic.tally, missing, double, wrong, time.monotonic() - began_s)
+        plan = list(faults(seed, faults_count, has_archive=world.has_archive))
+        done = asyncio.run(_run(world, traffic, iter(plan), say))
+        touching = sum(one.target in COUNTING for one in plan)
+        found, missing = _read_rows(world, traffic.tally)
+        double, wrong = _check_rows(found, traffic.tally)
+        costs = _check_costs(found, traffic.tally)
+        off = _check_counters(world, found, touching * in_flight, say)
+    took_s = time.monotonic() - began_s
+    return Findings(done, traffic.tally, missing, double, wrong, costs, off, took_s)
 
 
 async def _run(
@@ -108,10 +134,8 @@ async def _run(
         return done
 
 
-def _check_rows(world: World, tally: Tally) -> tuple[list[str], list[str], list[str]]:
-    """Ids of requests without a row, with two, and with one that says something else than their
-    answer.
-    """
+def _read_rows(world: World, tally: Tally) -> tuple[Rows, list[str]]:
+    """All rows, each once, by request, and the ids of requests that lack theirs."""
     settings = world.settings
     client = bigquery.Client(
         project=settings.project,
@@ -119,21 +143,83 @@ def _check_rows(world: World, tally: Tally) -> tuple[list[str], list[str], list[
         client_options={"api_endpoint": settings.bigquery_endpoint},
     )
     since = "WHERE received_at > TIMESTAMP '2020-01-01'"
-    sql = f"SELECT request_id, status FROM `{settings.dataset}.rows_deduplicated` {since}"
+    fields = "request_id, status, key_id, tenant, cost_usd"
+    sql = f"SELECT {fields} FROM `{settings.dataset}.rows_deduplicated` {since}"
     until_s = time.monotonic() + WAIT_LIMIT_S
     while True:
-        found: dict[str, list[str]] = {}
+        found: Rows = {}
         for row in client.query_and_wait(sql, wait_timeout=WAIT_LIMIT_S):
-            found.setdefault(row["request_id"], []).append(row["status"])
+            found.setdefault(row["request_id"], []).append(dict(row.items()))
         missing = [one for one in tally.expected_rows if one not in found]
         if not missing or time.monotonic() > until_s:
             break
         time.sleep(0.5)
     client.close()
-    double = [one for one, statuses in found.items() if len(statuses) > 1]
+    return found, missing
+
+
+def _check_rows(found: Rows, tally: Tally) -> tuple[list[str], list[str]]:
+    """Ids of requests with two rows, and with one that says something else than their answer."""
+    double = [one for one, rows in found.items() if len(rows) > 1]
     wrong = [
-        f"{one}: {found[one][0]}, not {status}"
+        f"{one}: {found[one][0]['status']}, not {status}"
         for one, status in tally.expected_rows.items()
-        if one in found and status not in ("any", found[one][0])
+        if one in found and status not in ("any", found[one][0]["status"])
     ]
-    return missing, double, wrong
+    return double, wrong
+
+
+def _check_costs(found: Rows, tally: Tally) -> list[str]:
+    """Every answer that said what it costs has rows that charge just that."""
+    charged = {one: sum(row["cost_usd"] or 0.0 for row in rows) for one, rows in found.items()}
+    return [
+        f"{one}: {charged[one]}, not {usd}"
+        for one, usd in tally.told_usd.items()
+        if one in charged and abs(charged[one] - usd) > EXACT_USD
+    ]
+
+
+def _check_counters(
+    world: World, found: Rows, cut_short: int, say: Callable[[str], None]
+) -> list[str]:
+    """Compares what Redis counts of each budget with its rows.
+
+    They are equal but for requests that a fault cut short: an instance that is killed leaves what
+    its open requests had reserved, and their rows charge what workers had computed. A round trip
+    to Redis whose answer is lost is repeated, so what it took or gave back counts twice.
+
+    Args:
+        world: has Redis.
+        found: the rows.
+        cut_short: how many requests faults can have cut short at the most: all in flight, at each.
+        say: gets the three numbers of each budget.
+    """
+    rows: dict[str, float] = dict.fromkeys(_budgets(), 0.0)
+    for row in itertools.chain.from_iterable(found.values()):
+        for name in (f"t:{row['tenant']}", f"k:{row['tenant']}:{row['key_id']}"):
+            rows[name] = rows.get(name, 0.0) + (row["cost_usd"] or 0.0)
+    bound_usd = cut_short * RESERVED_USD + EXACT_USD
+    until_s = time.monotonic() + SETTLE_LIMIT_S
+    with redis.Redis.from_url(world.settings.redis_url) as client:
+        while True:
+            counted = {
+                name: float(client.hget(f"penstock:limits:month:{name}:usd", "used") or 0)
+                for name in rows
+            }
+            apart_usd = {name: abs(counted[name] - usd) for name, usd in rows.items()}
+            if max(apart_usd.values()) <= EXACT_USD or time.monotonic() > until_s:
+                break
+            time.sleep(0.5)
+    for name, usd in rows.items():
+        say(f"{name}: counted {counted[name]:.6f}, rows {usd:.6f}, bound {bound_usd:.6f}")
+    return [
+        f"{name}: {counted[name]}, rows {rows[name]}"
+        for name, usd in apart_usd.items()
+        if usd > bound_usd
+    ]
+
+
+def _budgets() -> list[str]:
+    """Those of the tenants and keys, as Redis names them."""
+    keys = [f"k:{tenant}:{stored(key, tenant).id}" for key, tenant in TENANTS.items()]
+    return [*(f"t:{tenant}" for tenant in set(TENANTS.values())), *keys]

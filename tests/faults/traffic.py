@@ -19,7 +19,9 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.faults.world import MODEL
+from api.dispatch.request import COST_HEADER
+from tests.faults.world import MODEL, TENANTS
+from tests.keys import bearer
 
 ANSWER_LIMIT_S = 150.0
 """A request without an answer after this is lost."""
@@ -52,6 +54,8 @@ class Tally:
     """Requests after the last fault that waited for their deadline."""
     expected_rows: dict[str, str] = field(default_factory=dict)
     """By request id: the status that its row must have; `any` for canceled ones."""
+    told_usd: dict[str, float] = field(default_factory=dict)
+    """By request id: what its answer said that it costs. Replays and lost answers say nothing."""
     longest_s: float = 0.0
 
     @property
@@ -117,16 +121,21 @@ class Traffic:
         for number in range(ALONE):
             late = self.tally.tries["504"]
             found = await self._insist(
-                "POST", "/v1/embeddings", _body(number), None, {"Cache-Control": "no-store"}
+                "POST",
+                "/v1/embeddings",
+                _body(number),
+                None,
+                {"Cache-Control": "no-store"} | _key_of(number),
             )
             if found is None or self.tally.tries["504"] > late:
                 self.tally.not_healed.append(f"text {number}, alone")
 
     async def _reference(self, number: int) -> Vector:
         async with self._session.post(
-            f"{self._urls[0]}/v1/embeddings", json=_body(number)
+            f"{self._urls[0]}/v1/embeddings", json=_body(number), headers=_key_of(number)
         ) as response:
             answer = await response.json()
+            self.tally.told_usd[response.headers["x-request-id"]] = _cost_usd(response)
             self.tally.expected_rows[response.headers["x-request-id"]] = "succeeded"
             return np.asarray(answer["data"][0]["embedding"], np.float32)
 
@@ -141,6 +150,7 @@ class Traffic:
     async def _embed(self, number: int, key: str) -> None:
         # Most are computed each time; the others may be found in the cache or joined.
         headers = {} if self._random.random() < 0.2 else {"Cache-Control": "no-store"}
+        headers |= _key_of(number)
         found = await self._insist("POST", "/v1/embeddings", _body(number), key, headers)
         if found is None:
             return
@@ -156,16 +166,18 @@ class Traffic:
 
     async def _predict(self, number: int, key: str) -> None:
         body = {"version": MODEL, "input": {"text": text_of(number)}}
-        found = await self._insist("POST", "/v1/predictions", body, key, {})
+        headers = _key_of(number)
+        found = await self._insist("POST", "/v1/predictions", body, key, headers)
         if found is None:
             return
         prediction = found[0]["id"]
         is_canceled = self._random.random() < CANCEL_SHARE
         if is_canceled:
-            await self._insist("POST", f"/v1/predictions/{prediction}/cancel", {}, str(uuid4()), {})
+            path = f"/v1/predictions/{prediction}/cancel"
+            await self._insist("POST", path, {}, str(uuid4()), headers)
         until_s, states = time.monotonic() + ANSWER_LIMIT_S, list[str]()
         while time.monotonic() < until_s:
-            read = await self._insist("GET", f"/v1/predictions/{prediction}", None, None, {})
+            read = await self._insist("GET", f"/v1/predictions/{prediction}", None, None, headers)
             if read is None:
                 return
             states.append(read[0]["status"])
@@ -181,6 +193,8 @@ class Traffic:
         status = read["status"]
         self.tally.answered[f"prediction {status}"] += 1
         self.tally.expected_rows[prediction] = "any" if is_canceled else status
+        metrics = read.get("metrics") or {}
+        self.tally.told_usd[prediction] = float(metrics.get("cost_usd") or 0)
         if status == "succeeded":
             output = read["output"]
             self._check(number, output[0] if isinstance(output[0], list) else output, prediction)
@@ -219,6 +233,12 @@ class Traffic:
                 ) as response:
                     answer = await response.json(content_type=None)
                     if response.status < 300:
+                        if (
+                            path == "/v1/embeddings"
+                            and "idempotent-replayed" not in response.headers
+                        ):
+                            told = self.tally.told_usd
+                            told[response.headers["x-request-id"]] = _cost_usd(response)
                         return (
                             answer,
                             response.headers["x-request-id"],
@@ -240,3 +260,13 @@ class Traffic:
 
 def _body(number: int) -> dict[str, Any]:
     return {"model": MODEL, "input": text_of(number), "encoding_format": "float"}
+
+
+def _key_of(number: int) -> dict[str, str]:
+    """The header of the key that always asks for this text."""
+    names = list(TENANTS)
+    return bearer(names[number % len(names)])
+
+
+def _cost_usd(response: aiohttp.ClientResponse) -> float:
+    return float(response.headers[COST_HEADER])

@@ -26,7 +26,9 @@ from infra.reports.tables import create_tables
 from shared.brokers import admin_of
 from shared.catalog import read_catalog
 from shared.settings import ApiSettings, environment_with, read_settings
+from shared.tenants.plan import Limits, Plan
 from tests.faults.links import Links
+from tests.keys import keys_url, stored
 from tests.limits import START_LIMIT_S
 from workers.runtime.template import MODEL_PROCESS_NAME
 
@@ -42,7 +44,11 @@ CATALOG = """models:
     batch: {{max_tokens: 2048, max_items: 64}}
     deadline: {{default_s: 30, longest_s: 300}}
     cache: {{ttl_s: 3600, scope: global}}
+    price: {{per_million_tokens_usd: 1000, cached_share: 0.25}}
 """
+TENANTS = {"one": "acme", "two": "acme", "other": "globex"}
+"""The tenants of the keys that callers have, by the name of the key. All have budgets."""
+BUDGET_USD = 10_000.0
 APIS = ("api-0", "api-1")
 WORKERS = ("worker-0", "worker-1")
 SERVERS = ("broker", "redis", "bigquery")
@@ -64,6 +70,7 @@ class World:
         served: another model than that of embeddings: its name and the catalog.
         broker: the embedded Pub/Sub, or a RabbitMQ of this machine.
         rows: where they go first: to BigQuery, or to the object store.
+        has_keys: whether callers need a key, and have budgets.
     """
 
     def __init__(
@@ -76,8 +83,10 @@ class World:
         served: tuple[str, str] | None = None,
         broker: BrokerKind = "pubsub",
         rows: RowsKind = "bigquery",
+        has_keys: bool = False,
     ) -> None:
         self._broker = broker
+        self._keys_url = _written_keys(folder) if has_keys else ""
         self.has_archive = rows == "objects"
         self._needs_graph = served is None
         self._model, self._catalog = served or (MODEL, CATALOG.format(backend=backend))
@@ -145,6 +154,7 @@ class World:
             "PENSTOCK_REDIS_URL": f"redis://127.0.0.1:{self._ports['redis']}/0",
             "PENSTOCK_OBJECTS_URL": f"file://{self._folder / 'objects'}",
             "PENSTOCK_SPOOL_DIR": str(self._folder / "spool"),
+            "PENSTOCK_KEYS_URL": self._keys_url,
             "PENSTOCK_SECRET": "one for all instances",
             "PENSTOCK_MAX_IN_FLIGHT": "256",
             "PENSTOCK_ROWS_URL": f"file://{self._folder / 'rows'}" if self.has_archive else "",
@@ -250,6 +260,18 @@ class World:
         if pids:
             os.kill(pids[0], signal.SIGKILL)
         return bool(pids)
+
+
+def _written_keys(folder: Path) -> str:
+    """Budgets that nobody knows of stay open, so that a fault of Redis refuses nothing."""
+    limits = Limits(budget_usd_per_month=BUDGET_USD)
+    plan = Plan(budget_usd_per_month=BUDGET_USD, on_limit_store_outage="allow")
+    return keys_url(
+        folder,
+        plans={"usual": plan},
+        tenants=dict.fromkeys(TENANTS.values(), "usual"),
+        keys=[stored(key, tenant, limits=limits) for key, tenant in TENANTS.items()],
+    )
 
 
 def model_processes(worker: int) -> list[int]:

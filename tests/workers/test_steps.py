@@ -21,6 +21,7 @@ from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody
 from shared.stores.record_state import record_id
 from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk
 from shared.topics import inbox_topic_id
+from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.speller import FIRST_LETTERS, SpellerPreparer
 from tests.workers.worker_harness import WorkerHarness, running_worker
@@ -50,6 +51,7 @@ async def spelling(
     drain_s: float = WAIT_LIMIT_S,
     model: Model = MODEL,
     clock: Clock | None = None,
+    broker: InMemoryTransport | None = None,
 ) -> AsyncIterator[WorkerHarness]:
     command = (sys.executable, "-m", "tests.workers.speller")
     async with (
@@ -62,6 +64,7 @@ async def spelling(
             preparer=SpellerPreparer(),
             drain_s=drain_s,
             clock=clock,
+            broker=broker,
         ) as harness,
     ):
         harness.pool = pool  # type: ignore[attr-defined]

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+
+from PIL import Image
 
 from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog import Model
@@ -46,7 +49,7 @@ from workers.jobs.cancellation import Clock
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
 from workers.jobs.registry import JobRegistry
-from workers.models.base import PreparedText, Preparer
+from workers.models.base import Prepared, PreparedImage, PreparedText, Preparer
 from workers.runtime.client import OnPreviews, OnProgress
 from workers.runtime.pool import ModelPool, ModelProcessDied
 from workers.runtime.protocol import BatchResult, Failure, ResidencyReport
@@ -110,14 +113,14 @@ class LetterProcess:
 
     async def run(
         self,
-        batch: Sequence[PreparedText],
+        batch: Sequence[Prepared],
         *,
         timeout_s: float,
         model: int,
         on_step: OnProgress | None = None,
         on_previews: OnPreviews | None = None,
     ) -> BatchResult:
-        texts = [prepared.ids.decode() for prepared in batch]
+        texts = [self._text(prepared) for prepared in batch]
         self.batches.append(texts)
         self.started.set()
         if self.holds in texts:
@@ -152,6 +155,10 @@ class LetterProcess:
             computed_work=self.computed_work,
         )
 
+    def _text(self, prepared: Prepared) -> str:
+        assert isinstance(prepared, PreparedText)
+        return prepared.ids.decode()
+
     def _result(self, text: str) -> Result | PenstockError:
         if text == "PICTURE":
             return ImageResult(Blob("image/png", data=self.picture), 8, 8, 1, 64)
@@ -166,9 +173,27 @@ class LetterProcess:
             self.gate.set()
 
 
+class PaintProcess(LetterProcess):
+    """The same for pictures, of a color that the seed decides. A prompt with "!" fails."""
+
+    def _text(self, prepared: Prepared) -> str:
+        assert isinstance(prepared, PreparedImage)
+        size = f"{prepared.width} {prepared.height} {prepared.seed} {prepared.steps}"
+        return f"{size} {prepared.prompt}"
+
+    def _result(self, text: str) -> Result | PenstockError:
+        if "!" in text:
+            return ModelFailed("a bang")
+        width, height, seed, steps = map(int, text.split()[:4])
+        picture = io.BytesIO()
+        Image.new("RGB", (width, height), (seed % 256, 0, 0)).save(picture, "png")
+        blob = Blob("image/png", data=picture.getvalue())
+        return ImageResult(blob, width, height, seed, width * height * steps)
+
+
 class LetterPool:
-    def __init__(self) -> None:
-        self.processes = [LetterProcess()]
+    def __init__(self, process: LetterProcess | None = None) -> None:
+        self.processes = [process or LetterProcess()]
         self.device_name = "letters"
 
 
@@ -309,22 +334,22 @@ async def running_worker(
     clock: Clock | None = None,
 ) -> AsyncIterator[WorkerHarness]:
     """Runs a worker, on `pool` or on a fake model process that the test controls."""
-    letters = LetterPool()
-    broker = broker or InMemoryTransport()
-    await broker.ensure_topic(jobs_topic_id(MODEL.name))
-    await broker.ensure_topic(dead_letter_topic_id(MODEL.name))
+    letters = pool if isinstance(pool, LetterPool) else LetterPool()
+    broker, name = broker or InMemoryTransport(), model.name
+    await broker.ensure_topic(jobs_topic_id(name))
+    await broker.ensure_topic(dead_letter_topic_id(name))
     await broker.ensure_topic(inbox_topic_id("1"))
     await broker.ensure_topic(WEBHOOKS_TOPIC_ID)
-    jobs = jobs_topic_id(MODEL.name)
+    jobs = jobs_topic_id(name)
     for subscription_id, settings in (
         (
-            workers_subscription_id(MODEL.name),
+            workers_subscription_id(name),
             SubscriptionSettings(jobs, filter=INTERACTIVE_FILTER),
         ),
-        (batch_subscription_id(MODEL.name), SubscriptionSettings(jobs, filter=BATCH_FILTER)),
+        (batch_subscription_id(name), SubscriptionSettings(jobs, filter=BATCH_FILTER)),
         (
-            dead_letter_subscription_id(MODEL.name),
-            SubscriptionSettings(dead_letter_topic_id(MODEL.name)),
+            dead_letter_subscription_id(name),
+            SubscriptionSettings(dead_letter_topic_id(name)),
         ),
         (slot_subscription_id("1", 0), SubscriptionSettings(inbox_topic_id("1"))),
         (WEBHOOKS_SUBSCRIPTION_ID, SubscriptionSettings(WEBHOOKS_TOPIC_ID)),
@@ -370,7 +395,7 @@ async def running_worker(
             with contextlib.suppress(ModelFailed):
                 await asyncio.wait_for(harness.running, WAIT_LIMIT_S + drain_s)
             receiving.cancel()
-    assert broker.backlog(workers_subscription_id(MODEL.name)) == 0 or drain_s == 0
+    assert broker.backlog(workers_subscription_id(name)) == 0 or drain_s == 0
 
 
 async def _receive(harness: WorkerHarness) -> None:

@@ -34,7 +34,7 @@ class Slow(ObjectStore):
         super().__init__(url)
         self._drawn = random.Random(seed)
 
-    async def _work(self, call: Callable[[], Any]) -> Any:
+    async def _work(self, key: str, call: Callable[[], Any]) -> Any:
         for _ in range(self._drawn.randrange(6)):
             await asyncio.sleep(0)
         found = call()

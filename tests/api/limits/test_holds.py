@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import redis.asyncio
 
+from api.errors import ClientGone
 from api.limits.limited_request import HeldLimits, Hold, LimitedRequest
 from api.limits.limiter import Limiter
 from api.limits.store import Answer, Ask, LimitStore
 from api.predictions.follower import ENDING_S, PredictionFollower
 from shared.catalog_entry import Price
+from shared.errors import Unavailable
 from shared.messages import ItemOutcome, Receipt, ReplyBody, encode_reply_body
 from shared.predictions import Prediction
 from shared.stores.records import Records
@@ -28,7 +32,10 @@ pytestmark = pytest.mark.anyio
 MODEL = SERVED.default("embedding").model_copy(
     update={"price": Price(per_million_tokens_usd=1000.0)}
 )
-CALLER = Caller(tenant="acme", plan=Plan(budget_usd_per_month=100.0, max_in_flight=1000))
+CALLER = Caller(
+    tenant="acme",
+    plan=Plan(budget_usd_per_month=100.0, max_in_flight=1000, on_limit_store_outage="allow"),
+)
 RESERVED_USD = 0.022
 """Twenty bytes and two special tokens."""
 REPLY = encode_reply_body(ReplyBody([ItemOutcome(0, "succeeded", Receipt("miss", tokens=3))]))
@@ -167,6 +174,35 @@ async def test_canceled_one_waits_for_what_its_worker_says(setup: Setup) -> None
     await setup.client.zadd("penstock:predictions:held", {"penstock:record:taken": 0})
     await setup.follower.sweep()
     assert await setup.spent_usd() == pytest.approx(0.002)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_one_that_reserved_without_redis_is_settled_before_redis_knows_of_it(
+    setup: Setup, redis_url: str, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    """Redis comes back between the reservation and the record. Any instance may settle first.
+
+    The reservation of another request may come back in between.
+    """
+    with monkeypatch.context() as away:
+        away.setattr(LimitStore, "take", _out_of_reach)
+        await setup.create("one")
+    async with LimitStore(redis_url, "b", clock=CLOCK, timeout_s=REDIS_LIMIT_S) as store:
+        limiter = Limiter(store, clock=setup.limiter._clock)
+        late: Any = LatePredictions(setup.records)
+        inputs, now_s = [TextInput("x" * 20)] * others, limiter._clock()
+        requests = LimitedRequest(limiter, CALLER, MODEL, inputs, {}, received_at_s=now_s)
+        with suppress(ClientGone):
+            async with requests:
+                await setup.records.finish("one", "succeeded", REPLY)
+                await PredictionFollower(late, setup.records.holds, limiter).sweep()
+                raise ClientGone
+        await limiter.give_back(math.inf)
+    assert await setup.spent_usd() == pytest.approx(0.003)
+
+
+async def _out_of_reach(*_: object, **__: object) -> None:
+    raise Unavailable("Redis is away")
 
 
 async def test_late_one_is_ended_and_costs_nothing(setup: Setup) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from api.errors import BudgetExceeded, BudgetReserved, RateLimited, headers_for
 from api.limits.limiter import Limiter, RequestDemand, Reservation
-from api.limits.store import Answer, Standing
+from api.limits.store import Answer, Ask, LimitStore, Standing
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from shared.tenants.plan import Caller, Limits, OnOutage, Plan, Rates
@@ -490,3 +491,33 @@ async def test_budget_spent_without_redis_counts_afterwards(redis_url: str, cloc
 
 async def _unavailable(asks: object) -> list[Answer]:
     raise Unavailable("the test says so")
+
+
+async def test_what_redis_grants_to_a_canceled_request_comes_back(
+    redis_url: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller hangs up while Redis is asked, or its batch is canceled."""
+    taken, take = asyncio.Event(), LimitStore.take
+
+    async def slow(store: LimitStore, asks: Sequence[Ask]) -> list[Answer]:
+        answers = await take(store, asks)
+        taken.set()
+        await asyncio.sleep(0)
+        return answers
+
+    caller = Caller(plan=Plan(budget_usd_per_month=1.0, max_in_flight=10))
+    async with limiters(redis_url, clock, 1) as [limiter]:
+        account = limiter.account(caller, "m", "tokens")
+        with monkeypatch.context() as patch:
+            patch.setattr(LimitStore, "take", slow)
+            asking = asyncio.create_task(limiter.reserve(account, demand(usd=0.1)))
+            await taken.wait()
+            asking.cancel()
+            await asyncio.wait([asking])
+            assert asking.cancelled()
+            for _ in range(5):
+                await asyncio.sleep(0)
+        await limiter.give_back(math.inf)
+        await limiter.reserve(account, demand(usd=0.01))
+        [usd] = [one for one in account.counters if one.unit == "usd"]
+        assert usd.used < 0.1

@@ -35,7 +35,7 @@ class FragileStore(ObjectStore):
         self.is_done = False
         self.is_away = False
 
-    async def _work(self, call: Any) -> Any:
+    async def _work(self, key: str, call: Any) -> Any:
         if self.is_away:
             raise Unavailable("the store is away")
         if self.kill_after is not None:
@@ -44,9 +44,9 @@ class FragileStore(ObjectStore):
                 self.kill_after = None
                 if self.is_done:
                     with suppress(Exception):
-                        await super()._work(call)
+                        await super()._work(key, call)
                 raise KilledError
-        return await super()._work(call)
+        return await super()._work(key, call)
 
 
 class TableOfRows:
