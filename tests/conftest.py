@@ -26,11 +26,13 @@ from shared.stores.records import Records
 from tests.groups import SHARING, GroupScheduling, group_of
 from tests.limits import REDIS_LIMIT_S, START_LIMIT_S, TEST_LIMIT_S
 from tests.rabbitmq import needs_rabbitmq
-from tests.tiers import QuickTests, has_none_of
+from tests.tiers import QUICK_EXAMPLES, QuickTests, has_none_of
 
 # The same examples each time, so that a failure is the change's own. A quick run takes few,
 # `make test-slow` takes many for these tests too; `--hypothesis-profile=explore` tries others.
-settings.register_profile("few", derandomize=True, deadline=None, print_blob=True, max_examples=25)
+settings.register_profile(
+    "few", derandomize=True, deadline=None, print_blob=True, max_examples=QUICK_EXAMPLES
+)
 settings.register_profile("many", settings.get_profile("few"), max_examples=100)
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 settings.load_profile("few")

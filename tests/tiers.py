@@ -23,6 +23,8 @@ from hypothesis import settings
 from tests.limits import PATIENCE
 
 QUICK_LIMIT_S = 5.0 * PATIENCE
+QUICK_EXAMPLES = 25
+"""Of each property test in the quick tier."""
 QUICK, SLOW = "not slow", "slow or hypothesis"
 """The tiers, as `-m` of `make test` and `make test-slow`."""
 _ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
@@ -100,6 +102,12 @@ def load_per_core() -> float:
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
+def _takes_many_examples(item: pytest.Item) -> bool:
+    """True for a property test in a run that tries more examples than the quick tier does."""
+    is_property = item.get_closest_marker("hypothesis") is not None
+    return is_property and settings().max_examples > QUICK_EXAMPLES
+
+
 class QuickTests:
     """A plugin of pytest that times quick tests, and fails a run if one took too long.
 
@@ -130,7 +138,7 @@ class QuickTests:
         return (yield from self._timed(item))
 
     def _timed(self, item: pytest.Item) -> Timed:
-        if item.get_closest_marker("slow") is not None:
+        if item.get_closest_marker("slow") is not None or _takes_many_examples(item):
             return (yield)
         self._shared, start = Spent(0.0, 0.0), Spent.so_far()
         try:

@@ -131,7 +131,9 @@ ANSWERED: dict[str, Described] = {
     "Idempotent-Replayed": _of_answers(
         "Present if this answer was given before.", {"type": "string", "enum": ["true"]}
     ),
-    "Location": _of_answers("The URL of the prediction.", {"type": "string", "format": "uri"}),
+    "Location": _of_answers(
+        "The URL of the prediction.", {"type": "string", "format": "uri-reference"}
+    ),
     "Retry-After": _of_answers("Seconds after which to try again.", _SECONDS),
     "Retry-After-Ms": _of_answers(
         "The same in milliseconds, which OpenAI's clients prefer.", _SECONDS

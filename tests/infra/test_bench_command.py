@@ -20,4 +20,4 @@ def test_unknown_benchmark_is_refused() -> None:
 def test_bench_without_a_checkout_says_so(tmp_path: Path) -> None:
     reported = penstock("bench", "--profile", cwd=tmp_path)
     assert reported.returncode == 1
-    assert "no benchmarks in this folder" in reported.stderr
+    assert "this folder has no benchmarks" in reported.stderr

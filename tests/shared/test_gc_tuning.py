@@ -30,6 +30,7 @@ def test_what_stood_at_the_start_is_frozen() -> None:
     assert gc.get_threshold()[0] == YOUNG_OBJECTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grows_by_millions", [False, True])
 def test_cycles_that_come_later_still_go(grows_by_millions: bool) -> None:
     settle_heap(grows_by_millions=grows_by_millions)

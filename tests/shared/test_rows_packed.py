@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.usage import spool as spools
 from shared.usage.spool import Spool
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import DATASET, Server, row, writer
@@ -89,7 +90,7 @@ def test_rows_are_counted_while_they_are_looked_for(
     def look(folder: Path) -> None:
         counts.append(spool.unowned_rows)
 
-    monkeypatch.setattr(spool, "clear_half_made", look)
+    monkeypatch.setattr(spools, "clear_half_made", look)
     spool.scan()
     assert (counts, spool.unowned_rows) == ([11], 11)
 
@@ -112,7 +113,7 @@ def test_full_disk_leaves_the_segment(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(spool, "pack", refuse)
+        patched.setattr(spools, "pack", refuse)
         with pytest.raises(OSError, match="no space"):
             spool.pack(1)
     assert len(adopted_ids(spool)) == 500

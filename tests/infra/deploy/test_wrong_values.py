@@ -15,6 +15,8 @@ import pytest
 
 from tests.infra.deploy.terraform import PROJECT, STAGES, refusals
 
+pytestmark = pytest.mark.slow
+
 RIGHT: dict[str, Any] = {
     "project_id": PROJECT,
     "api": {"max_instances": 1},
