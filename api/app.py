@@ -47,7 +47,7 @@ from api.routes import console, health, objects, pages, reports, status
 from api.usage.reports import ReportPlace, ReportService
 from api.usage.rows import UsageRows
 from api.usage.service import UsageService
-from api.usage.turns import Turns
+from api.usage.turns import QueryTurns
 from shared.catalog import Catalog
 from shared.gc_tuning import settle_heap
 from shared.settings import ApiSettings
@@ -252,7 +252,7 @@ def _dependencies(
     sources = Files(configuration.objects, storage)
     batch_files = BatchFiles(configuration.objects, storage)
     result_fetcher = ResultFetcher(configuration.objects, predictions, image_codec)
-    turns = Turns()
+    turns = QueryTurns()
     return Dependencies(
         settings=configuration.settings,
         catalog=configuration.catalog,

@@ -137,7 +137,7 @@ def _document(app: FastAPI) -> Described:
         for operation in path.values():
             _without_fastapis_errors(operation["responses"])
             # The server answers this before a route is known, like 400, 408 and 429 for a head
-            # (api/http/bounded_protocol.py).
+            # (api/server.py).
             operation["responses"]["431"] = {"$ref": "#/components/responses/HeadTooLarge"}
     return page
 

@@ -1,15 +1,302 @@
-"""The configuration of uvicorn, which tests use as well."""
+"""The configuration of uvicorn, and its HTTP protocol with limits on heads and connections.
+
+Tests use both. A head is the URL and the headers of a request. h11, uvicorn's other parser, limits
+its size. httptools does not. It copies the header read so far for each piece that arrives, so one
+endless header blocks all other requests. A typical request, whose head arrives in one piece, sets
+no timer here.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
+import re
+import resource
+import socket
 import ssl
+from functools import lru_cache
+from typing import Any, ClassVar
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from api.http.bounded_protocol import protocol_with
-from shared.errors import ConfigurationError
+from api import metrics
+from api.errors import HeadTooLarge, TooSlow, error_response
+from shared.errors import BadInput, ConfigurationError, Overloaded, PenstockError
 from shared.settings import ApiSettings
+
+HEAD_LIMIT_BYTES = 64 * 1024
+"""The limit of Google's load balancer."""
+CHUNK_FRAME_BYTES = 24
+"""The overhead of a chunk of a body. Longer chunk extensions and trailers count as head."""
+MAX_PIPELINED = 16
+"""Requests that wait behind the current one. A single read may contain ten thousand."""
+UNREAD_LIMIT_S = 60
+"""After this time without any reads by the peer the connection is closed."""
+UNREAD_MAX_BYTES = 256 * 1024 * 1024
+"""The memory for all unread answers together."""
+RESERVED_FILES = 128
+"""File descriptors that are reserved for the process itself."""
+MAX_PORT = 65535
+_HOST = re.compile(
+    rb"(?:\[(?P<ipv6>[0-9A-Fa-f:.]{2,45})\]"
+    rb"|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2}){1,255})"
+    rb"(?::(?P<port>[0-9]{0,5}))?"
+)
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """One connection. `protocol_with` sets the limits of the class."""
+
+    head_timeout_s: ClassVar[float]
+    max_connections: ClassVar[int]
+    idle: ClassVar[dict[BoundedHttp, None]]
+    """Connections without a request, the longest idle first."""
+    unread: ClassVar[dict[BoundedHttp, int]]
+    """Connections with an unread answer, the longest first, with its size in bytes."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._beside_bytes = 0
+        """The bytes since the last head or end of a request that belong to no body."""
+        self._in_head = self._in_body = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._error: PenstockError | None = None
+        self._offers_protocol = False
+        """The current head offers an upgrade to another protocol."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Counts the connection. If there are too many, closes the longest idle one."""
+        super().connection_made(transport)
+        opened = transport.get_extra_info("socket")
+        if (
+            opened is not None
+            and opened.family != socket.AF_UNIX
+            and hasattr(socket, "TCP_USER_TIMEOUT")
+        ):
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_LIMIT_S * 1000)
+        if len(self.connections) > self.max_connections:
+            if self.idle:
+                oldest = next(iter(self.idle))
+                del self.idle[oldest]
+                oldest._cut("idle")
+            elif self.unread:
+                next(iter(self.unread))._cut("unread")
+            else:
+                self._refuse("full", Overloaded("all connections are in use; try again later"))
+                return
+        self.idle[self] = None
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Removes the connection from all counts."""
+        self.idle.pop(self, None)
+        self._leave_unread()
+        self._disarm()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The caller reads slower than the answer is written. The rest is kept, within a limit."""
+        super().pause_writing()
+        self.unread[self] = self.transport.get_write_buffer_size()
+        metrics.CONNECTIONS_UNREAD.set(len(self.unread))
+        while len(self.unread) > 1 and sum(self.unread.values()) > UNREAD_MAX_BYTES:
+            next(iter(self.unread))._cut("unread")
+
+    def resume_writing(self) -> None:
+        """The caller has read nearly all of the answer."""
+        self._leave_unread()
+        super().resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        """Parses received bytes, and limits those outside of bodies."""
+        self._unset_keepalive_if_required()
+        self._beside_bytes += len(data)
+        self._parse(data)
+        if self._beside_bytes > HEAD_LIMIT_BYTES and not self.transport.is_closing():
+            self._refuse("head_too_large", _too_large())
+        elif self._timer is None and self._beside_bytes and not self._in_body:
+            self._arm()
+
+    def on_message_begin(self) -> None:
+        """The head of a request begins."""
+        super().on_message_begin()
+        self._in_head = True
+
+    def on_headers_complete(self) -> None:
+        """The head is complete.
+
+        Starts the request, unless the head is too large or the pipeline full.
+        """
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                self._error = BadInput("CONNECT requests a tunnel, and this server is not a proxy")
+                raise self._error
+            self._offers_protocol = True
+            return
+        if self._beside_bytes > HEAD_LIMIT_BYTES and self._head_bytes() > HEAD_LIMIT_BYTES:
+            self._error = _too_large()
+            raise self._error
+        if reason := self._wrong_host():
+            self._error = BadInput(f"host: {reason}", field="host")
+            raise self._error
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._error = BadInput(
+                f"more than {MAX_PIPELINED} pipelined requests wait on this connection"
+            )
+            raise self._error
+        self._disarm()
+        self.idle.pop(self, None)
+        self._beside_bytes, self._in_head, self._in_body = 0, False, True
+        super().on_headers_complete()
+        # The parser reports trailers as headers (RFC 9110, 6.5.1). They must not become headers.
+        self.headers = []
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of a body."""
+        self._beside_bytes -= len(body) + CHUNK_FRAME_BYTES
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is complete."""
+        if self._offers_protocol:
+            return
+        self._beside_bytes, self._in_body = 0, False
+        self._disarm()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The answer is written. An unread body may continue for as long as a head may take."""
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self.idle[self] = None
+            if self._in_body:
+                self._arm()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what the parser can't read, or what a callback refused."""
+        self._refuse("invalid", self._error or BadInput("this is not a valid HTTP/1.1 request"))
+
+    def _parse(self, data: bytes) -> None:
+        """Feeds received bytes to the parser.
+
+        Offers of another protocol (RFC 9110, 7.8) are ignored: Java's client offers h2c with every
+        request. httptools reads such a request as one without a body, and its body as the next
+        request. So a new parser gets the head again, without the offer.
+        """
+        head = b""
+        while True:
+            try:
+                self.parser.feed_data(head + data)
+            except httptools.HttpParserUpgrade as offer:
+                data, head = (head + data)[offer.args[0] :], self._head_without_offer()
+                # Without leniency a parser stops after a head that closes the connection.
+                self.parser, self._offers_protocol = httptools.HttpRequestParser(self), False
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
+            else:
+                return
+
+    def _head_without_offer(self) -> bytes:
+        fields = b"".join(b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade")
+        version = self.parser.get_http_version().encode()
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, fields)
+
+    def _head_bytes(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+
+    def _wrong_host(self) -> str:
+        """Returns why the Host header is refused (RFC 9112, 3.2). Empty if it is accepted."""
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if not hosts:
+            is_needed = self.parser.get_http_version() == "1.1"
+            return "an HTTP/1.1 request needs this header" if is_needed else ""
+        if len(hosts) > 1:
+            return f"exactly one is accepted, and this request has {len(hosts)}"
+        if not _is_host(hosts[0]):
+            return "not a host name or IP address with an optional port, such as example.com:443"
+        return ""
+
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.head_timeout_s, self._is_late)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _is_late(self) -> None:
+        self._timer = None
+        if self._in_head:
+            reason = f"the URL and headers did not arrive within {self.head_timeout_s:g} s"
+            self._refuse("head_too_slow", TooSlow(reason))
+        else:
+            self._cut("idle")
+
+    def _refuse(self, reason: str, error: PenstockError) -> None:
+        """Sends the error, unless another answer is being written, and closes the connection."""
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            response = error_response(error)
+            fields = [*response.raw_headers, (b"connection", b"close")]
+            lines = b"".join(name + b": " + value + b"\r\n" for name, value in fields)
+            self.transport.write(
+                STATUS_LINE[response.status_code] + lines + b"\r\n" + bytes(response.body)
+            )
+        self._cut(reason)
+
+    def _cut(self, reason: str) -> None:
+        metrics.CONNECTIONS_CUT.labels(reason).inc()
+        if self._leave_unread():
+            # close() would wait until the caller has read everything.
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def _leave_unread(self) -> bool:
+        """Removes the connection from the unread ones. Returns whether it was one."""
+        was_unread = self.unread.pop(self, None) is not None
+        metrics.CONNECTIONS_UNREAD.set(len(self.unread))
+        return was_unread
+
+
+def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
+    """Returns the protocol class with the limits of these settings."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = settings.max_connections
+    if files != resource.RLIM_INFINITY:
+        most = max(1, min(most, files - RESERVED_FILES))
+    bounds = {
+        "head_timeout_s": settings.head_timeout_s,
+        "max_connections": most,
+        "idle": {},
+        "unread": {},
+    }
+    return type("BoundedHttp", (BoundedHttp,), bounds)
+
+
+@lru_cache(maxsize=256)
+def _is_host(value: bytes) -> bool:
+    """Returns whether it is `uri-host [ ":" port ]` (RFC 9110, 7.2; RFC 3986, 3.2.2), not empty."""
+    found = _HOST.fullmatch(value)
+    if found is None or int(found["port"] or 0) > MAX_PORT:
+        return False
+    if found["ipv6"] is None:
+        return True
+    try:
+        ipaddress.IPv6Address(found["ipv6"].decode())
+    except ValueError:
+        return False
+    return True
+
+
+def _too_large() -> PenstockError:
+    return HeadTooLarge(f"the URL and headers are larger than {HEAD_LIMIT_BYTES} bytes")
+
 
 DRAIN_S = 4
 """For open requests after SIGTERM. Cloud Run kills after 10 s, and rows take up to 5 s to be

@@ -25,7 +25,7 @@ from api.dispatch.reply_inbox import ReplyInbox
 from bench.google_emulator import find_emulator, running_emulator
 from bench.report import Figure, Outcome
 from infra.local.process import Process, free_port, listens
-from infra.local.rabbitmq_server import RabbitServer, find_rabbitmq_server
+from infra.local.stack_processes import RabbitServer, find_rabbitmq_server
 from shared.brokers import admin_of, transport_of
 from shared.catalog_entry import Replies
 from shared.errors import ConfigurationError

@@ -111,6 +111,18 @@ def _imports(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def importers(modules: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """The modules that import each module of the product. Benchmarks are left out."""
+    product = {name for name in modules if name.split(".")[0] != "bench"}
+    found: dict[str, set[str]] = {name: set() for name in product if "." in name}
+    for name in product:
+        for imported in _imports(modules[name]):
+            other = imported if imported in found else imported.rpartition(".")[0]
+            if other in found and other != name:
+                found[other].add(name)
+    return found
+
+
 def homonyms(modules: dict[str, ast.Module]) -> list[str]:
     """Public names that two or more classes have."""
     seen: dict[str, set[str]] = defaultdict(set)
@@ -141,10 +153,14 @@ def measure(root: Path) -> tuple[dict[str, PackageLayout], dict[str, str]]:
     words = len((text := docstrings(modules.values())).split())
     long_lines = sum(len(line) > LINE_LENGTH for line in lines)
     old_words = len(re.findall(OLD_IDIOM, text))
+    packages = {_module_name(root, path) for path in paths if path.name == "__init__.py"}
+    imported = {k: v for k, v in importers(modules).items() if k not in packages}
+    single = sum(len(by) == 1 for by in imported.values())
     return layouts, {
         "members of the largest package": str(max(one.members for one in layouts.values())),
         "layers of the deepest package": str(max(one.layers for one in layouts.values())),
         "cycles in all packages": str(sum(one.cycles for one in layouts.values())),
+        "modules of the product that one other imports": f"{single} of {len(imported)}",
         "files, lines": f"{len(paths)}, {len(lines):,}",
         f"lines over {LINE_LENGTH} characters": f"{long_lines:,}",
         "public class names defined twice": str(len(homonyms(modules))),

@@ -27,7 +27,7 @@ class _Insert(msgspec.Struct):
     rows: list[_Row]
 
 
-class Counts(msgspec.Struct):
+class RowCounts(msgspec.Struct):
     """The received rows. `tokens` count each distinct row once."""
 
     rows: int = 0
@@ -42,7 +42,7 @@ class _Sink:
     def __init__(self, latency_s: float, most: int) -> None:
         self.latency_s = latency_s
         self.is_away = False
-        self.counts = Counts()
+        self.counts = RowCounts()
         self._seen = bytearray(most)
         self._lock = threading.Lock()
 
@@ -60,7 +60,7 @@ class _Sink:
 
 
 def _handler_of(sink: _Sink) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+    class RowHandler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
@@ -86,7 +86,7 @@ def _handler_of(sink: _Sink) -> type[BaseHTTPRequestHandler]:
 
         def log_message(self, *_: object) -> None: ...
 
-    return Handler
+    return RowHandler
 
 
 class _Server(ThreadingHTTPServer):

@@ -22,7 +22,7 @@ import msgspec
 from prometheus_client import REGISTRY
 
 from bench.report import Figure, Outcome
-from bench.row_sink import Counts
+from bench.row_sink import RowCounts
 from bench.row_traffic import BURST, RATE_PER_S, RowTraffic
 from infra.local.process import Process, free_port, listens
 from shared.settings import SPOOL_MAX_BYTES
@@ -108,10 +108,10 @@ class _Run:
             },
         )
 
-    async def _request(self, path: str) -> Counts:
+    async def _request(self, path: str) -> RowCounts:
         async with httpx.AsyncClient(base_url=self._url, timeout=WAIT_LIMIT_S) as client:
             answer = await client.get(path)
-        return msgspec.json.decode(answer.content, type=Counts)
+        return msgspec.json.decode(answer.content, type=RowCounts)
 
     async def _as_fast_as_possible(self, writer: RowWriter) -> float:
         """The seconds that the rows of the outage take, compressing them included.

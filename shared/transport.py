@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 @dataclass(slots=True, eq=False)
-class Message:
+class ReceivedMessage:
     """A received message.
 
     `delivery_attempt` is 0 if the subscription has no dead-letter policy.
@@ -64,7 +64,7 @@ class Subscription(Protocol):
     def lost(self) -> int:
         """The number of messages that lost their lease while they were held."""
 
-    def __aiter__(self) -> AsyncIterator[Message]:
+    def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
         """Yields messages as they come. Reconnects by itself, and ends only after `stop`.
 
         Raises:
@@ -72,10 +72,10 @@ class Subscription(Protocol):
             ConfigurationError: the broker refuses us or the request.
         """
 
-    def ack(self, message: Message) -> None:
+    def ack(self, message: ReceivedMessage) -> None:
         """Done with `message`: it is not delivered again. Sent in the background, with others."""
 
-    def nack(self, message: Message) -> None:
+    def nack(self, message: ReceivedMessage) -> None:
         """Hands `message` back: it is delivered again, here or elsewhere."""
 
     async def stop(self) -> None:

@@ -6,7 +6,7 @@ sign for another.
 
 A webhook's URL is checked here for the API and the delivering function, without resolving its host,
 because the host may resolve to something else later. The function also checks the addresses of the
-host when it connects (workers/functions/webhook_client.py).
+host when it connects (workers/functions/webhook.py).
 """
 
 from __future__ import annotations

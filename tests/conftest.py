@@ -16,10 +16,10 @@ from hypothesis import settings
 from api.idempotency.store import IdempotencyStore
 from api.limits.store import LimitStore
 from infra.local.process import Process, free_port, listens
-from infra.local.rabbitmq_server import RabbitServer
 from infra.local.reaper import child_marks
 from infra.local.redis_server import RedisServer
 from infra.local.stack import Broker
+from infra.local.stack_processes import RabbitServer
 from shared.stores.cache import ResultCache
 from shared.stores.key_stores import KeyRedis
 from shared.stores.records import Records

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from pubsub_emulator import Filter, parse_filter
 from shared.errors import BadInput, PenstockError, Unavailable
-from shared.transport import Message, SubscriptionSettings
+from shared.transport import ReceivedMessage, SubscriptionSettings
 
 
 @dataclass(eq=False)
@@ -58,7 +58,7 @@ class InMemorySubscription:
         self._queue = queue
         self._max_messages = max_messages
         self._max_bytes = max_bytes
-        self._received: deque[Message] = deque()
+        self._received: deque[ReceivedMessage] = deque()
         self._held: dict[str, _Stored] = {}
         self._arrival = asyncio.Event()
         self._end: PenstockError | None = None
@@ -72,7 +72,7 @@ class InMemorySubscription:
     def __aiter__(self) -> InMemorySubscription:
         return self
 
-    async def __anext__(self) -> Message:
+    async def __anext__(self) -> ReceivedMessage:
         while not self._received:
             if self._end is not None:
                 raise self._end
@@ -82,11 +82,11 @@ class InMemorySubscription:
             await self._arrival.wait()
         return self._received.popleft()
 
-    def ack(self, message: Message) -> None:
+    def ack(self, message: ReceivedMessage) -> None:
         if self._held.pop(message.ack_id, None) is not None:
             self._queue.deliver()
 
-    def nack(self, message: Message) -> None:
+    def nack(self, message: ReceivedMessage) -> None:
         stored = self._held.pop(message.ack_id, None)
         if stored is not None:
             self._transport.hand_back(self._queue, stored)
@@ -122,7 +122,7 @@ class InMemorySubscription:
         ack_id = self._transport.next_id("ack")
         self._held[ack_id] = stored
         self._received.append(
-            Message(
+            ReceivedMessage(
                 stored.data,
                 dict(stored.attributes),
                 stored.message_id,

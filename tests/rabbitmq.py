@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.local.rabbitmq_server import find_rabbitmq_server
+from infra.local.stack_processes import find_rabbitmq_server
 from shared.errors import ConfigurationError
 
 

@@ -16,7 +16,7 @@ from shared.stores.record_state import record_id
 from shared.tasks import Result
 from shared.tasks.text import GenerationInput, TokenChunk
 from shared.tracing.spans import TraceContext
-from shared.transport import Message, Subscription
+from shared.transport import ReceivedMessage, Subscription
 from shared.usage.charge import device_share_of
 from shared.usage.row import Row, row_of
 from workers.models.base import Prepared, PreparedPrompt
@@ -42,7 +42,7 @@ class PulledJob:
     """A pulled job, and the outcomes of its items so far."""
 
     job: Job
-    message: Message
+    message: ReceivedMessage
     subscription: Subscription
     pulled_at_s: float
     outcomes: dict[int, ItemOutcome] = field(default_factory=dict)

@@ -51,7 +51,7 @@ LINES = Counter(
 _TRANSIENT = (Overloaded, Unavailable, DeadlineExceeded, Canceled)
 
 
-class Progress:
+class SegmentProgress:
     """Progress of one turn of a batch, and whether it is worth waiting for more.
 
     Args:
@@ -125,7 +125,7 @@ class LineExecutor:
         batch: BatchCreated,
         caller: Caller,
         line: BatchLine,
-        progress: Progress,
+        progress: SegmentProgress,
         is_run_again: Callable[[], bool] = lambda: True,
     ) -> LineAnswer | None:
         """Computes a line. A canceled call leaves it undone.

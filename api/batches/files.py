@@ -16,7 +16,7 @@ import msgspec
 
 from api.batches.names import FILES, is_file_id, new_file_id, owner_of
 from api.errors import NotFound
-from api.inputs.storage import MAX_FILES, Quota, Reservation, Storage
+from api.inputs.storage import MAX_FILES, Storage, StorageQuota, StorageReservation
 from shared.errors import BadInput
 from shared.stores.objects import ObjectStore, ObjectWriter, StoredObject
 
@@ -75,7 +75,7 @@ class BatchFiles:
         self._storage = storage
 
     @asynccontextmanager
-    async def upload(self, quota: Quota, body_bytes: int | None) -> AsyncIterator[Upload]:
+    async def upload(self, quota: StorageQuota, body_bytes: int | None) -> AsyncIterator[Upload]:
         """Receives the bytes of a file in pieces. At the end of the block it is a file.
 
         The block sets `filename` and `keep_s` of the upload.
@@ -199,7 +199,11 @@ class Upload:
     """The bytes of a file while they are received."""
 
     def __init__(
-        self, writer: ObjectWriter, reservation: Reservation, file_id: str, created_at_s: float
+        self,
+        writer: ObjectWriter,
+        reservation: StorageReservation,
+        file_id: str,
+        created_at_s: float,
     ) -> None:
         self.id = file_id
         self.created_at_s = created_at_s

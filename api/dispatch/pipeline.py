@@ -10,9 +10,8 @@ from api.dispatch.canary_comparison import PictureComparer
 from api.dispatch.canary_routing import CanaryRouter
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.job_sender import JobSender
-from api.dispatch.model_window import PublishWindow
+from api.dispatch.model_window import PublishWindow, WindowExchange
 from api.dispatch.reply_inbox import ReplyInbox
-from api.dispatch.window_exchange import WindowExchange
 from shared.canary.board import CanaryBoard
 from shared.catalog import Catalog
 from shared.settings import ApiSettings

@@ -31,7 +31,7 @@ from shared.messages import Reply, decode_reply
 from shared.settings import ApiSettings
 from shared.stores.redis_client import Commands, RedisLink, load_script
 from shared.topics import direct_id, inbox_topic_id, make_inbox, remove_inbox, slot_subscription_id
-from shared.transport import Admin, Message, Subscriber, Subscription
+from shared.transport import Admin, ReceivedMessage, Subscriber, Subscription
 
 log = logging.getLogger(__name__)
 
@@ -325,7 +325,7 @@ class OpenInbox:
         if used.requests == 0 and used is not self.direct:
             self._free.append(used)
 
-    def deliver(self, message: Message) -> None:
+    def deliver(self, message: ReceivedMessage) -> None:
         """Delivers a reply to its job. Counts and drops replies of unknown jobs."""
         try:
             pending = self._pending[message.attributes["request_id"]][

@@ -25,7 +25,7 @@ from api.http.dependencies import Dependencies, dependencies_of
 from api.http.middleware import RequestContext, context_of
 from api.http.request_options import LANE_HEADER, read_options
 from api.inputs.json_limits import check_amount
-from api.inputs.storage import Quota
+from api.inputs.storage import StorageQuota
 from api.limits.limited_request import LimitedRequest
 from api.predictions.creation import PredictionSnapshot
 from shared.catalog import Model, unknown_model
@@ -271,11 +271,11 @@ class ApiRequest:
         length = self.http.headers.get("content-length", "")
         return int(length) if length.isascii() and length.isdigit() else None
 
-    def storage_quota(self, field: str) -> Quota:
+    def storage_quota(self, field: str) -> StorageQuota:
         """Returns the storage quota of the tenant. `field` is named if it has no room."""
         own_bytes = self.caller.plan.storage_max_bytes
         usual_bytes = self.dependencies.settings.files_max_bytes
-        return Quota(self.tenant, usual_bytes if own_bytes is None else own_bytes, field)
+        return StorageQuota(self.tenant, usual_bytes if own_bytes is None else own_bytes, field)
 
     def link_to(self, key: str, media_type: str) -> str:
         """Returns a URL that serves an object for the next 60 minutes."""

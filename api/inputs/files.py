@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from api.errors import NotFound
-from api.inputs.storage import KEEP_S, KEPT_FILES, LATEST_S, LISTED, Quota, Storage, owner_of
+from api.inputs.storage import KEEP_S, KEPT_FILES, LATEST_S, LISTED, Storage, StorageQuota, owner_of
 from shared.errors import BadInput
 from shared.stores.objects import ObjectStore
 
@@ -60,7 +60,7 @@ class Files:
 
     async def add(
         self,
-        quota: Quota,
+        quota: StorageQuota,
         data: bytes,
         *,
         name: str,

@@ -14,7 +14,7 @@ from api.bodies import MAX_URL_CHARS
 from api.errors import NotFound
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec, data_of_uri
-from api.inputs.storage import Quota
+from api.inputs.storage import StorageQuota
 from shared.blob import Blob
 from shared.catalog_entry import ImageDefaults
 from shared.errors import BadInput
@@ -32,7 +32,7 @@ class PictureCaller:
     """The tenant of a request, and its deadline."""
 
     tenant: str
-    quota: Quota
+    quota: StorageQuota
     """The storage quota of the tenant."""
     base_url: str
     """The URL of this API for the caller, without a slash at the end."""

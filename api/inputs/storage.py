@@ -76,7 +76,7 @@ def owner_of(tenant: str) -> str:
     return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
 
 
-class Quota(NamedTuple):
+class StorageQuota(NamedTuple):
     """The storage quota of one tenant."""
 
     tenant: str
@@ -123,7 +123,9 @@ class Storage:
         return StorageUse(files, sum(one.size_bytes for one in stored) + sum(held))
 
     @asynccontextmanager
-    async def reserved(self, quota: Quota, size_bytes: int | None) -> AsyncIterator[Reservation]:
+    async def reserved(
+        self, quota: StorageQuota, size_bytes: int | None
+    ) -> AsyncIterator[StorageReservation]:
         """Holds room for one file while it is written. Without room, removes expired files first.
 
         Args:
@@ -134,7 +136,7 @@ class Storage:
             StorageFull: the tenant has no room for it.
             Unavailable: the object store is out of reach.
         """
-        reservation = Reservation(self, quota)
+        reservation = StorageReservation(self, quota)
         try:
             try:
                 await reservation.take(size_bytes or 0)
@@ -212,10 +214,10 @@ class Storage:
         return removed
 
 
-class Reservation:
+class StorageReservation:
     """The room of one file that is being written. `Storage.reserved` makes them."""
 
-    def __init__(self, storage: Storage, quota: Quota) -> None:
+    def __init__(self, storage: Storage, quota: StorageQuota) -> None:
         self._storage = storage
         self._quota = quota
         self._key = ""

@@ -58,7 +58,7 @@ from api.openai.responses_schemas import (
 from api.predictions.creation import PredictionSnapshot
 from api.predictions.event_stream import HeldResponse
 from api.predictions.service import GRACE_S
-from api.predictions.text_stream import Seen
+from api.predictions.text_stream import StreamPosition
 from api.replicate.prediction_request import digest_of, new_prediction
 from api.tasks.base import Inputs
 from shared.catalog import Model
@@ -481,7 +481,7 @@ def _stream(
         if IS_HEAD in call.http.scope:
             return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
         stays = bool(body.background or not body.stream)
-        seen = [Seen(*events.seen)]
+        seen = [StreamPosition(*events.seen)]
         sse = call.dependencies.text_streams.follow(
             snapshot, events, seen, call.check_key, stays=stays
         )

@@ -217,7 +217,7 @@ class StreamLost(PenstockError):
     public_by_default = None
 
 
-class Seen(NamedTuple):
+class StreamPosition(NamedTuple):
     """Position of a reader in a text: its opening, its tokens, and pieces of its end."""
 
     is_open: bool = False
@@ -225,14 +225,14 @@ class Seen(NamedTuple):
     ended: int = 0
 
 
-def seen_from_id(last_id: str, items: int) -> list[Seen]:
+def seen_from_id(last_id: str, items: int) -> list[StreamPosition]:
     """Returns the position of the reader of an event with this id. The start if it is empty.
 
     Raises:
         BadInput: the id is not one of such a stream.
     """
     if not last_id:
-        return [Seen()] * items
+        return [StreamPosition()] * items
     found = [_PART.fullmatch(part) for part in last_id.split(".")]
     if not all(found) or len(found) != items:
         raise BadInput(
@@ -240,7 +240,9 @@ def seen_from_id(last_id: str, items: int) -> list[Seen]:
             field="last-event-id",
         )
     return [
-        Seen(True, int(part[1]), int(part[2] or 0)) if part is not None and part[1] else Seen()
+        StreamPosition(True, int(part[1]), int(part[2] or 0))
+        if part is not None and part[1]
+        else StreamPosition()
         for part in found
     ]
 
@@ -249,7 +251,7 @@ def seen_from_id(last_id: str, items: int) -> list[Seen]:
 class _Text:
     """One text of a stream, as far as it was read."""
 
-    seen: Seen
+    seen: StreamPosition
     tokens: int = 0
     text: str = ""
     is_open: bool = False
@@ -314,7 +316,7 @@ class TextStreams:
         self,
         snapshot: PredictionSnapshot,
         shape: TextShape,
-        seen: Sequence[Seen],
+        seen: Sequence[StreamPosition],
         check: Callable[[], object],
         *,
         stays: bool,

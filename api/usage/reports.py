@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from api.usage.turns import Turns
+from api.usage.turns import QueryTurns
 from shared.reports.definitions import Report
 from shared.reports.question import ReportQuestion
 from shared.reports.runner import ReportResult, ReportRunner, translated_errors
@@ -35,7 +35,7 @@ class ReportService:
         turns: the limits shared by all usage queries.
     """
 
-    def __init__(self, place: ReportPlace, turns: Turns) -> None:
+    def __init__(self, place: ReportPlace, turns: QueryTurns) -> None:
         self._place = place
         self._turns = turns
         self._client: Any = None

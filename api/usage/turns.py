@@ -22,7 +22,7 @@ MAX_CLAIMED = 64
 Answer = TypeVar("Answer")
 
 
-class Turns:
+class QueryTurns:
     """Who asks BigQuery now, and who waits for it.
 
     Alone, a tenant runs two queries and leaves two threads (shared/fair_turns.py).

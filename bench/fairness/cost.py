@@ -25,7 +25,7 @@ from bench.fairness.timed import Callers, timed_workers
 from bench.report import Figure
 from shared.messages import Envelope, Item, Job, JobBody
 from shared.tasks.embedding import TextInput
-from shared.transport import Message, Subscription
+from shared.transport import ReceivedMessage, Subscription
 from workers.job import PulledJob, QueuedItem
 from workers.models.base import PreparedText
 from workers.scheduling.batch_queue import BatchQueue
@@ -121,6 +121,6 @@ def _queued(tenant: str, length: int, at_s: float) -> QueuedItem:
         received_at_s=at_s, published_at_s=at_s,
     )  # fmt: skip
     item = Item(0, TextInput("a cat"))
-    message = Message(b"", {}, "1", "1")
+    message = ReceivedMessage(b"", {}, "1", "1")
     pulled = PulledJob(Job(envelope, JobBody([item])), message, NOWHERE, at_s)
     return QueuedItem(PreparedText(key="", length=length, ids=b""), None, at_s, [(pulled, item)])

@@ -38,7 +38,7 @@ FULL_BATCH_S = BATCH_S + MODEL.budget / TOKENS_PER_S
 
 
 @dataclass
-class Seen:
+class CallersView:
     """The callers' view: waits of a kind of tenant in ms, and tokens of each tenant."""
 
     waits_ms: dict[str, list[float]] = field(default_factory=dict)
@@ -54,7 +54,7 @@ def measure(where: tuple[str, str], seconds: float) -> list[Figure]:
 def _noise(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
     """A noisy tenant and quiet ones, each alone and together."""
 
-    def run(connections: int, quiet: int) -> Seen:
+    def run(connections: int, quiet: int) -> CallersView:
         return uvloop.run(_run(where, seconds, partial(_callers, connections, quiet)))
 
     connections = min(CONNECTIONS.values())
@@ -81,12 +81,12 @@ def _hands(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
             yield Figure(f"{name}: noisy", seen.tokens["noisy"] / seconds, "tokens/s")
 
 
-def _callers(connections: int, quiet: int, to: Callers, seen: Seen) -> Sequence[Work]:
+def _callers(connections: int, quiet: int, to: Callers, seen: CallersView) -> Sequence[Work]:
     noisy = [_again(to, seen, "noisy", [PAGE] * PAGES) for _ in range(connections)]
     return noisy + [_sometimes(to, seen, f"quiet {n}", RATE_PER_S) for n in range(quiet)]
 
 
-def _quiet_waits(seen: Seen) -> dict[str, float]:
+def _quiet_waits(seen: CallersView) -> dict[str, float]:
     names = [name for name in seen.waits_ms if name.startswith("quiet")]
     return _percentiles([one for name in names for one in seen.waits_ms[name]])
 
@@ -94,7 +94,9 @@ def _quiet_waits(seen: Seen) -> dict[str, float]:
 def _weights(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
     for workers in (1, 3):
 
-        def callers(to: Callers, seen: Seen, jobs: int = workers * UNANSWERED) -> Sequence[Work]:
+        def callers(
+            to: Callers, seen: CallersView, jobs: int = workers * UNANSWERED
+        ) -> Sequence[Work]:
             return [
                 _again(to, seen, name, LENGTHS, weight)
                 for name, weight in WEIGHTS.items()
@@ -111,10 +113,10 @@ def _weights(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
 
 
 def _lanes(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
-    def interactive(to: Callers, seen: Seen) -> Sequence[Work]:
+    def interactive(to: Callers, seen: CallersView) -> Sequence[Work]:
         return [_sometimes(to, seen, "interactive", INTERACTIVE_PER_S)]
 
-    def both(to: Callers, seen: Seen) -> Sequence[Work]:
+    def both(to: Callers, seen: CallersView) -> Sequence[Work]:
         batch = [_again(to, seen, "batch", LENGTHS, lane="batch") for _ in range(BATCH_JOBS)]
         return [*interactive(to, seen), *batch]
 
@@ -140,20 +142,20 @@ def _percentiles(waits_ms: list[float]) -> dict[str, float]:
 async def _run(
     where: tuple[str, str],
     seconds: float,
-    callers: Callable[[Callers, Seen], Sequence[Work]],
+    callers: Callable[[Callers, CallersView], Sequence[Work]],
     *,
     workers: int = 1,
     hand: int = 0,
-) -> Seen:
+) -> CallersView:
     """Returns the view of `callers` in `seconds` after LEAD_S."""
     async with timed_workers(*where, workers=workers, hand=hand) as to:
-        seen = Seen()
+        seen = CallersView()
         calling = [asyncio.ensure_future(one) for one in callers(to, seen)]
         await asyncio.sleep(LEAD_S)
         seen.waits_ms.clear()
         seen.tokens.clear()
         await asyncio.sleep(seconds)
-        found = Seen(dict(seen.waits_ms), Counter(seen.tokens))
+        found = CallersView(dict(seen.waits_ms), Counter(seen.tokens))
         for one in calling:
             one.cancel()
         await asyncio.gather(*calling, return_exceptions=True)
@@ -161,7 +163,12 @@ async def _run(
 
 
 async def _again(
-    to: Callers, seen: Seen, tenant: str, lengths: list[int], weight: float = 1.0, lane: str = ""
+    to: Callers,
+    seen: CallersView,
+    tenant: str,
+    lengths: list[int],
+    weight: float = 1.0,
+    lane: str = "",
 ) -> None:
     """A closed loop of one request."""
     while True:
@@ -169,7 +176,7 @@ async def _again(
         seen.tokens[tenant] += tokens
 
 
-async def _sometimes(to: Callers, seen: Seen, tenant: str, rate_per_s: float) -> None:
+async def _sometimes(to: Callers, seen: CallersView, tenant: str, rate_per_s: float) -> None:
     """An open loop of single texts."""
     chance = random.Random(tenant)
     async with asyncio.TaskGroup() as group:
@@ -178,7 +185,7 @@ async def _sometimes(to: Callers, seen: Seen, tenant: str, rate_per_s: float) ->
             group.create_task(_timed(to, seen, tenant, chance.choice(LENGTHS)))
 
 
-async def _timed(to: Callers, seen: Seen, tenant: str, length: int) -> None:
+async def _timed(to: Callers, seen: CallersView, tenant: str, length: int) -> None:
     began_s = time.perf_counter()
     tokens = await to.ask(tenant, [length])
     seen.tokens[tenant] += tokens

@@ -22,8 +22,8 @@ from bench.peers.tree import Tree
 from bench.pipeline import catalog_with
 from infra.local.ports import Ports
 from infra.local.process import Process, free_port
-from infra.local.rabbitmq_server import RabbitServer
 from infra.local.stack import Stack
+from infra.local.stack_processes import RabbitServer
 from infra.local.up import served_stack
 from shared.settings import environment_with
 

@@ -2,7 +2,8 @@
 
 Workers are those of every other cluster (overlay.py). Around them are the API, the batch runner,
 the functions, the row archive, the servers that the site does not bring itself, and the scrape
-configuration that lets the autoscaler's queries find our metrics in the site's Prometheus.
+configuration that lets the autoscaler's queries find our metrics in the site's Prometheus. Their
+processes get addresses, and the secrets that they read. Policies, ingress and volumes are here too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from infra.kubernetes.deployment import Deployment, OwnPrometheus
 from infra.kubernetes.kustomization import (
     deployment_patch,
     image_override,
@@ -23,33 +25,261 @@ from infra.kubernetes.kustomization import (
 )
 from infra.kubernetes.overlay import clear_overlay, write_overlay
 from infra.kubernetes.site import (
+    BucketObjects,
     EmbeddedBroker,
+    EmbeddedRedis,
+    EmbeddedRows,
+    GivenRedis,
     GoogleBroker,
+    Ingress,
     RabbitBroker,
     SelfHostedSite,
+    SiteVolume,
     VolumeObjects,
     read_site,
 )
-from infra.kubernetes.site_parts import (
-    CONTAINER,
-    TREE,
-    objects_claim,
-    server_patches,
-    write_ingress,
-    write_network,
-    write_server,
-)
-from infra.kubernetes.site_settings import (
-    CREDENTIALS_DIR,
-    OBJECTS_DIR,
-    client_settings,
-    has_archive,
-    secret_of_broker,
-    series_labels,
-    worker_deployment,
-)
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError
+
+TREE = "self-hosted"
+CONTAINER = "/spec/template/spec/containers/0"
+NAMESPACE_NAME = "kubernetes.io/metadata.name"
+"""The label of each namespace that has its name."""
+REDIS_DATA_PERCENT = 60
+"""Percentage of the pod's memory for data. The rest is for clients, and for changes while the file
+is rewritten.
+"""
+
+
+def server_patches(site: SelfHostedSite) -> dict[str, list[dict[str, Any]]]:
+    """The servers that run there by name, with JSON patches (RFC 6902) of each StatefulSet."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    if isinstance(site.broker, EmbeddedBroker):
+        found["pubsub"] = _volume_patch(site.broker.volume)
+        if site.broker.fsync:
+            found["pubsub"].append({"op": "add", "path": f"{CONTAINER}/args/-", "value": "--fsync"})
+    if isinstance(site.rows, EmbeddedRows):
+        found["bigquery"] = _volume_patch(site.rows.volume)
+    if isinstance(site.redis, EmbeddedRedis):
+        memory, mib = site.redis.memory, site.redis.memory_mib * REDIS_DATA_PERCENT // 100
+        found["redis"] = [
+            *_volume_patch(site.redis.volume),
+            *(
+                {"op": "add", "path": f"{CONTAINER}/args/-", "value": word}
+                for word in ("--maxmemory", f"{mib}mb")
+            ),
+            {"op": "replace", "path": f"{CONTAINER}/resources/requests/memory", "value": memory},
+            {"op": "replace", "path": f"{CONTAINER}/resources/limits/memory", "value": memory},
+        ]
+    return found
+
+
+def _volume_patch(volume: SiteVolume) -> list[dict[str, Any]]:
+    spec = "/spec/volumeClaimTemplates/0/spec"
+    patch = [{"op": "replace", "path": f"{spec}/resources/requests/storage", "value": volume.size}]
+    if volume.storage_class is not None:
+        found = {"op": "add", "path": f"{spec}/storageClassName", "value": volume.storage_class}
+        patch.append(found)
+    return patch
+
+
+def write_server(
+    folder: Path, name: str, site: SelfHostedSite, patch: list[dict[str, Any]]
+) -> None:
+    """Writes the folder of one server, with its JSON patch."""
+    folder.mkdir()
+    image = ("penstock-redis", site.images.redis)
+    write_kustomization(
+        folder,
+        [path_up_to(folder, f"{TREE}/{name}")],
+        namespace=site.namespace,
+        images=[
+            image_override(
+                *(image if name == "redis" else ("penstock-servers", site.images.servers))
+            )
+        ],
+        patches=[{"target": {"kind": "StatefulSet", "name": name}, "patch": yaml.safe_dump(patch)}],
+    )
+
+
+def write_network(folder: Path, site: SelfHostedSite) -> None:
+    """Writes the folder of network policies, with the private addresses that the site names."""
+    folder.mkdir()
+    rules = []
+    if isinstance(site.broker, RabbitBroker):
+        rules.append(_egress(site.broker.networks, site.broker.port))
+    if isinstance(site.redis, GivenRedis):
+        rules.append(_egress(site.redis.networks, site.redis.port))
+    if isinstance(site.objects, BucketObjects) and site.objects.networks:
+        rules.append(_egress(site.objects.networks, site.objects.port))
+    patches = []
+    if rules:
+        added = [{"op": "add", "path": "/spec/egress/-", "value": rule} for rule in rules]
+        patches.append(_policy_patch("clients", added))
+    if isinstance(site.broker, RabbitBroker):
+        # Nothing is pushed to the functions there, and they report what waits in the queues.
+        source = [{"namespaceSelector": {"matchLabels": {NAMESPACE_NAME: "monitoring"}}}]
+        found = {"op": "replace", "path": "/spec/ingress/0/from", "value": source}
+        patches.append(_policy_patch("functions", [found]))
+    write_kustomization(
+        folder,
+        [path_up_to(folder, f"{TREE}/network")],
+        namespace=site.namespace,
+        patches=patches,
+    )
+
+
+def _policy_patch(name: str, patch: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "target": {"kind": "NetworkPolicy", "name": name},
+        "patch": yaml.safe_dump(patch),
+    }
+
+
+def _egress(networks: Sequence[str], port: int) -> dict[str, Any]:
+    to = [{"ipBlock": {"cidr": network}} for network in networks]
+    return {"to": to, "ports": [{"port": port, "protocol": "TCP"}]}
+
+
+def write_ingress(folder: Path, namespace: str, ingress: Ingress) -> None:
+    """Writes the folder of the way in."""
+    folder.mkdir()
+    way_in = [
+        {"op": "add", "path": "/metadata/annotations", "value": ingress.annotations},
+        {"op": "replace", "path": "/spec/ingressClassName", "value": ingress.class_name},
+        {"op": "replace", "path": "/spec/tls/0/hosts/0", "value": ingress.host},
+        {"op": "replace", "path": "/spec/tls/0/secretName", "value": ingress.tls_secret},
+        {"op": "replace", "path": "/spec/rules/0/host", "value": ingress.host},
+    ]
+    label = {NAMESPACE_NAME: ingress.namespace}
+    source = "/spec/ingress/0/from/0/namespaceSelector/matchLabels"
+    policy = [{"op": "replace", "path": source, "value": label}]
+    write_kustomization(
+        folder,
+        [path_up_to(folder, f"{TREE}/ingress")],
+        namespace=namespace,
+        patches=[
+            {"target": {"kind": "Ingress"}, "patch": yaml.safe_dump(way_in)},
+            {"target": {"kind": "NetworkPolicy"}, "patch": yaml.safe_dump(policy)},
+        ],
+    )
+
+
+def objects_claim(namespace: str, objects: VolumeObjects) -> dict[str, Any]:
+    """The volume that all pods share."""
+    spec: dict[str, Any] = {
+        "accessModes": ["ReadWriteMany"],
+        "resources": {"requests": {"storage": objects.volume.size}},
+    }
+    if objects.volume.storage_class is not None:
+        spec["storageClassName"] = objects.volume.storage_class
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "objects", "namespace": namespace},
+        "spec": spec,
+    }
+
+
+OBJECTS_DIR = "/var/lib/penstock/objects"
+CREDENTIALS_DIR = "/etc/penstock-google"
+KEYS_URL = "file:///etc/penstock-keys/keys.json"
+NO_NETWORK = ("127.0.0.1/32",)
+"""The addresses of a Redis in the cluster. Its pods are let through by their label instead."""
+
+
+def has_archive(site: SelfHostedSite) -> bool:
+    """True if a row archive runs there."""
+    return isinstance(site.rows, EmbeddedRows) and site.rows.archive
+
+
+def worker_deployment(site: SelfHostedSite) -> Deployment:
+    """The settings of workers there."""
+    redis_url = site.redis.url if isinstance(site.redis, GivenRedis) else "redis://redis:6379/0"
+    return Deployment(
+        project=site.google.project if site.google else "penstock",
+        region=site.region,
+        namespace=site.namespace,
+        dataset=site.dataset,
+        objects_url=_objects_url(site),
+        redis_url=redis_url,
+        records_url=redis_url,
+        redis_cidrs=NO_NETWORK,
+        spot=False,
+        overflow=None,
+        compute_classes=False,
+        image=site.images.worker,
+        is_self_hosted=True,
+        settings=_endpoints(site),
+        prometheus=_prometheus(site),
+    )
+
+
+def _prometheus(site: SelfHostedSite) -> OwnPrometheus | None:
+    if site.autoscaling is None:
+        return None
+    return OwnPrometheus(
+        url=site.autoscaling.prometheus,
+        labels=series_labels(site),
+        has_rabbitmq=isinstance(site.broker, RabbitBroker),
+    )
+
+
+def series_labels(site: SelfHostedSite) -> dict[str, str]:
+    """The labels that select the series of a site in its Prometheus."""
+    given = site.autoscaling.labels if site.autoscaling is not None else None
+    return {"namespace": site.namespace} if given is None else given
+
+
+def _objects_url(site: SelfHostedSite) -> str:
+    return site.objects.url if isinstance(site.objects, BucketObjects) else f"file://{OBJECTS_DIR}"
+
+
+def _endpoints(site: SelfHostedSite) -> dict[str, str]:
+    """The addresses of servers that are not Google's, and the access to those that are."""
+    found = {}
+    if isinstance(site.broker, EmbeddedBroker):
+        found["PENSTOCK_PUBSUB_ENDPOINT"] = "pubsub:8085"
+    if isinstance(site.rows, EmbeddedRows):
+        found["PENSTOCK_BIGQUERY_ENDPOINT"] = "http://bigquery:9050"
+    if has_archive(site):
+        found["PENSTOCK_ROWS_URL"] = f"{_objects_url(site)}/usage"
+    if site.google is not None:
+        found["GOOGLE_APPLICATION_CREDENTIALS"] = f"{CREDENTIALS_DIR}/credentials.json"
+        found["GOOGLE_CLOUD_PROJECT"] = site.google.project
+    return found
+
+
+def client_settings(site: SelfHostedSite) -> dict[str, str]:
+    """The environment of API, runner of batches and functions. Their images have the rest."""
+    workers = worker_deployment(site)
+    settings = {
+        "PENSTOCK_DATASET": workers.dataset,
+        "PENSTOCK_KEYS_URL": KEYS_URL,
+        "PENSTOCK_METRICS_HOST": "0.0.0.0",
+        "PENSTOCK_METRICS_PORT": "9464",
+        "PENSTOCK_OBJECTS_URL": workers.objects_url,
+        "PENSTOCK_PROJECT": workers.project,
+        "PENSTOCK_RECORDS_URL": workers.records_url,
+        "PENSTOCK_REDIS_URL": workers.redis_url,
+        "PENSTOCK_REGION": workers.region,
+    }
+    if isinstance(site.broker, GoogleBroker) and site.broker.inbox_pool:
+        settings["PENSTOCK_INBOX_POOL"] = str(site.broker.inbox_pool)
+        settings["PENSTOCK_INBOX_FIRST"] = str(site.broker.inbox_first)
+        settings["PENSTOCK_REPLY_SLOTS"] = str(site.broker.inbox_slots)
+    if site.ingress is not None:
+        settings["PENSTOCK_PUBLIC_URL"] = f"https://{site.ingress.host}"
+        settings["PENSTOCK_TRUSTED_PROXIES"] = ",".join(site.ingress.networks)
+    return settings | _endpoints(site)
+
+
+def secret_of_broker(site: SelfHostedSite) -> list[dict[str, Any]]:
+    """The source of the variable that names a RabbitMQ. Empty: the broker is another one."""
+    if not isinstance(site.broker, RabbitBroker):
+        return []
+    return [{"secretRef": {"name": site.broker.secret}}]
+
 
 CLIENTS = ("api", "batches", "functions", "row-archive")
 

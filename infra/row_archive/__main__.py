@@ -17,9 +17,8 @@ from datetime import UTC, datetime, timedelta
 
 from prometheus_client import Counter, start_http_server
 
-from infra.row_archive.archive import ArchivedDays, RowArchive
+from infra.row_archive.archive import ArchivedDays, RowArchive, RowArchiveSettings
 from infra.row_archive.loads import BigQueryLoader
-from infra.row_archive.settings import RowArchiveSettings
 from shared.backoff import backoff
 from shared.errors import ConfigurationError, Unavailable
 from shared.logs import configure_logs

@@ -23,11 +23,13 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from prometheus_client import Counter, Gauge
+from pydantic import Field
 
 from infra.bigquery import schema
 from infra.row_archive.loads import RowLoader
 from infra.row_archive.parquet import different_rows, merge, parquet_of_lines
 from shared.errors import BadInput
+from shared.settings import Settings
 from shared.stores.objects import ObjectStore, StoredObject
 from shared.usage.senders import MEDIA_TYPE, incoming
 
@@ -397,3 +399,15 @@ class ArchivedDays:
                 data = await self._objects.get(key, FILE_MAX_BYTES)
                 await asyncio.to_thread(path.write_bytes, data)
             yield paths
+
+
+class RowArchiveSettings(Settings):
+    """A process that takes rows from the object store."""
+
+    archive_every_s: float = Field(30.0, ge=1, le=3600)
+    """Seconds between passes. Each writes a Parquet file for each table and day."""
+    archive_loads: bool = True
+    """True if the rows are loaded into BigQuery too. Reports need it."""
+    health_host: str = "127.0.0.1"
+    health_port: int = Field(8089, ge=0, le=65535)
+    """Port of /metrics. It is open once the process runs."""

@@ -1,29 +1,80 @@
 """`python -m models.shapes.score FOLDER`: the share of pictures that the judge accepts.
 
-The captions are of scenes that training never saw. A figure counts as right only where the judge
-reads it off the picture. Extra figures count against the picture as a whole.
+The captions are of scenes that training never saw. A figure counts as right only if the judge
+reads it in the picture. Extra figures count against the picture as a whole. Files describe a
+trained pipeline: scores as JSON, a sheet of samples, and a model card.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
+import json
 import random
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from models.shapes.captions import tell
-from models.shapes.card import SCORES, SHEET, captioned_sheet, write_scores
 from models.shapes.draw import draw
 from models.shapes.judge import DetectedScene, DetectedShape, Pixels, read
 from models.shapes.world import COLORS, DrawnShape, Scene, sample_scene
+
+SCORES, SHEET, CARD = "scores.json", "sheet.png", "README.md"
+BEGIN, END = "<!-- scores: begin, written by score.py -->", "<!-- scores: end -->"
+COLUMNS = 6
+LARGER = 2
+"""Times that a sample is enlarged on the sheet."""
+_LINE_PX, _LINES = 13, 4
+_LETTERS = 25
+"""Of a caption in one line under its picture."""
+
+
+def write_scores(folder: Path, scores: Mapping[str, Any], table: str) -> None:
+    """Writes `scores` and the digest of their weights to the folder, and `table` to the card."""
+    kept = {"weights_sha256": weights_sha256(folder), **scores}
+    (folder / SCORES).write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    card = folder / CARD
+    before, _, rest = card.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    card.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+
+
+def weights_sha256(folder: Path) -> str:
+    """Of all weights together, in the order of their paths."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def captioned_sheet(
+    captions: Sequence[str], pictures: Sequence[npt.NDArray[np.uint8]]
+) -> Image.Image:
+    """Pictures of one size in rows, each with its caption below."""
+    side = pictures[0].shape[0] * LARGER
+    width, height = side + 12, side + 8 + _LINES * _LINE_PX
+    rows = -(-len(pictures) // COLUMNS)
+    whole = Image.new("RGB", (COLUMNS * width, rows * height), (225, 225, 225))
+    pen, font = ImageDraw.Draw(whole), ImageFont.load_default(size=10)
+    for index, (caption, picture) in enumerate(zip(captions, pictures, strict=True)):
+        left, top = index % COLUMNS * width + 6, index // COLUMNS * height + 6
+        whole.paste(
+            Image.fromarray(picture).resize((side, side), Image.Resampling.NEAREST), (left, top)
+        )
+        for number, line in enumerate(textwrap.wrap(caption, _LETTERS)[:_LINES]):
+            pen.text((left, top + side + 2 + number * _LINE_PX), line, fill=(0, 0, 0), font=font)
+    return whole
+
 
 STEPS = 20
 GUIDANCE = 2.0
@@ -46,7 +97,7 @@ class Asked:
 
 
 @dataclass
-class Tally:
+class Accuracy:
     """How many were right of how many."""
 
     right: int = 0
@@ -127,14 +178,14 @@ def held_out(number: int, seed: int = SEED) -> list[Asked]:
 
 def score_text(
     pipeline: Any, asked: Sequence[Asked], guidance: float = GUIDANCE
-) -> dict[str, Tally]:
+) -> dict[str, Accuracy]:
     """The table's part for text-to-image."""
     table = {
-        name: Tally()
+        name: Accuracy()
         for name in ("color right", "shape right", "two objects both right", "relation right")
     }
     table |= {
-        name: Tally()
+        name: Accuracy()
         for name in ("one object right", "place right", "background right", "number right")
     }
     for at in range(0, len(asked), _AT_ONCE):
@@ -155,7 +206,7 @@ def draw_asked(pipeline: Any, asked: Sequence[Asked], guidance: float = GUIDANCE
     return [np.asarray(picture.convert("RGB")) for picture in drawn.images]
 
 
-def _count(table: dict[str, Tally], scene: Scene, detected: DetectedScene) -> None:
+def _count(table: dict[str, Accuracy], scene: Scene, detected: DetectedScene) -> None:
     pairs = matched(scene.figures, detected.figures)
     colors = [seen is not None and seen.color == figure.color for figure, seen in pairs]
     shapes = [seen is not None and seen.shape == figure.shape for figure, seen in pairs]
@@ -216,7 +267,7 @@ def _is_related(scene: Scene, first: DetectedShape | None, second: DetectedShape
     return across > abs(down) if scene.relation == "left of" else down > abs(across)
 
 
-def score_edits(pipeline: Any, number: int, guidance: float = GUIDANCE) -> dict[str, Tally]:
+def score_edits(pipeline: Any, number: int, guidance: float = GUIDANCE) -> dict[str, Accuracy]:
     """Image-to-image with a new color: the color changed, the figure's place kept."""
     from diffusers import StableDiffusionImg2ImgPipeline
 
@@ -225,7 +276,7 @@ def score_edits(pipeline: Any, number: int, guidance: float = GUIDANCE) -> dict[
     )
     image_to_image.set_progress_bar_config(disable=True)
     rng = random.Random(SEED + 1)
-    tally = Tally()
+    tally = Accuracy()
     for seed in range(number):
         scene = sample_scene(rng, held_out=True, figures=1)
         before = scene.figures[0]
@@ -255,7 +306,7 @@ def _has_stayed(before: DrawnShape, seen: DetectedShape) -> bool:
     return max(abs(before.x - seen.x), abs(before.y - seen.y)) <= PLACE_MAX
 
 
-def as_text(table: dict[str, Tally]) -> str:
+def as_text(table: dict[str, Accuracy]) -> str:
     """The table in Markdown."""
     lines = ["| what | right | of | part | target |", "|---|---|---|---|---|"]
     for name, tally in table.items():

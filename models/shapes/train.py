@@ -1,7 +1,8 @@
 """`python -m models.shapes.train FOLDER`: trains the model and writes a diffusers folder.
 
-Three stages, each of which goes on where a stopped run was: the autoencoder, the text encoder, the
-UNet. Now and then the pipeline as it is draws a sheet of held-out captions and is scored.
+Three stages, each of which continues a stopped run: the autoencoder, the text encoder, the UNet. At
+intervals the current pipeline draws a sheet of held-out captions and is scored. The tokenizer is
+like CLIP's, with one token per word of the captions, and bytes for other words.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import copy
 import json
 import os
+import random
 import shutil
 import sys
 import time
@@ -19,13 +21,53 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import CLIPTokenizer
 
+from models.shapes.captions import tell
 from models.shapes.parts import Widths, join
 from models.shapes.score import as_text, draw_asked, held_out, score_edits, score_text, sheet
-from models.shapes.tokenizer import make_tokenizer
 from models.shapes.train_text import TextPlan, train_text
 from models.shapes.train_unet import UnetPlan, UnetTraining, encode_scenes
 from models.shapes.train_vae import VaePlan, train_vae
+from models.shapes.world import sample_scene
+
+TOKENS_MAX = 28
+"""The longest caption has 25, with its start and end."""
+START, END = "<|startoftext|>", "<|endoftext|>"
+_CAPTIONS = 20_000
+_WORD_END = "</w>"
+
+
+def make_tokenizer() -> Any:
+    """A CLIPTokenizer. Its merges are learned from captions until every word is one token."""
+    rng = random.Random(0)
+    words = sorted(
+        {
+            word
+            for _ in range(_CAPTIONS)
+            for word in tell(sample_scene(rng), rng).replace(",", " ,").split()
+        }
+    )
+    tokenizer = Tokenizer(models.BPE(end_of_word_suffix=_WORD_END))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096, end_of_word_suffix=_WORD_END, show_progress=False
+    )
+    tokenizer.train_from_iterator(words, trainer)
+    merges = [tuple(merge) for merge in json.loads(tokenizer.to_str())["model"]["merges"]]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [
+        *letters,
+        *(f"{letter}{_WORD_END}" for letter in letters),
+        *("".join(merge) for merge in merges),
+    ]
+    vocabulary = {
+        token: number for number, token in enumerate(dict.fromkeys([*tokens, START, END]))
+    }
+    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=TOKENS_MAX)
+
 
 LOOK_CAPTIONS = 48
 

@@ -14,7 +14,7 @@ from shared.catalog import CANARY_SUFFIX
 from shared.errors import BadInput
 from shared.messages import Job, decode_job, encode_job
 from shared.topics import jobs_topic_id
-from shared.transport import Message, Publisher
+from shared.transport import Publisher, ReceivedMessage
 
 
 class JobMessage(NamedTuple):
@@ -41,7 +41,7 @@ def forwarded(job: JobMessage) -> JobMessage:
     return JobMessage(model, *encode_job(Job(read.envelope, body)))
 
 
-async def forward(publisher: Publisher, canary: str, message: Message) -> None:
+async def forward(publisher: Publisher, canary: str, message: ReceivedMessage) -> None:
     """Publishes a received job of a canary again, for the other revision.
 
     Raises:

@@ -24,7 +24,7 @@ from shared.pubsub.channel import (
     StreamingPullRequest,
     routing,
 )
-from shared.transport import Message
+from shared.transport import ReceivedMessage
 
 log = logging.getLogger(__name__)
 
@@ -180,12 +180,12 @@ class Leases:
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, message: Message) -> None:
+    def hold(self, message: ReceivedMessage) -> None:
         """Keeps the lease of `message`, which was received just now."""
         since_s = message.received_at_s
         self._held[message.ack_id] = _Lease(message, since_s, since_s + self._ack_deadline_s)
 
-    def release(self, message: Message) -> bool:
+    def release(self, message: ReceivedMessage) -> bool:
         """Ends the lease. Returns False if it was not held."""
         return self._held.pop(message.ack_id, None) is not None
 
@@ -248,7 +248,7 @@ class _Lease:
 
     __slots__ = ("is_extended", "message", "since_s", "until_s")
 
-    def __init__(self, message: Message, since_s: float, until_s: float) -> None:
+    def __init__(self, message: ReceivedMessage, since_s: float, until_s: float) -> None:
         self.message = message
         self.since_s = since_s
         self.until_s = until_s
@@ -313,7 +313,7 @@ class StreamSubscription:
         # Redelivery after lost leases may bring more than the broker's flow control says.
         self._hold_limit = 2 * max_messages + 100
         self._room = asyncio.Event()
-        self._received: deque[Message] = deque()
+        self._received: deque[ReceivedMessage] = deque()
         self._arrival: asyncio.Future[None] | None = None
         self._call: Any = None
         self._end: PenstockError | None = None
@@ -331,7 +331,7 @@ class StreamSubscription:
     def __aiter__(self) -> StreamSubscription:
         return self
 
-    async def __anext__(self) -> Message:
+    async def __anext__(self) -> ReceivedMessage:
         while True:
             while self._received:
                 message = self._received.popleft()
@@ -345,7 +345,7 @@ class StreamSubscription:
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
 
-    def ack(self, message: Message) -> None:
+    def ack(self, message: ReceivedMessage) -> None:
         """See shared.transport.Subscription.
 
         A second ack is ignored. The ack of a lost message is best effort.
@@ -354,7 +354,7 @@ class StreamSubscription:
             self._room.set()
             self._acks.ack(message.ack_id)
 
-    def nack(self, message: Message) -> None:
+    def nack(self, message: ReceivedMessage) -> None:
         """See shared.transport.Subscription."""
         if self._leases.release(message):
             self._room.set()
@@ -470,7 +470,7 @@ class StreamSubscription:
         now_s = asyncio.get_running_loop().time()
         for received in response.received_messages:
             raw = received.message
-            message = Message(
+            message = ReceivedMessage(
                 data=raw.data,
                 attributes=dict(raw.attributes),
                 message_id=raw.message_id,

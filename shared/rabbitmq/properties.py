@@ -10,7 +10,7 @@ from aiormq import spec
 from aiormq.abc import DeliveredMessage
 
 from shared.errors import BadInput
-from shared.transport import Message
+from shared.transport import ReceivedMessage
 
 ATTRIBUTE_LIMIT, NAME_LIMIT_BYTES, VALUE_LIMIT_BYTES = 100, 128, 1024
 """Pub/Sub's, so that what one broker takes the other takes too. AMQP has 128 bytes for a name, and
@@ -64,7 +64,7 @@ def returned_properties(delivered: DeliveredMessage, attempt: int) -> spec.Basic
     return spec.Basic.Properties(headers=headers, delivery_mode=2, message_id=old.message_id)
 
 
-def message_of(delivered: DeliveredMessage, ack_id: str, now_s: float) -> Message:
+def message_of(delivered: DeliveredMessage, ack_id: str, now_s: float) -> ReceivedMessage:
     """The message of a delivery.
 
     Args:
@@ -82,7 +82,7 @@ def message_of(delivered: DeliveredMessage, ack_id: str, now_s: float) -> Messag
     attempt = 1 + _number(headers, _DELIVERY_COUNT) + _number(headers, _ATTEMPT)
     if _ATTEMPT not in headers and headers.get("x-first-death-reason") == "expired":
         attributes.setdefault(_REASON, _EXPIRED)
-    return Message(
+    return ReceivedMessage(
         delivered.body,
         attributes,
         properties.message_id or "",

@@ -29,7 +29,7 @@ from shared.rabbitmq.waits import (
     longer,
     only_own_cancellation,
 )
-from shared.transport import Message
+from shared.transport import ReceivedMessage
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ DelayedReturn = Callable[[DeliveredMessage, int], Awaitable[None]]
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    message: Message
+    message: ReceivedMessage
     delivered: DeliveredMessage
     timer: asyncio.TimerHandle | None = None
 
@@ -113,7 +113,7 @@ class QueueSubscription:
         self._max_messages = max_messages
         self._delayed_return = delayed_return
         self._answer_limit_s = self._limit_s = answer_limit_s
-        self._received: deque[Message] = deque()
+        self._received: deque[ReceivedMessage] = deque()
         self._held: dict[str, _Held] = {}
         self._settled: deque[tuple[_Held, bool]] = deque()
         self._settling = asyncio.Event()
@@ -139,7 +139,7 @@ class QueueSubscription:
     def __aiter__(self) -> QueueSubscription:
         return self
 
-    async def __anext__(self) -> Message:
+    async def __anext__(self) -> ReceivedMessage:
         while True:
             while self._received:
                 message = self._received.popleft()
@@ -152,13 +152,13 @@ class QueueSubscription:
             self._arrival.clear()
             await self._arrival.wait()
 
-    def ack(self, message: Message) -> None:
+    def ack(self, message: ReceivedMessage) -> None:
         """See shared.transport.Subscription. A second ack, or a lost message's, is ignored."""
         held = self._held.pop(message.ack_id, None)
         if held is not None:
             self._settle(held, is_done=True)
 
-    def nack(self, message: Message) -> None:
+    def nack(self, message: ReceivedMessage) -> None:
         """See shared.transport.Subscription."""
         held = self._held.get(message.ack_id)
         if held is None or held.timer is not None:

@@ -24,7 +24,7 @@ _Cells = dict[tuple[str, str], float | None]
 """Values by series and place."""
 
 
-class Series(NamedTuple):
+class PlotSeries(NamedTuple):
     """One line, or the bars of one color, or one row of a heat map."""
 
     name: str
@@ -39,7 +39,7 @@ class Drawing(NamedTuple):
     title: str
     unit: str
     stacked: bool
-    series: Sequence[Series]
+    series: Sequence[PlotSeries]
 
 
 def drawings(result: ReportResult) -> list[Drawing]:
@@ -61,7 +61,8 @@ def _drawing(result: ReportResult, plot: Plot) -> Drawing:
     if plot.by in ("day", "hour"):
         places.sort(key=lambda x: (len(x), x) if plot.kind == "heat" else (0, x))
     series = [
-        Series(name, places, [cells.get((name, x)) for x in places]) for name in _names(cells, plot)
+        PlotSeries(name, places, [cells.get((name, x)) for x in places])
+        for name in _names(cells, plot)
     ]
     words = ", ".join(_words(value) for value in plot.values)
     title = f"{words[0].upper()}{words[1:]} by {_words(plot.by)}"

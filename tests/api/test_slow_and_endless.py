@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from api.http.bounded_protocol import HEAD_LIMIT_BYTES, MAX_PIPELINED
 from api.http.middleware import SMALL_BODY_BYTES
+from api.server import HEAD_LIMIT_BYTES, MAX_PIPELINED
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.keys import key_for, keys_url
 
@@ -298,7 +298,7 @@ async def test_full_house_closes_who_reads_no_answer(tmp_path: Path) -> None:
 async def test_answers_that_nobody_reads_are_bounded_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.http.bounded_protocol.UNREAD_MAX_BYTES", LARGE_BYTES)
+    monkeypatch.setattr("api.server.UNREAD_MAX_BYTES", LARGE_BYTES)
     async with _api(tmp_path) as api:
         request = await _large(api)
         async with peer_of(api) as first, peer_of(api) as second:

@@ -12,7 +12,7 @@ import pytest
 from api.errors import StorageFull
 from api.inputs import storage as module
 from api.inputs.files import Files
-from api.inputs.storage import KEEP_S, RESERVED_S, Quota, Storage, owner_of
+from api.inputs.storage import KEEP_S, RESERVED_S, Storage, StorageQuota, owner_of
 from shared.stores.objects import ObjectStore
 
 pytestmark = pytest.mark.anyio
@@ -42,8 +42,8 @@ def storage(objects: ObjectStore, clock: Clock) -> Storage:
     return Storage(objects, clock)
 
 
-def quota(tenant: str = "alice", max_bytes: int = BOUND) -> Quota:
-    return Quota(tenant, max_bytes, "file")
+def quota(tenant: str = "alice", max_bytes: int = BOUND) -> StorageQuota:
+    return StorageQuota(tenant, max_bytes, "file")
 
 
 def keys_in(tmp_path: Path) -> set[str]:

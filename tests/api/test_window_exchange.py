@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 import redis
 
-from api.dispatch.model_window import Elsewhere, ModelWindow, PublishWindow, digest_of
-from api.dispatch.window_exchange import (
+from api.dispatch.model_window import (
     LEASE_PAUSES,
     MAX_TENANTS,
     PAUSE_S,
+    Elsewhere,
+    ModelWindow,
+    PublishWindow,
     WindowExchange,
     combined,
+    digest_of,
     report_of,
 )
 from api.fair_room import Demand

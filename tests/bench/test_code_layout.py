@@ -1,6 +1,6 @@
 import ast
 
-from bench.code_layout import PackageLayout, docstrings, homonyms, import_graphs, layout
+from bench.code_layout import PackageLayout, docstrings, homonyms, import_graphs, importers, layout
 
 
 def test_layout_of_a_chain_and_a_cycle() -> None:
@@ -33,3 +33,20 @@ def test_homonyms_are_public_classes_of_one_name() -> None:
 def test_docstrings_of_fields_are_read_too() -> None:
     tree = ast.parse('"""One; two."""\nLIMIT = 1\n"""Three."""\nword = "four;"')
     assert docstrings([tree]) == "One; two.\nThree."
+
+
+def test_importers_of_a_module_are_those_of_the_product() -> None:
+    sources = {
+        "api.a": "from api import b",
+        "api.b": "import api.c",
+        "api.c": "",
+        "shared.d": "from api.c import X",
+        "bench.e": "from api.b import Y",
+    }
+    found = importers({name: ast.parse(source) for name, source in sources.items()})
+    assert found == {
+        "api.a": set(),
+        "api.b": {"api.a"},
+        "api.c": {"api.b", "shared.d"},
+        "shared.d": set(),
+    }

@@ -20,7 +20,7 @@ from shared.brokers import admin_of, transport_of
 from shared.messages import Envelope, ReplyBody, decode_reply
 from shared.pubsub.admin import PubSubAdmin
 from shared.topics import dead_letter_subscription_id, jobs_topic_id
-from shared.transport import Message, Subscriber, SubscriptionSettings
+from shared.transport import ReceivedMessage, Subscriber, SubscriptionSettings
 from tests.end_to_end.conftest import EMBEDDER, KEY
 from tests.end_to_end.rows import Rows, eventually
 from tests.faults.world import model_processes
@@ -189,7 +189,7 @@ def test_readiness_fails_without_its_broker_and_heals(
     assert len(answer.data) == 1
 
 
-async def _first(transport: Subscriber, subscription_id: str, is_it: object) -> Message:
+async def _first(transport: Subscriber, subscription_id: str, is_it: object) -> ReceivedMessage:
     """The first message of a subscription that `is_it` accepts; the others are acked too."""
     assert callable(is_it)
     async with (

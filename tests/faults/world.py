@@ -20,8 +20,8 @@ import psutil
 
 from infra.local.process import Process, answers, free_port, listens
 from infra.local.provision_servers import provision
-from infra.local.rabbitmq_server import RabbitServer
 from infra.local.redis_server import RedisServer
+from infra.local.stack_processes import RabbitServer
 from infra.reports.tables import create_tables
 from shared.brokers import admin_of
 from shared.catalog import read_catalog

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from infra.local.demo import what_it_shows
-from infra.local.demo_text import MODEL, with_text_model
+from infra.local.demo import MODEL, what_it_shows, with_text_model
 from models.shapes.draw import draw
 from models.shapes.world import DrawnShape, Scene
 from shared.catalog import read_catalog

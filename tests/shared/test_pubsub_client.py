@@ -17,7 +17,7 @@ from shared.pubsub.client import PubSubTransport
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
 from shared.topics import slot_filter
-from shared.transport import Admin, Message, Subscription, SubscriptionSettings, Transport
+from shared.transport import Admin, ReceivedMessage, Subscription, SubscriptionSettings, Transport
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 
@@ -80,7 +80,7 @@ async def broker(request: pytest.FixtureRequest) -> AsyncIterator[Broker]:
         yield Broker(request.param, transport, admin)
 
 
-async def take(subscription: Subscription, count: int) -> list[Message]:
+async def take(subscription: Subscription, count: int) -> list[ReceivedMessage]:
     messages = aiter(subscription)
     async with asyncio.timeout(WAIT_LIMIT_S):
         return [await anext(messages) for _ in range(count)]

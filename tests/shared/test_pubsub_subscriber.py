@@ -15,7 +15,7 @@ from shared.pubsub import client as pubsub
 from shared.pubsub import subscriber as pubsub_subscribe
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
-from shared.transport import Message, Subscription, SubscriptionSettings
+from shared.transport import ReceivedMessage, Subscription, SubscriptionSettings
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.scripted_pubsub import ScriptedPubSub, scripted_pubsub
 
@@ -33,7 +33,7 @@ async def opened() -> AsyncIterator[Opened]:
         yield script, transport
 
 
-async def take(subscription: Subscription, count: int) -> list[Message]:
+async def take(subscription: Subscription, count: int) -> list[ReceivedMessage]:
     messages = aiter(subscription)
     async with asyncio.timeout(WAIT_LIMIT_S):
         return [await anext(messages) for _ in range(count)]

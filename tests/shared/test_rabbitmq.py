@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.local.process import Process, free_port
-from infra.local.rabbitmq_server import RabbitServer, find_rabbitmq_server
+from infra.local.stack_processes import RabbitServer, find_rabbitmq_server
 from pubsub_emulator import parse_filter
 from shared.errors import BadInput, ConfigurationError, Unavailable
 from shared.rabbitmq.admin import RabbitAdmin
@@ -22,7 +22,7 @@ from shared.rabbitmq.connection import broker_url
 from shared.rabbitmq.subscriber import AckRuns
 from shared.rabbitmq.topology import binding_key, delays_between, message_keys
 from shared.topics import BATCH_FILTER, INTERACTIVE_FILTER, slot_filter
-from shared.transport import Message, Subscription, SubscriptionSettings
+from shared.transport import ReceivedMessage, Subscription, SubscriptionSettings
 from tests.limits import WAIT_LIMIT_S
 from tests.rabbitmq import needs_rabbitmq
 
@@ -49,7 +49,7 @@ async def make(admin: RabbitAdmin, name: str = "jobs", **settings: object) -> No
     await admin.ensure_subscription(name, SubscriptionSettings(name, **settings))  # type: ignore[arg-type]
 
 
-async def take(subscription: Subscription, count: int) -> list[Message]:
+async def take(subscription: Subscription, count: int) -> list[ReceivedMessage]:
     messages = aiter(subscription)
     async with asyncio.timeout(WAIT_LIMIT_S):
         return [await anext(messages) for _ in range(count)]

@@ -9,13 +9,13 @@ import aiormq
 import pytest
 from pamqp.common import FieldValue
 
-from infra.local.rabbitmq_server import RabbitServer
+from infra.local.stack_processes import RabbitServer
 from shared.errors import Overloaded, Unavailable
 from shared.rabbitmq import connection
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
 from shared.rabbitmq.topology import exchange_name, queue_name
-from shared.transport import Message, Subscription, SubscriptionSettings
+from shared.transport import ReceivedMessage, Subscription, SubscriptionSettings
 from tests.amqp_link import (
     CONFIRMATION,
     CONSUME_OK,
@@ -63,7 +63,7 @@ async def linked(rabbitmq_server: RabbitServer) -> AsyncIterator[Linked]:
         yield Linked(project, link, admin)
 
 
-async def take(subscription: Subscription, count: int) -> list[Message]:
+async def take(subscription: Subscription, count: int) -> list[ReceivedMessage]:
     messages = aiter(subscription)
     async with asyncio.timeout(WAIT_LIMIT_S):
         return [await anext(messages) for _ in range(count)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shared.messages import Envelope, Item, Job, JobBody
 from shared.tasks.embedding import TextInput
-from shared.transport import Message
+from shared.transport import ReceivedMessage
 from workers.job import PulledJob, QueuedItem
 from workers.models.base import PreparedText
 from workers.scheduling.lanes import BATCH_SHARE, FILL_S, RECENT_S, TURN_S, URGENT_TURN, LaneQueue
@@ -28,7 +28,7 @@ def waiter(
         request_id="r", part=0, model="m", tenant=tenant, lane=lane, deadline_s=deadline_s,
         start_by_s=start_by_s, received_at_s=0.0, published_at_s=0.0,
     )  # fmt: skip
-    message = Message(b"", {}, "1", "1")
+    message = ReceivedMessage(b"", {}, "1", "1")
     return PulledJob(Job(envelope, JobBody([item])), message, None, 0.0), item  # type: ignore[arg-type]
 
 

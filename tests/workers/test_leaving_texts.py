@@ -30,7 +30,7 @@ from tests.workers.test_steps import (
     spelling,
 )
 from workers.job import JobTimer, PulledJob
-from workers.jobs.cancellation import JobCallback
+from workers.jobs.consumer import JobCallback
 from workers.models.base import PreparedPrompt, StepEnd
 from workers.models.device import Device
 from workers.models.text.model import TextModel

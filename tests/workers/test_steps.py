@@ -25,7 +25,7 @@ from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.speller import FIRST_LETTERS, SpellerPreparer
 from tests.workers.worker_harness import WorkerHarness, running_worker
-from workers.jobs.cancellation import Clock
+from workers.jobs.consumer import Clock
 from workers.runtime.pool import HostedModel, ModelPool
 from workers.scheduling.busy_ratio import FADE_S
 

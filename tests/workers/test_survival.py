@@ -19,7 +19,7 @@ from shared.topics import (
     dead_letter_subscription_id,
     workers_subscription_id,
 )
-from shared.transport import Message
+from shared.transport import ReceivedMessage
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import (
     LARGE_IMAGE,
@@ -33,9 +33,9 @@ from workers.worker import FAILED_BATCHES_MAX
 pytestmark = pytest.mark.anyio
 
 
-async def first_message(harness: WorkerHarness, subscription_id: str) -> Message:
+async def first_message(harness: WorkerHarness, subscription_id: str) -> ReceivedMessage:
     async with harness.broker.subscribe(subscription_id, max_messages=1) as subscription:
-        message: Message = await asyncio.wait_for(anext(aiter(subscription)), WAIT_LIMIT_S)
+        message: ReceivedMessage = await asyncio.wait_for(anext(aiter(subscription)), WAIT_LIMIT_S)
         subscription.ack(message)
         return message
 

@@ -21,7 +21,7 @@ from shared.topics import (
     jobs_topic_id,
     workers_subscription_id,
 )
-from shared.transport import Message
+from shared.transport import ReceivedMessage
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import MODEL, HeldCache, LetterPreparer, running_worker
 from workers.models.base import PreparedText
@@ -283,7 +283,7 @@ async def test_unreadable_job_is_answered_at_once(
         async with harness.broker.subscribe(
             dead_letter_subscription_id(MODEL.name), max_messages=1
         ) as dead:
-            message: Message = await asyncio.wait_for(anext(aiter(dead)), WAIT_LIMIT_S)
+            message: ReceivedMessage = await asyncio.wait_for(anext(aiter(dead)), WAIT_LIMIT_S)
         assert message.data == data
         # What is wrong with a message of ours is for us, not for the caller.
         reason = message.attributes["penstock_reason"]
@@ -297,7 +297,7 @@ async def test_message_that_is_no_job_becomes_a_dead_letter(redis_url: str, tmp_
         async with harness.broker.subscribe(
             dead_letter_subscription_id(MODEL.name), max_messages=1
         ) as dead:
-            message: Message = await asyncio.wait_for(anext(aiter(dead)), WAIT_LIMIT_S)
+            message: ReceivedMessage = await asyncio.wait_for(anext(aiter(dead)), WAIT_LIMIT_S)
             assert message.data == b"hello"
             assert message.attributes["from"] == "a stranger"
             assert "schema" in message.attributes["penstock_reason"]

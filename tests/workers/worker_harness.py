@@ -45,9 +45,8 @@ from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 from workers.hours import ProcessTimes
 from workers.job import WorkerInfo
-from workers.jobs.cancellation import Clock
 from workers.jobs.completion import Completion
-from workers.jobs.consumer import JobConsumer
+from workers.jobs.consumer import Clock, JobConsumer
 from workers.jobs.registry import JobRegistry
 from workers.models.base import Prepared, PreparedImage, PreparedText, Preparer
 from workers.runtime.client import OnPreviews, OnProgress

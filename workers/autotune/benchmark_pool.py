@@ -17,7 +17,7 @@ from shared.catalog import Model
 from shared.errors import ModelFailed, PenstockError
 from workers.autotune import benchmark
 from workers.autotune.choice import Layout
-from workers.autotune.contest import Reading
+from workers.autotune.contest import Timing
 from workers.autotune.hardware import KEPT_OPEN_MAX_BYTES, Machine
 from workers.models.backend import Backend
 from workers.models.base import PreparedText
@@ -138,7 +138,7 @@ class BenchmarkPool:
 
     def reading(
         self, texts: Sequence[PreparedText], call_cost: int, layout: Layout, seconds: float
-    ) -> Reading:
+    ) -> Timing:
         """The rate of all processes of `layout` together."""
         begun = [
             executor.submit(benchmark.throughput, self._target, texts, call_cost, seconds)
@@ -146,10 +146,10 @@ class BenchmarkPool:
         ]
         return self._read(self._gather(begun, CALL_LIMIT_S), layout)
 
-    def _read(self, throughputs: Sequence[benchmark.Throughput], layout: Layout) -> Reading:
+    def _read(self, throughputs: Sequence[benchmark.Throughput], layout: Layout) -> Timing:
         by_wall = sum(throughput.texts / throughput.wall_s for throughput in throughputs)
         if self._is_gpu:
-            return Reading(by_wall)
+            return Timing(by_wall)
         cores = self._machine.cores
         cpu_s = sum(throughput.cpu_s for throughput in throughputs)
         rate, wanted_cores = by_wall, layout.processes * layout.threads
@@ -162,7 +162,7 @@ class BenchmarkPool:
         elif self._target.backend.backend == "onnx":
             wanted_cores = layout.processes  # its other threads sleep if they have no work
         wanted_s = max(throughput.wall_s for throughput in throughputs) * min(cores, wanted_cores)
-        return Reading(
+        return Timing(
             rate,
             cpu_s / sum(throughput.tokens for throughput in throughputs),
             max(0.0, 1 - cpu_s / wanted_s),

@@ -24,7 +24,7 @@ DISTURBED = 0.25
 ROUNDS_MAX = 6
 
 
-class Reading(NamedTuple):
+class Timing(NamedTuple):
     """One timing of a backend in a layout.
 
     `disturbance` is the share of time that its processes waited for cores, 0 to 1.
@@ -44,15 +44,15 @@ class Option:
     backend: Backend
     layout: Layout
     finding: Finding
-    readings: list[Reading] = field(default_factory=list)
+    readings: list[Timing] = field(default_factory=list)
 
     @property
-    def best(self) -> Reading:
+    def best(self) -> Timing:
         """The fastest reading, because noise only slows down."""
         return max(self.readings)
 
 
-Measure = Callable[[Option], Reading]
+Measure = Callable[[Option], Timing]
 
 
 class Contest:
@@ -106,7 +106,7 @@ class Contest:
                 return None
         return None
 
-    def _timed(self, option: Option) -> Reading | None:
+    def _timed(self, option: Option) -> Timing | None:
         # At least one option is always timed.
         if self.rounds == 1 and self._has_timed and self._spent_s > self._limit_s:
             option.finding.reason = f"not measured: {self._limit_s:g} s were over"
@@ -126,7 +126,7 @@ class Contest:
         return reading
 
 
-def _fastest(row: Sequence[tuple[Option, Reading]], margin: float) -> Option:
+def _fastest(row: Sequence[tuple[Option, Timing]], margin: float) -> Option:
     best, best_reading = row[0]
     for option, reading in row[1:]:
         if reading.texts_per_s > best_reading.texts_per_s * margin:

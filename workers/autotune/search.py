@@ -25,7 +25,7 @@ from shared.errors import ConfigurationError, PenstockError
 from workers.autotune.benchmark_pool import BenchmarkPool
 from workers.autotune.candidates import candidates, layouts
 from workers.autotune.choice import Choice, Finding, Layout
-from workers.autotune.contest import DISTURBED, LAYOUT_MARGIN, Contest, Option, Reading
+from workers.autotune.contest import DISTURBED, LAYOUT_MARGIN, Contest, Option, Timing
 from workers.autotune.hardware import Machine
 from workers.models.artifact import Artifact, Calibration, read_calibration
 from workers.models.backend import Backend, unmeasured_backend
@@ -126,7 +126,7 @@ _TOGETHER = 8
 _LENGTHS = (9, 11, 60, 13, 12, 210, 10, 70, 14, 44, 12, 8, 52, 16, 11, 240, 13, 88, 10, 36)
 """Tokens of the timed texts: 60 % about 12, 30 % about 60, 10 % about 230."""
 
-Measure = Callable[[BenchmarkPool, Backend, Layout, Sequence[PreparedText]], Reading]
+Measure = Callable[[BenchmarkPool, Backend, Layout, Sequence[PreparedText]], Timing]
 """Times a loaded backend in a layout with these texts."""
 
 LIBRARY_OF = {
@@ -167,7 +167,7 @@ class SearchSpec:
 
 def measure(
     pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
-) -> Reading:
+) -> Timing:
     """The default Measure."""
     return pool.reading(texts, backend.call_tokens, layout, RATE_S)
 
@@ -208,7 +208,7 @@ def choose(
         is_open = len(options) > 1 or any(len(spec.forms(backend)) > 1 for backend, _ in fit)
         limit_s = MEASURE_LIMIT_S if not is_open or quiet(spec.machine.cores) else BUSY_LIMIT_S
 
-        def timed(option: Option) -> Reading:
+        def timed(option: Option) -> Timing:
             pool.open(option.backend, option.layout)
             if not option.backend.call_tokens:
                 cost = pool.call_tokens(accuracy.texts[0], accuracy.longest)

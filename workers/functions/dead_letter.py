@@ -43,7 +43,7 @@ from shared.stores.record_state import Finish, record_id
 from shared.stores.records import Records
 from shared.topics import WEBHOOKS_TOPIC_ID, dead_letter_topic_id
 from shared.tracing.spans import STAGE, Attributes, span
-from shared.transport import Message, Publisher
+from shared.transport import Publisher, ReceivedMessage
 from shared.usage.row import Row, row_of
 from shared.webhook_publisher import WebhookPublisher
 
@@ -98,7 +98,7 @@ class DeadLetters:
         self._catalog = catalog
         self._region = region
 
-    async def answer(self, message: Message) -> None:
+    async def answer(self, message: ReceivedMessage) -> None:
         """Does for one dead letter what its worker could not.
 
         Raises:
@@ -122,7 +122,7 @@ class DeadLetters:
             if not await self._forward(envelope, message):
                 await self._answer(envelope, message)
 
-    async def _forward(self, envelope: Envelope, message: Message) -> bool:
+    async def _forward(self, envelope: Envelope, message: ReceivedMessage) -> bool:
         """Has the other revision do a job that no worker of a canary could finish.
 
         Returns whether it is such a job.
@@ -137,7 +137,7 @@ class DeadLetters:
         DEAD_LETTERS.labels("forwarded").inc()
         return True
 
-    async def _answer(self, envelope: Envelope, message: Message) -> None:
+    async def _answer(self, envelope: Envelope, message: ReceivedMessage) -> None:
         items, error = _reading(message)
         body = ReplyBody(
             [failure(item, error) for item in items], worker=ANSWERED_BY, replied_at_s=time.time()
@@ -215,7 +215,7 @@ def _refusal_logged(topic_id: str) -> Iterator[None]:
         log.warning("topic refused a message", extra={"topic": topic_id, "reason": error.message})
 
 
-def _reading(message: Message) -> tuple[list[int], PenstockError]:
+def _reading(message: ReceivedMessage) -> tuple[list[int], PenstockError]:
     """The items of a dead letter (the first if the body can't be read), and their error."""
     attributes = {name.lower(): value for name, value in message.attributes.items()}
     attempts = attributes.get(_ATTEMPTS, "its")

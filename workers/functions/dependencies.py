@@ -16,7 +16,7 @@ from shared.catalog import read_catalog
 from shared.errors import Unavailable
 from shared.stores.records import Records
 from shared.stores.signed_urls import UrlSigner
-from shared.transport import Message
+from shared.transport import ReceivedMessage
 from shared.usage.row import Row
 from shared.usage.senders import TABLE, sender_of
 from shared.usage.spool import Fields
@@ -46,11 +46,11 @@ class FunctionDependencies:
         self._records: Records | None = None
         self._handlers: dict[str, Handler] = {}
 
-    async def dead_letter(self, message: Message) -> None:
+    async def dead_letter(self, message: ReceivedMessage) -> None:
         """Answers a dead letter. See DeadLetters.answer."""
         await (await self._handler("dead_letter"))(message)
 
-    async def webhook(self, message: Message) -> None:
+    async def webhook(self, message: ReceivedMessage) -> None:
         """Delivers an event. See Webhooks.deliver."""
         await (await self._handler("webhook"))(message)
 
@@ -97,7 +97,7 @@ class FunctionDependencies:
             allow_private=settings.webhooks_private,
         )
 
-        async def deliver(message: Message) -> None:
+        async def deliver(message: ReceivedMessage) -> None:
             if ATTRIBUTES & message.attributes.keys():
                 await events.deliver(message)
             else:

@@ -30,7 +30,7 @@ from cloudevents.http import from_http
 from prometheus_client import Counter, generate_latest
 
 from shared.errors import PenstockError, UndecodableMessage
-from shared.transport import Message
+from shared.transport import ReceivedMessage
 from workers.functions.push_auth import PushAuthenticator, PushRefused
 from workers.functions.receiver_turns import ReceiverBusy
 
@@ -41,7 +41,7 @@ _CREDENTIALS = frozenset({"authorization", "cookie", "x-serverless-authorization
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def read_push(headers: Mapping[str, str], body: bytes) -> Message:
+def read_push(headers: Mapping[str, str], body: bytes) -> ReceivedMessage:
     """The message that a request carries.
 
     Args:
@@ -64,7 +64,7 @@ def read_push(headers: Mapping[str, str], body: bytes) -> Message:
     if isinstance(found, dict) and isinstance(found.get("message"), dict):
         return _wrapped(found)
     # An unwrapped push without metadata is the message's data and nothing else.
-    return Message(body, {}, "", "")
+    return ReceivedMessage(body, {}, "", "")
 
 
 def _event_data(headers: Mapping[str, str], body: bytes) -> Any:
@@ -75,7 +75,7 @@ def _event_data(headers: Mapping[str, str], body: bytes) -> Any:
         raise UndecodableMessage(f"no CloudEvent: {type(error).__name__}", field="data") from None
 
 
-def _wrapped(envelope: Any) -> Message:
+def _wrapped(envelope: Any) -> ReceivedMessage:
     message = envelope.get("message") if isinstance(envelope, dict) else None
     if not isinstance(message, dict):
         raise UndecodableMessage("the envelope has no message", field="data")
@@ -92,7 +92,7 @@ def _wrapped(envelope: Any) -> Message:
         raise UndecodableMessage(
             f"the message's data is not valid base64: {error}", field="data"
         ) from error
-    return Message(
+    return ReceivedMessage(
         data,
         attributes,
         str(message.get("messageId") or message.get("message_id") or ""),
@@ -105,7 +105,7 @@ def _wrapped(envelope: Any) -> Message:
     )
 
 
-def _unwrapped(headers: Mapping[str, str], body: bytes) -> Message:
+def _unwrapped(headers: Mapping[str, str], body: bytes) -> ReceivedMessage:
     """Metadata and attributes are headers, among those of HTTP.
 
     Readers of an attribute know its name.
@@ -117,7 +117,7 @@ def _unwrapped(headers: Mapping[str, str], body: bytes) -> Message:
     }
     others = {name: value for name, value in headers.items() if not name.startswith(_METADATA)}
     attributes = {name: value for name, value in others.items() if name not in _CREDENTIALS}
-    return Message(
+    return ReceivedMessage(
         body,
         attributes,
         metadata["message-id"],
@@ -159,7 +159,7 @@ REFUSED = Counter(
 log = logging.getLogger(__name__)
 
 FunctionResponse = tuple[str, int]
-Handler = Callable[[Message], Awaitable[None]]
+Handler = Callable[[ReceivedMessage], Awaitable[None]]
 
 
 class _Url(Protocol):
@@ -207,7 +207,7 @@ async def handle_push(
     return (reason, 503) if reason else ("", 204)
 
 
-async def handle_message(message: Message, function: str, handle: Handler) -> str:
+async def handle_message(message: ReceivedMessage, function: str, handle: Handler) -> str:
     """Runs `handle`. Returns why the message has to come again. Empty: it is done with."""
     try:
         async with asyncio.timeout(HANDLE_LIMIT_S):

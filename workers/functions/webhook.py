@@ -9,17 +9,34 @@ earlier events are dropped.
 
 Ends of batches and warnings about budgets are sent as events in the shape of OpenAI's. Their
 message has all that this needs. They are retried like the other webhooks.
+
+The caller chose the URL, so it must not reach our addresses. The name is resolved once, all of its
+addresses are checked, and the connection goes to one of them. So a name server that answers
+differently the second time is not asked again. Certificate, SNI and Host are those of the name.
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import hashlib
 import logging
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from ipaddress import ip_address
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from aiohttp import (
+    ClientError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    DummyCookieJar,
+    TCPConnector,
+)
+from aiohttp.abc import AbstractResolver, ResolveResult
 from prometheus_client import Counter
 
 from shared.errors import PenstockError, Unavailable, UndecodableMessage
@@ -29,7 +46,7 @@ from shared.stores.records import Records
 from shared.stores.signed_urls import UrlSigner
 from shared.stores.webhook_log import WebhookAttempt
 from shared.tracing.spans import STAGE, Attributes, current, read_attributes, span
-from shared.transport import Message
+from shared.transport import ReceivedMessage
 from shared.usage.webhook_delivery import WebhookDelivery
 from shared.webhooks import (
     BUDGET_WARNING,
@@ -40,12 +57,150 @@ from shared.webhooks import (
     decode_batch_event,
     decode_budget_event,
     decode_webhook_event,
+    is_public,
+    parse_webhook_url,
     signature,
     tenant_secrets,
 )
 from workers.functions.deliveries import Deliveries, DeliveryState
 from workers.functions.receiver_turns import ReceiverBusy, ReceiverTurns, Turn
-from workers.functions.webhook_client import WebhookClient, WebhookResponse
+
+CONNECT_LIMIT_S = 5.0
+TOTAL_LIMIT_S = 20.0
+READ_BYTES = 1024
+"""The part of the answer that is logged. Only the status counts."""
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+
+
+class WebhookResponse(NamedTuple):
+    """A receiver's response: its status and the first words of it."""
+
+    status: int
+    words: str
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    """All addresses of `host`, by this machine's resolver.
+
+    Raises:
+        OSError: it has none.
+    """
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))
+
+
+class WebhookClient:
+    """Posts to one webhook.
+
+    Args:
+        url: as the caller gave it.
+        allow_private: whether any address and http are allowed, for one machine.
+        resolve: gives all addresses of a host and port.
+    """
+
+    def __init__(
+        self, url: str, *, allow_private: bool = False, resolve: Resolve = resolve
+    ) -> None:
+        self._url = url
+        self._allow_private = allow_private
+        self._resolve = resolve
+
+    async def post(self, headers: Mapping[str, str], body: bytes) -> WebhookResponse:
+        """Posts once and follows no redirect.
+
+        Raises:
+            WebhookUrlForbidden: the URL is not one for webhooks, or one of its addresses is not
+                public.
+            Unavailable: no answer in time.
+        """
+        url = parse_webhook_url(self._url, allow_private=self._allow_private)
+        addresses = await self._addresses(url.host or "", url.port or 0)
+        connector = TCPConnector(
+            resolver=_FixedResolver(addresses),
+            socket_factory=_sockets_for(addresses),
+            force_close=True,
+            happy_eyeballs_delay=None,
+        )
+        timeout = ClientTimeout(total=TOTAL_LIMIT_S, connect=CONNECT_LIMIT_S)
+        session = ClientSession(
+            connector=connector,
+            timeout=timeout,
+            cookie_jar=DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+        )
+        try:
+            async with (
+                session,
+                session.post(url, data=body, headers=headers, allow_redirects=False) as answer,
+            ):
+                return WebhookResponse(answer.status, await _first_words(answer))
+        except (ClientError, OSError, ValueError) as error:
+            # aiohttp's own time limits are TimeoutError, which is an OSError.
+            reason = f"{url.host}: {str(error) or type(error).__name__}"
+            raise Unavailable(reason, public=reason) from error  # of the caller's own receiver
+
+    async def _addresses(self, host: str, port: int) -> list[str]:
+        try:
+            async with asyncio.timeout(CONNECT_LIMIT_S):
+                addresses = await self._resolve(host, port)
+        except (OSError, UnicodeError) as error:
+            reason = f"{host} could not be resolved: {error}"
+            raise Unavailable(reason, public=reason) from error
+        private = [address for address in addresses if not is_public(ip_address(address))]
+        if private and not self._allow_private:
+            raise WebhookUrlForbidden(
+                f"{host} is {private[0]}, which is not public", field="webhook"
+            )
+        return list(addresses)
+
+
+class _FixedResolver(AbstractResolver):
+    """Gives a connector the addresses that were checked, whatever it asks for."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = addresses
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                proto=socket.IPPROTO_TCP,
+                flags=socket.AI_NUMERICHOST,
+            )
+            for address in self._addresses
+        ]
+
+    async def close(self) -> None:
+        """Holds nothing."""
+
+
+def _sockets_for(addresses: Sequence[str]) -> Any:
+    """Makes sockets for these addresses only, because aiohttp resolves no literal addresses."""
+
+    def make(info: Any) -> socket.socket:
+        family, kind, proto, _, sockaddr = info
+        if sockaddr[0] not in addresses:
+            raise OSError(errno.EACCES, f"{sockaddr[0]} was not checked")
+        return socket.socket(family, kind, proto)
+
+    return make
+
+
+async def _first_words(answer: ClientResponse) -> str:
+    """The start of the body of a failure. Empty after a success."""
+    if answer.ok:
+        return ""
+    try:
+        return (await answer.content.read(READ_BYTES)).decode(errors="replace")
+    except (ClientError, OSError):
+        return ""
+
 
 GONE = 410
 WORTH_RETRYING = frozenset({408, 425, 429})
@@ -96,7 +251,7 @@ class Webhooks:
         self._secrets = secrets
         self._allow_private = allow_private
 
-    async def deliver(self, message: Message) -> None:
+    async def deliver(self, message: ReceivedMessage) -> None:
         """Delivers the event of one message, if it is due and wanted.
 
         Raises:
@@ -123,7 +278,7 @@ class Webhooks:
                 delivery.set({"penstock.webhook.end": end})
             log.info("webhook", extra={"record": event.id, "event": event.event, "end": end})
 
-    async def _deliver(self, event: WebhookEvent, message: Message) -> str:
+    async def _deliver(self, event: WebhookEvent, message: ReceivedMessage) -> str:
         found = await self._find(event)
         if isinstance(found, str):
             return found
@@ -138,7 +293,7 @@ class Webhooks:
     async def _deliver_now(
         self,
         event: WebhookEvent,
-        message: Message,
+        message: ReceivedMessage,
         prediction: Prediction,
         record: Record,
         turn: Turn,
@@ -217,7 +372,7 @@ def _decoded(decode: Callable[[bytes], T], data: bytes) -> T:
         ) from error
 
 
-def _webhook_id(event: WebhookEvent, message: Message) -> str:
+def _webhook_id(event: WebhookEvent, message: ReceivedMessage) -> str:
     """The same for every push of one event. Start and end occur once.
 
     Others have a number or a message.
@@ -251,7 +406,7 @@ def signed_headers(setting: str, tenant: str, webhook_id: str, body: bytes) -> d
 
 
 async def end_of(
-    answer: WebhookResponse, message: Message, delivery_id: str, state: DeliveryState
+    answer: WebhookResponse, message: ReceivedMessage, delivery_id: str, state: DeliveryState
 ) -> str:
     """Returns what the response to an event means for its message.
 
@@ -321,7 +476,7 @@ class EventWebhooks:
         self._deliveries = deliveries
         self._allow_private = allow_private
 
-    async def deliver(self, message: Message) -> None:
+    async def deliver(self, message: ReceivedMessage) -> None:
         """Delivers the event of one message.
 
         Raises:
@@ -347,7 +502,7 @@ class EventWebhooks:
         log.info("webhook", extra={**notice.facts, "event": notice.kind, "end": end})
 
     async def _post(
-        self, event: BatchEvent | BudgetEvent, notice: _Notice, message: Message, turn: Turn
+        self, event: BatchEvent | BudgetEvent, notice: _Notice, message: ReceivedMessage, turn: Turn
     ) -> str:
         event_id = "evt_" + hashlib.sha256(notice.identity.encode()).hexdigest()[:32]
         body = msgspec.json.encode(

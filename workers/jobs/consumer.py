@@ -4,20 +4,25 @@ In call order: `start` → `_pull` → `_admit` decodes, drops late jobs, claims
 cache, fetches source images, prepares inputs, and queues. The worker takes batches from `queue`
 (model_queue.py) and passes their results to `batches` (batch_results.py). Every outcome goes to
 completion.py.
+
+Jobs that are canceled or late are dropped, in the queue or in a running batch. Each held job has a
+timer, which fires at the queue limit and at the deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 
 from shared.blob import Blob
 from shared.catalog import Model
-from shared.errors import ModelFailed, PenstockError, UndecodableMessage
+from shared.errors import ModelFailed, PenstockError, Unavailable, UndecodableMessage
 from shared.messages import Item, decode_job, failure
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
@@ -25,16 +30,152 @@ from shared.stores.record_state import Claim
 from shared.stores.records import Records
 from shared.tasks import Input, Result
 from shared.tracing.spans import is_recorded
-from shared.transport import Message, Subscription
-from workers.job import PulledJob, Run
+from shared.transport import ReceivedMessage, Subscription
+from workers.job import JobTimer, PulledJob, QueuedItem, Run
 from workers.jobs.batch_results import BatchResults
 from workers.jobs.canary_part import CanaryPart
-from workers.jobs.cancellation import Cancellation, Clock, Deadlines, SystemClock
 from workers.jobs.completion import Completion
 from workers.jobs.model_queue import ModelQueue
 from workers.jobs.token_output import TokenOutput
 from workers.models.base import Prepared, Preparer
 from workers.tasks import WORKER_TASKS
+
+JobCallback = Callable[[PulledJob], None]
+
+
+class Clock(Protocol):
+    """The clock that deadlines are measured by. Tests have one that they move."""
+
+    def now_s(self) -> float:
+        """Unix seconds."""
+        ...
+
+    def call_later(self, delay_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
+        """Calls `act` with the job in this many seconds, unless the timer is canceled before."""
+        ...
+
+
+class SystemClock:
+    """The clock of the system, and timers of the running event loop."""
+
+    def now_s(self) -> float:
+        """Unix seconds."""
+        return time.time()
+
+    def call_later(self, delay_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
+        """Calls `act` with the job in this many seconds, unless the timer is canceled before."""
+        return asyncio.get_running_loop().call_later(delay_s, act, pulled)
+
+
+class Deadlines:
+    """Watches jobs until they are over.
+
+    Args:
+        on_start_expired: called at a job's queue limit, if that is before its deadline.
+        on_expired: called at a job's deadline.
+        clock: what limits are measured by.
+        part: of the time that is left, after which a limit counts as passed.
+    """
+
+    def __init__(
+        self,
+        on_start_expired: JobCallback,
+        on_expired: JobCallback,
+        clock: Clock,
+        part: float = 1.0,
+    ) -> None:
+        self._clock = clock
+        self._part = part
+        self._on_start_expired = on_start_expired
+        self._on_expired = on_expired
+
+    def watch(self, pulled: PulledJob) -> None:
+        """Starts the timer of a job that was just pulled."""
+        if pulled.start_by_s < pulled.envelope.deadline_s:
+            pulled.timer = self._at(pulled.start_by_s, self._pass_start, pulled)
+        else:
+            pulled.timer = self._at(pulled.envelope.deadline_s, self._on_expired, pulled)
+
+    def _pass_start(self, pulled: PulledJob) -> None:
+        pulled.timer = self._at(pulled.envelope.deadline_s, self._on_expired, pulled)
+        self._on_start_expired(pulled)
+
+    def _at(self, unix_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
+        left_s = max(0.0, unix_s - self._clock.now_s())
+        return self._clock.call_later(left_s * self._part, act, pulled)
+
+
+class Cancellation:
+    """Ends jobs early.
+
+    `on_unwanted` is called when a running batch may have lost its last caller. The worker sets it.
+    """
+
+    def __init__(self, queue: ModelQueue, completion: Completion, records: Records) -> None:
+        self._queue = queue
+        self._completion = completion
+        self._records = records
+        self.on_unwanted: Callable[[], None] = lambda: None
+
+    def cancel(self, record: str) -> None:
+        """Drops the jobs of `record`. Items that run now end with their batch."""
+        for pulled in self._completion.registry.find(record):
+            pulled.is_canceled = True
+            self._drop(pulled)
+
+    def expire(self, pulled: PulledJob) -> None:
+        """Drops a job at its deadline."""
+        pulled.is_late = True
+        self._drop(pulled)
+        self.on_unwanted()
+
+    def expire_start(self, pulled: PulledJob) -> None:
+        """Drops the items of a job that did not start by its queue limit."""
+        started = _items_in(self._queue.running, pulled)
+        for item in pulled.items:
+            if item.index not in started and item.index not in pulled.outcomes:
+                self._completion.settle(pulled, pulled.expired(item.index))
+        self._queue.discard_unwanted()
+
+    def has_started(self, pulled: PulledJob) -> bool:
+        """Returns whether the model has every item of a job that has no outcome yet."""
+        started = _items_in(self._queue.running, pulled)
+        return all(item.index in started or item.index in pulled.outcomes for item in pulled.items)
+
+    async def recheck(self) -> None:
+        """Reads all records again, to find jobs that were canceled while Redis was unavailable."""
+        for pulled in self._completion.registry.find():
+            with contextlib.suppress(Unavailable):
+                record = await self._records.read(pulled.record)
+                if record is not None and record.state == "canceled":
+                    self.cancel(pulled.record)
+
+    def is_unwanted(self, batch: Sequence[QueuedItem]) -> bool:
+        """Returns whether all callers of a batch are gone."""
+        return all(pulled.is_unwanted for queued in batch for pulled, _ in queued.waiters)
+
+    def _drop(self, pulled: PulledJob) -> None:
+        """Settles all items, except those in batches that stop after their current step."""
+        running = self._queue.running
+        started = _items_in(running, pulled)
+        stopping = _items_in(filter(self.is_unwanted, running), pulled)
+        for item in pulled.items:
+            if item.index not in stopping:
+                # Others go on with what has started, and one of them pays all of it.
+                is_started = item.index in started
+                is_joined = is_started and pulled.reads_cache and item.cache_key
+                receipt = pulled.receipt(cache="joined") if is_joined else None
+                outcome = pulled.unwanted(item.index, receipt, started=is_started)
+                self._completion.settle(pulled, outcome)
+        # The ack makes room for new jobs, so the items of this one must not stay in the queue.
+        self._queue.discard_unwanted()
+
+
+def _items_in(batches: Iterable[Sequence[QueuedItem]], pulled: PulledJob) -> set[int]:
+    """The indexes of the job's items in `batches`."""
+    waiters = (waiter for batch in batches for queued in batch for waiter in queued.waiters)
+    return {item.index for job, item in waiters if job is pulled}
+
 
 SOURCE_LIMIT_BYTES = 32 * 1024 * 1024
 """The largest source image that is fetched from the object store."""
@@ -195,7 +336,7 @@ class JobConsumer:
             else Deadlines(self._forward_unstarted, self._forward_late, clock, CANARY_PART)
         )
         self._registry = completion.registry
-        self._arrived: asyncio.Queue[tuple[Message, Subscription]] = asyncio.Queue(
+        self._arrived: asyncio.Queue[tuple[ReceivedMessage, Subscription]] = asyncio.Queue(
             ADMIT_MESSAGES_MAX
         )
         self._subscriptions: Sequence[Subscription] = ()
@@ -258,7 +399,7 @@ class JobConsumer:
             for _ in arrived:
                 self._arrived.task_done()
 
-    async def _admit(self, arrived: Sequence[tuple[Message, Subscription]]) -> None:
+    async def _admit(self, arrived: Sequence[tuple[ReceivedMessage, Subscription]]) -> None:
         """Decodes, drops late and finished jobs, answers from the cache, and queues the rest."""
         decoded = [self._decode(message, subscription) for message, subscription in arrived]
         pulled_jobs = [pulled for pulled in decoded if pulled is not None]
@@ -275,7 +416,7 @@ class JobConsumer:
         if missing:
             await self._enqueue(missing)
 
-    def _decode(self, message: Message, subscription: Subscription) -> PulledJob | None:
+    def _decode(self, message: ReceivedMessage, subscription: Subscription) -> PulledJob | None:
         """The job of `message`. None if it is for another model or late, which ends it here."""
         now_s = time.time()
         try:

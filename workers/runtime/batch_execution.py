@@ -17,8 +17,8 @@ from workers.runtime.protocol import (
     Cancel,
     Failure,
     Previews,
-    Progress,
     RunBatch,
+    StepDone,
     Watch,
     encode_server_message,
     read_client_message,
@@ -121,7 +121,7 @@ class StepReporter:
             raise Canceled
         if (now_s := time.monotonic()) - self._reported_s >= PROGRESS_EVERY_S:
             self._reported_s = now_s
-            self._connection.sendall(encode_server_message(Progress(self._number, step, steps)))
+            self._connection.sendall(encode_server_message(StepDone(self._number, step, steps)))
         # After the last step the picture itself comes.
         is_watched = bool(self._watched) and now_s < self._watched_until_s
         if is_watched and step < steps and now_s >= self._preview_from_s:

@@ -22,11 +22,11 @@ from workers.runtime.protocol import (
     BatchResult,
     ItemEnded,
     Previews,
-    Progress,
     Ready,
     Refused,
     ResidencyReport,
     ServerMessage,
+    StepDone,
     StepMessage,
     StepsEnded,
     decode_server_message,
@@ -311,7 +311,7 @@ class ModelClient:
             self.kill(f"it sent {type(message).__name__} for a batch of another kind")
         elif isinstance(message, StepMessage):
             self._handle_steps(message, pending)
-        elif isinstance(message, Progress):
+        elif isinstance(message, StepDone):
             if pending.on_step is not None:
                 pending.on_step(message.step, message.steps)
         elif isinstance(message, Previews):

@@ -2,7 +2,7 @@
 
 A frame is its length in bytes (unsigned 32-bit, little-endian), then one of the structs below. The
 model process gets RunBatch, Watch and Cancel. It sends Ready or Refused once, then
-Progress, Previews and BatchResult.
+StepDone, Previews and BatchResult.
 
 Items of a model that computes in steps join with Join and leave with Drop or Yield while their
 batch runs.
@@ -105,7 +105,7 @@ class Refused(msgspec.Struct, tag="refused"):
     field: str | None = None
 
 
-class Progress(msgspec.Struct, tag="progress"):
+class StepDone(msgspec.Struct, tag="progress"):
     """Step `step` of `steps` of batch `number` is done."""
 
     number: int
@@ -264,7 +264,7 @@ class StepsEnded(msgspec.Struct, tag="steps_ended"):
 
 
 StepMessage = Chunks | ItemsProgress | ItemPreview | ItemEnded | Spare | Preempted | StepsEnded
-ServerMessage = Ready | Refused | Progress | Previews | BatchResult | StepMessage
+ServerMessage = Ready | Refused | StepDone | Previews | BatchResult | StepMessage
 ClientMessage = RunBatch | Cancel | Watch | Join | Drop | Yield
 
 _encoder = msgspec.msgpack.Encoder()

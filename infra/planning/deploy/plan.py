@@ -42,7 +42,7 @@ INSERT_MB_PER_S = {"EU": 1000, "US": 1000}
 
 
 @dataclass(frozen=True)
-class Quota:
+class CloudQuota:
     """One quota: where it holds, how much is needed, and the default if a source says one."""
 
     name: str
@@ -59,18 +59,18 @@ def quotas(
     gpus: dict[str, GpuType],
     topic_count: int,
     subscription_count: int,
-) -> list[Quota]:
+) -> list[CloudQuota]:
     """The quotas to request before the first apply: of each region, then of the project."""
     found = [quota for site in sites for quota in _region(site, platform, gpus)]
     total = sum(pool.nodes_peak for site in sites for pool in site.pools)
     if total:
-        found.append(Quota("GPUS_ALL_REGIONS", "project", total, UNKNOWN, "spot or not"))
+        found.append(CloudQuota("GPUS_ALL_REGIONS", "project", total, UNKNOWN, "spot or not"))
     limit = str(SUBSCRIPTIONS_OF_A_PROJECT)
     found.append(
-        Quota("Pub/Sub topics", "project", topic_count, limit, "of older copies of the page")
+        CloudQuota("Pub/Sub topics", "project", topic_count, limit, "of older copies of the page")
     )
     found.append(
-        Quota(
+        CloudQuota(
             "Pub/Sub subscriptions",
             "project",
             subscription_count,
@@ -80,19 +80,21 @@ def quotas(
     )
     per_topic = platform.inboxes.made_slots
     found.append(
-        Quota("Pub/Sub subscriptions of a topic", "inbox", per_topic, str(SUBSCRIPTIONS_OF_A_TOPIC))
+        CloudQuota(
+            "Pub/Sub subscriptions of a topic", "inbox", per_topic, str(SUBSCRIPTIONS_OF_A_TOPIC)
+        )
     )
     rows_mb = sum(_peak_of(one.model, sites) * one.row_bytes for one in volumes) / 1e6
     inserts = str(INSERT_MB_PER_S.get(platform.dataset_location, 300))
     found.append(
-        Quota("BigQuery inserts, MB/s", platform.dataset_location, round(rows_mb, 3), inserts)
+        CloudQuota("BigQuery inserts, MB/s", platform.dataset_location, round(rows_mb, 3), inserts)
     )
     if platform.domain is not None:
-        found.append(Quota("static addresses", "global", 1, UNKNOWN, "of the load balancer"))
+        found.append(CloudQuota("static addresses", "global", 1, UNKNOWN, "of the load balancer"))
     return found
 
 
-def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterator[Quota]:
+def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterator[CloudQuota]:
     for type_ in dict.fromkeys(pool.gpu.type for pool in site.pools):
         pools = [pool for pool in site.pools if pool.gpu.type == type_]
         flex = sum(pool.nodes_peak for pool in pools if pool.gpu.provisioning == "flex-start")
@@ -100,14 +102,14 @@ def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterato
         metric = gpus[type_].quota
         if gpus[type_].on_demand and nodes:
             note = "takes over when spot is out" if platform.nodes.spot else ""
-            yield Quota(metric, site.region, nodes, UNKNOWN, note)
+            yield CloudQuota(metric, site.region, nodes, UNKNOWN, note)
         # Flex-start nodes count as preemptible ones do.
         if preemptible := flex + (nodes if platform.nodes.spot else 0):
-            yield Quota(f"PREEMPTIBLE_{metric}", site.region, preemptible, UNKNOWN)
+            yield CloudQuota(f"PREEMPTIBLE_{metric}", site.region, preemptible, UNKNOWN)
     overflow = platform.overflow_in(site.region)
     if overflow is not None:
         nodes = sum(pool.nodes_peak for pool in site.pools if pool.gpu.type != overflow)
-        yield Quota(
+        yield CloudQuota(
             gpus[overflow].quota,
             site.region,
             nodes,
@@ -115,18 +117,18 @@ def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterato
             "overflow, were all others out of stock",
         )
     nodes = sum(pool.nodes_peak for pool in site.pools)
-    yield Quota(
+    yield CloudQuota(
         "vCPUs of Compute Engine",
         site.region,
         _vcpus(site, platform, gpus),
         UNKNOWN,
         "CPUS; A2_CPUS for A100 and A3_CPUS for H100",
     )
-    yield Quota("instances", site.region, nodes + site.general_peak, UNKNOWN)
+    yield CloudQuota("instances", site.region, nodes + site.general_peak, UNKNOWN)
     for disk_type, (_, disks) in disks_gib(site).items():
         name = "SSD_TOTAL_GB" if disk_type == "pd-balanced" else "HDB_TOTAL_GB"
-        yield Quota(name, site.region, disks, UNKNOWN, f"boot disks are {disk_type}")
-    yield Quota(
+        yield CloudQuota(name, site.region, disks, UNKNOWN, f"boot disks are {disk_type}")
+    yield CloudQuota(
         "IN_USE_ADDRESSES",
         site.region,
         1,
@@ -136,12 +138,12 @@ def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterato
     # While a new revision starts the old one still runs.
     instances = 2 * platform.api.max_instances
     cpu = instances * (platform.api.cpu + SIDECAR_CPU)
-    yield Quota("Cloud Run vCPUs", site.region, cpu, UNKNOWN, RUN_QUOTAS)
-    yield Quota(
+    yield CloudQuota("Cloud Run vCPUs", site.region, cpu, UNKNOWN, RUN_QUOTAS)
+    yield CloudQuota(
         "Cloud Run GiB", site.region, instances * (platform.api.memory_gib + SIDECAR_GIB), UNKNOWN
     )
     nodes = sum(one.nodes for one in redis(platform) if one.region == site.region)
-    yield Quota("Memorystore nodes", site.region, nodes, UNKNOWN)
+    yield CloudQuota("Memorystore nodes", site.region, nodes, UNKNOWN)
 
 
 def _vcpus(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> int:
@@ -186,7 +188,7 @@ class DeployPlan:
     subscriptions: tuple[str, ...]
     pools: dict[str, tuple[str, ...]]
     """Terraform's GPU node pools, by region."""
-    quotas: tuple[Quota, ...]
+    quotas: tuple[CloudQuota, ...]
     costs: tuple[Cost, ...]
     on_demand_usd: tuple[float, float] | None
     notes: tuple[str, ...]

@@ -61,7 +61,7 @@ class ModelSummary:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """The figures of a run."""
 
     models: tuple[ModelSummary, ...]
@@ -90,7 +90,7 @@ class SimulationResult:
     fleets: tuple[FleetCost, ...]
 
     @cached_property
-    def summary(self) -> Summary:
+    def summary(self) -> RunSummary:
         """The figures that sum it up."""
         gpus = self.gpus_over_time
         hours = sum(fleet.node_s for fleet in self.fleets) / HOUR_S
@@ -98,7 +98,7 @@ class SimulationResult:
         dollars = self._dollars()
         days = self.scenario.duration_s / DAY_S
         recorder = self.recorder
-        return Summary(
+        return RunSummary(
             models=tuple(self._of_model(model) for model in self.scenario.models),
             gpus_most=max(gpus.values(), default=0),
             gpus_mean=hours * HOUR_S / self.scenario.duration_s,

@@ -1,21 +1,276 @@
-"""One model: its subscriptions, and what its workers of all regions get from them."""
+"""One model: its subscriptions, and what its workers of all regions get from them.
+
+A whole batch consists of the requests that wait when the model of a worker falls idle. In a batch
+of steps (continuous batching, decision 62), all steps between two changes take the same time, so
+only changes are events: an item is admitted, has read its prompt, or is done. A step is not waited
+for: an item is admitted at once, and one that is late leaves with the next change.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
 import simpy
 
 from infra.planning.simulation.api_site import ApiSite, SimulatedJob
-from infra.planning.simulation.batches import BATCH, INTERACTIVE, SteppedBatches, WholeBatches
 from infra.planning.simulation.model_load import ModelLoad
 from infra.planning.simulation.recorder import ModelRecord, RequestEnd
 from infra.planning.simulation.scenario import ScenarioBroker
-from infra.planning.simulation.worker import SimulatedWorker, Steps
+from infra.planning.simulation.worker import Inside, SimulatedWorker, Steps
 from shared.catalog import Model
+from shared.step_time import StepTime
+
+INTERACTIVE, BATCH = 0, 1
+BATCH_LANE_EVERY = 16
+"""Every 16th batch begins with the batch lane (workers/scheduling/lanes.py)."""
+
+OnEnded = Callable[[SimulatedWorker, list[SimulatedJob], float], None]
+"""Called with jobs that a worker is done with, and the seconds that the model took for them."""
+
+
+class WholeBatches:
+    """The batches of one model.
+
+    Args:
+        env: the clock.
+        model: the model's catalog entry.
+        load: seconds of batches.
+        chance: the source of chance.
+        on_ended: called after each batch. It starts the next one.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        model: Model,
+        load: ModelLoad,
+        chance: random.Random,
+        on_ended: OnEnded,
+    ) -> None:
+        self._env = env
+        self._load = load
+        self._chance = chance
+        self._on_ended = on_ended
+        self._most_items = model.batch.max_items
+        self._batches = 0
+
+    def start(self, worker: SimulatedWorker) -> None:
+        """A worker begins a batch, if it runs none and holds jobs."""
+        if worker.running:
+            return
+        batch = list(self._batch_of(worker))
+        if not batch:
+            return
+        items = sum(job.items for job in batch)
+        worker.occupy(self._env.now)
+        took_s = self._load.batch_s(items)
+        if self._load.spread == "exponential":
+            took_s = self._chance.expovariate(1 / took_s)
+        # Those that compute share the GPU in time. It counts as of the start of the batch.
+        took_s *= worker.slowed(self._load.kept_when_sharing)
+        worker.running, worker.running_s, worker.started_s = batch, took_s, self._env.now
+        in_batch_lane = 0
+        for job in batch:
+            job.started_s = self._env.now
+            in_batch_lane += job.items * job.is_batch_lane
+        share = in_batch_lane / items
+        worker.set_busy((1 - share, share), self._env.now)
+        done = worker.batch_done = self._env.timeout(took_s, worker)
+        assert done.callbacks is not None
+        done.callbacks.append(self._finish)
+
+    def _batch_of(self, worker: SimulatedWorker) -> Iterator[SimulatedJob]:
+        """Returns waiting jobs, up to a full batch: interactive first, except every 16th time."""
+        self._batches += 1
+        lanes = (INTERACTIVE, BATCH)
+        if worker.held[BATCH] and self._batches % BATCH_LANE_EVERY == 0:
+            lanes = (BATCH, INTERACTIVE)
+        items = 0
+        for lane in lanes:
+            held = worker.held[lane]
+            while held and (items == 0 or items + held[0].items <= self._most_items):
+                job = held.popleft()
+                if job.has_ended:
+                    worker.held_items[lane] -= job.items
+                    continue
+                items += job.items
+                yield job
+
+    def _finish(self, event: simpy.Event) -> None:
+        worker = cast(SimulatedWorker, event.value)
+        if worker.batch_done is not event:
+            return  # the batch was cut off
+        took_s = worker.running_s
+        worker.inference_s += took_s
+        worker.batches += 1
+        self._on_ended(worker, self.stop(worker), took_s)
+
+    def stop(self, worker: SimulatedWorker) -> list[SimulatedJob]:
+        """Ends the batch of a worker, done or not. Returns its jobs."""
+        batch, worker.running, worker.batch_done = worker.running, [], None
+        now_s = self._env.now
+        worker.busy_s += now_s - worker.started_s
+        worker.work_s += now_s - worker.started_s
+        worker.vacate(now_s)
+        return batch
+
+
+BATCH_JOIN_SHARE = 1 / 4
+"""Share of a batch for the batch lane, as in workers/scheduling/lanes.py."""
+SHARED_WEIGHTS_SHARE = 0.5
+"""The value in workers/runtime/step_execution.py."""
+NEARLY = 1e-9
+"""Steps or seconds of which nothing is left."""
+
+
+class SteppedBatches:
+    """The batches of one model. Arguments as of WholeBatches."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        model: Model,
+        load: ModelLoad,
+        chance: random.Random,
+        on_ended: OnEnded,
+    ) -> None:
+        assert load.steps is not None, "the caller asks for them; this is a bug"
+        self._env = env
+        self._steps = load.steps
+        self._kept_when_sharing = load.kept_when_sharing
+        self._chance = chance
+        self._on_ended = on_ended
+        self._places = model.batch.max_items
+        self._fixed_share = SHARED_WEIGHTS_SHARE if model.definition.shares_weights else 0.0
+
+    def start(self, worker: SimulatedWorker) -> None:
+        """Admits the items that a worker holds, up to its free slots."""
+        self._advance(worker)
+        joining = list(self._joining(worker))
+        if not joining:
+            return
+        inside = worker.inside
+        if inside is None:
+            worker.occupy(self._env.now)
+            if worker.step_time is None:
+                worker.step_time = StepTime(self._fixed_share, self._places)
+            inside = worker.inside = Inside(worker.step_time)
+            worker.started_s = self._env.now
+        for job in joining:
+            job.started_s = self._env.now
+            job.read_s, job.steps = self._steps.first_s * job.items, self._steps.count
+            if self._steps.spread == "exponential":
+                job.steps = self._chance.expovariate(1 / self._steps.count)
+            job.share_s, job.spare_s = inside.share_s, inside.spare_s
+        worker.running = [*worker.running, *joining]
+        self._schedule(worker, inside)
+
+    def _joining(self, worker: SimulatedWorker) -> Iterator[SimulatedJob]:
+        """Interactive jobs first. Alongside, the `batch` lane gets 1/4 of the slots."""
+        free = self._places - sum(job.items for job in worker.running)
+        has_callers = any(not job.is_batch_lane for job in worker.running)
+        for lane in (INTERACTIVE, BATCH):
+            if lane == BATCH and (has_callers or worker.held[INTERACTIVE]):
+                taken = sum(job.items for job in worker.running if job.is_batch_lane)
+                free = min(free, max(1, int(self._places * BATCH_JOIN_SHARE)) - taken)
+            held = worker.held[lane]
+            while held and held[0].items <= free:
+                job = held.popleft()
+                if job.has_ended:
+                    worker.held_items[lane] -= job.items
+                    continue
+                has_callers = has_callers or lane == INTERACTIVE
+                free -= job.items
+                yield job
+
+    def _schedule(self, worker: SimulatedWorker, inside: Inside) -> None:
+        """Returns the next event in a worker, and its spare time until then."""
+        items = sum(job.items for job in worker.running)
+        fill = min(1.0, items / self._places)
+        slowed = worker.slowed(self._kept_when_sharing)
+        reads = _reading(worker)
+        if reads is not None:
+            step_s, next_s, work = (
+                self._steps.first_s,
+                reads.read_s * slowed,
+                self._steps.first_work,
+            )
+            inside.steps_per_s, inside.work_part = 0.0, 1 / slowed
+        else:
+            step_s, work = self._steps.step_s(items), items
+            next_s = min(job.steps for job in worker.running) * step_s * slowed
+            inside.steps_per_s = 1 / step_s / slowed
+            full_s = self._steps.step_s(self._places)
+            inside.work_part = fill * full_s / step_s / slowed
+        inside.time.observe(work, step_s * slowed)
+        spare_s = inside.time.spare_s(fill, work, step_s * slowed)
+        inside.spare_part = spare_s / (step_s * slowed)
+        in_batch_lane = sum(job.items for job in worker.running if job.is_batch_lane) / items
+        taken = 1 - inside.spare_part
+        parts = (taken * (1 - in_batch_lane), taken * in_batch_lane)
+        worker.set_busy(parts, self._env.now)
+        worker.batch_done = self._env.timeout(max(0.0, next_s), worker)
+        assert worker.batch_done.callbacks is not None
+        worker.batch_done.callbacks.append(self._change)
+
+    def _advance(self, worker: SimulatedWorker) -> None:
+        """Counts what a worker did since its last change."""
+        inside = worker.inside
+        if inside is None:
+            return
+        passed_s = self._env.now - worker.started_s
+        worker.started_s = self._env.now
+        worker.busy_s += passed_s
+        worker.work_s += passed_s * inside.work_part
+        items = sum(job.items for job in worker.running)
+        inside.share_s += passed_s / items
+        inside.spare_s += passed_s * inside.spare_part / items
+        if inside.steps_per_s:
+            for job in worker.running:
+                job.steps -= passed_s * inside.steps_per_s
+        elif (reads := _reading(worker)) is not None:
+            reads.read_s -= passed_s * inside.work_part
+
+    def _change(self, event: simpy.Event) -> None:
+        worker = cast(SimulatedWorker, event.value)
+        inside = worker.inside
+        if worker.batch_done is not event or inside is None:
+            return  # something else came before
+        self._advance(worker)
+        done = [job for job in worker.running if job.steps <= NEARLY or job.has_ended]
+        if not done:
+            self._schedule(worker, inside)
+            return
+        worker.running = [job for job in worker.running if job not in done]
+        for job in done:
+            worker.inference_s += (inside.share_s - job.share_s) * job.items
+            worker.spare_s += (inside.spare_s - job.spare_s) * job.items
+            worker.batches += job.items
+        if worker.running:
+            self._schedule(worker, inside)
+        else:
+            self._leave(worker)
+        for job in done:
+            self._on_ended(worker, [job], self._env.now - job.started_s)
+
+    def _leave(self, worker: SimulatedWorker) -> None:
+        worker.inside = worker.batch_done = None
+        worker.vacate(self._env.now)
+
+    def stop(self, worker: SimulatedWorker) -> list[SimulatedJob]:
+        """Ends what a worker computes. Returns its jobs, which start over elsewhere."""
+        self._advance(worker)
+        jobs, worker.running = worker.running, []
+        self._leave(worker)
+        return jobs
+
+
+def _reading(worker: SimulatedWorker) -> SimulatedJob | None:
+    """The job whose prompt is read: one after the other, while the other texts wait."""
+    return next((job for job in worker.running if job.read_s > NEARLY), None)
 
 
 class Service:

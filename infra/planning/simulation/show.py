@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infra.planning.simulation.result import ModelSummary, SimulationResult, Summary
+from infra.planning.simulation.result import ModelSummary, RunSummary, SimulationResult
 from infra.text_table import transposed
 
 
@@ -81,7 +81,7 @@ _GPU_HEADS = (
 )
 
 
-def _gpu_row(summary: Summary) -> tuple[object, ...]:
+def _gpu_row(summary: RunSummary) -> tuple[object, ...]:
     return (
         summary.gpus_most,
         _rounded(summary.gpus_mean, 1),
@@ -94,7 +94,7 @@ def _gpu_row(summary: Summary) -> tuple[object, ...]:
     )
 
 
-def _lost(summary: Summary) -> list[tuple[str, int]]:
+def _lost(summary: RunSummary) -> list[tuple[str, int]]:
     return sorted(summary.workers_lost.items())
 
 

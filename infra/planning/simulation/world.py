@@ -1,37 +1,307 @@
-"""Puts a scenario together and runs it."""
+"""Puts a scenario together and runs it, with its failures and the actions of its operators.
+
+Requests arrive at streams of times, computed a minute at a time. Metrics enter the time series as
+collectors bring them: at intervals, late, and not always.
+"""
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import simpy
 import yaml
+from numpy.typing import NDArray
 
 from infra.kubernetes.deployment import Deployment, gpu_class, read_gpu_types
+from infra.load.trace import read_times
 from infra.planning.deploy.platform_variables import GeneralNodes
 from infra.planning.deploy.prices import Prices, read_prices
 from infra.planning.simulation.api_site import ApiSite, SimulatedJob
-from infra.planning.simulation.events import arrival_times, happen
 from infra.planning.simulation.fleet import Fleet
 from infra.planning.simulation.hpa import SYNC_S
 from infra.planning.simulation.keda import Autoscaler
+from infra.planning.simulation.metrics_table import OF_API, OF_WORKERS, UNDELIVERED, Labels, Values
 from infra.planning.simulation.parts import Parts, Place
 from infra.planning.simulation.recorder import GpuSample, Recorder, RequestEnd, Sample
 from infra.planning.simulation.replicas import SimulatedDeployment
 from infra.planning.simulation.result import FleetCost, SimulationResult
 from infra.planning.simulation.rules import WorkerRules, read_rules
-from infra.planning.simulation.scenario import Scenario
-from infra.planning.simulation.scraper import Scraper
+from infra.planning.simulation.scenario import (
+    Event,
+    Metrics,
+    MetricsOutage,
+    RegionLoss,
+    RolloutEvent,
+    Scenario,
+    SetReplicas,
+    SpotLoss,
+    StockOut,
+)
 from infra.planning.simulation.service import Service
-from infra.planning.simulation.streams import Arrivals
+from infra.planning.simulation.streams import Arrivals, Burst, Constant, StepArrivals, Trace, Wave
 from infra.planning.simulation.timeseries import TimeSeries
 from infra.planning.simulation.worker import Steps
 from shared.catalog import Catalog, Model, read_catalog
 from shared.errors import ConfigurationError
+from shared.settings import ApiSettings
+from shared.topics import batch_subscription_id, workers_subscription_id
+
+BROKER_WAIT_S = float(ApiSettings.model_fields["broker_wait_s"].default)
+
+FORGET_EVERY_S = 300.0
+
+
+class Scraper:
+    """The collectors of workers and APIs, and Pub/Sub's own gauges.
+
+    Args:
+        env: the clock.
+        series: gets the samples.
+        metrics: intervals and ages.
+        parts: the scraped parts.
+    """
+
+    def __init__(
+        self, env: simpy.Environment, series: TimeSeries, metrics: Metrics, parts: Parts
+    ) -> None:
+        self._env = env
+        self._series = series
+        self._metrics = metrics
+        self._parts = parts
+        self.away: list[tuple[str, ...]] = []
+        """Outages: beginnings of the names that are not scraped. An empty one is any name."""
+        self._forget_s = 0.0
+        self._scraped: dict[tuple[str, Labels], None] = {}
+        """The series of the last scrape, by name and labels."""
+        env.process(self._scrape())
+        env.process(self._sample_pubsub())
+
+    def _is_away(self, name: str) -> bool:
+        return any(not names or name.startswith(names) for names in self.away)
+
+    def _append(self, name: str, labels: Labels, value: float, age_s: float) -> None:
+        if not self._is_away(name):
+            self._series.append(name, labels, self._env.now, value, age_s)
+
+    def _scrape(self) -> Steps:
+        while True:
+            before, self._scraped = self._scraped, {}
+            for (model, region), site in self._parts.sites.items():
+                if not site.is_lost:
+                    target = (("location", region), ("model", model))
+                    for name, values_of in OF_API.items():
+                        self._target(name, target, values_of(site))
+            self._scrape_workers()
+            if self._metrics.has_stale_markers:
+                for name, labels in before.keys() - self._scraped.keys():
+                    self._series.end(name, labels, self._env.now)
+            if self._env.now >= self._forget_s:
+                self._series.forget(self._env.now)
+                self._forget_s = self._env.now + FORGET_EVERY_S
+            yield self._env.timeout(self._metrics.scrape_s)
+
+    def _scrape_workers(self) -> None:
+        now_s = self._env.now
+        for (_, region), replicas in self._parts.replicas.items():
+            for worker in (*replicas.workers, *replicas.leaving):
+                # The port answers as soon as the process is up. Until it is ready all is zero.
+                if worker.node is None:
+                    continue
+                slug = replicas.rules.slug
+                target = (("location", region), ("pod", worker.name), ("worker", slug))
+                for name, values_of in OF_WORKERS.items():
+                    self._target(name, target, values_of(worker, now_s))
+
+    def _target(self, name: str, target: Labels, values: Values) -> None:
+        for own, value in values:
+            # Sorted, because `lane` is the only label of our own.
+            labels = own + target
+            self._scraped[name, labels] = None
+            self._append(name, labels, value, self._metrics.age_s)
+
+    def _sample_pubsub(self) -> Steps:
+        while True:
+            for name, service in self._parts.services.items():
+                sites = [site for place, site in self._parts.sites.items() if place[0] == name]
+                published = sum(site.published(BROKER_WAIT_S) for site in sites)
+                in_flight = sum(site.in_flight for site in sites)
+                batch = sum(site.batch for site in sites)
+                share = published / in_flight if in_flight else 0.0
+                items = service.load.items_per_request
+                for subscription, count in (
+                    (workers_subscription_id(name), in_flight - batch),
+                    (batch_subscription_id(name), batch),
+                ):
+                    labels = (
+                        ("monitored_resource", "pubsub_subscription"),
+                        ("subscription_id", subscription),
+                    )
+                    messages = count * share / items
+                    self._append(UNDELIVERED, labels, messages, self._metrics.pubsub_age_s)
+            yield self._env.timeout(self._metrics.pubsub_sample_s)
+
+
+CHUNK_S = 10.0
+"""Seconds in which a wave's rate counts as constant. Steps and bursts are cut exactly."""
+
+Times = NDArray[np.float64]
+
+
+def arrival_times(
+    stream: Arrivals, duration_s: float, generator: np.random.Generator
+) -> Iterator[Times]:
+    """The times of a stream in order, in chunks.
+
+    Args:
+        stream: the arrivals.
+        duration_s: duration of the scenario.
+        generator: the source of chance.
+
+    Raises:
+        ConfigurationError: a trace can't be read.
+    """
+    until_s = duration_s if stream.until_s is None else min(duration_s, stream.until_s)
+    if isinstance(stream, Trace):
+        times = np.asarray(read_times(stream.file), dtype=np.float64) + stream.from_s
+        yield times[(times >= stream.from_s) & (times < until_s)]
+        return
+    rate, edges_s = _rate_of(stream)
+    left = 0.0
+    for start_s, end_s in _chunks(stream.from_s, until_s, edges_s):
+        expected = rate((start_s + end_s) / 2) * (end_s - start_s)
+        if stream.spacing == "poisson":
+            count = generator.poisson(expected)
+            yield np.sort(generator.uniform(start_s, end_s, count))
+        elif expected > 0:
+            # The k-th request comes when the sum of the rate passes k.
+            first = math.floor(left) + 1
+            due = np.arange(first, math.floor(left + expected) + 1, dtype=np.float64)
+            yield start_s + (due - left) / expected * (end_s - start_s)
+            left += expected
+
+
+def _rate_of(
+    stream: Constant | Wave | StepArrivals | Burst,
+) -> tuple[Callable[[float], float], tuple[float, ...]]:
+    """The rate at a time, and the times at which it jumps."""
+    if isinstance(stream, Constant):
+        per_s = stream.per_s
+        return lambda at_s: per_s, ()
+    if isinstance(stream, StepArrivals):
+        step = stream
+        return lambda at_s: step.before_per_s if at_s < step.at_s else step.after_per_s, (
+            step.at_s,
+        )
+    if isinstance(stream, Burst):
+        burst, end_s = stream, stream.at_s + stream.for_s
+        return lambda at_s: burst.burst_per_s if burst.at_s <= at_s < end_s else burst.base_per_s, (
+            burst.at_s,
+            end_s,
+        )
+    middle = (stream.most_per_s + stream.least_per_s) / 2
+    swing, period_s = (stream.most_per_s - stream.least_per_s) / 2, stream.period_s
+    return lambda at_s: middle - swing * math.cos(2 * math.pi * at_s / period_s), ()
+
+
+def _chunks(
+    from_s: float, until_s: float, edges_s: tuple[float, ...]
+) -> Iterator[tuple[float, float]]:
+    start_s = from_s
+    while start_s < until_s:
+        end_s = min(start_s + CHUNK_S, until_s)
+        end_s = min([end_s, *(edge_s for edge_s in edges_s if edge_s > start_s)])
+        yield start_s, end_s
+        start_s = end_s
+
+
+def happen(env: simpy.Environment, event: Event, parts: Parts, scraper: Scraper) -> Steps:
+    """The process of one event."""
+    yield env.timeout(event.at_s)
+    if isinstance(event, SpotLoss):
+        for (_, region), fleet in parts.fleets.items():
+            if event.region in (None, region):
+                fleet.lose(event.share)
+    elif isinstance(event, RolloutEvent):
+        for (model, _), replicas in parts.replicas.items():
+            if model == event.model:
+                replicas.roll_out()
+    elif isinstance(event, SetReplicas):
+        _set_replicas(event, parts)
+    elif isinstance(event, StockOut):
+        yield from _stock_out(env, event, parts)
+    elif isinstance(event, MetricsOutage):
+        yield from _metrics_outage(env, event, parts, scraper)
+    else:
+        yield from _region_loss(env, event, parts)
+
+
+def _set_replicas(event: SetReplicas, parts: Parts) -> None:
+    for place, replicas in parts.replicas.items():
+        if place[0] == event.model:
+            old = parts.autoscalers[place]
+            bounds = {"minReplicaCount": event.count, "maxReplicaCount": event.count}
+            rules = old.rules.model_copy(update=bounds)
+            parts.autoscalers[place] = Autoscaler(rules, old.series)
+            if event.is_kill:
+                replicas.kill_down_to(event.count)
+            replicas.set(event.count)
+
+
+def _stock_out(env: simpy.Environment, event: StockOut, parts: Parts) -> Steps:
+    out = [
+        fleet
+        for (pool, region), fleet in parts.fleets.items()
+        if event.region in (None, region) and event.gpu in (None, pool.rpartition("-x")[0])
+    ]
+    for fleet in out:
+        fleet.is_out_of_stock = True
+    yield env.timeout(event.for_s)
+    for fleet in out:
+        fleet.is_out_of_stock = False
+
+
+def _metrics_outage(
+    env: simpy.Environment, event: MetricsOutage, parts: Parts, scraper: Scraper
+) -> Steps:
+    if event.what == "endpoint":
+        _set_endpoint(parts, is_up=False)
+        yield env.timeout(event.for_s)
+        _set_endpoint(parts, is_up=True)
+        return
+    scraper.away.append(event.metrics)
+    yield env.timeout(event.for_s)
+    scraper.away.remove(event.metrics)
+
+
+def _set_endpoint(parts: Parts, *, is_up: bool) -> None:
+    for autoscaler in parts.autoscalers.values():
+        autoscaler.is_endpoint_up = is_up
+
+
+def _region_loss(env: simpy.Environment, event: RegionLoss, parts: Parts) -> Steps:
+    places = [place for place in parts.sites if place[1] == event.region]
+    fleets = [fleet for place, fleet in parts.fleets.items() if place[1] == event.region]
+    for place in places:
+        parts.sites[place].is_lost = True
+        parts.services[place[0]].lose_requests(parts.sites[place])
+    for fleet in fleets:
+        fleet.lose_all()
+    for place in places:
+        parts.replicas[place].lose_all()
+    yield env.timeout(event.for_s)
+    for fleet in fleets:
+        fleet.is_lost = False
+    for place in places:
+        parts.sites[place].is_lost = False
+        old = parts.autoscalers[place]
+        parts.autoscalers[place] = Autoscaler(old.rules, old.series)
+        parts.replicas[place].set(old.rules.minReplicaCount)
+
 
 SAMPLES = 1440
 """Samples of a run, for plots over time."""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from api.batch_runner import run
 from api.batch_runner import runner as runner_module
-from api.batch_runner import validation
-from api.batch_runner.execution import LineExecutor, Progress
+from api.batch_runner.execution import LineExecutor, SegmentProgress
 from api.batch_runner.lines import BatchLine
 from api.batches.documents import BatchCreated, LineAnswer
 from shared.tenants.plan import Caller
@@ -39,7 +39,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "SEGMENT_LINES", 7)
+    monkeypatch.setattr(run, "SEGMENT_LINES", 7)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def held_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], asyncio.Event
             batch: BatchCreated,
             caller: Caller,
             line: BatchLine,
-            progress: Progress,
+            progress: SegmentProgress,
             *rest: Callable[[], bool],
         ) -> LineAnswer | None:
             if line.number > number:

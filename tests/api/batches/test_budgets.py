@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from api.batch_runner import execution, terms, validation
+from api.batch_runner import execution, run, terms
 from api.batch_runner import runner as runner_module
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.request import InferenceRequest, InferenceResponse
@@ -182,7 +182,7 @@ async def test_batch_that_can_not_move_steps_aside_for_another_one_of_its_tenant
 async def test_older_batch_goes_on_before_newer_ones(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(validation, "SEGMENT_LINES", 5)
+    monkeypatch.setattr(run, "SEGMENT_LINES", 5)
     url = _keys(tmp_path, poor_usd=0.0)
     async with batching(tmp_path, redis_url, catalog=PRICED, keys_url=url) as (api, running):
         poor, rich = api.openai(api_key=key_for("poor")), api.openai(api_key=key_for("rich"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api.batch_runner import validation
+from api.batch_runner import run
 from api.batches.documents import BatchCreated
 from tests.api.batches.batching import (
     Running,
@@ -82,10 +82,10 @@ async def test_errors_that_are_told_are_bounded(api: ApiUnderTest) -> None:
 
 async def test_bounds_of_a_file(api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     client = api.openai()
-    monkeypatch.setattr(validation, "MAX_LINES", 3)
+    monkeypatch.setattr(run, "MAX_LINES", 3)
     done = await until(client, await created(client, jsonl(line(str(n)) for n in range(4))))
     assert [one.code for one in done.errors.data] == ["too_many_tasks"]
-    monkeypatch.setattr(validation, "MAX_INPUTS", 3)
+    monkeypatch.setattr(run, "MAX_INPUTS", 3)
     both = jsonl(line(str(n), input=["a", "b"]) for n in range(2))
     done = await until(client, await created(client, both))
     assert [one.code for one in done.errors.data] == ["too_many_inputs"]
@@ -116,8 +116,6 @@ async def test_key_may_use_its_models_only(both: tuple[ApiUnderTest, Running]) -
         models=[IMAGE_MODEL.name],
     )
     found = await api.dependencies.batch_files.find("default", file.id)
-    with pytest.raises(validation.FileRefused) as caught:
-        await validation.validate(
-            batch, found, api.dependencies.batch_files, api.dependencies.catalog
-        )
+    with pytest.raises(run.FileRefused) as caught:
+        await run.validate(batch, found, api.dependencies.batch_files, api.dependencies.catalog)
     assert [one.code for one in caught.value.errors] == ["model_not_found"]

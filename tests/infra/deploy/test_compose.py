@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.row_archive.settings import RowArchiveSettings
+from infra.row_archive.archive import RowArchiveSettings
 from shared.settings import ApiSettings, Settings, WorkerSettings
 from tests.infra.deploy.dockerfiles import image, run
 from workers.functions.settings import FunctionSettings

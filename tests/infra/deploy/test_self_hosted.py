@@ -14,7 +14,7 @@ import yaml
 
 from infra.kubernetes.self_hosted import main
 from infra.kubernetes.site import SelfHostedSite, read_site
-from infra.row_archive.settings import RowArchiveSettings
+from infra.row_archive.archive import RowArchiveSettings
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
 from shared.settings import ApiSettings, Settings, WorkerSettings

@@ -12,7 +12,7 @@ import pytest
 
 from infra.local.ports import Ports
 from infra.local.stack import REPLACED_BY, Stack
-from infra.row_archive.settings import RowArchiveSettings
+from infra.row_archive.archive import RowArchiveSettings
 from shared.catalog import read_catalog
 from shared.settings import ApiSettings, Settings, WorkerSettings
 from shared.topics import direct_id, inbox_topic_id

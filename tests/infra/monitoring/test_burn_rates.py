@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from infra.monitoring.alerts import alerts
+from infra.monitoring.files import rules
 from infra.monitoring.objectives import DEFAULT_LEAST_BAD_EVENTS, DEFAULT_TARGETS, bounds_of
-from infra.monitoring.rules import rules
 from infra.planning.simulation.promql import PromQuery
 from infra.planning.simulation.timeseries import Labels, TimeSeries
 from tests.limits import START_LIMIT_S

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.monitoring.google import TERMS as GOOGLE
+from infra.monitoring.files import TERMS as GOOGLE
 from infra.monitoring.grafana import TERMS as GRAFANA
 from infra.monitoring.panels import Terms, sections
 from tests.limits import START_LIMIT_S

@@ -10,10 +10,10 @@ from prometheus_client import REGISTRY
 
 import api.metrics
 import workers.metrics
-from infra.planning.simulation.batches import BATCH_JOIN_SHARE, SHARED_WEIGHTS_SHARE
 from infra.planning.simulation.keda import Autoscaler
 from infra.planning.simulation.metrics_table import OF_API, OF_WORKERS, UNDELIVERED
 from infra.planning.simulation.rules import AutoscalerRules
+from infra.planning.simulation.service import BATCH_JOIN_SHARE, SHARED_WEIGHTS_SHARE
 from infra.planning.simulation.timeseries import TimeSeries
 from infra.planning.simulation.worker import SimulatedWorker
 from shared.errors import ConfigurationError

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.planning.simulation.events import arrival_times
 from infra.planning.simulation.scenario import SHIPPED, read_scenario
 from infra.planning.simulation.streams import Burst, Constant, StepArrivals, Wave
-from infra.planning.simulation.world import simulate
+from infra.planning.simulation.world import arrival_times, simulate
 from shared.errors import ConfigurationError
 
 GIVEN = """

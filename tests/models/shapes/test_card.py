@@ -3,7 +3,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.shapes.card import BEGIN, CARD, COLUMNS, END, SCORES, captioned_sheet, write_scores
+from models.shapes.score import BEGIN, CARD, COLUMNS, END, SCORES, captioned_sheet, write_scores
 
 
 def test_scores_are_kept_with_the_weights_they_are_of(tmp_path: Path) -> None:

@@ -12,8 +12,19 @@ from safetensors.torch import load_file
 from transformers import CLIPTokenizer
 
 from models.shapes import PIPELINE
-from models.shapes.card import BEGIN, CARD, END, SCORES, SHEET, weights_sha256
-from models.shapes.score import GUIDANCE, STEPS, TARGETS, Tally, as_text
+from models.shapes.score import (
+    BEGIN,
+    CARD,
+    END,
+    GUIDANCE,
+    SCORES,
+    SHEET,
+    STEPS,
+    TARGETS,
+    Accuracy,
+    as_text,
+    weights_sha256,
+)
 from shared.catalog import read_catalog
 
 pytestmark = pytest.mark.slow
@@ -29,8 +40,8 @@ def kept() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def table(kept: dict[str, Any]) -> dict[str, Tally]:
-    return {name: Tally(**counted) for name, counted in kept["scores"].items()}
+def table(kept: dict[str, Any]) -> dict[str, Accuracy]:
+    return {name: Accuracy(**counted) for name, counted in kept["scores"].items()}
 
 
 def test_folder_is_small() -> None:
@@ -58,7 +69,7 @@ def test_every_part_is_of_a_library() -> None:
 
 
 def test_scores_are_of_these_weights_and_reach_the_targets(
-    kept: dict[str, Any], table: dict[str, Tally]
+    kept: dict[str, Any], table: dict[str, Accuracy]
 ) -> None:
     assert kept["weights_sha256"] == weights_sha256(PIPELINE)
     assert (kept["steps"], kept["guidance"]) == (STEPS, GUIDANCE)
@@ -69,7 +80,7 @@ def test_scores_are_of_these_weights_and_reach_the_targets(
     } == {}
 
 
-def test_card_tells_the_scores(table: dict[str, Tally]) -> None:
+def test_card_tells_the_scores(table: dict[str, Accuracy]) -> None:
     card = (PIPELINE / CARD).read_text()
     assert card.partition(BEGIN)[2].partition(END)[0].strip() == as_text(table)
     assert (PIPELINE / SHEET).stat().st_size > 0

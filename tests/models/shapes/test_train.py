@@ -12,8 +12,7 @@ from diffusers import StableDiffusionPipeline
 
 from models.shapes import train_unet
 from models.shapes.parts import Widths, make_text_encoder, make_vae
-from models.shapes.tokenizer import make_tokenizer
-from models.shapes.train import train
+from models.shapes.train import make_tokenizer, train
 from models.shapes.train_text import TextPlan, train_text
 from models.shapes.train_unet import UnetPlan, UnetTraining, encode_scenes
 from models.shapes.train_vae import VaePlan, as_input, even_out, make_pictures, train_vae

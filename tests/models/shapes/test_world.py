@@ -6,7 +6,7 @@ import pytest
 
 from models.shapes.captions import tell
 from models.shapes.draw import draw, draw_many
-from models.shapes.tokenizer import make_tokenizer
+from models.shapes.train import make_tokenizer
 from models.shapes.world import (
     BACKGROUNDS,
     COLORS,

@@ -20,7 +20,7 @@ from shared.catalog import Model
 from shared.errors import ConfigurationError
 from workers.autotune.benchmark_pool import BenchmarkPool
 from workers.autotune.choice import Layout
-from workers.autotune.contest import Reading
+from workers.autotune.contest import Timing
 from workers.autotune.hardware import Machine
 from workers.autotune.search import MEASURE_LIMIT_S, Measure, SearchSpec
 from workers.autotune.search import choose as choose_when_quiet
@@ -38,7 +38,7 @@ from workers.models.backend import Backend
 from workers.models.base import PreparedText
 from workers.models.embedding.encoder_onnx import OnnxEncoder
 from workers.models.embedding.model_folder import read_sentence_folder
-from workers.optimize.export import export_graph, load_transformer
+from workers.optimize.embedding import export_graph, load_transformer
 
 pytestmark = pytest.mark.slow
 
@@ -164,8 +164,8 @@ def speeds(**texts_per_s: float) -> Measure:
 
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
-    ) -> Reading:
-        return Reading(
+    ) -> Timing:
+        return Timing(
             texts_per_s[backend.name.replace("-", "_")] * (1.4 if layout.threads == 1 else 1.0),
             0.001,
         )
@@ -218,7 +218,7 @@ def test_given_processes_and_threads_stand(spec: SearchSpec) -> None:
 def test_a_candidate_whose_process_dies_is_left_out(spec: SearchSpec) -> None:
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
-    ) -> Reading:
+    ) -> Timing:
         if backend.name == "exact":
             for process in multiprocessing.active_children():
                 process.kill()
@@ -240,11 +240,11 @@ def replayed(*rounds: dict[str, tuple[float, float]]) -> Measure:
 
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
-    ) -> Reading:
+    ) -> Timing:
         turn = min(turns[backend.name], len(rounds) - 1)
         turns[backend.name] += 1
         texts_per_s, disturbance = rounds[turn][backend.name]
-        return Reading(texts_per_s, 0.001, disturbance)
+        return Timing(texts_per_s, 0.001, disturbance)
 
     return meter
 
@@ -282,9 +282,9 @@ def test_noise_without_end_leaves_the_hardwares_prior(spec: SearchSpec) -> None:
 def test_layouts_that_no_two_rounds_agree_on_leave_the_usual_one(spec: SearchSpec) -> None:
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
-    ) -> Reading:
+    ) -> Timing:
         is_noisy = layout.threads == 1
-        return Reading(100.0 if backend.name == "again" else 50.0, 0.001, 0.9 if is_noisy else 0.0)
+        return Timing(100.0 if backend.name == "again" else 50.0, 0.001, 0.9 if is_noisy else 0.0)
 
     choice = choose(spec, meter=meter)
     assert (choice.backend.name, choice.layout, choice.is_provisional) == (
@@ -320,9 +320,9 @@ def test_all_is_loaded_before_it_is_waited_for_quiet_and_nothing_timed(spec: Sea
 
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
-    ) -> Reading:
+    ) -> Timing:
         happened.append(backend.name)
-        return Reading(50.0)
+        return Timing(50.0)
 
     def quiet(cores: int) -> bool:
         happened.append(f"quiet for {cores}: {len(multiprocessing.active_children())} pool")
@@ -378,8 +378,8 @@ def test_the_layout_that_is_better_for_a_lone_text_may_be_a_little_slower(
 ) -> None:
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
-    ) -> Reading:
-        return Reading(narrow if layout.threads == 1 else 100.0)
+    ) -> Timing:
+        return Timing(narrow if layout.threads == 1 else 100.0)
 
     assert choose(spec, meter=meter).layout == best
 
@@ -389,9 +389,9 @@ def test_one_backend_alone_is_timed_with_its_layouts_only(spec: SearchSpec) -> N
 
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
-    ) -> Reading:
+    ) -> Timing:
         timed.append(layout.name)
-        return Reading(100.0)
+        return Timing(100.0)
 
     choice = choose(replace(with_bf16(spec, 0.99), processes=0, threads=0), meter=meter)
     assert timed == ["2 x 1", "1 x 2"] * 2

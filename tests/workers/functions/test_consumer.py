@@ -12,7 +12,7 @@ import pytest
 
 from infra.local.process import Process, answers, free_port
 from infra.local.provision_servers import TAKEN, provision
-from infra.local.rabbitmq_server import RabbitServer
+from infra.local.stack_processes import RabbitServer
 from shared.catalog import read_catalog
 from shared.errors import Unavailable, UndecodableMessage
 from shared.rabbitmq.admin import RabbitAdmin
@@ -20,7 +20,7 @@ from shared.rabbitmq.client import RabbitTransport
 from shared.rabbitmq.topology import delays_between
 from shared.settings import environment_with
 from shared.topics import WEBHOOKS_SUBSCRIPTION_ID, WEBHOOKS_TOPIC_ID
-from shared.transport import Message, SubscriptionSettings
+from shared.transport import ReceivedMessage, SubscriptionSettings
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from workers.functions.consumer import FunctionConsumer, MessageSource
 
@@ -33,10 +33,10 @@ class Receiver:
     def __init__(self, failures: int, error: Exception | None = None) -> None:
         self._failures = failures
         self._error = error or Unavailable("the receiver is away")
-        self.seen: list[Message] = []
+        self.seen: list[ReceivedMessage] = []
         self.done = asyncio.Event()
 
-    async def __call__(self, message: Message) -> None:
+    async def __call__(self, message: ReceivedMessage) -> None:
         self.seen.append(message)
         if len(self.seen) <= self._failures:
             raise self._error

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shared.errors import UndecodableMessage
-from shared.transport import Message
+from shared.transport import ReceivedMessage
 from workers.functions.handler import read_push
 
 PUBLISHED = "2026-11-21T19:59:19.123456789Z"
@@ -30,7 +30,7 @@ def envelope(**message: Any) -> dict[str, Any]:
 
 
 FULL = envelope(data="aGk=", attributes={"a": "1"}, orderingKey="k")
-MESSAGE = Message(
+MESSAGE = ReceivedMessage(
     b"hi",
     {"a": "1"},
     "7",
@@ -41,7 +41,7 @@ MESSAGE = Message(
 )
 
 
-def fields(message: Message) -> tuple[Any, ...]:
+def fields(message: ReceivedMessage) -> tuple[Any, ...]:
     return (
         message.data,
         dict(message.attributes),

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 
 from infra.local.process import free_port
 from infra.local.provision_servers import provision
-from infra.local.rabbitmq_server import RabbitServer
+from infra.local.stack_processes import RabbitServer
 from shared.catalog import read_catalog
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport

@@ -20,8 +20,8 @@ from tests.limits import WAIT_LIMIT_S
 from tests.workers.functions.receiver import Receiver
 from tests.workers.functions.tokens import Issuer
 from tests.workers.functions.world import World
-from workers.functions import webhook_client as destination
-from workers.functions.webhook_client import WebhookClient, WebhookResponse
+from workers.functions import webhook as destination
+from workers.functions.webhook import WebhookClient, WebhookResponse
 
 pytestmark = pytest.mark.anyio
 

@@ -24,7 +24,7 @@ from workers.models.embedding.model_folder import (
     read_sentence_folder,
 )
 from workers.optimize.calibration import calibration_texts
-from workers.optimize.export import export_graph, fuse_graph, load_transformer
+from workers.optimize.embedding import export_graph, fuse_graph, load_transformer
 
 pytestmark = pytest.mark.slow
 

@@ -32,7 +32,7 @@ from workers.models.cpu_threads import CpuThreads
 from workers.models.device import DTYPES, Device, memory_errors
 from workers.models.embedding.encoder_torch import computes_bf16, pack_linear_layers
 from workers.models.text.sampling import Row
-from workers.models.text.slots import ATTENTION, Reading, SlotCache, attend
+from workers.models.text.slots import ATTENTION, ForwardPass, SlotCache, attend
 
 _ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj")
 _MLP_PARTS = ("gate_proj", "up_proj")
@@ -97,7 +97,7 @@ class LlamaPass:
         self._output = model.lm_head
 
     def __call__(
-        self, ids: torch.Tensor, reading: Reading, slots: SlotCache, logit_count: int
+        self, ids: torch.Tensor, reading: ForwardPass, slots: SlotCache, logit_count: int
     ) -> torch.Tensor | None:
         """Adds tokens [rows, tokens] to the texts of a pass.
 
@@ -393,7 +393,7 @@ class Decoder:
             OutOfMemory: the device has too little memory.
         """
         starts = torch.tensor([start], device=self._device)
-        reading = Reading((row, row + 1), starts, len(ids), self._capacity_now)
+        reading = ForwardPass((row, row + 1), starts, len(ids), self._capacity_now)
         given = torch.as_tensor(ids.astype(np.int64), device=self._device)[None]
         logits = self._forward(given, reading, logit_count=int(ends))
         return None if logits is None else logits[0, 0]
@@ -408,7 +408,7 @@ class Decoder:
             OutOfMemory: the device has too little memory.
         """
         starts = torch.tensor([start], device=self._device)
-        reading = Reading((row, row + 1), starts, len(ids), self._capacity_now)
+        reading = ForwardPass((row, row + 1), starts, len(ids), self._capacity_now)
         given = torch.as_tensor(ids.astype(np.int64), device=self._device)[None]
         return self._forward(given, reading, logit_count=len(ids))[0]
 
@@ -422,7 +422,7 @@ class Decoder:
             OutOfMemory: the device has too little memory.
         """
         starts = torch.as_tensor(lengths, device=self._device)
-        reading = Reading((0, len(tokens)), starts, 1, self._capacity_now)
+        reading = ForwardPass((0, len(tokens)), starts, 1, self._capacity_now)
         given = torch.as_tensor(tokens.astype(np.int64), device=self._device)[:, None]
         return self._forward(given, reading, logit_count=1)[:, 0]
 
@@ -430,7 +430,7 @@ class Decoder:
     def _capacity_now(self) -> int:
         return self.slots.capacity
 
-    def _forward(self, ids: torch.Tensor, reading: Reading, logit_count: int) -> Any:
+    def _forward(self, ids: torch.Tensor, reading: ForwardPass, logit_count: int) -> Any:
         """Logits after the last `logit_count` tokens of each row. None: after none of them."""
         self.slots.reading = reading
         with memory_errors(), torch.inference_mode(), self._computing():
@@ -438,7 +438,7 @@ class Decoder:
             return None if logits is None else logits[:, -logit_count:].float().cpu().numpy()
 
     def _compute_by_modules(
-        self, ids: torch.Tensor, reading: Reading, slots: SlotCache, logit_count: int
+        self, ids: torch.Tensor, reading: ForwardPass, slots: SlotCache, logit_count: int
     ) -> torch.Tensor | None:
         """The pass by transformers' modules, whatever the architecture."""
         out = (self._model if logit_count else self._model.base_model)(

@@ -75,7 +75,7 @@ class Lookup:
         self._now = min(2 * guessed, self._longest) if right == guessed else max(1, right)
 
 
-class Turns:
+class PromptTurns:
     """Owners take turns with parts of their prompts. An owner's own are read as they came.
 
     In order of arrival alone a short prompt would wait for all the long ones of another owner.
@@ -170,7 +170,7 @@ class TextModel:
         self._decoder = Decoder(folder, device, entry.precision, rows, capacity)
         self._rows = TokenRows(rows)
         self._texts: dict[int, _Text] = {}
-        self._turns = Turns()
+        self._turns = PromptTurns()
         self._others_wait = False
         """Whether the last step wrote first tokens only."""
 

@@ -111,7 +111,7 @@ _STEP_TOKENS = 64
 """Attention covers the longest text, rounded up to a multiple of this."""
 
 
-class Reading:
+class ForwardPass:
     """One forward pass: which rows get new tokens, and what these may look at.
 
     Either one row gets several tokens (a part of a prompt), or the first rows get one token each.
@@ -176,7 +176,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.capacity = capacity
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
-        self.reading: Reading | None = None
+        self.reading: ForwardPass | None = None
         """The pass that is computed now."""
 
     def update(
