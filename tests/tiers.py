@@ -24,7 +24,7 @@ from tests.limits import PATIENCE
 
 QUICK_LIMIT_S = 5.0 * PATIENCE
 QUICK_EXAMPLES = 25
-"""Of each property test in the quick tier."""
+"""Examples of each property test in the quick tier."""
 QUICK, SLOW = "not slow", "slow or hypothesis"
 """The tiers, as `-m` of `make test` and `make test-slow`."""
 _ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
@@ -98,7 +98,7 @@ def quiet_s(spent: Spent, load_per_core: float) -> float:
 
 
 def load_per_core() -> float:
-    """Of the last minute."""
+    """Returns the load per core in the last minute."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 

@@ -39,7 +39,6 @@ from workers.autotune.client import choose_backend, tuned_model
 from workers.autotune.hardware import this_machine
 from workers.autotune.renewal import Renewal, TunedModel
 from workers.health import health_server
-from workers.hours import HourReports, ProcessTimes
 from workers.job import WorkerInfo
 from workers.jobs.canary_part import CanaryPart
 from workers.jobs.completion import Completion
@@ -48,6 +47,7 @@ from workers.models.gpu_type import gpu_type_of
 from workers.models.source import resolve
 from workers.runtime.pool import HostedModel, ModelPool
 from workers.tasks import WORKER_TASKS, preparer_for
+from workers.utilization import ProcessTimes, UtilizationReports
 from workers.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ async def _open(
     rows = await stack.enter_async_context(_writer(settings, models, "worker", TABLE))
     hours = await stack.enter_async_context(_writer(settings, models, "hours", HOURS))
     starting = WorkerInfo(name, settings.region, "", spot=settings.spot)
-    reports = await stack.enter_async_context(HourReports(times, hours, models, starting))
+    reports = await stack.enter_async_context(UtilizationReports(times, hours, models, starting))
     pool = await stack.enter_async_context(_pool(settings, hosted, layout))
     cache = await stack.enter_async_context(
         ResultCache(settings.redis_url, settings.memory_cache_bytes)

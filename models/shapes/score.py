@@ -36,7 +36,7 @@ LARGER = 2
 """Times that a sample is enlarged on the sheet."""
 _LINE_PX, _LINES = 13, 4
 _LETTERS = 25
-"""Of a caption in one line under its picture."""
+"""Maximum letters of a caption in one line under its image."""
 
 
 def write_scores(folder: Path, scores: Mapping[str, Any], table: str) -> None:
@@ -50,7 +50,7 @@ def write_scores(folder: Path, scores: Mapping[str, Any], table: str) -> None:
 
 
 def weights_sha256(folder: Path) -> str:
-    """Of all weights together, in the order of their paths."""
+    """Returns the digest of all weights, in the order of their paths."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.safetensors")):
         digest.update(path.read_bytes())

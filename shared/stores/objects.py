@@ -113,7 +113,7 @@ TIMEOUT_S = 10.0
 KEY_LIMIT_BYTES = 512
 SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 THREADS = 8
-"""Of which an owner has at most half, so that a tenant's uploads keep nobody from the store."""
+"""An owner has at most half of them, so that a tenant's uploads keep nobody from the store."""
 OWNER_SEGMENTS = 3
 """Keys of what belongs to a tenant begin with two folders and its digest. Other keys name a content
 within so many segments, so each of them has turns of its own."""

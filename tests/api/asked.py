@@ -189,7 +189,7 @@ owners = chosen("", "owner/", bad=latin.map(lambda name: f"{name}/") | st.just("
 
 
 def predictions(model: str) -> st.SearchStrategy[Asked]:
-    """Of one model, by every route that creates them."""
+    """Predictions of one model, by every route that creates them."""
     versions = st.builds(lambda owner, name: owner + name, owners, chosen(model, bad=models))
     given = st.builds(
         lambda about, more: {"input": about, **more}, mostly(inputs[model], drawn(FIELDS)), told

@@ -24,7 +24,7 @@ NOT_OF_ROUTES = frozenset({405})
 
 @cache
 def _pattern(place: str) -> re.Pattern[str]:
-    """Of the paths of an operation. The key of an object has slashes."""
+    """Matches the paths of an operation. The key of an object has slashes."""
     any_text = ".+" if place.endswith("/{key}") else "[^/]+"
     return re.compile(re.sub(r"\\{[^}]*\\}", lambda _: any_text, re.escape(place)))
 

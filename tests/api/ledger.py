@@ -75,7 +75,7 @@ class Ledger:
     until_idle: Callable[[], Awaitable[object]]
     tenant_of: Mapping[str, str] = field(default_factory=lambda: KEYS)
     limiters: list[Limiter] = field(default_factory=list)
-    """Of other processes than the APIs."""
+    """Limiters of processes other than the APIs."""
     told_usd: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By key, what its answers said. Nothing was said to who hung up."""
 

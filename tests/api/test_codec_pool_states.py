@@ -21,7 +21,7 @@ from shared.errors import BadInput, DeadlineExceeded, Overloaded, Unavailable
 
 PROCESSES = 2
 TURNS = 30
-"""Of the loop, after which nothing goes on by itself."""
+"""Turns of the event loop, after which nothing continues by itself."""
 EXPECTED = (Overloaded, DeadlineExceeded, Unavailable, BadInput)
 
 

@@ -265,7 +265,7 @@ async def batch_ends(world: LedgerWorld) -> dict[str, float]:
 
 
 async def batch_is_canceled(world: LedgerWorld) -> dict[str, float]:
-    """Of one line a part is computed, and nothing of the other."""
+    """A part of one line is computed, and nothing of the other."""
     client = world.api.openai(api_key=key_for("one"))
     texts = words(32)
     world.harness.process.holds = texts[20]

@@ -16,7 +16,7 @@ from tests.api.harness import ApiUnderTest
 pytestmark = pytest.mark.anyio
 NOT_KEYED = {"/healthz", "/readyz", "/v1/objects/{key}"}
 NEVER_OF_A_ROUTE = {405}
-"""Of no documented method."""
+"""Statuses that no documented method has."""
 OUR_SHAPES = {"application/json": "ErrorReply", "application/problem+json": "Problem"}
 OF_BOTH_APIS = {"/v1/files", "/v1/files/{file_id}", "/v1/models"}
 """Paths of OpenAI's API that Replicate's has too."""

@@ -91,7 +91,7 @@ def test_seed_gives_the_same_bytes_again(client: openai.OpenAI, rows: Rows, text
 def test_image_stops_at_its_deadline_and_costs_nothing(
     client: openai.OpenAI, rows: Rows, text: str
 ) -> None:
-    """Of a minute's work on two cores; the next image does not wait for it."""
+    """It takes a minute on two cores; the next image does not wait for it."""
     limit_ms = int(3000 * PATIENCE)
     with pytest.raises(openai.APIStatusError) as caught:
         client.images.generate(

@@ -41,7 +41,7 @@ def tracing(*, decides: bool = True) -> AbstractContextManager[None]:
 
 
 def kept_share() -> float:
-    """Of traces that begin in this process."""
+    """Returns the share of kept traces, of those that begin in this process."""
     spans = [begin("asked", "server", 1.0, None) for _ in range(TRACES)]
     # A trace that begins here and is not kept needs no id.
     assert all((span.context is not None) == span.is_recorded for span in spans)

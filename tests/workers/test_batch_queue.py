@@ -26,7 +26,7 @@ from workers.scheduling.batch_queue import IDLE_MAX, BatchQueue
 
 BUDGET, LONGEST = 1000, 300
 QUANTUM = BUDGET / HEAVIEST
-"""Of a tenant of weight 1."""
+"""The quantum of a tenant of weight 1."""
 
 
 @dataclass(eq=False)

@@ -164,8 +164,8 @@ async def test_queue_limit_ends_what_waits_and_leaves_what_runs(
 async def test_result_after_the_deadline_is_dropped_and_not_kept(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """Of a model without steps: else a caller with a short deadline would compute for nothing, and
-    hit for free.
+    """Otherwise, at a model without steps, a caller with a short deadline would compute for
+    nothing, and hit for free.
     """
     async with running_worker(redis_url, tmp_path) as harness:
         harness.process.is_deaf = True

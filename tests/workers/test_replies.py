@@ -31,7 +31,7 @@ ATTRIBUTES = {
     "attempt": "1",
     "api_instance": "api-1",
 }
-"""Of a job as releases without direct replies publish it, but for the inbox and the slot."""
+"""Attributes of a job of releases without direct replies, except for the inbox and the slot."""
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from workers.models.base import OnStep, PreparedItem
 from workers.runtime.resident_models import ResidentModels, weights_bytes
 
 BYTES = 100_000_000
-"""Of the file of each model: far more than this process grows by while a model that only counts is
-loaded.
+"""Size of the file of each model: far more than this process grows by while a model that only
+counts is loaded.
 """
 
 

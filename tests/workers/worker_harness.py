@@ -43,7 +43,6 @@ from shared.transport import SubscriptionSettings
 from shared.usage.row import Row
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
-from workers.hours import ProcessTimes
 from workers.job import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import Clock, JobConsumer
@@ -53,6 +52,7 @@ from workers.runtime.client import OnPreviews, OnProgress
 from workers.runtime.pool import ModelPool, ModelProcessDied
 from workers.runtime.protocol import BatchResult, Failure, ResidencyReport
 from workers.tasks import WORKER_TASKS
+from workers.utilization import ProcessTimes
 from workers.worker import Worker
 
 MODEL = Model(

@@ -42,7 +42,7 @@ PRICED = Catalog(
     )
 )
 RESERVED_USD, SPENT_USD = 21.0, 1.5
-"""Of each of `_lines`: half the list price of the 42 tokens that it has at most, and of its 3."""
+"""For each of `_lines`: half the list price of the 42 tokens that it has at most, and of its 3."""
 
 
 @pytest.fixture(autouse=True)

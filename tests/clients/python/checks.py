@@ -33,7 +33,7 @@ WRONG_KEY = "wrong-" + "0" * 40
 LIMIT_S = 60.0
 """For one answer: usually well under a second, a few where images are drawn."""
 MIN_COSINE = 0.9999
-"""Of two vectors of one text. They may be from batches of different lengths, in bf16."""
+"""Of two vectors of one text, perhaps from batches of different lengths, in bf16."""
 PNG = b"\x89PNG\r\n"
 PROMPT = "a large red circle on a white background"
 

@@ -39,7 +39,7 @@ ALLOWED = {
 OF_ANALYSTS = {"google_bigquery_dataset_iam_member"}
 """In plans with `analysts`."""
 KINDS_OF_MEMBERS = {"principal", "principalSet", "serviceAccount"}
-"""Of which allUsers and allAuthenticatedUsers are none."""
+"""Neither allUsers nor allAuthenticatedUsers is one of them."""
 
 
 def bindings(plan: Plan) -> dict[str, list[dict[str, str]]]:

@@ -19,7 +19,7 @@ FOLDER = Path("infra/systemd")
 COMMON = FOLDER / "penstock-.service.d/common.conf"
 BIN = "/opt/penstock/.venv/bin/"
 MAX_EXPOSURE = 25
-"""Of 100, by `systemd-analyze security`. Without common.conf it is 90 to 95."""
+"""At most 100, by `systemd-analyze security`. Without common.conf it is 90 to 95."""
 UNITS = sorted(path.name for path in FOLDER.glob("penstock-*.service"))
 KINDS: Mapping[str, type[Settings]] = {
     "penstock-api.service": ApiSettings,

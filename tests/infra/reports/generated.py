@@ -137,7 +137,7 @@ def _item(drawn: random.Random, known: Fields, item: int) -> Fields:
 
 
 def _written(drawn: random.Random, status: str, units: int) -> Fields:
-    """Of a text: what it wrote and read of its tokens. Nothing, if it ended before."""
+    """The tokens that a generation wrote and read. Empty if it ended before that."""
     if status != "succeeded" and drawn.random() < 0.5:
         return {}
     output = drawn.randrange(1, units + 1)

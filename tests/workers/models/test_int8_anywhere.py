@@ -33,7 +33,7 @@ session = onnxruntime.InferenceSession(model.SerializeToString(), session_option
 print(set(rows.ravel().tolist()))
 """
 EMULATOR = "qemu-x86_64"
-"""Of the package qemu-user; its CPU has AVX2, and neither AVX-512 nor VNNI.
+"""It comes with the package qemu-user. Its CPU has AVX2, and neither AVX-512 nor VNNI.
 
 /proc/cpuinfo is the host's.
 """

@@ -142,8 +142,8 @@ def test_figure_is_at_the_place_asked_for(draw_with: Draw) -> None:
 
 
 def ninth(figure: DetectedShape) -> tuple[int, int]:
-    """Of the picture, in which the figure's middle is, about: -1 is the left or the upper one, 0
-    the middle one.
+    """Returns the ninth of the image in which the middle of the figure is: across and down, -1
+    for the left or upper one, 0 for the middle one.
     """
     return round((figure.x - 32) / 15), round((figure.y - 32) / 15)
 

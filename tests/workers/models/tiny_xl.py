@@ -14,7 +14,7 @@ from diffusers import (
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 WIDTH = 32
-"""Of each text encoder. The UNet attends to both, side by side."""
+"""Width of each text encoder. The UNet attends to both, side by side."""
 TIME_WIDTH = 8
 MEANS = {"latents_mean": [0.5, -1.0, 2.0, 0.0], "latents_std": [3.0, 2.0, 4.0, 1.0]}
 

@@ -28,7 +28,7 @@ Made = Callable[[], Artifact]
 
 
 def cosines(artifact: Artifact, variant: Variant, folder: Path) -> np.ndarray:
-    """Of each calibration text, computed alone as a worker would, to the reference's vector."""
+    """Cosine of each calibration text, computed alone, to the reference's vector."""
     encoder = OnnxEncoder(
         read_sentence_folder(folder), artifact.graph(variant), device="cpu", threads=1
     )

@@ -92,7 +92,7 @@ def _load(folder: Path) -> Any:
 
 
 def _bytes(model: torch.nn.Module) -> int:
-    """Of all tensors that its modules hold, as parameters or not. Shared ones count once."""
+    """Bytes of all tensors that its modules hold, as parameters or not. Shared ones count once."""
     held = {
         id(tensor): tensor.nbytes
         for module in model.modules()

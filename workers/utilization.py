@@ -1,6 +1,6 @@
 """The utilization of a worker, for the `worker_hours` table: so that idle GPUs have an owner.
 
-`ProcessTimes` measures. `HourReports` writes what it measured, every five minutes and at the end. A
+`ProcessTimes` measures. `UtilizationReports` writes that every five minutes and at the end. A
 worker that is killed loses what it did not write yet, five minutes at most.
 """
 
@@ -135,7 +135,7 @@ class HourSink(Protocol):
         """Queues one row."""
 
 
-class HourReports:
+class UtilizationReports:
     """Writes the time of a worker. An async context manager.
 
     Args:

@@ -18,9 +18,9 @@ from shared.usage.writer import RowWriter, fields_by_name
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import DATASET, PROJECT, Server
 from tests.workers.worker_harness import MODEL, running_worker
-from workers.hours import HourReports, ProcessTimes, State, TimeReport, hour_of
 from workers.job import WorkerInfo
 from workers.runtime.protocol import BatchResult, ResidencyReport
+from workers.utilization import ProcessTimes, State, TimeReport, UtilizationReports, hour_of
 
 pytestmark = pytest.mark.anyio
 START_S = 1_790_000_000.5
@@ -55,8 +55,10 @@ def batch(items: int = 2, switch_s: float = 0.0) -> BatchResult:
     )
 
 
-def reports_of(times: ProcessTimes, sink: Sink) -> HourReports:
-    return HourReports(times, sink, [MODEL], WorkerInfo("w", "here", "NVIDIA L4", "l4", False))
+def reports_of(times: ProcessTimes, sink: Sink) -> UtilizationReports:
+    return UtilizationReports(
+        times, sink, [MODEL], WorkerInfo("w", "here", "NVIDIA L4", "l4", False)
+    )
 
 
 def test_schema_and_row_agree() -> None:
@@ -163,7 +165,7 @@ async def test_reports_come_without_being_asked_for(tmp_path: Path) -> None:
     sink, clock = Sink(), Clock()
     times = ProcessTimes(clock)
     info = WorkerInfo("w", "here", "")
-    async with HourReports(times, sink, [MODEL], info, every_s=0.01):
+    async with UtilizationReports(times, sink, [MODEL], info, every_s=0.01):
         async with asyncio.timeout(WAIT_LIMIT_S):
             while len(sink.rows) < 2:
                 clock.now_s += 1.5
