@@ -33,6 +33,7 @@ MODULES = {
     "shared_limits": "shared_limits",
     "simulation": "simulation",
     "bad_neighbor": "bad_neighbor.rounds",
+    "far_broker": "far_broker",
     "reports": "reports",
     "day": "day",
     "text": "text.engine",
@@ -44,7 +45,7 @@ MODULES = {
     "profile": "time_profile",
 }
 """Modules here whose `run()` returns an Outcome, by the name of the benchmark."""
-HAVE_SHORT_FORM = frozenset({"bad_neighbor"})
+HAVE_SHORT_FORM = frozenset({"bad_neighbor", "far_broker"})
 """Benchmarks whose `run` takes `quick`."""
 
 

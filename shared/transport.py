@@ -28,8 +28,45 @@ class ReceivedMessage:
     """Its lease ran out while it was held: it will be delivered again, here or elsewhere."""
 
 
+GAIN, DEVIATION_GAIN, DEVIATIONS = 1 / 8, 1 / 4, 4.0
+MAX_SAMPLE_S = 5.0
+"""What took longer was an outage, which says nothing about the usual time."""
+
+
+class SmoothedDuration:
+    """A duration that is measured again and again, in seconds. 0 until the first measurement.
+
+    Smoothed as TCP does round trips: RFC 6298, section 2
+    (https://www.rfc-editor.org/rfc/rfc6298). A mean and a mean deviation, both fading.
+    """
+
+    def __init__(self) -> None:
+        self.mean_s = 0.0
+        self._deviation_s = 0.0
+
+    @property
+    def most_s(self) -> float:
+        """A time that few measurements exceed."""
+        return self.mean_s + DEVIATIONS * self._deviation_s
+
+    def record(self, took_s: float) -> None:
+        """Takes one measurement into account."""
+        if took_s > MAX_SAMPLE_S:
+            return
+        if not self.mean_s:
+            self.mean_s, self._deviation_s = took_s, took_s / 2
+            return
+        off_s = abs(self.mean_s - took_s)
+        self._deviation_s += DEVIATION_GAIN * (off_s - self._deviation_s)
+        self.mean_s += GAIN * (took_s - self.mean_s)
+
+
 class Publisher(Protocol):
     """Sends messages."""
+
+    @property
+    def round_trip(self) -> SmoothedDuration:
+        """The time that the broker takes to confirm a message, as measured so far."""
 
     async def publish(
         self,
@@ -63,6 +100,17 @@ class Subscription(Protocol):
     @property
     def lost(self) -> int:
         """The number of messages that lost their lease while they were held."""
+
+    @property
+    def round_trip(self) -> SmoothedDuration:
+        """The time that the broker takes to answer, as measured so far."""
+
+    def hold(self, max_messages: int) -> None:
+        """Sets how many unacked messages may be held from now on, at least those of `subscribe`.
+
+        It takes effect in steps, and in the background: more at once, fewer as messages are acked.
+        The bytes of those beyond the ones of `subscribe` are bounded by `max_bytes` too.
+        """
 
     def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
         """Yields messages as they come. Reconnects by itself, and ends only after `stop`.

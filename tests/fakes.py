@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from pubsub_emulator import Filter, parse_filter
 from shared.errors import BadInput, PenstockError, Unavailable
-from shared.transport import ReceivedMessage, SubscriptionSettings
+from shared.transport import ReceivedMessage, SmoothedDuration, SubscriptionSettings
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class InMemorySubscription:
     ) -> None:
         self._transport = transport
         self._queue = queue
-        self._max_messages = max_messages
+        self._max_messages = self._least = max_messages
         self._max_bytes = max_bytes
         self._received: deque[ReceivedMessage] = deque()
         self._held: dict[str, _Stored] = {}
@@ -64,6 +64,11 @@ class InMemorySubscription:
         self._end: PenstockError | None = None
         self._is_stopped = False
         self.lost = 0
+        self.round_trip = SmoothedDuration()
+
+    def hold(self, max_messages: int) -> None:
+        self._max_messages = max(self._least, max_messages)
+        self._queue.deliver()
 
     @property
     def is_connected(self) -> bool:
@@ -152,6 +157,7 @@ class InMemoryTransport:
         self._ids = itertools.count(1)
         self.outage: PenstockError | None = None
         self.published = 0
+        self.round_trip = SmoothedDuration()
 
     async def __aenter__(self) -> InMemoryTransport:
         return self

@@ -5,6 +5,7 @@ Plain data, no I/O.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -56,6 +57,8 @@ class PulledJob:
     """The deadline passed, which ends the job in the same way."""
     timer: JobTimer | None = None
     """Set until the job is over."""
+    over_since_s: float = 0.0
+    """Monotonic seconds, from the outcome of its last item on."""
     unfinished_claims: int = 0
     """The number of workers that died while they held this job."""
     dead_letter_reason: str = ""
@@ -107,10 +110,12 @@ class PulledJob:
 
     @property
     def is_fresh(self) -> bool:
-        """True if the API looked in the cache a moment ago, so another look is useless."""
-        return (
-            self.envelope.attempt == 1 and self.pulled_at_s - self.envelope.published_at_s < FRESH_S
-        )
+        """True if the API looked in the cache a moment ago, so another look is useless.
+
+        The way here takes a round trip to the broker: half from the API, and half to the worker.
+        """
+        age_s = self.pulled_at_s - self.envelope.published_at_s
+        return self.envelope.attempt == 1 and age_s < FRESH_S + self.subscription.round_trip.most_s
 
     @property
     def is_unwanted(self) -> bool:
@@ -120,6 +125,7 @@ class PulledJob:
     def end(self) -> None:
         """Marks the job as over, and stops its timer."""
         self.is_over = True
+        self.over_since_s = time.monotonic()
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None

@@ -33,6 +33,7 @@ from workers.jobs.step_run import StepRun
 from workers.runtime.pool import ModelPool, ModelProcessDied, PooledProcess
 from workers.runtime.protocol import BatchResult, ResidencyReport
 from workers.scheduling.busy_ratio import BusyRatio
+from workers.scheduling.flow_control import FlowControl
 from workers.scheduling.model_scheduler import Idle, ModelScheduler
 from workers.utilization import ProcessTimes
 
@@ -50,7 +51,9 @@ FAILED_BATCHES_MAX = 20
 
 
 def held_messages(max_items: int, processes: int, *, in_steps: bool) -> int:
-    """Returns how many jobs a worker holds: for each process a batch that runs and one that waits.
+    """Returns how many jobs a worker holds near its broker: for each process two batches.
+
+    One runs, and one waits. At a distance it holds more (workers/scheduling/flow_control.py).
 
     A text may run for minutes. So if a tenant has filled both, there is room for jobs of others,
     which then get places (workers/scheduling/lanes.py).
@@ -104,6 +107,7 @@ class Worker:
         self._scheduler = ModelScheduler(len(consumers), len(pool.processes))
         self._busy = BusyRatio(len(pool.processes))
         self._times = times or ProcessTimes()
+        self._flow_controls: dict[JobConsumer, list[FlowControl]] = {}
         self._queued = asyncio.Event()
         self._running: dict[PooledProcess, tuple[JobConsumer, list[QueuedItem]]] = {}
         self._runs: set[StepRun] = set()
@@ -147,22 +151,27 @@ class Worker:
         self, stack: AsyncExitStack, consumer: JobConsumer
     ) -> list[asyncio.Task[None]]:
         subscriptions = []
+        processes = len(self._pool.processes)
+        held = held_messages(
+            consumer.model.batch.max_items, processes, in_steps=consumer.computes_steps
+        )
         for subscription_id in (
             workers_subscription_id(consumer.model.name),
             batch_subscription_id(consumer.model.name),
         ):
             subscribing = self._subscriber.subscribe(
                 subscription_id,
-                max_messages=held_messages(
-                    consumer.model.batch.max_items,
-                    len(self._pool.processes),
-                    in_steps=consumer.computes_steps,
-                ),
-                max_bytes=max(1, self._max_outstanding_bytes // len(self._consumers)),
+                max_messages=held,
+                # Half for what is held near the broker, and half for the distance.
+                max_bytes=max(1, self._max_outstanding_bytes // len(self._consumers) // 2),
                 ack_deadline_s=self._ack_deadline_s,
                 ack_linger_s=ACK_LINGER_S,
             )
             subscriptions.append(await stack.enter_async_context(subscribing))
+        completion = consumer.registry.completion
+        self._flow_controls[consumer] = [
+            FlowControl(one, held, processes, completion, ACK_LINGER_S) for one in subscriptions
+        ]
         tasks = consumer.start(subscriptions, self._has_queued, self._stop_unwanted)
         if consumer.canary is not None:
             running = consumer.canary.run(self._subscriber, lambda: consumer.is_connected)
@@ -262,6 +271,9 @@ class Worker:
         self._scheduler.batch_finished(done.finished_at_s - done.started_at_s)
         self._times.batch_ended(done)
         self._on_batch(number, done)
+        took_s, now_s = done.finished_at_s - done.started_at_s, time.monotonic()
+        for flow_control in self._flow_controls[consumer]:
+            flow_control.batch_ended(batch, took_s, now_s)
         consumer.batches.distribute(batch, done)
         self._count_failed(has_failed=done.has_failed)
 

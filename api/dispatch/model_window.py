@@ -5,7 +5,8 @@ workers hold delay all other tenants. Jobs beyond the window wait here, each ten
 and leave as replies come.
 
 - The size follows from Little's law: the rate of the workers times the time that a job may spend
-  there, which is a short wait at the broker, one batch that runs and one that is ready.
+  there: its ways to the broker and back, a short wait there, one batch that runs and one that is
+  ready.
 - While there is room in the window, any job leaves. Of the waiting jobs, those of the tenant with
   the fewest items in the window, divided by its weight, go first.
 - A tenant's fair share is always free for it, and a tenant with nothing in the window always
@@ -49,10 +50,13 @@ from shared.errors import DeadlineExceeded, Unavailable
 from shared.service_rate import ServiceRate
 from shared.stores.redis_client import RedisLink, load_script
 from shared.tracing.spans import STAGE, span
+from shared.transport import SmoothedDuration
 
 DIGEST_BYTES = 8
 BATCHES_HELD = 2
 """Batches of each worker: one that runs, and one that is ready."""
+ROUND_TRIPS = 2
+"""Ways of a job to the broker, on to the worker, and of its reply back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +112,26 @@ class ModelWindow:
         rate: the service rate of the model.
         floor: the smallest size, in items: the maximum that one model process takes at once.
         broker_wait_s: how long jobs may wait at the broker.
+        round_trip: to the broker. A job and its reply each take one, at workers that are as far.
         is_guess_used: whether the size follows from an assumed rate until the rate was measured.
           Items above the floor may stay at the broker for as long as an item takes, with other
           tenants' items behind them.
     """
 
     def __init__(
-        self, rate: ServiceRate, floor: int, broker_wait_s: float, *, is_guess_used: bool = True
+        self,
+        rate: ServiceRate,
+        floor: int,
+        broker_wait_s: float,
+        round_trip: SmoothedDuration | None = None,
+        *,
+        is_guess_used: bool = True,
     ) -> None:
         self._rate = rate
         self._is_guess_used = is_guess_used
         self._floor = floor
         self._broker_wait_s = broker_wait_s
+        self._round_trip = round_trip or SmoothedDuration()
         self._tenants: dict[str, _Tenant] = {}
         self._queues: dict[str, _Tenant] = {}
         """The tenants with jobs that wait."""
@@ -145,7 +157,8 @@ class ModelWindow:
         """
         if self._rate.is_guess and not self._is_guess_used:
             return 0.0
-        stay_s = self._broker_wait_s + BATCHES_HELD * self._rate.service_s
+        ways_s = ROUND_TRIPS * self._round_trip.mean_s
+        stay_s = self._broker_wait_s + ways_s + BATCHES_HELD * self._rate.service_s
         return min(stay_s / self._rate.item_s, self.published + self.held)
 
     @property
@@ -294,6 +307,7 @@ class PublishWindow:
         models: the models of the catalog.
         rate_of: returns the service rate of a model.
         broker_wait_s: how long jobs may wait at the broker.
+        round_trip: to the broker.
     """
 
     def __init__(
@@ -301,10 +315,12 @@ class PublishWindow:
         models: Iterable[Model],
         rate_of: Callable[[str], ServiceRate],
         broker_wait_s: float,
+        round_trip: SmoothedDuration | None = None,
     ) -> None:
         self._models = {model.name: model for model in models}
         self._rate_of = rate_of
         self._broker_wait_s = broker_wait_s
+        self._round_trip = round_trip
         self.of: dict[Key, ModelWindow] = {}
         """By model and lane. Only those that were used."""
 
@@ -341,6 +357,7 @@ class PublishWindow:
                 self._rate_of(demand.model),
                 BATCHES_HELD * model.batch.max_items,
                 self._broker_wait_s,
+                self._round_trip,
                 # A text may take minutes.
                 is_guess_used=not model.definition.shares_weights,
             )

@@ -75,7 +75,9 @@ async def open_pipeline(
     # only that it expires, but rows are to be on disk before the process is killed.
     row_sink = await opened.enter_async_context(rows)
     admission = Admission(settings.max_in_flight, catalog.deployed)
-    window = PublishWindow(catalog.deployed, admission.rate_of, settings.broker_wait_s)
+    window = PublishWindow(
+        catalog.deployed, admission.rate_of, settings.broker_wait_s, broker.round_trip
+    )
     await opened.enter_async_context(WindowExchange(window, settings.records_redis_url, instance))
     canaries = await opened.enter_async_context(
         CanaryRouter(catalog, CanaryBoard(settings.records_redis_url))

@@ -17,8 +17,9 @@ from contextlib import (
     asynccontextmanager,
     contextmanager,
 )
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, Self, cast
 
 from bench.pipeline import READY_LIMIT_S
 from infra.local.process import Process, free_port, listens
@@ -29,13 +30,15 @@ from shared.catalog_entry import Batch, Cache
 from shared.messages import Envelope, Item, Job, JobBody, decode_reply, encode_job
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
+from shared.rabbitmq.admin import RabbitAdmin
+from shared.rabbitmq.client import RabbitTransport
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.tasks import Input
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.topics import inbox_topic_id, jobs_topic_id, make_inbox, slot_subscription_id
-from shared.transport import Subscription
+from shared.transport import ReceivedMessage, Subscription, Transport
 from shared.usage.row import Row
 from workers.job import WorkerInfo
 from workers.jobs.completion import Completion
@@ -85,14 +88,21 @@ class _TimedProcess:
 
     residency = ResidencyReport([0])
 
+    def __init__(self, batch_s: float) -> None:
+        self._batch_s = batch_s
+        self.busy_s, self.batches, self.items = 0.0, 0, 0
+
     async def ready(self) -> None:
         """It always is."""
 
     async def run(self, batch: Sequence[PreparedItem], **_: object) -> BatchResult:
         """Takes the time of the batch."""
         began_s, work = time.time(), sum(one.length for one in batch)
-        await asyncio.sleep(BATCH_S + work / TOKENS_PER_S)
+        await asyncio.sleep(self._batch_s or BATCH_S + work / TOKENS_PER_S)
         now_s = time.time()
+        self.busy_s += now_s - began_s
+        self.batches += 1
+        self.items += len(batch)
         return BatchResult(
             results=[EmbeddingResult(b"", one.length) for one in batch],
             started_at_s=began_s,
@@ -112,8 +122,8 @@ class _TimedProcess:
 class _TimedPool:
     device_name = "none"
 
-    def __init__(self, processes: int) -> None:
-        self.processes = [_TimedProcess() for _ in range(processes)]
+    def __init__(self, processes: int, batch_s: float) -> None:
+        self.processes = [_TimedProcess(batch_s) for _ in range(processes)]
 
 
 class _NoRows:
@@ -123,26 +133,47 @@ class _NoRows:
             on_safe()
 
 
-class _OtherHand:
-    """A transport whose subscriptions hold another number of messages."""
+class _Fixed:
+    """A subscription that holds the same number of messages at any distance."""
 
-    def __init__(self, transport: PubSubTransport, messages: int) -> None:
+    def __init__(self, subscription: Subscription) -> None:
+        self._subscription = subscription
+
+    def hold(self, max_messages: int) -> None:
+        """Changes nothing."""
+
+    def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
+        return aiter(self._subscription)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._subscription, name)
+
+
+class _OtherHand:
+    """A transport whose subscriptions hold another number of messages.
+
+    `opened` are its subscriptions.
+    """
+
+    def __init__(self, transport: Transport, messages: int) -> None:
         self._transport = transport
         self._messages = messages
+        self.opened = list[Subscription]()
 
-    def subscribe(
-        self, subscription_id: str, **given: Any
-    ) -> AbstractAsyncContextManager[Subscription]:
+    @asynccontextmanager
+    async def subscribe(self, subscription_id: str, **given: Any) -> AsyncIterator[Subscription]:
         """Subscribes like the transport, with that number if it is set."""
         if self._messages:
             given["max_messages"] = self._messages
-        return self._transport.subscribe(subscription_id, **given)
+        async with self._transport.subscribe(subscription_id, **given) as opened:
+            self.opened.append(opened)
+            yield cast(Subscription, _Fixed(opened)) if self._messages else opened
 
 
 class Callers:
     """All callers of the workers."""
 
-    def __init__(self, transport: PubSubTransport) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._sent = 0
         self._waiting: dict[str, asyncio.Future[int]] = {}
@@ -192,6 +223,111 @@ class Callers:
                     waiting.set_result(sum(one.receipt.tokens or 0 for one in outcomes))
 
 
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The servers of a run: a Redis, and a Pub/Sub or a RabbitMQ.
+
+    `near` is the broker's own address, if the other one leads through a proxy.
+    """
+
+    redis_url: str
+    pubsub_endpoint: str = ""
+    rabbitmq_url: str = ""
+    near: str = ""
+
+    def transport(self, project: str) -> AbstractAsyncContextManager[Transport]:
+        """A transport, not opened."""
+        if self.rabbitmq_url:
+            return RabbitTransport(project, self.rabbitmq_url)
+        return PubSubTransport(project, self.pubsub_endpoint)
+
+    async def provision(self, project: str) -> None:
+        """Creates topics and subscriptions of the model, and the inbox of callers."""
+        near = self.near or self.rabbitmq_url or self.pubsub_endpoint
+        admin = RabbitAdmin if self.rabbitmq_url else PubSubAdmin
+        async with admin(project, near) as opened:
+            await provision(opened, Catalog((MODEL,)), 0, 1)
+            await make_inbox(opened, INBOX, 1)
+
+
+class Counts(NamedTuple):
+    """What a worker did since its start."""
+
+    at_s: float
+    busy_s: float
+    """Time in which its processes ran batches."""
+    cpu_s: float
+    """CPU time of this process."""
+    batches: int
+    items: int
+    held: int
+    """Messages that it holds now."""
+    redelivered: int
+    """Messages whose leases it lost."""
+
+
+class TimedWorker:
+    """A worker with the timed model. An async context manager that runs it.
+
+    Args:
+        site: its servers.
+        project: as provisioned.
+        processes: how many model processes it has.
+        hand: how many messages of a lane it holds. 0: as usual.
+        batch_s: seconds of each batch, whatever its size. 0: BATCH_S and TOKENS_PER_S.
+        name: of the worker.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        project: str,
+        *,
+        processes: int = 1,
+        hand: int = 0,
+        batch_s: float = 0.0,
+        name: str = "0",
+    ) -> None:
+        self._site = site
+        self._project = project
+        self._hand = hand
+        self._name = name
+        self._pool = _TimedPool(processes, batch_s)
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        enter = self._stack.enter_async_context
+        transport = await enter(self._site.transport(self._project))
+        redis_url = self._site.redis_url
+        cache, records = await enter(ResultCache(redis_url, 0)), await enter(Records(redis_url))
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory())
+        objects = ObjectStore(f"file://{folder}")
+        info = WorkerInfo(self._name, "here", "none")
+        completion = Completion(MODEL, transport, cache, records, objects, _NoRows(), info)
+        self._consumer = JobConsumer(MODEL, _Preparer(), cache, records, objects, completion)
+        self._subscriber = _OtherHand(transport, self._hand)
+        worker = Worker([self._consumer], self._subscriber, records, cast(ModelPool, self._pool))
+        running = [asyncio.create_task(worker.run(asyncio.Event()))]
+        self._stack.push_async_callback(_cancel, running)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+    def counts(self) -> Counts:
+        """What it did so far."""
+        processes = self._pool.processes
+        return Counts(
+            time.time(),
+            sum(one.busy_s for one in processes),
+            time.process_time(),
+            sum(one.batches for one in processes),
+            sum(one.items for one in processes),
+            len(self._consumer.registry.find()),
+            sum(one.lost for one in self._subscriber.opened),
+        )
+
+
 @asynccontextmanager
 async def timed_workers(
     endpoint: str, redis_url: str, *, workers: int = 1, processes: int = 2, hand: int = 0
@@ -200,28 +336,17 @@ async def timed_workers(
 
     `hand`: how many messages of a lane each of them holds. 0: as usual.
     """
-    project = f"timed-{time.time_ns()}"
+    site, project = Site(redis_url, endpoint), f"timed-{time.time_ns()}"
+    await site.provision(project)
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        transport = await enter(PubSubTransport(project, endpoint))
-        admin = await enter(PubSubAdmin(project, endpoint))
-        await provision(admin, Catalog((MODEL,)), 0, 1)
-        await make_inbox(admin, INBOX, 1)
-        cache, records = await enter(ResultCache(redis_url, 0)), await enter(Records(redis_url))
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        objects = ObjectStore(f"file://{folder}")
-        own = [await enter(PubSubTransport(project, endpoint)) for _ in range(workers)]
-        running = list[asyncio.Task[None]]()
-        stack.push_async_callback(_cancel, running)
+        transport = await enter(site.transport(project))
         for number in range(workers):
-            info = WorkerInfo(str(number), "here", "none")
-            completion = Completion(MODEL, transport, cache, records, objects, _NoRows(), info)
-            consumer = JobConsumer(MODEL, _Preparer(), cache, records, objects, completion)
-            pool = cast(ModelPool, _TimedPool(processes))
-            worker = Worker([consumer], _OtherHand(own[number], hand), records, pool)
-            running.append(asyncio.create_task(worker.run(asyncio.Event())))
+            worker = TimedWorker(site, project, processes=processes, hand=hand, name=str(number))
+            await enter(worker)
         callers = Callers(transport)
-        running.append(asyncio.create_task(callers.receive()))
+        receiving = [asyncio.create_task(callers.receive())]
+        stack.push_async_callback(_cancel, receiving)
         yield callers
 
 

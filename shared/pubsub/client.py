@@ -55,6 +55,7 @@ from shared.pubsub.channel import (
     translate,
 )
 from shared.pubsub.subscriber import AckQueue, Leases, StreamSubscription
+from shared.transport import SmoothedDuration
 
 REQUEST_LIMIT_MESSAGES = 1000
 REQUEST_LIMIT_BYTES = 9_000_000
@@ -85,6 +86,8 @@ class PublishQueue:
         self._messages = 0
         self._bytes = 0
         self._is_closed = False
+        self.round_trip = SmoothedDuration()
+        """See shared.transport.Publisher."""
 
     async def publish(self, topic_path: str, message: RawMessage, timeout_s: float) -> str:
         """Sends `message` and returns its id.
@@ -140,7 +143,7 @@ class PublishQueue:
         if queue is None:
             # Queues end when they run empty: inboxes and ordering keys come and go without bound.
             queue = self._queues[name] = _TopicQueue(
-                self._method, topic_path, ordering_key, self._forget
+                self._method, topic_path, ordering_key, self._forget, self.round_trip
             )
         return queue
 
@@ -163,12 +166,14 @@ class _TopicQueue:
         topic_path: str,
         ordering_key: str,
         on_empty: Callable[[_TopicQueue], None],
+        round_trip: SmoothedDuration,
     ) -> None:
         self.name = (topic_path, ordering_key)
         self._method = method
         self._topic_path = topic_path
         self._requests_in_flight = 1 if ordering_key else REQUESTS_IN_FLIGHT
         self._on_empty = on_empty
+        self._round_trip = round_trip
         self._waiting: deque[_Pending] = deque()
         self._is_flush_due = False
         self.tasks: set[asyncio.Task[None]] = set()
@@ -217,8 +222,10 @@ class _TopicQueue:
         request = PublishRequest(
             topic=self._topic_path, messages=[pending.message for pending in batch]
         )
+        began_s = asyncio.get_running_loop().time()
         try:
             response = await self._method.until(request, max(pending.end_s for pending in batch))
+            self._round_trip.record(asyncio.get_running_loop().time() - began_s)
         except aio.AioRpcError as error:
             if error.code() is StatusCode.INVALID_ARGUMENT and len(batch) > 1:
                 # One bad message fails its whole request: alone, only the bad one does.
@@ -290,6 +297,11 @@ class PubSubTransport:
         await self._publishing.close()
         await self._channels.close()
 
+    @property
+    def round_trip(self) -> SmoothedDuration:
+        """See shared.transport.Publisher."""
+        return self._publishing.round_trip
+
     async def publish(
         self,
         topic_id: str,
@@ -324,8 +336,6 @@ class PubSubTransport:
             subscription=path,
             stream_ack_deadline_seconds=ack_deadline_s,
             client_id=self._client_id,
-            max_outstanding_messages=max_messages,
-            max_outstanding_bytes=max_bytes,
         )
         acks = AckQueue(
             path,
@@ -337,7 +347,7 @@ class PubSubTransport:
         leases = Leases(path, self._modify, ack_deadline_s)
         with self._pull_channel() as open_stream:
             subscription = StreamSubscription(
-                open_stream, first_request, acks, leases, max_messages
+                open_stream, first_request, acks, leases, max_messages, max_bytes
             )
             subscription.start()
             try:

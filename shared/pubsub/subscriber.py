@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from grpc import StatusCode, aio
 
@@ -24,7 +24,7 @@ from shared.pubsub.channel import (
     StreamingPullRequest,
     routing,
 )
-from shared.transport import ReceivedMessage
+from shared.transport import ReceivedMessage, SmoothedDuration
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ EXTENSION_PART = 0.7
 loop and of the network, and for another try.
 """
 LOOKS_AN_EXTENSION = 12
+REQUESTS_IN_FLIGHT = 4
+"""With one, acks at a distance would wait for those before them, for up to a round trip."""
 RETRY_S = 10.0
 """The time that a batch of acks is retried. After that its messages come again (at-least-once
 delivery).
@@ -52,7 +54,7 @@ class AckQueue:
 
     The first one is sent at once. Those that come while it is in flight follow together. With
     `linger_s` above zero, an ack that is not urgent waits for that long, or until `linger_messages`
-    of them have come.
+    of them have come, and REQUESTS_IN_FLIGHT may be on their way.
     """
 
     def __init__(
@@ -71,11 +73,15 @@ class AckQueue:
         self._linger_messages = linger_messages
         self._acks: deque[str] = deque()
         self._nacks: deque[str] = deque()
-        self._sending: asyncio.Task[None] | None = None
+        # Acks that wait for company are many, and the messages behind them wait for the broker.
+        self._requests_in_flight = REQUESTS_IN_FLIGHT if linger_s else 1
+        self._sending: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self.failed = 0
         """Acks and nacks that could not be sent: their messages come again."""
+        self.round_trip = SmoothedDuration()
+        """The time that the broker takes to answer."""
 
     def __len__(self) -> int:
         return len(self._acks) + len(self._nacks)
@@ -101,24 +107,24 @@ class AckQueue:
     async def flush(self, timeout_s: float) -> None:
         """Sends everything queued, and waits for it at most `timeout_s`."""
         self._start()
-        if self._sending is not None:
-            await asyncio.wait((self._sending,), timeout=timeout_s)
+        if self._sending:
+            await asyncio.wait(self._sending, timeout=timeout_s)
 
     async def close(self) -> None:
-        """Ends the request in flight. Messages whose acks were not sent come again elsewhere."""
+        """Ends the requests in flight. Messages whose acks were not sent come again elsewhere."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._sending is not None:
-            self._sending.cancel()
-            await asyncio.gather(self._sending, return_exceptions=True)
+        for task in self._sending:
+            task.cancel()
+        await asyncio.gather(*self._sending, return_exceptions=True)
 
     def _start(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._sending is None and len(self):
-            self._sending = asyncio.create_task(self._send())
+        if len(self._sending) < self._requests_in_flight and len(self):
+            self._sending.add(asyncio.create_task(self._send()))
 
     async def _send(self) -> None:
         try:
@@ -129,7 +135,7 @@ class AckQueue:
         finally:
             # In the same turn as the last check of the queues. An ack in between would never be
             # sent.
-            self._sending = None
+            self._sending.discard(cast(asyncio.Task[None], asyncio.current_task()))
 
     async def _send_some(self) -> None:
         if self._nacks:
@@ -147,8 +153,10 @@ class AckQueue:
             )
 
     async def _call(self, method: Method, request: RawMessage, messages: int) -> None:
+        began_s = asyncio.get_running_loop().time()
         try:
-            await method.until(request, asyncio.get_running_loop().time() + RETRY_S)
+            await method.until(request, began_s + RETRY_S)
+            self.round_trip.record(asyncio.get_running_loop().time() - began_s)
         except aio.AioRpcError as error:
             self.failed += messages
             log.warning(
@@ -284,18 +292,125 @@ HEARTBEAT_S = 30.0
 """An empty request this often keeps an idle stream open, as Google's own clients do."""
 HALF_CLOSE_S = 1.0
 """The time that the broker has to end a stream that we are done with."""
+MAX_STREAMS = 8
+"""Beyond that, one stream takes the place of all but the first. What those hold comes on top, until
+it is acked.
+"""
+MIN_GROWTH = 0.25
+"""A stream is opened for at least this share of what is held already."""
+
+
+class _PullStream:
+    """A StreamingPull call, which is opened again when it ends.
+
+    Args:
+        owner: gets what it receives.
+        max_messages: that the broker may send on it before they are acked.
+        max_bytes: of these. 0: no bound.
+    """
+
+    def __init__(self, owner: StreamSubscription, max_messages: int, max_bytes: int) -> None:
+        self.max_messages = max_messages
+        self.is_connected = False
+        self._owner = owner
+        self._request = StreamingPullRequest()
+        self._request.CopyFrom(owner.first_request)
+        self._request.max_outstanding_messages = max_messages
+        self._request.max_outstanding_bytes = max_bytes
+        self._call: Any = None
+        self._is_stopped = False
+        self.receiving = asyncio.create_task(self._receive())
+
+    async def stop(self) -> None:
+        """Ends the stream. Messages on their way still arrive."""
+        self._is_stopped = True
+        if self._call is not None:
+            await self._half_close(self._call)
+        self.receiving.cancel()
+        await asyncio.gather(self.receiving, return_exceptions=True)
+
+    async def beat(self) -> None:
+        """Keeps an idle stream open."""
+        if self._call is not None:
+            # Otherwise the stream ended, and the receiver opens another.
+            with suppress(aio.AioRpcError, asyncio.InvalidStateError):
+                await self._call.write(StreamingPullRequest())
+
+    async def _half_close(self, call: Any) -> None:
+        try:
+            async with asyncio.timeout(HALF_CLOSE_S):
+                await call.done_writing()
+                await asyncio.wait((self.receiving,))
+        except (TimeoutError, aio.AioRpcError, asyncio.InvalidStateError):
+            log.debug(
+                "stream did not end by itself", extra={"subscription": self._request.subscription}
+            )
+
+    async def _receive(self) -> None:
+        pauses, refusals = backoff(), 0
+        while not self._is_stopped:
+            received_any, error = await self._receive_one_call()
+            self.is_connected = False
+            if self._is_stopped:
+                return
+            if received_any:
+                pauses, refusals = backoff(), 0
+            if error is not None and error.code() in FATAL:
+                refusals += 1
+                if refusals >= FATAL_TRIES:
+                    self._owner.fail(error)
+                    return
+            self._owner.reconnects += 1
+            log.info(
+                "stream ended",
+                extra={
+                    "subscription": self._request.subscription,
+                    "code": error.code().name if error else "OK",
+                },
+            )
+            await asyncio.sleep(next(pauses))
+
+    async def _receive_one_call(self) -> tuple[bool, aio.AioRpcError | None]:
+        """Receives until the call ends.
+
+        Returns whether anything came, and the error that ended it.
+        """
+        received_any = False
+        call = self._owner.open_stream(metadata=routing("subscription", self._request.subscription))
+        try:
+            await call.write(self._request)
+            self._call = call
+            self.is_connected = True
+            self._owner.opened.set()
+            while (response := await call.read()) is not aio.EOF:  # type: ignore[attr-defined]
+                received_any = True
+                self._owner.take(response)
+                await self._owner.wait_for_room()
+        except aio.AioRpcError as error:
+            return received_any, error
+        except asyncio.InvalidStateError:  # written to after the broker had ended the stream
+            return received_any, None
+        finally:
+            self._call = None
+            call.cancel()
+        return received_any, None
 
 
 class StreamSubscription:
     """An open subscription. See shared.transport.Subscription.
+
+    What one stream may hold is set when it opens, for good:
+    https://docs.cloud.google.com/pubsub/docs/reference/rpc/google.pubsub.v1#streamingpullrequest
+    So more streams are opened for what is to be held beyond that, and ended when it is not.
 
     Args:
         open_stream: opens the StreamingPull call with the given metadata.
         first_request: the first request of each stream.
         acks: sends acks and nacks.
         leases: keeps the leases of messages that were received and not yet acked.
-        max_messages: as in `first_request`. Bounds the messages held here even if the broker
+        max_messages: that the first stream holds. Bounds the messages held here even if the broker
             ignores it.
+        max_bytes: of them, and the same of those that `hold` adds. 0: no bound.
     """
 
     def __init__(
@@ -305,28 +420,62 @@ class StreamSubscription:
         acks: AckQueue,
         leases: Leases,
         max_messages: int,
+        max_bytes: int = 0,
     ) -> None:
-        self._open_stream = open_stream
-        self._first_request = first_request
+        self.open_stream = open_stream
+        self.first_request = first_request
+        self.opened = asyncio.Event()
+        """Set when a stream is open, or was refused for good."""
+        self.reconnects = 0
         self._acks = acks
         self._leases = leases
-        # Redelivery after lost leases may bring more than the broker's flow control says.
-        self._hold_limit = 2 * max_messages + 100
+        self._max_messages = max_messages
+        self._max_bytes = max_bytes
         self._room = asyncio.Event()
         self._received: deque[ReceivedMessage] = deque()
         self._arrival: asyncio.Future[None] | None = None
-        self._call: Any = None
         self._end: PenstockError | None = None
         self._is_stopped = False
+        self._streams: list[_PullStream] = []
+        self._ending: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
-        self._opened = asyncio.Event()
-        self.is_connected = False
-        self.reconnects = 0
+
+    @property
+    def is_connected(self) -> bool:
+        """True if a stream was open when last heard of."""
+        return any(stream.is_connected for stream in self._streams)
 
     @property
     def lost(self) -> int:
         """Messages whose lease expired while held."""
         return self._leases.lost
+
+    @property
+    def round_trip(self) -> SmoothedDuration:
+        """See shared.transport.Subscription."""
+        return self._acks.round_trip
+
+    def hold(self, max_messages: int) -> None:
+        """See shared.transport.Subscription."""
+        if self._is_stopped or not self._streams:
+            return
+        held = sum(stream.max_messages for stream in self._streams)
+        if max_messages - held >= max(1, held * MIN_GROWTH):
+            if len(self._streams) == MAX_STREAMS:
+                held -= self._end_streams(1)
+            part_bytes = max(1, self._max_bytes // (MAX_STREAMS - 1))
+            self._open(max_messages - held, part_bytes if self._max_bytes else 0)
+        while len(self._streams) > 1 and held - self._streams[-1].max_messages >= max_messages:
+            held -= self._end_streams(len(self._streams) - 1)
+
+    def _end_streams(self, kept: int) -> int:
+        """Ends all streams but the first `kept`. Returns how many messages they were for."""
+        ended, self._streams = self._streams[kept:], self._streams[:kept]
+        for stream in ended:
+            ending = asyncio.create_task(stream.stop())
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+        return sum(stream.max_messages for stream in ended)
 
     def __aiter__(self) -> StreamSubscription:
         return self
@@ -362,8 +511,8 @@ class StreamSubscription:
 
     def start(self) -> None:
         """Begins to receive."""
+        self._open(self._max_messages, self._max_bytes)
         self._tasks = [
-            asyncio.create_task(self._receive()),
             asyncio.create_task(self._leases.keep()),
             asyncio.create_task(self._beat()),
         ]
@@ -374,7 +523,7 @@ class StreamSubscription:
         """Waits until a stream is open or was refused for good, at most `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._opened.wait()
+                await self.opened.wait()
 
     async def stop(self) -> None:
         """Stops receiving: returns unprocessed messages and ends the iteration.
@@ -384,11 +533,8 @@ class StreamSubscription:
         if self._is_stopped:
             return
         self._is_stopped = True
-        if self._call is not None:
-            # Half-closed, not canceled: messages on their way still arrive and are returned.
-            await self._half_close(self._call)
-        self._tasks[0].cancel()
-        await asyncio.gather(self._tasks[0], return_exceptions=True)
+        # Half-closed, not canceled: messages on their way still arrive and are returned.
+        await asyncio.gather(*(stream.stop() for stream in self._streams), *self._ending)
         while self._received:
             self.nack(self._received.popleft())
         self._wake()
@@ -404,69 +550,8 @@ class StreamSubscription:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _half_close(self, call: Any) -> None:
-        try:
-            async with asyncio.timeout(HALF_CLOSE_S):
-                await call.done_writing()
-                await asyncio.wait((self._tasks[0],))
-        except (TimeoutError, aio.AioRpcError, asyncio.InvalidStateError):
-            log.debug(
-                "stream did not end by itself",
-                extra={"subscription": self._first_request.subscription},
-            )
-
-    async def _receive(self) -> None:
-        pauses, refusals = backoff(), 0
-        while not self._is_stopped:
-            received_any, error = await self._receive_one_stream()
-            self.is_connected = False
-            if self._is_stopped:
-                return
-            if received_any:
-                pauses, refusals = backoff(), 0
-            if error is not None and error.code() in FATAL:
-                refusals += 1
-                if refusals >= FATAL_TRIES:
-                    self._fail(error)
-                    return
-            self.reconnects += 1
-            log.info(
-                "stream ended",
-                extra={
-                    "subscription": self._first_request.subscription,
-                    "code": error.code().name if error else "OK",
-                },
-            )
-            await asyncio.sleep(next(pauses))
-
-    async def _receive_one_stream(self) -> tuple[bool, aio.AioRpcError | None]:
-        """Receives until the stream ends.
-
-        Returns whether anything came, and the error that ended the stream.
-        """
-        received_any = False
-        call = self._open_stream(metadata=routing("subscription", self._first_request.subscription))
-        try:
-            await call.write(self._first_request)
-            self._call = call
-            self.is_connected = True
-            self._opened.set()
-            while (response := await call.read()) is not aio.EOF:  # type: ignore[attr-defined]
-                received_any = True
-                self._take(response)
-                while max(len(self._leases), len(self._received)) > self._hold_limit:
-                    self._room.clear()
-                    await self._room.wait()
-        except aio.AioRpcError as error:
-            return received_any, error
-        except asyncio.InvalidStateError:  # written to after the broker had ended the stream
-            return received_any, None
-        finally:
-            self._call = None
-            call.cancel()
-        return received_any, None
-
-    def _take(self, response: RawMessage) -> None:
+    def take(self, response: RawMessage) -> None:
+        """Holds the messages of a response."""
         now_s = asyncio.get_running_loop().time()
         for received in response.received_messages:
             raw = received.message
@@ -484,10 +569,34 @@ class StreamSubscription:
             self._received.append(message)
         self._wake()
 
+    async def wait_for_room(self) -> None:
+        """Waits while more is held than the streams may hold.
+
+        Redelivery after lost leases may bring more than the broker's flow control says.
+        """
+        while max(len(self._leases), len(self._received)) > 100 + 2 * sum(
+            stream.max_messages for stream in self._streams
+        ):
+            self._room.clear()
+            await self._room.wait()
+
+    def fail(self, error: aio.AioRpcError) -> None:
+        """Ends the subscription: the broker refused a stream for good."""
+        message = f"{self.first_request.subscription}: {error.code().name}: {error.details()}"
+        is_gone = error.code() in (StatusCode.NOT_FOUND, StatusCode.FAILED_PRECONDITION)
+        self._end = Unavailable(message) if is_gone else ConfigurationError(message)
+        self.opened.set()
+        self._wake()
+
+    def _open(self, max_messages: int, max_bytes: int) -> None:
+        stream = _PullStream(self, max_messages, max_bytes)
+        stream.receiving.add_done_callback(self._ended)
+        self._streams.append(stream)
+
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._end = PenstockError(
-                f"{self._first_request.subscription}: {error!r}; this is a bug"
+                f"{self.first_request.subscription}: {error!r}; this is a bug"
             )
             self._end.__cause__ = error
             self._wake()
@@ -496,18 +605,8 @@ class StreamSubscription:
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
-    def _fail(self, error: aio.AioRpcError) -> None:
-        message = f"{self._first_request.subscription}: {error.code().name}: {error.details()}"
-        is_gone = error.code() in (StatusCode.NOT_FOUND, StatusCode.FAILED_PRECONDITION)
-        self._end = Unavailable(message) if is_gone else ConfigurationError(message)
-        self._opened.set()
-        self._wake()
-
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            if self._call is not None:
-                try:
-                    await self._call.write(StreamingPullRequest())
-                except (aio.AioRpcError, asyncio.InvalidStateError):
-                    continue  # the stream ended, and the receiver opens another
+            for stream in list(self._streams):
+                await stream.beat()

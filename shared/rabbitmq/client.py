@@ -45,6 +45,7 @@ from shared.rabbitmq.topology import (
     topic_name,
 )
 from shared.rabbitmq.waits import ANSWER_LIMIT_S, ChannelWaits, close_channel, longer
+from shared.transport import SmoothedDuration
 
 MESSAGE_LIMIT_BYTES = 10_000_000
 """Pub/Sub's limit, so that what one broker takes the other takes too."""
@@ -79,6 +80,8 @@ class ConfirmedPublisher:
         self._closing: set[asyncio.Task[None]] = set()
         self._sender = uuid4().hex[:16]
         self._numbers = itertools.count(1)
+        self.round_trip = SmoothedDuration()
+        """See shared.transport.Publisher."""
         self._messages = 0
         self._bytes = 0
 
@@ -176,8 +179,9 @@ class ConfirmedPublisher:
     ) -> object:
         """Returns the confirmation, or the message if no queue took it."""
         waits = await self._open_channel()
+        began_s = asyncio.get_running_loop().time()
         try:
-            return await waits.within(
+            confirmed = await waits.within(
                 limit_s,
                 waits.channel.basic_publish(
                     data,
@@ -189,6 +193,8 @@ class ConfirmedPublisher:
                     wait=False,
                 ),
             )
+            self.round_trip.record(asyncio.get_running_loop().time() - began_s)
+            return confirmed
         except TimeoutError:
             # The confirmations of other queues may still come on it, so it stays open for them.
             if self._waits is waits:
@@ -276,6 +282,11 @@ class RabbitTransport:
     ) -> None:
         await self._publishing.close()
         await self._consuming.close()
+
+    @property
+    def round_trip(self) -> SmoothedDuration:
+        """See shared.transport.Publisher."""
+        return self._publisher.round_trip
 
     async def publish(
         self,

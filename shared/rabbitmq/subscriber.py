@@ -29,7 +29,7 @@ from shared.rabbitmq.waits import (
     longer,
     only_own_cancellation,
 )
-from shared.transport import ReceivedMessage
+from shared.transport import ReceivedMessage, SmoothedDuration
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,12 @@ RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
 
 RabbitMQ itself delivers it again at once, so it is held for this time.
 """
+
+MAX_CONSUMERS = 16
+MIN_GROWTH = 0.25
+"""A consumer is added for at least this share of what is held already."""
+MEASURE_EVERY_S = 10.0
+"""The broker answers no acks, so it is asked for the round trip."""
 
 CANCEL_S = 1.0
 """The time that the broker may take to stop sending."""
@@ -122,7 +128,10 @@ class QueueSubscription:
         self._opened = asyncio.Event()
         self._waits: ChannelWaits | None = None
         self._runs = AckRuns()
-        self._consumer_tag = ""
+        self._consumers: list[tuple[str, int]] = []
+        """The tags of consumers on the channel, each with its prefetch count."""
+        self._wanted = max_messages
+        self._resizing = asyncio.Event()
         self._end: PenstockError | None = None
         self._is_stopped = False
         self._numbers = 0
@@ -130,6 +139,13 @@ class QueueSubscription:
         self._is_open = False
         self.lost = 0
         """Messages whose channel ended while they were held."""
+        self.round_trip = SmoothedDuration()
+        """See shared.transport.Subscription."""
+
+    def hold(self, max_messages: int) -> None:
+        """See shared.transport.Subscription. The broker bounds no bytes."""
+        self._wanted = max(self._max_messages, max_messages)
+        self._resizing.set()
 
     @property
     def is_connected(self) -> bool:
@@ -173,6 +189,7 @@ class QueueSubscription:
         self._tasks = [
             asyncio.create_task(self._consume(), name=f"consume {self._queue}"),
             asyncio.create_task(self._send_settled(), name=f"settle {self._queue}"),
+            asyncio.create_task(self._resize(), name=f"resize {self._queue}"),
         ]
         self._tasks[0].add_done_callback(self._ended)
 
@@ -194,7 +211,8 @@ class QueueSubscription:
             with suppress(*BROKEN), only_own_cancellation():
                 # The answer comes after the last delivery, so all that were sent are here then.
                 # With aiormq's own limit the acks go first.
-                await self._waits.channel.basic_cancel(self._consumer_tag, timeout=CANCEL_S)
+                for tag, _ in list(self._consumers):
+                    await self._waits.channel.basic_cancel(tag, timeout=CANCEL_S)
         while self._received:
             self.nack(self._received.popleft())
         for ack_id, held in list(self._held.items()):
@@ -316,19 +334,17 @@ class QueueSubscription:
         self._waits, self._runs = ChannelWaits(channel), AckRuns()
         waits = self._waits
         try:
-            await waits.within(self._limit_s, channel.basic_qos(prefetch_count=self._max_messages))
-            consuming = await waits.within(
-                self._limit_s, channel.basic_consume(self._queue, self._take)
-            )
+            self._consumers = []
+            await self._consume_more(waits, self._max_messages)
         except BROKEN as error:
             if isinstance(error, TimeoutError):
                 self._limit_s = longer(self._limit_s)
             await close_channel(channel)
             return translate(error, self._queue)
         self._limit_s = self._answer_limit_s
-        self._consumer_tag = consuming.consumer_tag or ""
         self._is_open = True
         self._opened.set()
+        self._resizing.set()
         waiting = asyncio.create_task(canceled.wait())
         try:
             await asyncio.wait((waiting, channel.closing), return_when=asyncio.FIRST_COMPLETED)
@@ -338,6 +354,42 @@ class QueueSubscription:
         # Closing returns what this consumer still has.
         await close_channel(channel)
         return None
+
+    async def _consume_more(self, waits: ChannelWaits, messages: int) -> None:
+        """Adds a consumer. A prefetch count is for consumers that begin after it was set."""
+        began_s = asyncio.get_running_loop().time()
+        await waits.within(self._limit_s, waits.channel.basic_qos(prefetch_count=messages))
+        self.round_trip.record(asyncio.get_running_loop().time() - began_s)
+        consuming = waits.channel.basic_consume(self._queue, self._take)
+        tag = (await waits.within(self._limit_s, consuming)).consumer_tag or ""
+        self._consumers.append((tag, messages))
+
+    async def _resize(self) -> None:
+        """Adds or ends consumers when another number is to be held. Measures the round trip."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(MEASURE_EVERY_S):
+                    await self._resizing.wait()
+            self._resizing.clear()
+            if self._waits is None or not self.is_connected:
+                continue
+            # A channel that is gone is opened again, and then resized.
+            with suppress(*BROKEN):
+                await self._resize_now(self._waits)
+
+    async def _resize_now(self, waits: ChannelWaits) -> None:
+        held = sum(messages for _, messages in self._consumers)
+        more = self._wanted - held
+        if more >= held * MIN_GROWTH and len(self._consumers) < MAX_CONSUMERS:
+            await self._consume_more(waits, more)
+            return
+        while len(self._consumers) > 1 and held - self._consumers[-1][1] >= self._wanted:
+            tag, messages = self._consumers.pop()
+            held -= messages
+            await waits.within(self._limit_s, waits.channel.basic_cancel(tag))
+        began_s = asyncio.get_running_loop().time()
+        await waits.within(self._limit_s, waits.channel.basic_qos(prefetch_count=1))
+        self.round_trip.record(asyncio.get_running_loop().time() - began_s)
 
     async def _take(self, delivered: DeliveredMessage) -> None:
         self._numbers += 1

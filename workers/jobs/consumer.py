@@ -36,6 +36,7 @@ from workers.jobs.batch_results import BatchResults
 from workers.jobs.canary_part import CanaryPart
 from workers.jobs.completion import Completion
 from workers.jobs.model_queue import ModelQueue
+from workers.jobs.registry import JobRegistry
 from workers.jobs.token_output import TokenOutput
 from workers.models.base import Prepared, Preparer
 from workers.tasks import WORKER_TASKS
@@ -341,6 +342,11 @@ class JobConsumer:
         )
         self._subscriptions: Sequence[Subscription] = ()
         self._pulling: list[asyncio.Task[None]] = []
+
+    @property
+    def registry(self) -> JobRegistry:
+        """The jobs that this consumer holds."""
+        return self._registry
 
     @property
     def canary(self) -> CanaryPart | None:

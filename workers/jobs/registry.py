@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine
 from typing import Any
 
 from shared.stores.records import Records
+from shared.transport import SmoothedDuration
 from workers import metrics
 from workers.job import PulledJob
 
@@ -28,6 +30,8 @@ class JobRegistry:
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self.completion = SmoothedDuration()
+        """From the outcome of a job's last item to its ack."""
 
     def add(self, pulled: PulledJob) -> None:
         """Holds `pulled` until it is acked or handed back."""
@@ -41,6 +45,7 @@ class JobRegistry:
     def ack(self, pulled: PulledJob) -> None:
         """Acks a finished job, unless it was handed back in the meantime."""
         if pulled in self._jobs:
+            self.completion.record(time.monotonic() - pulled.over_since_s)
             pulled.subscription.ack(pulled.message)
             self._remove(pulled)
 
