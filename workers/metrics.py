@@ -16,6 +16,14 @@ WAIT_SECONDS = Histogram(
     ["model"],
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
 )
+ROUND_TRIP = Gauge(
+    "penstock_worker_round_trip_seconds", "Seconds in which the broker answers, smoothed", ["model"]
+)
+HELD_MAX = Gauge(
+    "penstock_worker_jobs_held_max",
+    "Jobs that the worker may hold at this distance from the broker",
+    ["model", "lane"],
+)
 RESIDENT = Gauge(
     "penstock_worker_resident_model", "Model processes that hold the model in memory", ["model"]
 )

@@ -32,7 +32,7 @@ from workers.jobs.consumer import JobConsumer
 from workers.jobs.step_run import StepRun
 from workers.runtime.pool import ModelPool, ModelProcessDied, PooledProcess
 from workers.runtime.protocol import BatchResult, ResidencyReport
-from workers.scheduling.busy_ratio import BusyRatio
+from workers.scheduling.busy_ratio import LANES, BusyRatio
 from workers.scheduling.flow_control import FlowControl
 from workers.scheduling.model_scheduler import Idle, ModelScheduler
 from workers.utilization import ProcessTimes
@@ -170,7 +170,8 @@ class Worker:
             subscriptions.append(await stack.enter_async_context(subscribing))
         completion = consumer.registry.completion
         self._flow_controls[consumer] = [
-            FlowControl(one, held, processes, completion, ACK_LINGER_S) for one in subscriptions
+            FlowControl(consumer.model.name, lane, one, held, processes, completion, ACK_LINGER_S)
+            for lane, one in zip(LANES, subscriptions, strict=True)
         ]
         tasks = consumer.start(subscriptions, self._has_queued, self._stop_unwanted)
         if consumer.canary is not None:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 
 from shared.transport import SmoothedDuration, Subscription
+from workers import metrics
 from workers.job import QueuedItem
 
 MAX_AHEAD_S = 1.0
@@ -27,6 +28,8 @@ class FlowControl:
     """The number of jobs that one subscription holds.
 
     Args:
+        model: the name of the model, for metrics.
+        lane: of the subscription, for metrics.
         subscription: whose number it sets.
         held: the number near the broker: two batches for each process.
         processes: of the worker.
@@ -36,12 +39,16 @@ class FlowControl:
 
     def __init__(
         self,
+        model: str,
+        lane: str,
         subscription: Subscription,
         held: int,
         processes: int,
         completion: SmoothedDuration,
         ack_linger_s: float,
     ) -> None:
+        self._round_trips = metrics.ROUND_TRIP.labels(model)
+        self._held_max = metrics.HELD_MAX.labels(model, lane)
         self._subscription = subscription
         self._held = held
         self._processes = processes
@@ -68,7 +75,10 @@ class FlowControl:
         rate = self._processes * jobs / max(took_s, 1e-3)
         self._jobs_per_s = max(rate, self._jobs_per_s * fade)
         self._measured_at_s = now_s
-        self._subscription.hold(self._held + self._ahead(took_s))
+        held = self._held + self._ahead(took_s)
+        self._subscription.hold(held)
+        self._held_max.set(held)
+        self._round_trips.set(self._subscription.round_trip.mean_s)
 
     def _ahead(self, batch_s: float) -> int:
         """The jobs beyond two batches. Half of the batch that waits covers half of its time."""
