@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from shared.transport import SmoothedDuration, Subscription
-from workers.job import QueuedItem
+from shared.messages import Job
+from shared.transport import ReceivedMessage, SmoothedDuration, Subscription
+from workers.job import PulledJob, QueuedItem
 from workers.scheduling.flow_control import MAX_AHEAD_S, FlowControl
 
 HELD, BATCH, BATCH_S = 128, 64, 0.05
@@ -132,3 +134,17 @@ def test_smoothed_duration_follows_rfc_6298() -> None:
     assert duration.most_s == pytest.approx(0.1125 + 4 * (0.75 * 0.05 + 0.25 * 0.1))
     duration.record(30.0)  # an outage
     assert duration.mean_s == pytest.approx(0.1125)
+
+
+@pytest.mark.parametrize(
+    ("round_trip_s", "age_s", "is_fresh"),
+    [(0.001, 0.04, True), (0.001, 0.11, False), (0.1, 0.11, True), (0.1, 0.2, False)],
+)
+def test_a_job_from_afar_is_fresh_when_it_comes(
+    round_trip_s: float, age_s: float, is_fresh: bool
+) -> None:
+    """Otherwise the worker would ask Redis for each job before it queues it."""
+    job = SimpleNamespace(envelope=SimpleNamespace(attempt=1, published_at_s=1000.0))
+    subscription = cast(Subscription, Held(steady(round_trip_s)))
+    pulled = PulledJob(cast(Job, job), cast(ReceivedMessage, None), subscription, 1000.0 + age_s)
+    assert pulled.is_fresh is is_fresh
