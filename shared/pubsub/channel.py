@@ -43,6 +43,7 @@ def subscription_path(project: str, subscription_id: str) -> str:
 PubsubMessage = pubsub.PubsubMessage.pb()
 PublishRequest = pubsub.PublishRequest.pb()
 StreamingPullRequest = pubsub.StreamingPullRequest.pb()
+StreamingPullResponse = pubsub.StreamingPullResponse.pb()
 AcknowledgeRequest = pubsub.AcknowledgeRequest.pb()
 ModifyAckDeadlineRequest = pubsub.ModifyAckDeadlineRequest.pb()
 

@@ -54,7 +54,8 @@ from shared.pubsub.channel import (
     topic_path,
     translate,
 )
-from shared.pubsub.subscriber import AckQueue, Leases, StreamSubscription
+from shared.pubsub.leases import AckQueue, Leases
+from shared.pubsub.subscriber import PullChannel, StreamSubscription
 from shared.transport import SmoothedDuration
 
 REQUEST_LIMIT_MESSAGES = 1000
@@ -252,8 +253,6 @@ def _resolve(pending: _Pending, outcome: Any) -> None:
         pending.message_id.set_result(outcome)
 
 
-STREAMS_PER_CHANNEL = 80
-"""Stays clear of the 100 streams that fit on one connection (`Channels` says why)."""
 OPEN_S = 5.0
 """The time that opening a subscription waits for its first stream.
 
@@ -276,7 +275,7 @@ class PubSubTransport:
         self._project = project
         self._channels = Channels(endpoint)
         self._client_id = uuid4().hex
-        self._pull_channels: list[_PullChannel] = []
+        self._pull_channels: list[PullChannel] = []
 
     async def __aenter__(self) -> Self:
         await self._channels.load_credentials()
@@ -345,42 +344,23 @@ class PubSubTransport:
             linger_messages=max(1, max_messages // 4),
         )
         leases = Leases(path, self._modify, ack_deadline_s)
-        with self._pull_channel() as open_stream:
-            subscription = StreamSubscription(
-                open_stream, first_request, acks, leases, max_messages, max_bytes
-            )
-            subscription.start()
-            try:
-                await subscription.wait_open(OPEN_S)
-                yield subscription
-            finally:
-                await _finish(subscription.close(CLOSE_S))
-
-    def _pull_channel(self) -> _PullChannel:
-        for channel in self._pull_channels:
-            if channel.streams < STREAMS_PER_CHANNEL:
-                return channel
-        self._pull_channels.append(_PullChannel(self._channels.open()))
-        return self._pull_channels[-1]
-
-
-class _PullChannel:
-    """A channel for pulling. `with` counts one stream on it."""
-
-    def __init__(self, channel: aio.Channel) -> None:
-        self._open_stream: Any = channel.stream_stream(
-            "/google.pubsub.v1.Subscriber/StreamingPull",
-            StreamingPullRequest.SerializeToString,
-            pubsub.StreamingPullResponse.pb().FromString,
+        subscription = StreamSubscription(
+            self._pull_channel, first_request, acks, leases, max_messages, max_bytes
         )
-        self.streams = 0
+        subscription.start()
+        try:
+            await subscription.wait_open(OPEN_S)
+            yield subscription
+        finally:
+            await _finish(subscription.close(CLOSE_S))
 
-    def __enter__(self) -> Any:
-        self.streams += 1
-        return self._open_stream
-
-    def __exit__(self, *exc: object) -> None:
-        self.streams -= 1
+    def _pull_channel(self) -> PullChannel:
+        """A channel on which one more stream has room."""
+        for channel in self._pull_channels:
+            if channel.has_room:
+                return channel
+        self._pull_channels.append(PullChannel(self._channels.open()))
+        return self._pull_channels[-1]
 
 
 async def _finish(closing: Coroutine[Any, Any, None]) -> None:

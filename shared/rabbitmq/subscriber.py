@@ -145,7 +145,19 @@ class QueueSubscription:
     def hold(self, max_messages: int) -> None:
         """See shared.transport.Subscription. The broker bounds no bytes."""
         self._wanted = max(self._max_messages, max_messages)
-        self._resizing.set()
+        if self._lacking() or self._spare():
+            self._resizing.set()
+
+    def _lacking(self) -> int:
+        """How many more messages a further consumer is for. 0: none is needed."""
+        held = sum(messages for _, messages in self._consumers)
+        more = self._wanted - held
+        return more if more >= held * MIN_GROWTH and len(self._consumers) < MAX_CONSUMERS else 0
+
+    def _spare(self) -> bool:
+        """Whether the last consumer is not needed."""
+        before = sum(messages for _, messages in self._consumers[:-1])
+        return len(self._consumers) > 1 and before >= self._wanted
 
     @property
     def is_connected(self) -> bool:
@@ -357,9 +369,7 @@ class QueueSubscription:
 
     async def _consume_more(self, waits: ChannelWaits, messages: int) -> None:
         """Adds a consumer. A prefetch count is for consumers that begin after it was set."""
-        began_s = asyncio.get_running_loop().time()
-        await waits.within(self._limit_s, waits.channel.basic_qos(prefetch_count=messages))
-        self.round_trip.record(asyncio.get_running_loop().time() - began_s)
+        await self._measure(waits, messages)
         consuming = waits.channel.basic_consume(self._queue, self._take)
         tag = (await waits.within(self._limit_s, consuming)).consumer_tag or ""
         self._consumers.append((tag, messages))
@@ -370,25 +380,25 @@ class QueueSubscription:
             with suppress(TimeoutError):
                 async with asyncio.timeout(MEASURE_EVERY_S):
                     await self._resizing.wait()
+            is_asked = self._resizing.is_set()
             self._resizing.clear()
             if self._waits is None or not self.is_connected:
                 continue
             # A channel that is gone is opened again, and then resized.
             with suppress(*BROKEN):
-                await self._resize_now(self._waits)
+                await (self._resize_now if is_asked else self._measure)(self._waits)
 
     async def _resize_now(self, waits: ChannelWaits) -> None:
-        held = sum(messages for _, messages in self._consumers)
-        more = self._wanted - held
-        if more >= held * MIN_GROWTH and len(self._consumers) < MAX_CONSUMERS:
+        if more := self._lacking():
             await self._consume_more(waits, more)
-            return
-        while len(self._consumers) > 1 and held - self._consumers[-1][1] >= self._wanted:
-            tag, messages = self._consumers.pop()
-            held -= messages
+        while self._spare():
+            tag, _ = self._consumers.pop()
             await waits.within(self._limit_s, waits.channel.basic_cancel(tag))
+
+    async def _measure(self, waits: ChannelWaits, messages: int = 1) -> None:
+        """Sets the prefetch count of consumers that begin later, which the broker answers."""
         began_s = asyncio.get_running_loop().time()
-        await waits.within(self._limit_s, waits.channel.basic_qos(prefetch_count=1))
+        await waits.within(self._limit_s, waits.channel.basic_qos(prefetch_count=messages))
         self.round_trip.record(asyncio.get_running_loop().time() - began_s)
 
     async def _take(self, delivered: DeliveredMessage) -> None:

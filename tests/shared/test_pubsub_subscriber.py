@@ -213,11 +213,11 @@ async def test_more_streams_than_fit_on_a_connection_take_another(opened: Opened
     script, transport = opened
     async with AsyncExitStack() as stack:
         async with asyncio.TaskGroup() as group:
-            for number in range(pubsub.STREAMS_PER_CHANNEL + 1):
+            for number in range(pubsub_subscribe.STREAMS_PER_CHANNEL + 1):
                 group.create_task(
                     stack.enter_async_context(transport.subscribe(f"s{number}", max_messages=1))
                 )
-        await script.seen("StreamingPull", pubsub.STREAMS_PER_CHANNEL + 1)
+        await script.seen("StreamingPull", pubsub_subscribe.STREAMS_PER_CHANNEL + 1)
         assert len(script.peers) == 2
 
 
