@@ -36,7 +36,6 @@ from api.openai import chat as text
 from api.predictions.event_stream import EventStreams
 from api.predictions.follower import PredictionFollower
 from api.predictions.results import ResultFetcher
-from api.predictions.sender import PredictionSender
 from api.predictions.service import Predictions
 from api.predictions.text_stream import TextStreams
 from api.replicate import events as prediction_events
@@ -55,6 +54,7 @@ from shared.stores.objects import ObjectStore
 from shared.stores.signed_urls import UrlSigner
 from shared.transport import Admin, Transport
 from shared.usage.row import RowSink
+from shared.webhook_publisher import WebhookPublisher
 
 
 def create_app(
@@ -186,9 +186,11 @@ async def _open(
     idempotency = await _open_idempotency(opened, configuration)
     predictions = Predictions(
         pipeline.records,
-        PredictionSender(pipeline.records, pipeline.broker, configuration.catalog.models, instance),
+        pipeline.sender,
+        WebhookPublisher(pipeline.broker),
         pipeline.inbox,
         pipeline.admission,
+        pipeline.canaries,
         keep_s=settings.prediction_keep_s,
     )
     readiness = Readiness(pipeline.inbox, pipeline.broker, settings.redis_url, access.keys_status)
@@ -259,7 +261,6 @@ def _dependencies(
         access=configuration.access,
         admission=pipeline.admission,
         dispatcher=pipeline.dispatcher,
-        canaries=pipeline.canaries,
         refusals=refusals,
         limiter=limiter,
         objects=configuration.objects,

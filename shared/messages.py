@@ -52,19 +52,61 @@ class Item(msgspec.Struct, omit_defaults=True):
     cache_key: str | None = None
 
 
-class Envelope(msgspec.Struct, kw_only=True):
-    """The attributes of a job: tenant, model, deadline, and where the reply goes."""
+class RequestFacts(msgspec.Struct, kw_only=True):
+    """Who asked, when, and on which terms: what stays the same from the header to the row.
+
+    The API fills them in until the request is dispatched. From there they travel whole, in the
+    envelope of each job, to each row.
+    """
 
     request_id: str
-    part: int
-    model: str
+    """The id in messages, records and rows. Always ours, except for predictions with own ids."""
     tenant: str
+    received_at_s: UnixTime
+    """Unix time of arrival. Time limits count from here."""
+    client_request_id: str = ""
+    """The `x-request-id` of the caller, only for rows: at most 128 characters. Empty: none."""
+    key_id: str = ""
+    """The public part of the caller's API key, for rows. Empty if no key is required."""
+    plan: str = ""
+    """The name of the tenant's plan, for rows. Empty: none."""
+    weight: Weight = 1.0
+    """The tenant's share of a busy model, from its plan. Left out of the message if it is 1."""
+    lane: str = ""
+    """`batch`, or empty for interactive requests. Subscriptions filter on it."""
+    user_agent_family: str = ""
+    """The kind of client, for rows (api/http/request_options.py)."""
+    price_share: PriceShare = 1.0
+    """The part of the list price that it pays. Left out of the message if it is 1."""
+    batch_id: str = ""
+    """The batch that it is a line of, for rows. Empty: none."""
+
+    def row_columns(self) -> dict[str, Any]:
+        """Returns what every row of the request says of it, by the columns' names."""
+        return {
+            "request_id": self.request_id,
+            "tenant": self.tenant,
+            "received_at_s": self.received_at_s,
+            "client_request_id": self.client_request_id or None,
+            "key_id": self.key_id or None,
+            "plan": self.plan or None,
+            "priority": self.lane or "interactive",
+            "user_agent_family": self.user_agent_family or None,
+            "batch_id": self.batch_id or None,
+        }
+
+
+class Envelope(RequestFacts, kw_only=True):
+    """The attributes of a job: the facts of its request, its model, and where the reply goes."""
+
+    part: int
+    """The number of the job within its request."""
+    model: str
     inbox: str = ""
     """Topic id of the inbox that waits for the reply. Empty if no caller waits."""
     slot: str = ""
     deadline_s: UnixTime
     """Unix time after which the reply is useless."""
-    received_at_s: UnixTime
     published_at_s: UnixTime
     api_instance: str = ""
     attempt: int = 1
@@ -74,27 +116,16 @@ class Envelope(msgspec.Struct, kw_only=True):
     cache_key: str = ""
     """The first item's key, for people and tools that look at the topic."""
     prediction: str = ""
-    """`1` if the job is a prediction. Its record exists, and must be ended before the ack."""
+    """`1` if the job has a record that the API created. It must be ended before the ack."""
     webhook: str = ""
     """The events, comma-separated, that the prediction's webhook gets. The record has its URL."""
     start_by_s: UnixTime = 0.0
     """Unix time after which the model does not start on it. 0: no limit but the deadline."""
-    lane: str = ""
-    """`batch`, or empty for interactive requests. Subscriptions filter on it."""
-    client_request_id: str = ""
-    """The caller's own id of the request, only for its rows."""
-    weight: Weight = 1.0
-    """The tenant's share of its model's work, from its plan. Left out of the message if it is 1."""
-    key_id: str = ""
-    """The public part of the caller's API key, for rows. Empty if no key is required."""
-    price_share: PriceShare = 1.0
-    """The part of the list price that the items pay. Left out of the message if it is 1."""
-    plan: str = ""
-    """The name of the tenant's plan, for rows. Empty: none."""
-    user_agent_family: str = ""
-    """The kind of client, for rows (api/http/request_options.py)."""
-    batch_id: str = ""
-    """The batch that the items are of, for rows. Empty: none."""
+
+    @property
+    def has_record(self) -> bool:
+        """Returns whether the API created a record for the job, and promised to end it."""
+        return bool(self.prediction)
 
     @property
     def trace(self) -> TraceContext | None:

@@ -42,8 +42,6 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     tenant: str
     model: str
     """The name in the catalog."""
-    canary: str = ""
-    """The name of its model's canary, if that one gets the job first."""
     owner: str
     version: str
     input: dict[str, Any]

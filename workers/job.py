@@ -253,7 +253,7 @@ class QueuedItem:
     def may_wait_for_hours(self) -> bool:
         """True if it needs no worker of its own: the `batch` lane, without its predictions."""
         return all(
-            pulled.envelope.lane == "batch" and not pulled.envelope.prediction
+            pulled.envelope.lane == "batch" and not pulled.envelope.has_record
             for pulled, _ in self.waiters
         )
 

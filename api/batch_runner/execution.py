@@ -20,6 +20,7 @@ from api.limits.limiter import Limiter
 from api.openai.endpoint import ReplyTools
 from shared.backoff import backoff
 from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError, Unavailable
+from shared.messages import RequestFacts
 from shared.stores.objects import ObjectStore
 from shared.tenants.plan import Caller
 
@@ -161,11 +162,11 @@ class LineExecutor:
             except PenstockError as error:
                 progress.note_end(line)
                 LINES.labels("failed").inc()
-                return LineAnswer(refused(batch, line, request.request_id, error), "failed")
+                return LineAnswer(refused(batch, line, request.facts.request_id, error), "failed")
             progress.note_end(line)
             LINES.labels("completed").inc()
             tokens = sum(outcome.receipt.tokens or 0 for outcome in response.outcomes)
-            answer = answered(batch, line, request.request_id, body)
+            answer = answered(batch, line, request.facts.request_id, body)
             return LineAnswer(answer, "completed", tokens)
         LINES.labels("not_run").inc()
         data = not_run(batch, line.number, line.custom_id, *NOT_RUN["expired"])
@@ -217,20 +218,25 @@ def _request(
     batch: BatchCreated, line: BatchLine, attempt: int, is_run_again: Callable[[], bool]
 ) -> InferenceRequest:
     model = line.request.model
-    return InferenceRequest(
+    # A row of a line that is computed twice is the same row, its time included.
+    facts = RequestFacts(
         request_id=_request_id(batch, line, attempt),
-        model=model,
         tenant=batch.tenant,
+        received_at_s=batch.created_at_s,
         key_id=batch.key_id,
-        weight=batch.weight,
         plan=batch.plan_name,
-        batch_id=batch.id,
+        weight=batch.weight,
+        lane=LANE,
         price_share=batch.price_share,
+        batch_id=batch.id,
+    )
+    return InferenceRequest(
+        facts=facts,
+        model=model,
         inputs=line.request.inputs,
         deadline_s=min(batch.expires_at_s, time.time() + model.deadline.longest_s),
         is_repeatable=line.request.is_repeatable,
-        # A row of a line that is computed twice is the same row, its time included.
-        options=RequestOptions(received_at_s=batch.created_at_s, lane=LANE),
+        options=RequestOptions(),
         is_run_again=is_run_again,
     )
 

@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol
 
+import msgspec
+
 from api import metrics
 from api.dispatch.canary_routing import Board
 from api.dispatch.request import InferenceRequest, InferenceResponse
@@ -151,21 +153,25 @@ def _tolerance_of(canary: Model) -> Tolerance:
 
 def _shadow_of(asked: InferenceRequest, inputs: list[Input]) -> InferenceRequest:
     now_s = time.time()
-    return replace(
-        asked,
+    facts = msgspec.structs.replace(
+        asked.facts,
         request_id=f"cmp_{secrets.token_hex(12)}",
         client_request_id="",
         tenant=TENANT,
+        received_at_s=now_s,
         key_id="",
         weight=1.0,
+        lane="batch",
         price_share=0.0,
+    )
+    return replace(
+        asked,
+        facts=facts,
         inputs=inputs,
         is_repeatable=False,
         deadline_s=now_s + asked.model.deadline.longest_s,
         options=replace(
             asked.options,
-            received_at_s=now_s,
-            lane="batch",
             queue_limit_s=None,
             cache_read=False,
             cache_write=False,

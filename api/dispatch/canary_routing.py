@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
@@ -24,7 +24,6 @@ from shared.canary.board import CanaryState
 from shared.canary.verdict import CanaryCounts, judge
 from shared.catalog import Catalog, Model
 from shared.errors import Unavailable
-from shared.tasks import Input
 
 REFRESH_S = 1.0
 READ_LIMIT_S = 2.0
@@ -109,28 +108,22 @@ class CanaryRouter:
 
     def routed(self, request: InferenceRequest) -> InferenceRequest:
         """Returns the request as the canary of its model gets it, or the same request."""
-        model = request.model
-        if model.name not in self._canaries:
+        if request.model.name not in self._canaries:
             return request
-        inputs = request.inputs if request.is_repeatable else ()
-        chosen = self.choose(model, request.tenant, inputs, request.request_id)
-        return request if chosen is model else replace(request, model=chosen)
+        chosen = self._choose(request)
+        return request if chosen is request.model else replace(request, model=chosen)
 
-    def choose(self, model: Model, tenant: str, inputs: Sequence[Input], otherwise: str) -> Model:
-        """Returns the revision that serves a request: the model itself or its canary.
-
-        Args:
-            model: of the catalog.
-            tenant: the caller's.
-            inputs: of a request that gives the same results each time. Empty for others.
-            otherwise: decides for those.
-        """
-        canary = self._canaries.get(model.name)
-        if canary is None or canary.canary is None or not self.is_serving(canary):
+    def _choose(self, request: InferenceRequest) -> Model:
+        """Returns the revision that serves a request: its model or the canary of it."""
+        model, facts = request.model, request.facts
+        canary = self._canaries[model.name]
+        if canary.canary is None or not self.is_serving(canary):
             return model
-        key: tuple[object, ...] = (tenant,)
+        key: tuple[object, ...] = (facts.tenant,)
         if canary.canary.by == "input":
-            key = (tenant, *(one.cache_form() for one in inputs)) if inputs else (otherwise,)
+            key = (facts.request_id,)
+            if request.is_repeatable:  # with equal results each time, so from one revision
+                key = (facts.tenant, *(one.cache_form() for one in request.inputs))
         return canary if _part_of(canary, key) < canary.canary.share else model
 
     def is_serving(self, canary: Model) -> bool:

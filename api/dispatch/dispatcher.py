@@ -84,7 +84,7 @@ class Dispatcher:
         self._records = records
         self._admission = admission
         self._rows = rows
-        self._canaries = canaries
+        self.canaries = canaries
         self._comparisons = CanaryComparisons(canaries.board, self._compute, objects, pictures)
         self._api_instance = api_instance
         self._region = region
@@ -125,7 +125,7 @@ class Dispatcher:
             Overloaded: the instance is full, or the items would wait too long for a worker.
             Unavailable: the instance is shutting down.
         """
-        routed = self._canaries.routed(request)
+        routed = self.canaries.routed(request)
         if routed is request:
             return await self._compute(request)
         try:
@@ -236,7 +236,7 @@ class Dispatcher:
         try:
             return await self._sender.send(request, job)
         except PenstockError as error:
-            log_reason(error, request.request_id)
+            log_reason(error, request.facts.request_id)
             return [failure(in_flight.item.index, error) for in_flight in job.items]
 
     def _end_job(
@@ -269,7 +269,9 @@ class Dispatcher:
             if error is None:
                 return task.result()
             log.error(
-                "job failed unexpectedly", extra={"request_id": request.request_id}, exc_info=error
+                "job failed unexpectedly",
+                extra={"request_id": request.facts.request_id},
+                exc_info=error,
             )
             return [
                 failure(in_flight.item.index, PenstockError("internal error"))
@@ -287,7 +289,7 @@ class Dispatcher:
         metrics.JOBS_CANCELED.labels(request.model.name).inc()
         if job.published_at_s and not self._is_closing:
             task = asyncio.create_task(
-                self._cancel_record(record_id(request.request_id, job.index))
+                self._cancel_record(record_id(request.facts.request_id, job.index))
             )
             self._cancellations.add(task)
             task.add_done_callback(self._cancellations.discard)

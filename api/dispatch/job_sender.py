@@ -1,6 +1,6 @@
-"""Splits items into jobs, publishes each as workers get to it, and waits for its reply.
+"""Publishes the jobs of requests, and waits for the replies of those whose callers wait.
 
-Builds the envelope and the message of a job, for requests and predictions alike.
+Splits the items of such a request into jobs, and publishes each as workers get to it.
 """
 
 from __future__ import annotations
@@ -8,99 +8,46 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from contextlib import AbstractContextManager, suppress
+from typing import NoReturn, Protocol
 
 import msgspec
 
-from api.dispatch.model_window import PublishWindow
+from api import metrics
+from api.dispatch.model_window import BATCHES_HELD, PublishWindow
 from api.dispatch.request import InferenceRequest, RequestOptions
 from api.dispatch.request_state import InFlightItem, InFlightJob
 from api.fair_room import Demand
 from shared.canary.forwarding import JobMessage, publish_job
 from shared.catalog import Model
 from shared.catalog_entry import Replies
-from shared.errors import BadInput, DeadlineExceeded, PenstockError, Unavailable, error_for_code
-from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Reply, ReplyBody, encode_job
+from shared.errors import (
+    BadInput,
+    DeadlineExceeded,
+    Overloaded,
+    PenstockError,
+    Unavailable,
+    error_for_code,
+)
+from shared.messages import (
+    Envelope,
+    Item,
+    ItemError,
+    ItemOutcome,
+    Job,
+    JobBody,
+    Reply,
+    ReplyBody,
+    encode_job,
+    encode_reply_body,
+)
 from shared.stores.objects import ObjectStore, stored_input
 from shared.stores.record_state import record_id
 from shared.stores.records import Records
 from shared.topics import jobs_topic_id
-from shared.tracing.spans import STAGE, Attributes, SpanBlock, current, span
+from shared.tracing.spans import STAGE, Attributes, current, span
 from shared.transport import Publisher
 
-
-def build_envelope(
-    *,
-    request_id: str,
-    client_request_id: str,
-    model: str,
-    tenant: str,
-    key_id: str,
-    plan: str,
-    price_share: float,
-    weight: float,
-    received_at_s: float,
-    deadline_s: float,
-    options: RequestOptions,
-    api_instance: str,
-    batch_id: str = "",
-) -> Envelope:
-    """Returns the envelope of the first job of a request.
-
-    It is complete except for the inbox and the time of publishing. It belongs to the current trace.
-    """
-    trace = current()
-    return Envelope(
-        request_id=request_id,
-        part=0,
-        model=model,
-        tenant=tenant,
-        key_id=key_id,
-        plan=plan,
-        batch_id=batch_id,
-        user_agent_family=options.user_agent_family,
-        price_share=price_share,
-        weight=weight,
-        deadline_s=deadline_s,
-        received_at_s=received_at_s,
-        published_at_s=0.0,
-        api_instance=api_instance,
-        traceparent=trace.traceparent if trace else "",
-        tracestate=trace.tracestate if trace else "",
-        lane=options.lane,
-        start_by_s=options.start_by_s,
-        client_request_id=client_request_id,
-    )
-
-
-def publish_span(topic_id: str, *, items: int, started_s: float) -> SpanBlock:
-    """Returns the span of publishing a job, which the worker's spans are below. Unix time."""
-    facts: Attributes = {
-        STAGE: "publish",
-        "penstock.items": items,
-        "messaging.operation.name": "publish",
-        "messaging.operation.type": "send",
-        "messaging.destination.name": topic_id,
-    }
-    return span(f"publish {topic_id}", "producer", facts, started_s=started_s)
-
-
-def encode_message(
-    envelope: Envelope, items: Sequence[Item], options: RequestOptions
-) -> tuple[bytes, dict[str, str]]:
-    """Returns the data and attributes of a job with these items.
-
-    Raises:
-        UndecodableMessage: workers could not read it.
-    """
-    envelope.cache_key = items[0].cache_key or ""
-    body = JobBody(list(items), options.cache_read, options.cache_write)
-    return encode_job(Job(envelope, body))
-
-
-OUTCOME_BYTES = 512
-"""The size of an outcome in a reply without its result: index, status and receipt."""
 PUBLISH_LIMIT_S = 10.0
 LOOK_EVERY_S = 5.0
 """Interval at which the record is read while the reply is outstanding."""
@@ -145,7 +92,7 @@ def split_into_jobs(model: Model, items: Sequence[InFlightItem]) -> Iterator[lis
 
 
 class JobSender:
-    """Sends jobs and waits for replies. Has no state between calls."""
+    """Sends the jobs of requests, with a record or without. Has no state between calls."""
 
     def __init__(
         self,
@@ -182,24 +129,68 @@ class JobSender:
         try:
             items = [await self._without_large_source(in_flight.item) for in_flight in job.items]
             replies = request.model.replies
-            with self._inbox.waiter(request.request_id, job.index, replies) as waiter:
-                published_at_s = await self._publish(request, job, items, waiter)
-                job.published_at_s = published_at_s
+            with self._inbox.waiter(request.facts.request_id, job.index, replies) as waiter:
+                job.published_at_s = await self._publish_awaited(request, job, items, waiter)
                 outcomes = await self._wait(waiter, request, job, items)
             is_answered = job.is_answered = True
             return outcomes
         finally:
             self._window.release(demand, is_in_topic=not is_answered)
 
+    async def send_recorded(
+        self,
+        request: InferenceRequest,
+        items: Sequence[Item],
+        waiter: ReplyWaiter | None,
+        *,
+        unfinished: int = 0,
+    ) -> None:
+        """Publishes the job of a request whose record exists, and marks that as published.
+
+        No publish window holds it back: it is durable, so it must not end with this instance.
+        Instead, further ones of a tenant with many unfinished predictions go to the batch lane,
+        where they do not precede interactive requests of others.
+
+        Args:
+            request: the request.
+            items: its items.
+            waiter: receives the reply. None: whoever waits reads the record.
+            unfinished: number of predictions of the tenant that have not ended, as far as known.
+
+        Raises:
+            Overloaded: the broker is full.
+            Unavailable: the broker is out of reach. A record without a key was ended as failed.
+        """
+        envelope = envelope_of(request, self._api_instance, waiter)
+        if unfinished > BATCHES_HELD * request.model.batch.max_items:
+            envelope.lane = "batch"
+        try:
+            await self._publish(envelope, items, request.options, PUBLISH_LIMIT_S)
+        except PenstockError as error:
+            await self._give_up(request, error)
+        # Without the mark, a repeated request publishes the job again, which is harmless.
+        with suppress(Unavailable):
+            await self._records.mark_published(request.facts.request_id)
+
+    async def _give_up(self, request: InferenceRequest, error: PenstockError) -> NoReturn:
+        """Ends a record whose job was not published, unless the caller can repeat the request."""
+        metrics.PREDICTIONS.labels(request.model.public_name, "refused").inc()
+        if not request.new_record.is_keyed:
+            reply = failed_reply("unavailable", error.public_message)
+            await self._records.finish(request.facts.request_id, "failed", reply)
+        if isinstance(error, Overloaded):
+            raise error
+        raise Unavailable(f"the broker did not take the prediction: {error.message}") from error
+
     async def _take_place(self, request: InferenceRequest, demand: Demand) -> None:
-        start_by_s = request.options.start_by_s
+        start_by_s = request.start_by_s
         is_queue_limit = 0 < start_by_s < request.deadline_s
         try:
             await self._window.take(demand, start_by_s if is_queue_limit else request.deadline_s)
         except DeadlineExceeded:
             if not is_queue_limit:
                 raise request.too_late() from None
-            limit_s = round(start_by_s - request.options.received_at_s, 3)
+            limit_s = round(start_by_s - request.facts.received_at_s, 3)
             raise DeadlineExceeded(
                 f"the queue limit of {limit_s:.10g} s passed before a worker had room"
             ) from None
@@ -218,7 +209,9 @@ class JobSender:
                 return _outcomes(items, (await waiter.reply(min(left_s, LOOK_EVERY_S))).body)
             except DeadlineExceeded:
                 if (
-                    recorded := await self._recorded_reply(record_id(request.request_id, job.index))
+                    recorded := await self._recorded_reply(
+                        record_id(request.facts.request_id, job.index)
+                    )
                 ) is not None:
                     return _outcomes(items, recorded)
                 if left_s <= LOOK_EVERY_S:
@@ -240,22 +233,18 @@ class JobSender:
         stored = await stored_input(source, self._objects)
         return msgspec.structs.replace(item, input=item.input.with_source(stored))
 
-    async def _publish(
+    async def _publish_awaited(
         self, request: InferenceRequest, job: InFlightJob, items: list[Item], waiter: ReplyWaiter
     ) -> float:
-        now_s, topic_id = time.time(), jobs_topic_id(request.model.name)
+        """Publishes a job whose caller waits. Returns when that began, in unix seconds."""
+        now_s = time.time()
         timeout_s = min(PUBLISH_LIMIT_S, job.deadline_s - now_s)
         if timeout_s <= 0:
             raise request.too_late()
+        envelope = envelope_of(request, self._api_instance, waiter)
+        envelope.part = job.index
         try:
-            with publish_span(topic_id, items=len(items), started_s=now_s):
-                envelope = envelope_of(request, self._api_instance)
-                envelope.part, envelope.published_at_s = job.index, now_s
-                envelope.inbox, envelope.slot = waiter.inbox, waiter.slot
-                message = encode_message(envelope, items, request.options)
-                await publish_job(
-                    self._publisher, JobMessage(request.model.name, *message), timeout_s=timeout_s
-                )
+            return await self._publish(envelope, items, request.options, timeout_s)
         except BadInput as error:
             # The caller's input is already validated, so a refusal is about the topics.
             raise Unavailable(f"the broker refused the job: {error.message}") from error
@@ -263,26 +252,60 @@ class JobSender:
             if time.time() >= job.deadline_s - TIMER_EARLY_S:
                 raise request.too_late() from error
             raise
+
+    async def _publish(
+        self,
+        envelope: Envelope,
+        items: Sequence[Item],
+        options: RequestOptions,
+        timeout_s: float,
+    ) -> float:
+        """Publishes a job within a span, which the worker's are below. Returns when it began."""
+        now_s, topic_id = time.time(), jobs_topic_id(envelope.model)
+        facts: Attributes = {
+            STAGE: "publish",
+            "penstock.items": len(items),
+            "messaging.operation.name": "publish",
+            "messaging.operation.type": "send",
+            "messaging.destination.name": topic_id,
+        }
+        with span(f"publish {topic_id}", "producer", facts, started_s=now_s):
+            envelope.published_at_s = now_s
+            if (trace := current()) is not None:
+                envelope.traceparent, envelope.tracestate = trace.traceparent, trace.tracestate
+            envelope.cache_key = items[0].cache_key or ""
+            body = JobBody(list(items), options.cache_read, options.cache_write)
+            message = JobMessage(envelope.model, *encode_job(Job(envelope, body)))
+            await publish_job(self._publisher, message, timeout_s=timeout_s)
         return now_s
 
 
-def envelope_of(request: InferenceRequest, api_instance: str) -> Envelope:
-    """Returns the envelope of a request, also for the rows that the API writes."""
-    return build_envelope(
-        request_id=request.request_id,
-        client_request_id=request.client_request_id,
+def envelope_of(
+    request: InferenceRequest, api_instance: str, waiter: ReplyWaiter | None = None
+) -> Envelope:
+    """Returns the envelope of a request's first job, also for the rows that the API writes.
+
+    It has no time of publishing and no trace yet.
+    """
+    record = request.record
+    return Envelope(
+        **msgspec.structs.asdict(request.facts),
+        part=0,
         model=request.model.name,
-        tenant=request.tenant,
-        key_id=request.key_id,
-        plan=request.plan,
-        batch_id=request.batch_id,
-        price_share=request.price_share,
-        weight=request.weight,
-        received_at_s=request.options.received_at_s,
+        inbox="" if waiter is None else waiter.inbox,
+        slot="" if waiter is None else waiter.slot,
         deadline_s=request.deadline_s,
-        options=request.options,
+        published_at_s=0.0,
         api_instance=api_instance,
+        prediction="" if record is None else "1",
+        webhook="" if record is None else ",".join(record.prediction.webhook_events),
+        start_by_s=request.start_by_s,
     )
+
+
+def failed_reply(code: str, message: str) -> bytes:
+    """Returns the reply for a record that no worker ended, with a code of shared.errors."""
+    return encode_reply_body(ReplyBody([], ItemError(code, message), replied_at_s=time.time()))
 
 
 def _outcomes(items: Sequence[Item], body: ReplyBody) -> list[ItemOutcome]:

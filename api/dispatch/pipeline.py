@@ -31,6 +31,7 @@ class OpenParts:
     inbox: ReplyInbox
     rows: RowSink
     admission: Admission
+    sender: JobSender
     dispatcher: Dispatcher
     canaries: CanaryRouter
 
@@ -82,9 +83,10 @@ async def open_pipeline(
     canaries = await opened.enter_async_context(
         CanaryRouter(catalog, CanaryBoard(settings.records_redis_url))
     )
+    sender = JobSender(inbox, broker, objects, records, window, instance)
     dispatcher = await opened.enter_async_context(
         Dispatcher(
-            JobSender(inbox, broker, objects, records, window, instance),
+            sender,
             cache,
             records,
             admission,
@@ -96,4 +98,4 @@ async def open_pipeline(
             region=settings.region,
         )
     )
-    return OpenParts(records, broker, inbox, row_sink, admission, dispatcher, canaries)
+    return OpenParts(records, broker, inbox, row_sink, admission, sender, dispatcher, canaries)

@@ -1,36 +1,45 @@
-"""The input and output of the dispatcher: InferenceRequest, RequestOptions, InferenceResponse."""
+"""A request to compute inputs, its options, and its response. Predictions are such requests too."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from types import TracebackType
 from typing import Self
+
+import msgspec
 
 from api.errors import ERROR_MAPPINGS
 from api.fair_room import Demand
 from shared.catalog import Model
 from shared.catalog_entry import Deadline
 from shared.errors import DeadlineExceeded, Overloaded, PenstockError, error_for_code
-from shared.messages import ItemOutcome, reason_of
+from shared.messages import Item, ItemOutcome, RequestFacts, reason_of
+from shared.predictions import Prediction
 from shared.slo import is_promised
+from shared.stores.cache import cache_key
 from shared.tasks import Input
-from shared.usage.charge import ItemPrice, as_delivered, cost_usd, device_s
+from shared.usage.charge import ItemPrice, as_delivered, cost_usd, device_s, price_of
 
 COST_HEADER, DEVICE_HEADER = "x-penstock-cost-usd", "x-penstock-device-ms"
 REVISION_HEADER = "x-penstock-revision"
 """The revision that computed the results. Several, if a canary answered only for a part of them."""
 
 
+OUTCOME_BYTES = 512
+"""The size of an outcome in a reply without its result: index, status and receipt."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The options of one request, parsed from its headers once. None or empty: not set."""
+    """The options of one request, parsed from its headers once. None or empty: not set.
 
-    received_at_s: float = 0.0
-    """Unix time of arrival. Time limits count from here."""
+    Times count from the arrival of the request.
+    """
+
     deadline_s: float | None = None
     """Seconds until the answer is due."""
     queue_limit_s: float | None = None
@@ -39,88 +48,137 @@ class RequestOptions:
     """Seconds after which a prediction is stopped."""
     wait_s: float = 0.0
     """Seconds for which the answer may wait for the end of a prediction."""
-    lane: str = ""
-    """`batch` for requests that may wait behind interactive ones, else empty."""
     cache_read: bool = True
     cache_write: bool = True
     idempotency_key: str = ""
-    user_agent_family: str = ""
-    """The kind of client, for rows."""
 
     def limit_s(self, bound: Deadline) -> float:
         """Seconds until the answer is due, within the bounds of a model."""
         return bound.default_s if self.deadline_s is None else min(self.deadline_s, bound.longest_s)
 
-    def answer_by_s(self, bound: Deadline) -> float:
-        """Returns the Unix time at which the answer is due."""
-        return self.received_at_s + self.limit_s(bound)
-
-    def done_by_s(self, bound: Deadline) -> float:
-        """Returns the Unix time at which a prediction is stopped: the shorter of two limits."""
+    def done_within_s(self, bound: Deadline) -> float:
+        """Returns the seconds after which a prediction is stopped: the shorter of two limits."""
         given_s = [
             limit_s for limit_s in (self.deadline_s, self.cancel_after_s) if limit_s is not None
         ]
-        return self.received_at_s + min([bound.longest_s, *given_s])
+        return min([bound.longest_s, *given_s])
 
-    def is_promised(self, bound: Deadline) -> bool:
-        """Returns whether the SLO applies: not in the `batch` lane, nor with less time."""
-        limits_s = (self.deadline_s, self.queue_limit_s, self.cancel_after_s)
-        return is_promised(bound, self.lane, limits_s)
 
-    @property
-    def start_by_s(self) -> float:
-        """Unix time after which the model no longer starts. 0: only the deadline counts."""
-        return 0.0 if self.queue_limit_s is None else self.received_at_s + self.queue_limit_s
+@dataclass(frozen=True, slots=True)
+class NewRecord:
+    """The record that a request is given before its job is published: that of a prediction.
+
+    It outlives the connection of the caller and the instance.
+    """
+
+    prediction: Prediction
+    """Its document."""
+    keep_s: int | None
+    """How long it is stored after its end, by the tenant's plan. None: the default."""
+    is_keyed: bool
+    """True if the caller can repeat the request and get the same prediction."""
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """One validated HTTP request, as the pipeline needs it."""
+    """One validated request: these inputs, by this model, for this caller.
 
-    request_id: str
+    A request with a record is a prediction. Its one job has all items, and its end is in the
+    record. Any other request is answered to the caller who waits, or not at all.
+    """
+
+    facts: RequestFacts
     model: Model
-    tenant: str
+    """The revision that computes it."""
     inputs: Sequence[Input]
     deadline_s: float
     """Unix time, within the longest deadline of the model."""
     options: RequestOptions
     is_repeatable: bool = True
     """True if equal inputs give equal results. If not, no item is cached or joined."""
-    client_request_id: str = ""
-    """The `x-request-id` of the caller, for rows."""
-    key_id: str = ""
-    """The public part of the caller's API key, for rows."""
-    plan: str = ""
-    """The name of the tenant's plan, for rows."""
-    batch_id: str = ""
-    """The batch that it is a line of, for rows."""
-    price_share: float = 1.0
-    """The part of the list price that it pays."""
-    weight: float = 1.0
-    """The tenant's share of a busy model, from its plan."""
+    record: NewRecord | None = None
     is_run_again: Callable[[], bool] = lambda: False
     """Returns whether the same request is sent again, under the same id, if this is canceled."""
+
+    @property
+    def new_record(self) -> NewRecord:
+        """The record of a request that has one."""
+        assert self.record is not None, "only for requests with a record; this is a bug"
+        return self.record
+
+    def as_first_asked(self, found: Prediction) -> InferenceRequest:
+        """Returns the request that created the prediction `found`, which this one repeats."""
+        price_share = 1.0 if found.price is None else found.price.price_share
+        facts = msgspec.structs.replace(
+            self.facts,
+            tenant=found.tenant,
+            received_at_s=found.created_at_s,
+            client_request_id=found.client_request_id,
+            key_id=found.key_id,
+            price_share=price_share,
+        )
+        options, limit_s = self.options, self.options.queue_limit_s
+        if limit_s is not None:  # it counts from this request, and not from the first
+            later_s = self.facts.received_at_s - found.created_at_s
+            options = replace(options, queue_limit_s=limit_s + later_s)
+        return replace(
+            self,
+            facts=facts,
+            deadline_s=found.deadline_s,
+            options=options,
+            record=replace(self.new_record, prediction=found),
+        )
+
+    def items(self) -> list[Item]:
+        """Returns its items. Those that the cache may keep have a key.
+
+        Raises:
+            BadInput: an input has no canonical form.
+        """
+        is_kept = self.is_repeatable and self.options.cache_write and self.model.cache.ttl_s > 0
+        return [
+            Item(index, one, cache_key(self.model, one, self.facts.tenant) if is_kept else None)
+            for index, one in enumerate(self.inputs)
+        ]
 
     def demand(self, items: int) -> Demand:
         """Returns the demand of `items` of its items on the workers."""
         return Demand(
             self.model.name,
             items,
-            self.tenant,
-            self.weight,
-            self.options.lane,
+            self.facts.tenant,
+            self.facts.weight,
+            self.facts.lane,
             # A full canary refuses no caller: the other revision takes the items.
             self.is_promised and not self.model.is_canary,
         )
 
     @property
     def is_promised(self) -> bool:
-        """Returns whether the SLO applies to its items."""
-        return self.options.is_promised(self.model.deadline)
+        """Returns whether the SLO applies: not in the `batch` lane, nor with less time."""
+        options = self.options
+        limits_s = (options.deadline_s, options.queue_limit_s, options.cancel_after_s)
+        return is_promised(self.model.deadline, self.facts.lane, limits_s)
+
+    @property
+    def start_by_s(self) -> float:
+        """Unix time after which the model no longer starts. 0: only the deadline counts."""
+        limit_s = self.options.queue_limit_s
+        return 0.0 if limit_s is None else self.facts.received_at_s + limit_s
+
+    @property
+    def price(self) -> ItemPrice:
+        """The terms on which its items are charged."""
+        return price_of(self.model, self.facts.received_at_s, self.facts.price_share)
+
+    @property
+    def reply_bytes(self) -> int:
+        """The largest size of its reply."""
+        return len(self.inputs) * (self.model.definition.result_bytes(self.model) + OUTCOME_BYTES)
 
     def too_late(self) -> DeadlineExceeded:
         """Returns the error of a request without an answer at its deadline."""
-        received_at_s = self.options.received_at_s
+        received_at_s = self.facts.received_at_s
         waited_s, limit_s = time.time() - received_at_s, round(self.deadline_s - received_at_s, 3)
         return DeadlineExceeded(
             f"no answer came within the deadline of {limit_s:.10g} s; waited {waited_s:.2f} s"

@@ -19,9 +19,7 @@ import msgspec
 from api.dispatch.request import InferenceRequest, InferenceResponse
 from shared.errors import PenstockError, UndecodableMessage
 from shared.messages import Item, ItemOutcome, Receipt, failure
-from shared.stores.cache import cache_key
 from shared.tasks import Result
-from shared.usage.charge import price_of
 
 
 @dataclass(slots=True, eq=False)
@@ -127,17 +125,8 @@ class RequestState:
 
     def __init__(self, request: InferenceRequest) -> None:
         self.request = request
-        model, options = request.model, request.options
-        self._price = price_of(model, options.received_at_s, request.price_share)
-        uses_cache = (
-            request.is_repeatable
-            and model.cache.ttl_s > 0
-            and (options.cache_read or options.cache_write)
-        )
-        self.items = [
-            Item(index, one, cache_key(model, one, request.tenant) if uses_cache else None)
-            for index, one in enumerate(request.inputs)
-        ]
+        options = request.options
+        self.items = request.items()
         self.is_shareable = options.cache_read and options.cache_write
         """False for callers that want nothing stored, or nothing older than their request."""
         self.completions: list[ItemCompletion | None] = [None] * len(self.items)
@@ -154,7 +143,7 @@ class RequestState:
     def new_job(self, items: Sequence[InFlightItem]) -> InFlightJob:
         """Puts items into a job with an index of its own in this request."""
         index = len(self._jobs)
-        if self.request.batch_id and len(items) < len(self.items):
+        if self.request.facts.batch_id and len(items) < len(self.items):
             # A line may be repeated when more of it is in the cache. The job of the remaining items
             # must not find the record of a job of other items.
             index = zlib.crc32(repr([one.item.index for one in items]).encode())
@@ -206,7 +195,7 @@ class RequestState:
         return InferenceResponse(
             [completion.outcome for completion in completions],
             max(0.0, *waits_ms, 0.0),
-            self._price,
+            self.request.price,
             self.request.model.revision,
             error,
             on_end,

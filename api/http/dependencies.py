@@ -9,7 +9,6 @@ from starlette.requests import Request
 from api.batches.files import BatchFiles
 from api.batches.service import Batches
 from api.dispatch.admission import Admission
-from api.dispatch.canary_routing import CanaryRouter
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.readiness import Readiness
 from api.http.auth import Access
@@ -41,7 +40,6 @@ class Dependencies:
     access: Access
     admission: Admission
     dispatcher: Dispatcher
-    canaries: CanaryRouter
     refusals: Refusals
     limiter: Limiter
     objects: ObjectStore

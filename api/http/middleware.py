@@ -28,6 +28,7 @@ from api.dispatch.request import RequestOptions
 from api.errors import BodyTooLarge, TooSlow, error_response
 from api.fair_room import FairRoom, OneItem
 from shared.errors import BadInput, Overloaded, PenstockError
+from shared.messages import RequestFacts
 from shared.stores.objects import MEMORY_BYTES
 from shared.tenants.api_key import PREFIX
 from shared.tracing.spans import STAGE, Attributes, Span, begin, read_headers, set_current
@@ -137,18 +138,9 @@ class RequestContext:
 
     shown_id: str
     """The id in the answer: that of the caller if it has allowed characters, else ours."""
-    request_id: str
-    """The id in messages and rows. Always ours, since callers may send long or duplicate ids."""
-    client_request_id: str = ""
-    """The `x-request-id` of the caller for rows, at most 128 characters. Empty without one."""
-    received_at_s: float = field(default_factory=time.time)
+    facts: RequestFacts
+    """Who asks, when and on which terms. The tenant is empty before authentication."""
     started_s: float = field(default_factory=time.perf_counter)
-    tenant: str = ""
-    """The authenticated tenant. Empty before authentication."""
-    key_id: str = ""
-    """The public part of the caller's API key. Empty before authentication, or without a key."""
-    plan: str = ""
-    """The name of the tenant's plan. Empty before authentication, or without a plan."""
     model: str = ""
     """The name of the model. Empty before the route has found it."""
     headers: dict[str, str] = field(default_factory=dict)
@@ -227,10 +219,15 @@ class _Exchange:
         is_shown = _SANE_ID.fullmatch(given) is not None and PREFIX not in given
         context = self.context = scope["penstock.context"] = RequestContext(
             shown_id=given if is_shown else own_id,
-            request_id=own_id,
-            client_request_id=given if is_shown or not given else _digest_of(given),
+            facts=RequestFacts(
+                # Always ours, since callers may send long or duplicate ids.
+                request_id=own_id,
+                tenant="",
+                received_at_s=time.time(),
+                client_request_id=given if is_shown or not given else _digest_of(given),
+            ),
         )
-        self._span = begin_span(scope, context.received_at_s)
+        self._span = begin_span(scope, context.facts.received_at_s)
 
     async def receive(self) -> Message:
         if self._body_ended:
@@ -254,7 +251,7 @@ class _Exchange:
                 field="content-encoding",
             )
         if not self._body_bytes:
-            self._holder = self.context.tenant
+            self._holder = self.context.facts.tenant
         self._body_bytes += size
         self._hold(min(self._body_bytes, STREAMED_BODY_BYTES) if streamed else self._body_bytes)
         if self._body_bytes > largest_bytes:
@@ -314,7 +311,7 @@ class _Exchange:
         self.context.error_code = PenstockError.code
         log.error(
             "request failed unexpectedly",
-            extra={"request_id": self.context.request_id},
+            extra={"request_id": self.context.facts.request_id},
             exc_info=error,
         )
         await error_response(
@@ -335,8 +332,8 @@ class _Exchange:
         if self._span.is_recorded:
             context = self.context
             facts = {
-                "penstock.request_id": context.request_id,
-                "penstock.tenant": context.tenant,
+                "penstock.request_id": context.facts.request_id,
+                "penstock.tenant": context.facts.tenant,
                 "penstock.cache": context.headers.get("x-penstock-cache", ""),
                 "gen_ai.request.model": context.model,
             }

@@ -22,27 +22,22 @@ class Refusals:
 
     def write_row(self, context: RequestContext) -> None:
         """Writes the row of a request that was just refused."""
-        options = context.options
+        columns = context.facts.row_columns()
+        if context.options is None:  # refused before its lane was read
+            columns["priority"] = None
         self._rows.write(
             Row(
-                row_id=f"{context.request_id}:refused",
-                request_id=context.request_id,
+                row_id=f"{context.facts.request_id}:refused",
                 item=0,
                 model=context.model,
-                received_at_s=context.received_at_s,
                 status="refused",
-                tenant=context.tenant,
                 region=self._region,
                 api_instance=self._api_instance,
                 replied_at_s=time.time(),
                 total_ms=context.total_ms,
                 error_code=context.error_code or None,
                 cost_usd=0.0,
-                client_request_id=context.client_request_id or None,
                 charged_share=0.0,
-                key_id=context.key_id or None,
-                plan=context.plan or None,
-                priority=(options.lane or "interactive") if options else None,
-                user_agent_family=(options.user_agent_family or None) if options else None,
+                **columns,
             )
         )

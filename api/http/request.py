@@ -9,17 +9,22 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 from pydantic import BaseModel
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 from starlette.types import Receive
 
-from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
+from api.dispatch.request import (
+    InferenceRequest,
+    InferenceResponse,
+    NewRecord,
+    RequestOptions,
+)
 from api.errors import ClientGone
-from api.fair_room import Demand
 from api.http.auth import check_access, check_model, may_see
 from api.http.dependencies import Dependencies, dependencies_of
 from api.http.middleware import RequestContext, context_of
@@ -27,11 +32,14 @@ from api.http.request_options import LANE_HEADER, read_options
 from api.inputs.json_limits import check_amount
 from api.inputs.storage import StorageQuota
 from api.limits.limited_request import LimitedRequest
-from api.predictions.creation import PredictionSnapshot
+from api.predictions.creation import OWNER, Creation, PredictionSnapshot, ids_of, version_of
+from api.tasks.base import Inputs
 from shared.catalog import Model, unknown_model
 from shared.errors import BadInput, PenstockError
+from shared.predictions import Prediction
 from shared.tasks import Input
 from shared.tenants.plan import Caller
+from shared.usage.charge import price_of
 
 CHECK_S = 2.0
 """Interval at which a waiting caller is checked again."""
@@ -146,19 +154,7 @@ class ApiRequest:
             ClientGone: the caller hung up.
         """
         context = self.context
-        request = InferenceRequest(
-            request_id=context.request_id,
-            client_request_id=context.client_request_id,
-            model=model,
-            tenant=self.tenant,
-            key_id=self.caller.key_id,
-            plan=self.caller.plan_name,
-            weight=self.caller.plan.weight,
-            inputs=inputs,
-            deadline_s=self.options.answer_by_s(model.deadline),
-            is_repeatable=is_repeatable,
-            options=self.options,
-        )
+        request = self._awaited(model, inputs, is_repeatable=is_repeatable)
         async with self.limited(model, inputs) as limited:
             response = await while_connected(
                 self.http.receive, self.dependencies.dispatcher.dispatch(request), self.check_key
@@ -173,6 +169,92 @@ class ApiRequest:
                 limited.settle(
                     response.price, response.outcomes, is_delivered=response.is_delivered
                 )
+
+    @asynccontextmanager
+    async def created(self, request: InferenceRequest, *, waits: bool) -> AsyncGenerator[Creation]:
+        """Creates a prediction, or finds that of an equal request. The block may wait for its end.
+
+        What it costs counts when it ends, here or on any instance.
+
+        Args:
+            request: from `recorded`.
+            waits: whether the block waits.
+
+        Raises:
+            PenstockError: as `Predictions.creating` does. RateLimited: by its plan.
+        """
+        dependencies, new = self.dependencies, request.new_record
+        async with self.limited(request.model, request.inputs) as limited:
+            hold = limited.hold(new.prediction, dependencies.follower.follow)
+            creating = dependencies.predictions.creating(request, waits=waits, hold=hold)
+            async with creating as creation:
+                if not creation.is_new:
+                    limited.settle(request.price, [])
+                yield creation
+                if creation.is_new and (reply := creation.snapshot.record.reply) is not None:
+                    limited.settle(request.price, reply.outcomes)
+
+    def recorded(
+        self, model: Model, read: Inputs, *, digest: str, own_id: str = "", **shown: Any
+    ) -> InferenceRequest:
+        """Returns the request for a prediction of `read`.
+
+        Args:
+            model: the model that computes it.
+            read: the parsed inputs.
+            digest: the digest of the whole request.
+            own_id: the id that the caller chose, if any.
+            shown: further fields of its document.
+        """
+        key = self.options.idempotency_key
+        prediction_id, record_id = ids_of(self.tenant, own_id, key)
+        facts = msgspec.structs.replace(self.context.facts, request_id=record_id)
+        done_by_s = self.done_by_s(model)
+        prediction = Prediction(
+            id=prediction_id,
+            record=record_id,
+            tenant=facts.tenant,
+            model=model.name,
+            version=version_of(model),
+            input=read.shown,
+            is_list=read.is_list,
+            output_format=read.output_format,
+            base_url=self.base_url,
+            created_at_s=facts.received_at_s,
+            deadline_s=done_by_s,
+            digest=digest,
+            client_request_id=facts.client_request_id,
+            key_id=facts.key_id,
+            is_cached=read.is_repeatable and self.options.cache_write,
+            price=price_of(model, facts.received_at_s),
+            **{"owner": OWNER} | shown,
+        )
+        return InferenceRequest(
+            facts,
+            model,
+            read.inputs,
+            done_by_s,
+            self.options,
+            read.is_repeatable,
+            NewRecord(prediction, self.caller.plan.prediction_keep_s, bool(own_id or key)),
+        )
+
+    def _awaited(
+        self, model: Model, inputs: Sequence[Input], *, is_repeatable: bool = True
+    ) -> InferenceRequest:
+        """Returns the request for inputs whose results the caller waits for."""
+        due_s = self.answer_by_s(model)
+        return InferenceRequest(
+            self.context.facts, model, inputs, due_s, self.options, is_repeatable
+        )
+
+    def answer_by_s(self, model: Model) -> float:
+        """Returns the Unix time at which the answer is due."""
+        return self.context.facts.received_at_s + self.options.limit_s(model.deadline)
+
+    def done_by_s(self, model: Model) -> float:
+        """Returns the Unix time at which a prediction is stopped."""
+        return self.context.facts.received_at_s + self.options.done_within_s(model.deadline)
 
     def check_key(self) -> None:
         """Refuses a caller whose key has ended since the request began. For all that takes long.
@@ -191,7 +273,7 @@ class ApiRequest:
             model,
             inputs,
             self.context.headers,
-            received_at_s=self.context.received_at_s,
+            received_at_s=self.context.facts.received_at_s,
         )
 
     def check_room(self, model: Model, items: int) -> None:
@@ -202,16 +284,9 @@ class ApiRequest:
         Raises:
             Overloaded: the items in flight leave no room, or no time until the deadline.
         """
-        remaining_s = self.options.answer_by_s(model.deadline) - time.time()
-        demand = Demand(
-            model.name,
-            items,
-            self.tenant,
-            self.caller.plan.weight,
-            self.options.lane,
-            self.options.is_promised(model.deadline),
-        )
-        self.dependencies.admission.check(demand, remaining_s=remaining_s)
+        request = self._awaited(model, ())
+        remaining_s = request.deadline_s - time.time()
+        self.dependencies.admission.check(request.demand(items), remaining_s=remaining_s)
 
     def use(self, model: Model) -> None:
         """Makes `model` the one that this request runs, for metrics and rows too.
@@ -292,8 +367,9 @@ def authenticate(request: Request) -> ApiRequest:
     """
     dependencies, context = dependencies_of(request), context_of(request)
     caller = dependencies.access.caller_of(request.scope["headers"])
-    context.tenant, context.key_id = caller.tenant, caller.key_id
-    context.plan = caller.plan_name
+    facts = context.facts
+    facts.tenant, facts.key_id = caller.tenant, caller.key_id
+    facts.plan, facts.weight = caller.plan_name, caller.plan.weight
     context.record_refusal = dependencies.refusals.write_row
     check_access(caller, request.method, request.scope["route"].path)
     return ApiRequest(request, dependencies, context, caller, _NO_OPTIONS)
@@ -308,13 +384,13 @@ def open_request(request: Request) -> ApiRequest:
         BadInput: a header has an invalid value.
     """
     call = authenticate(request)
-    context = call.context
+    context, facts = call.context, call.context.facts
     if context.options is None:
-        context.options = read_options(request.scope["headers"], context.received_at_s)
+        context.options = read_options(request.scope["headers"], facts)
     call.options = context.options
-    if call.caller.max_priority == "batch" and not call.options.lane:
+    if call.caller.max_priority == "batch" and not facts.lane:
         # The plan has no other lane. Clients that know nothing of lanes still work.
-        call.options = context.options = replace(call.options, lane="batch")
+        facts.lane = "batch"
         context.headers[LANE_HEADER] = "batch"
     return call
 

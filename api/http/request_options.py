@@ -1,4 +1,6 @@
-"""Parses the request headers with options into RequestOptions. No other code reads them.
+"""Parses the request headers with options into RequestOptions, and two facts of the request.
+
+No other code reads them.
 
 Accepted values are within the bounds of the job decoder, so workers can read every published job.
 Other values are refused, and the error names the header. Invalid values of Cache-Control and Prefer
@@ -18,6 +20,7 @@ from typing import Any
 from api.dispatch.request import RequestOptions
 from shared.catalog_entry import MAX_DEADLINE_S
 from shared.errors import BadInput
+from shared.messages import RequestFacts
 
 MAX_READ = 256
 OTHER = "other"
@@ -81,12 +84,12 @@ _WAIT = re.compile(r"wait(?:\s*=\s*\"?([0-9]+)\"?)?(?:\s*;.*)?", re.IGNORECASE)
 _KEY = re.compile(rf"[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}")
 
 
-def read_options(headers: Iterable[tuple[bytes, bytes]], received_at_s: float) -> RequestOptions:
-    """Parses the options of a request that arrived at `received_at_s`.
+def read_options(headers: Iterable[tuple[bytes, bytes]], facts: RequestFacts) -> RequestOptions:
+    """Parses the options of a request. Its lane and its kind of client become facts of it.
 
     Args:
         headers: the raw headers, with names in lower case.
-        received_at_s: Unix time. Time limits count from here.
+        facts: the request's. Changed only if all headers are valid.
 
     Raises:
         BadInput: a value is invalid, or sent more than once. `field` names the header.
@@ -99,7 +102,9 @@ def read_options(headers: Iterable[tuple[bytes, bytes]], received_at_s: float) -
     options: dict[str, Any] = {}
     for name, text in given.items():
         options |= _READERS[name](text)
-    return RequestOptions(received_at_s=received_at_s, **options)
+    facts.lane = options.pop("lane", "")
+    facts.user_agent_family = options.pop("user_agent_family", "")
+    return RequestOptions(**options)
 
 
 def _joined(name: bytes, first: str, second: str) -> str:

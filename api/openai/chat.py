@@ -46,18 +46,16 @@ from api.openai.generation import (
     shown_of,
     usage_of,
 )
-from api.predictions.creation import PredictionSnapshot
+from api.predictions.creation import PredictionSnapshot, digest_of
 from api.predictions.event_stream import HeldResponse
 from api.predictions.service import PredictionNotOver
 from api.predictions.text_stream import TextShape, seen_from_id
-from api.replicate.prediction_request import digest_of, new_prediction
 from api.tasks.base import Inputs
 from shared.catalog import Model
 from shared.errors import error_for_code
 from shared.messages import ItemOutcome, reason_of
 from shared.predictions import EVENTS_TYPE
 from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
-from shared.usage.charge import price_of
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -279,10 +277,10 @@ async def _create(request: Request, endpoint: _Endpoint[Any]) -> Response:
     if body.stream:
         return await _create_stream(call, endpoint, body, model, inputs)
     repeats = is_repeatable(body) or call.context.key_seed is not None
-    made = endpoint.id_prefix + call.context.request_id.removeprefix("req_")
+    made = endpoint.id_prefix + call.context.facts.request_id.removeprefix("req_")
     async with call.inferred(model, inputs, is_repeatable=repeats) as response:
         return _json(
-            endpoint.reply(body, made, call.context.received_at_s, model, response.outcomes)
+            endpoint.reply(body, made, call.context.facts.received_at_s, model, response.outcomes)
         )
 
 
@@ -293,23 +291,16 @@ async def _create_stream(
     model: Model,
     inputs: Sequence[GenerationInput],
 ) -> Response:
-    dependencies = call.dependencies
     last_id = call.http.headers.get("last-event-id", "")
     seen_from_id(last_id, len(inputs))
     shown = body.model_dump(mode="json", exclude_unset=True, by_alias=True)
     read = Inputs(inputs, shown, is_list=len(inputs) > 1, is_repeatable=is_repeatable(body))
     digest = digest_of(json.dumps([model.name, endpoint.path, shown], sort_keys=True))
-    new = new_prediction(call, model, read, digest=digest, owner="penstock", endpoint=endpoint.path)
+    new = call.recorded(model, read, digest=digest, endpoint=endpoint.path)
     with ExitStack() as held:
-        held.enter_context(dependencies.text_streams.reserved(call.tenant))
-        async with (
-            call.limited(model, inputs) as limited,
-            dependencies.predictions.creating(
-                new, waits=False, hold=limited.hold(new.prediction, dependencies.follower.follow)
-            ) as creation,
-        ):
-            if not creation.is_new:
-                limited.settle(price_of(model, call.context.received_at_s), [])
+        held.enter_context(call.dependencies.text_streams.reserved(call.tenant))
+        async with call.created(new, waits=False) as creation:
+            pass
         return _stream(call, endpoint, body, creation.snapshot, last_id, held.pop_all())
 
 

@@ -379,7 +379,7 @@ async def edit_image(request: Request) -> Response:
     call.check_room(model, body.n)
     image_codec, deadline_s = (
         call.dependencies.image_codec,
-        call.options.answer_by_s(model.deadline),
+        call.answer_by_s(model),
     )
     preparing = image_codec.prepare_source(
         data, size_in(body, model), model.image, deadline_s, tenant=call.tenant
@@ -407,7 +407,7 @@ async def _answer(
     inputs = consecutive(first, start, body.n)
     # A random seed never comes again, so its image is not worth a place in the cache.
     is_repeatable = body.seed is not None or key_seed is not None
-    deadline_s = call.options.answer_by_s(model.deadline)
+    deadline_s = call.answer_by_s(model)
     async with call.inferred(model, inputs, is_repeatable=is_repeatable) as response:
         images = results_of(response.outcomes, model)
         items = [await _encode(call, body, result, deadline_s) for result in images]

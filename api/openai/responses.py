@@ -55,18 +55,16 @@ from api.openai.responses_schemas import (
     ResponseUsage,
     WrittenDetails,
 )
-from api.predictions.creation import PredictionSnapshot
+from api.predictions.creation import PredictionSnapshot, digest_of
 from api.predictions.event_stream import HeldResponse
 from api.predictions.service import GRACE_S
 from api.predictions.text_stream import StreamPosition
-from api.replicate.prediction_request import digest_of, new_prediction
 from api.tasks.base import Inputs
 from shared.catalog import Model
 from shared.errors import BadInput
 from shared.messages import ItemOutcome, reason_of
 from shared.predictions import EVENTS_TYPE, ended_at_s, error_of
 from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
-from shared.usage.charge import price_of
 
 _ITEM, _PART = 2, 3
 """The numbers of the events that begin a message."""
@@ -337,8 +335,8 @@ async def create_response(request: Request) -> Response:
     if body.is_kept:
         return await _create_kept(call, body, model, inputs)
     repeats = is_repeatable(chat) or seed is not None
-    made = "resp_" + call.context.request_id.removeprefix("req_")
-    events = ResponseEvents(body, made, call.context.received_at_s, model)
+    made = "resp_" + call.context.facts.request_id.removeprefix("req_")
+    events = ResponseEvents(body, made, call.context.facts.received_at_s, model)
     async with call.inferred(model, inputs, is_repeatable=repeats) as response:
         return _json(events.whole(response.outcomes, time.time()))
 
@@ -426,28 +424,18 @@ def _chat_of(body: ResponseBody) -> ChatBody:
 async def _create_kept(
     call: ApiRequest, body: ResponseBody, model: Model, inputs: Sequence[GenerationInput]
 ) -> Response:
-    dependencies = call.dependencies
     # Numbers of events follow from the maximum number of tokens, so it is stored now.
     shown = body.model_dump(mode="json", exclude_unset=True, by_alias=True)
     shown["max_output_tokens"] = inputs[0].max_tokens
     read = Inputs(inputs, shown, is_list=False, is_repeatable=is_repeatable(body.to_chat()))
     digest = digest_of(json.dumps([model.name, PATH, shown], sort_keys=True))
-    new = new_prediction(call, model, read, digest=digest, owner="penstock", endpoint=PATH)
+    new = call.recorded(model, read, digest=digest, endpoint=PATH)
     with ExitStack() as held:
         if body.stream:
-            held.enter_context(dependencies.text_streams.reserved(call.tenant))
-        async with (
-            call.limited(model, inputs) as limited,
-            dependencies.predictions.creating(
-                new,
-                waits=body.waits,
-                hold=limited.hold(new.prediction, dependencies.follower.follow),
-            ) as creation,
-        ):
-            if not creation.is_new:
-                limited.settle(price_of(model, call.context.received_at_s), [])
+            held.enter_context(call.dependencies.text_streams.reserved(call.tenant))
+        async with call.created(new, waits=body.waits) as creation:
             if body.waits:
-                left_s = new.prediction.deadline_s + GRACE_S - time.time()
+                left_s = new.deadline_s + GRACE_S - time.time()
                 await while_connected(call.http.receive, creation.wait(left_s), call.check_key)
         if body.stream:
             return _stream(call, creation.snapshot, -1, held.pop_all())

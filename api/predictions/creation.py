@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import logging
 import re
+import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from api.dispatch.job_sender import ReplyWaiter
 from shared.catalog import Catalog, Model
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, UnknownModel
-from shared.predictions import Prediction
+from shared.predictions import Prediction, record_of
 from shared.stores.record_state import Record
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,22 @@ def find_version(catalog: Catalog, version: str) -> Model:
         return catalog.find(name)
     except UnknownModel as error:
         raise BadInput(f"version: {error.message}", field="version") from error
+
+
+def ids_of(tenant: str, own_id: str, key: str) -> tuple[str, str]:
+    """Returns prediction id and record id: from the caller, from an Idempotency-Key, or new."""
+    if own_id:
+        return own_id, record_of(tenant, own_id)
+    if key:
+        digest = hashlib.blake2b(f"{tenant}\n{key}".encode(), digest_size=12)
+        return f"pred_{digest.hexdigest()}", f"pred_{digest.hexdigest()}"
+    made = f"pred_{secrets.token_hex(12)}"
+    return made, made
+
+
+def digest_of(text: str) -> str:
+    """Returns the digest of a request."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def is_replicates_client(user_agent: str) -> bool:

@@ -13,16 +13,16 @@ import re
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import replace
 from http import HTTPStatus
 
 from api import metrics
 from api.dispatch.admission import Admission
-from api.dispatch.job_sender import Inbox, ReplyWaiter
+from api.dispatch.canary_routing import CanaryRouter
+from api.dispatch.job_sender import Inbox, JobSender, ReplyWaiter, failed_reply
+from api.dispatch.request import InferenceRequest
 from api.errors import KeyReused, NotFound
 from api.limits.limited_request import Hold
 from api.predictions.creation import Creation, PredictionSnapshot
-from api.predictions.sender import NewPrediction, PredictionSender, failed_reply
 from shared.errors import (
     BadInput,
     DeadlineExceeded,
@@ -43,6 +43,7 @@ from shared.stores.record_state import Record
 from shared.stores.records import Records
 from shared.stores.waiting_line import QueuePlace
 from shared.stores.webhook_log import WebhookAttempt
+from shared.webhook_publisher import WebhookPublisher
 
 GRACE_S = 5.0
 """Time after its deadline in which a worker may still end a prediction."""
@@ -74,30 +75,36 @@ class Predictions:
     Args:
         records: stores them.
         sender: publishes their jobs.
+        webhooks: publishes their events.
         inbox: receives the replies to this instance.
         admission: bounds the items in flight of this instance.
+        canaries: choose the revisions that compute them.
         keep_s: seconds for which a prediction is stored after its end.
     """
 
     def __init__(
         self,
         records: Records,
-        sender: PredictionSender,
+        sender: JobSender,
+        webhooks: WebhookPublisher,
         inbox: Inbox,
         admission: Admission,
+        canaries: CanaryRouter,
         *,
         keep_s: int,
     ) -> None:
         self._records = records
         self._sender = sender
+        self._webhooks = webhooks
         self._inbox = inbox
         self._admission = admission
+        self._canaries = canaries
         self._keep_s = keep_s
         self._with_waiter: set[str] = set()
 
     @asynccontextmanager
     async def creating(
-        self, new: NewPrediction, *, waits: bool, hold: Hold | None = None
+        self, request: InferenceRequest, *, waits: bool, hold: Hold | None = None
     ) -> AsyncGenerator[Creation]:
         """Creates a prediction, or finds the one of an equal request.
 
@@ -106,26 +113,27 @@ class Predictions:
         The items count as in flight while the block runs. After that only the broker bounds them.
 
         Args:
-            new: what to create.
+            request: what to create: a request with a record.
             waits: whether the block waits for its end.
             hold: what it has reserved of limits, for its record. None: nothing.
 
         Raises:
+            BadInput: an input has no canonical form.
             InputTooLarge: its document has more than DOCUMENT_MAX_BYTES.
             Overloaded: this instance, the broker or the store of predictions is full.
             PredictionIdTaken: another prediction has the id.
             KeyReused: another request had the Idempotency-Key.
             Unavailable: Redis or the broker is out of reach, and nothing was created.
         """
-        model, demand = new.prediction.model, new.demand
-        self._admission.admit(demand, remaining_s=new.prediction.deadline_s - time.time())
+        demand = request.demand(len(request.inputs))
+        self._admission.admit(demand, remaining_s=request.deadline_s - time.time())
         creation: Creation | None = None
         try:
             # Registered before the job is published, so no reply can be too early.
-            with self._register_waiter(new, waits=waits) as waiter:
-                creation = await self._create(new, waiter, hold)
+            with self._register_waiter(request, waits=waits) as waiter:
+                creation = await self._create(request, waiter, hold)
                 found = "created" if creation.is_new else "found"
-                metrics.PREDICTIONS.labels(model, found).inc()
+                metrics.PREDICTIONS.labels(request.model.name, found).inc()
                 yield creation
         finally:
             took_s = creation.snapshot.took_s if creation is not None and creation.is_new else None
@@ -258,7 +266,7 @@ class Predictions:
         if not record.is_over:
             raise PredictionNotOver("the prediction has not ended, so there is nothing to replay")
         await self._records.webhook_log.start_replay(prediction.record)
-        await self._sender.webhooks.replay(prediction.record)
+        await self._webhooks.replay(prediction.record)
 
     async def inline_image(self, record_id: str, index: int) -> bytes:
         """Returns an image that a record contains.
@@ -309,21 +317,26 @@ class Predictions:
         return []
 
     @contextmanager
-    def _register_waiter(self, new: NewPrediction, *, waits: bool) -> Iterator[ReplyWaiter | None]:
+    def _register_waiter(
+        self, request: InferenceRequest, *, waits: bool
+    ) -> Iterator[ReplyWaiter | None]:
         """Registers a waiter at the inbox. Without one the request polls the record."""
-        record_id = new.prediction.record
+        record_id, replies = request.facts.request_id, request.model.replies
         # A repeated request polls while the first one waits, since the reply goes to one of them.
         with ExitStack() as stack:
             waiter = None
             if waits and record_id not in self._with_waiter:
                 with suppress(Unavailable):
-                    waiter = stack.enter_context(self._inbox.waiter(record_id, 0, new.replies))
+                    waiter = stack.enter_context(self._inbox.waiter(record_id, 0, replies))
                     self._with_waiter.add(record_id)
                     stack.callback(self._with_waiter.discard, record_id)
             yield waiter
 
-    async def _create_record(self, new: NewPrediction, document: bytes, hold: Hold | None) -> int:
+    async def _create_record(
+        self, request: InferenceRequest, document: bytes, hold: Hold | None
+    ) -> int:
         """Returns the tenant's number of unfinished predictions. 0: the record existed before."""
+        new = request.new_record
         prediction = new.prediction
         if hold is not None:
             hold.is_stored = None
@@ -334,7 +347,7 @@ class Predictions:
                 document,
                 deadline_s=prediction.deadline_s,
                 keep_s=self._keep_s if new.keep_s is None else new.keep_s,
-                reply_bytes=new.reply_bytes,
+                reply_bytes=request.reply_bytes,
                 model=prediction.model,
                 hold=b"" if hold is None else hold.data,
             )
@@ -347,17 +360,20 @@ class Predictions:
         return unfinished
 
     async def _create(
-        self, new: NewPrediction, waiter: ReplyWaiter | None, hold: Hold | None
+        self, request: InferenceRequest, waiter: ReplyWaiter | None, hold: Hold | None
     ) -> Creation:
-        prediction, document = new.prediction, encode_document(new.prediction)
+        prediction = request.new_record.prediction
+        document = encode_document(prediction)
         if len(document) > DOCUMENT_MAX_BYTES:
             raise InputTooLarge(
                 f"the request takes {len(document)} bytes in storage until its answer is read; "
                 f"at most {DOCUMENT_MAX_BYTES} bytes are allowed; send less at once"
             )
-        unfinished = await self._create_record(new, document, hold)
+        routed = self._canaries.routed(request)
+        items = routed.items()
+        unfinished = await self._create_record(request, document, hold)
         if unfinished:
-            await self._sender.send(new, waiter, unfinished=unfinished)
+            await self._sender.send_recorded(routed, items, waiter, unfinished=unfinished)
             created = Record(
                 state="starting", created_at_s=prediction.created_at_s, document=document
             )
@@ -380,7 +396,8 @@ class Predictions:
         if snapshot.is_unpublished:
             # The prediction as first created: its rows have the times and ids of its record, and
             # what it is charged comes from the hold that was created with it.
-            await self._sender.send(replace(new, prediction=snapshot.prediction), waiter)
+            first = routed.as_first_asked(snapshot.prediction)
+            await self._sender.send_recorded(first, items, waiter)
         return Creation(snapshot, self.refresh, waiter, is_new=False)
 
     async def _wait_for_publish(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
@@ -407,7 +424,7 @@ class Predictions:
         if finish.is_ours:
             metrics.PREDICTIONS.labels(prediction.model, "expired").inc()
             events = prediction.webhook_events
-            await self._sender.webhooks.try_publish(prediction.record, events, "completed")
+            await self._webhooks.try_publish(prediction.record, events, "completed")
         return PredictionSnapshot(prediction, await self._records.read(prediction.record) or record)
 
 

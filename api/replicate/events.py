@@ -118,7 +118,7 @@ async def stream(
     if signature and not _sends_key(request):
         dependencies.url_signer.check(stream_key(record), EVENTS_TYPE, expires, signature)
         snapshot = await dependencies.predictions.read_linked(record, prediction_id)
-        context_of(request).tenant, check = snapshot.prediction.tenant, _stays_valid
+        context_of(request).facts.tenant, check = snapshot.prediction.tenant, _stays_valid
     else:
         call = authenticate(request)
         snapshot, check = await call.prediction(prediction_id), call.check_key

@@ -31,7 +31,6 @@ from shared.errors import BadInput
 from shared.predictions import body_of
 from shared.tenants.api_key import holds_key
 from shared.tenants.rules import IS_A_KEY
-from shared.usage.charge import price_of
 
 CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 499, 503, 504)
 """For routes that create predictions."""
@@ -243,28 +242,18 @@ async def _create(
     own_id: str = "",
     deployment: str = "",
 ) -> Response:
-    dependencies, context = call.dependencies, call.context
     call.use(model)
     _check_names(id=own_id, owner=owner, deployment=deployment)
     new = await read_prediction(
         call, body, model, owner=owner, own_id=own_id, deployment=deployment
     )
-    price, wait_s = price_of(model, context.received_at_s), max(0.0, call.options.wait_s - EARLY_S)
-    async with (
-        call.limited(model, [item.input for item in new.items]) as limited,
-        dependencies.predictions.creating(
-            new, waits=wait_s > 0, hold=limited.hold(new.prediction, dependencies.follower.follow)
-        ) as creation,
-    ):
-        if not creation.is_new:
-            limited.settle(price, [])
+    wait_s = max(0.0, call.options.wait_s - EARLY_S)
+    async with call.created(new, waits=wait_s > 0) as creation:
         if wait_s:
             # A caller that hangs up leaves here, and the prediction continues.
-            waiting = creation.wait(wait_s - context.total_ms / 1000)
+            waiting = creation.wait(wait_s - call.context.total_ms / 1000)
             await while_connected(call.http.receive, waiting, call.check_key)
-        if creation.is_new and (reply := creation.snapshot.record.reply) is not None:
-            limited.settle(price, reply.outcomes)
-    return _created(dependencies, creation.snapshot, is_new=creation.is_new)
+    return _created(call.dependencies, creation.snapshot, is_new=creation.is_new)
 
 
 def _check_names(**names: str) -> None:

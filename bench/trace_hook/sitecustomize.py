@@ -1,6 +1,7 @@
 """Python imports this at start wherever this folder is on PYTHONPATH: notes which files run.
 
-bench/request_files.py sets the environment. A byte of a shared file says when to note calls.
+bench/request_files.py sets the environment. A byte of a shared file has the number of the window in
+which calls are noted. 0: none.
 """
 
 from __future__ import annotations
@@ -14,30 +15,41 @@ from types import FrameType
 from typing import Any
 
 FOLDERS = ("api", "shared", "workers")
+ROWS_ONLY = 128
+"""In windows from this number on, only what is called while rows are written is noted."""
 
 
 def install(trace_dir: Path, root: Path) -> None:
-    """Notes each file of ours in which a function is called while the shared byte is 1."""
-    with (trace_dir / "is_on").open("r+b") as file:
-        is_on = mmap.mmap(file.fileno(), 1)
+    """Notes each file of ours in which a function is called, once in each window and process."""
+    with (trace_dir / "window").open("r+b") as file:
+        window = mmap.mmap(file.fileno(), 1)
     ours = tuple(f"{root / folder}/" for folder in FOLDERS)
-    seen: set[tuple[int, str]] = set()
+    seen: set[tuple[int, int, str]] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event != "call" or not is_on[0]:
+        if event != "call" or not window[0]:
             return
         code = frame.f_code
         # The process id, because model processes are forked and inherit what was seen.
-        key = (os.getpid(), code.co_filename)
-        if key in seen or code.co_name == "<module>":
+        key = (os.getpid(), window[0], code.co_filename)
+        if key in seen or code.co_name == "<module>" or not code.co_filename.startswith(ours):
+            return
+        if window[0] >= ROWS_ONLY and not _writes_rows(frame):
             return
         seen.add(key)
-        if code.co_filename.startswith(ours):
-            with (trace_dir / f"{os.getpid()}.files").open("a") as out:
-                out.write(f"{Path(code.co_filename).relative_to(root)}\n")
+        with (trace_dir / f"{os.getpid()}.files").open("a") as out:
+            out.write(f"{window[0]} {Path(code.co_filename).relative_to(root)}\n")
 
     threading.setprofile(note)
     sys.setprofile(note)
+
+
+def _writes_rows(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "_write_rows":
+            return True
+        frame = frame.f_back
+    return False
 
 
 if "TRACE_DIR" in os.environ:

@@ -13,61 +13,125 @@ from shared.messages import Envelope, ItemOutcome
 from shared.usage.charge import SHARED, charge_of, price_of
 
 
-class Row(msgspec.Struct, omit_defaults=True):
-    """One row of the usage table, one per item.
+class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One row of the usage table, one per item: the only declaration of its columns.
 
-    infra/bigquery/rows.schema.json describes each field. `*_at_s` fields (unix seconds) are the
-    TIMESTAMP columns of the same name without `_s`.
+    BigQuery's schema and the view for tenants are made of it (infra/bigquery/generate.py): the type
+    of a column follows from that of its field, and its description is the text below the field.
+    `*_at_s` fields (unix seconds) are the TIMESTAMP columns of the same name without `_s`.
     """
 
     row_id: str
+    """Identifies the row: <request_id>:<item>, or <request_id>:refused. The same item written twice
+    has the same row_id."""
     request_id: str
+    """One id from HTTP to reply."""
     item: int
-    model: str
-    received_at_s: float
-    status: str
+    """The item's place in the request, from 0."""
     tenant: str | None = None
+    """Who asked."""
+    model: str
+    """The model's name in the catalog; empty where a request was refused before it named one."""
     revision: str | None = None
+    """The model's revision in the catalog."""
     task: str | None = None
+    """embedding or image."""
     region: str | None = None
+    """Where the row was written."""
     api_instance: str | None = None
+    """The API instance that took the request."""
     worker: str | None = None
+    """The worker that ended the item; null for an item that the API answered itself."""
+    received_at_s: float
+    """When the API received the request; the partition of the row."""
     published_at_s: float | None = None
+    """When the job was published."""
     pulled_at_s: float | None = None
+    """When a worker pulled the job."""
     started_at_s: float | None = None
+    """When the item's batch started to run."""
     finished_at_s: float | None = None
+    """When the item's batch had run."""
     replied_at_s: float | None = None
+    """When the reply was published, or the answer given."""
     queue_ms: float | None = None
+    """From publishing to pulling, in milliseconds."""
     batch_wait_ms: float | None = None
+    """From pulling to the start of the batch, in milliseconds."""
     inference_ms: float | None = None
+    """How long the item's batch ran, in milliseconds."""
     total_ms: float | None = None
+    """From receiving to replying, in milliseconds."""
     batch_size: int | None = None
+    """Items in the batch."""
     cache: str | None = None
+    """Where the result came from: miss, memory, redis, joined or none."""
     tokens: int | None = None
+    """Tokens of a text, special tokens included, whoever pays; tokens times charged_share are
+    charged."""
     pixel_steps: int | None = None
+    """Width times height times steps of an image, whoever pays; pixel_steps times charged_share are
+    charged."""
     steps_saved: int | None = None
+    """Of an image that was canceled or late while it was drawn, the steps that were not computed.
+    """
     device: str | None = None
+    """What the batch ran on."""
     device_share: float | None = None
+    """The part of the device that the worker has, from 0 to 1."""
+    status: str
+    """succeeded, failed, expired or canceled; refused: of a request that was not taken on, which
+    has this one row."""
     error_code: str | None = None
+    """Why the item has no result, or the request was refused."""
     attempt: int | None = None
+    """The delivery of the job that ended the item, from 1."""
     cost_usd: float | None = None
+    """What the item is charged, in US dollars: its price times charged_share."""
     client_request_id: str | None = None
+    """The caller's x-request-id; sha256:<32 hex digits> of one that is longer than 128 characters
+    or has others than letters, digits and ._:- in it."""
     charged_share: float | None = None
+    """The part of the price that the item is charged: 1 where it was computed for this item and
+    delivered, the catalog's price.cached_share where another's result was delivered, 0 where
+    nothing was; times the part of the list price that the request pays."""
     key_id: str | None = None
+    """The public part of the API key of the request; null where no key was required."""
     plan: str | None = None
+    """The name of the tenant's plan when the request came; null where the tenant has none."""
     price_version: str | None = None
+    """Which price of the catalog the item is charged by: its version, or a digest of its figures.
+    """
     list_price_usd: float | None = None
+    """What the item's work costs before any share, in US dollars: cost_usd is this times
+    charged_share."""
     input_tokens: int | None = None
+    """Tokens that were read; of an embedding, all of tokens."""
     output_tokens: int | None = None
+    """Tokens that were written; null for models that write none."""
     cached_tokens: int | None = None
+    """The part of input_tokens that was not computed again, as it was the start of an earlier
+    input; null for models that keep none."""
     gpu_type: str | None = None
+    """The GPU type of the worker's device, as infra/kubernetes/gpus.yaml names it; null for a CPU
+    and other GPUs."""
     spot: bool | None = None
+    """Whether the worker's node is a spot node; null where that is not known."""
     priority: str | None = None
+    """interactive or batch: the lane of the item."""
     user_agent_family: str | None = None
+    """The kind of client, of a closed set: openai-python, curl, browser, other ...; null where the
+    client did not say."""
     batch_id: str | None = None
+    """The batch that the item is a line of; null for others."""
     cold_start: bool | None = None
+    """Whether the model process that computed the item loaded the model after the item was
+    published; null where no model ran for it."""
     batch_capacity: int | None = None
+    """The most items that a batch of the model may hold; null where no model ran for the item."""
     padded_tokens: int | None = None
+    """Tokens that were computed for the item, with its part of the padding; null for models without
+    tokens, for joined items, and where no model ran."""
 
 
 class RowSink(Protocol):
@@ -97,25 +161,17 @@ def row_of(
         replied_at_s: unix time of the response. Default: now.
         facts: further fields of the row (worker, region …).
     """
-    now_s = replied_at_s or time.time()
-    known = _work(envelope, outcome, model) | _times(envelope, outcome, now_s)
     return Row(
         row_id=f"{envelope.request_id}:{outcome.index}",
-        request_id=envelope.request_id,
         item=outcome.index,
         model=model.public_name if model else envelope.model,
         status=outcome.status,
-        tenant=envelope.tenant,
         api_instance=envelope.api_instance or None,
         error_code=outcome.error.code if outcome.error else None,
         attempt=envelope.attempt,
-        client_request_id=envelope.client_request_id or None,
-        key_id=envelope.key_id or None,
-        plan=envelope.plan or None,
-        priority=envelope.lane or "interactive",
-        user_agent_family=envelope.user_agent_family or None,
-        batch_id=envelope.batch_id or None,
-        **known,
+        **envelope.row_columns(),
+        **_work(envelope, outcome, model),
+        **_times(envelope, outcome, replied_at_s or time.time()),
         **facts,
     )
 
@@ -147,13 +203,12 @@ def _work(envelope: Envelope, outcome: ItemOutcome, model: Model | None) -> dict
     }
 
 
-def _times(envelope: Envelope, outcome: ItemOutcome, now_s: float) -> dict[str, float | None]:
+def _times(envelope: Envelope, outcome: ItemOutcome, now_s: float) -> dict[str, Any]:
     """When the item came and went. What the receipt has of it is not in here."""
     published_at_s, queue_ms = envelope.published_at_s or None, None
     if published_at_s is not None:
         queue_ms = ((outcome.receipt.pulled_at_s or now_s) - published_at_s) * 1000
     return {
-        "received_at_s": envelope.received_at_s,
         "published_at_s": published_at_s,
         "replied_at_s": now_s,
         "queue_ms": queue_ms,

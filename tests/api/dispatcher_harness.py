@@ -22,6 +22,7 @@ from api.inputs.codec_pool import CodecPool
 from api.inputs.image_codec import ImageCodec
 from shared.canary.board import CanaryBoard
 from shared.catalog import Catalog
+from shared.messages import RequestFacts
 from shared.service_rate import ServiceRate
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
@@ -66,17 +67,15 @@ class DispatcherHarness:
         """A request under way; it has joined its items after one turn of the event loop."""
         now_s, inputs = time.time(), [TextInput(text) for text in texts]
         request_id = f"req_{random.getrandbits(64):x}"
-        given = {
-            name: flags.pop(name) for name in ("tenant", "weight", "is_repeatable") if name in flags
-        }
-        options = RequestOptions(received_at_s=now_s, **flags)
+        given = {name: flags.pop(name) for name in RequestFacts.__struct_fields__ if name in flags}
+        facts = {"request_id": request_id, "tenant": "t", "received_at_s": now_s, **given}
         request = InferenceRequest(
-            request_id=request_id,
-            model=TEXT_MODEL,
-            inputs=inputs,
-            deadline_s=now_s + deadline_in_s,
-            options=options,
-            **{"tenant": "t", **given},
+            RequestFacts(**facts),
+            TEXT_MODEL,
+            inputs,
+            now_s + deadline_in_s,
+            is_repeatable=flags.pop("is_repeatable", True),
+            options=RequestOptions(**flags),
         )
 
         async def answered() -> InferenceResponse:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.http.request_options import FAMILIES, family_of, read_options
+from shared.messages import RequestFacts
 
 
 @pytest.mark.parametrize(
@@ -34,5 +35,6 @@ def test_known_clients(sent: str, family: str) -> None:
 
 @given(st.binary(max_size=600))
 def test_nobody_writes_into_the_rows(header: bytes) -> None:
-    options = read_options([(b"user-agent", header), (b"user-agent", b"curl/8")], 0.0)
-    assert options.user_agent_family in FAMILIES | {""}
+    facts = RequestFacts(request_id="req_1", tenant="t", received_at_s=0.0)
+    read_options([(b"user-agent", header), (b"user-agent", b"curl/8")], facts)
+    assert facts.user_agent_family in FAMILIES | {""}

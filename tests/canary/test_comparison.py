@@ -18,7 +18,7 @@ from shared.canary.verdict import CanaryCounts
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Canary, Tolerance
 from shared.errors import BadInput
-from shared.messages import ItemOutcome, Receipt
+from shared.messages import ItemOutcome, Receipt, RequestFacts
 from shared.stores.objects import ObjectStore
 from shared.tasks import Input, Result
 from shared.tasks.embedding import EmbeddingResult, TextInput
@@ -92,15 +92,8 @@ async def compared(
 
     if given is None:
         given = ImageInput("a", 8, 8, 1, 1.0, 1, "ddim") if ours.blob else TextInput("a")
-    request = InferenceRequest(
-        request_id="req_1",
-        model=model,
-        tenant="acme",
-        inputs=[given],
-        deadline_s=time.time() + 1,
-        options=RequestOptions(),
-        key_id="k",
-    )
+    facts = RequestFacts(request_id="req_1", tenant="acme", received_at_s=0.0, key_id="k")
+    request = InferenceRequest(facts, model, [given], time.time() + 1, RequestOptions())
     async with CodecPool(1, 1 << 28) as pool:
         parts = (board, dispatch, ObjectStore("memory://"), ImageCodec(pool))
         comparisons = CanaryComparisons(*parts)
@@ -165,13 +158,14 @@ async def test_nobody_reads_along_what_is_compared() -> None:
 
 async def test_comparison_is_nobodys_request() -> None:
     _, _, (asked,) = await compared(TEXT_MODEL, vector(1, 0), vector(1, 0))
-    assert (asked.tenant, asked.price_share, asked.key_id) == (TENANT, 0.0, "")
-    assert (asked.options.lane, asked.options.cache_read, asked.options.cache_write) == (
+    facts = asked.facts
+    assert (facts.tenant, facts.price_share, facts.key_id) == (TENANT, 0.0, "")
+    assert (facts.lane, asked.options.cache_read, asked.options.cache_write) == (
         "batch",
         False,
         False,
     )
-    assert asked.request_id != "req_1"
+    assert facts.request_id != "req_1"
     assert asked.model is TEXT_MODEL
 
 

@@ -6,14 +6,17 @@ from types import TracebackType
 from typing import Self
 
 import pytest
+from msgspec.structs import replace
 
 from api.dispatch.canary_routing import STALE_LIMIT_S, CanaryRouter
+from api.dispatch.request import InferenceRequest, RequestOptions
 from api.fair_room import Demand
 from shared.canary.board import CanaryState
 from shared.canary.verdict import CanaryCounts
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Canary
 from shared.errors import Unavailable
+from shared.messages import RequestFacts
 from shared.tasks.embedding import TextInput
 from shared.topics import jobs_topic_id
 from tests.canary.world import CANARY, MODEL, running_world
@@ -69,7 +72,21 @@ async def router_of(**rules: object) -> CanaryRouter:
 
 
 def chosen(router: CanaryRouter, number: int, tenant: str = "t") -> bool:
-    return router.choose(MODEL, tenant, [TextInput(f"text {number}")], "req").is_canary
+    return routed(router, [TextInput(f"text {number}")], tenant=tenant)
+
+
+def routed(router: CanaryRouter, inputs: list[TextInput], **given: str) -> bool:
+    """Whether a request goes to the canary. Without inputs it gives other results each time."""
+    facts = RequestFacts(request_id="req", tenant="t", received_at_s=0.0)
+    request = InferenceRequest(
+        replace(facts, **given),
+        MODEL,
+        inputs or [TextInput("a")],
+        0.0,
+        RequestOptions(),
+        is_repeatable=bool(inputs),
+    )
+    return router.routed(request).model.is_canary
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3])
@@ -106,7 +123,7 @@ async def test_tenant_stays_on_one_revision() -> None:
 
 async def test_request_without_equals_goes_by_its_id() -> None:
     router = await router_of(share=0.5)
-    ids = Counter(router.choose(MODEL, "t", (), f"req_{number}").is_canary for number in range(200))
+    ids = Counter(routed(router, [], request_id=f"req_{number}") for number in range(200))
     assert ids.keys() == {True, False}
     assert min(ids.values()) > 40
 

@@ -166,14 +166,14 @@ class CanaryWorld:
 
     async def until_serving(self) -> None:
         """Waits until the API sends its share to the canary."""
-        router = self.api.dependencies.canaries
+        router = self.api.dependencies.dispatcher.canaries
         async with asyncio.timeout(WAIT_LIMIT_S):
             while not router.is_serving(CANARY):  # noqa: ASYNC110  (it looks by the clock)
                 await asyncio.sleep(0.01)
 
     async def until_not_serving(self) -> None:
         """Waits until the API sends nothing to the canary."""
-        router = self.api.dependencies.canaries
+        router = self.api.dependencies.dispatcher.canaries
         async with asyncio.timeout(WAIT_LIMIT_S):
             while router.is_serving(CANARY):  # noqa: ASYNC110  (it looks by the clock)
                 await asyncio.sleep(0.01)
@@ -188,7 +188,7 @@ class CanaryWorld:
         """Waits until all that was counted so far was judged."""
         for _ in range(2):
             before = (await self.board.counts(CANARY)).canary.items
-            await self.api.dependencies.canaries.refresh()
+            await self.api.dependencies.dispatcher.canaries.refresh()
             await asyncio.sleep(JUDGE_EVERY_S)
             assert before
 

@@ -63,7 +63,8 @@ def writer_to(endpoint: str, spool_dir: Path, table: str = "rows") -> RowWriter:
 
 
 def row(number: int, **fields: object) -> Row:
-    return Row(f"req:{number:05}", "req", number, "mini", time.time(), "succeeded", **fields)  # type: ignore[arg-type]
+    known = {"row_id": f"req:{number:05}", "request_id": "req", "item": number, "model": "mini"}
+    return Row(**known, received_at_s=time.time(), status="succeeded", **fields)  # type: ignore[arg-type]
 
 
 def segments(spool_dir: Path) -> int:

@@ -258,7 +258,9 @@ def test_row_and_schema_agree() -> None:
     full = Row(**{name: 1 for name in Row.__struct_fields__})  # type: ignore[arg-type]
     assert set(fields_of(full)) == {field["name"] for field in schema()}
     required = {field["name"] for field in schema() if field["mode"] == "REQUIRED"}
-    smallest = fields_of(Row("r:0", "r", 0, "m", 1.0, "failed"))
+    smallest = fields_of(
+        Row(row_id="r:0", request_id="r", item=0, model="m", received_at_s=1.0, status="failed")
+    )
     assert required <= set(smallest), "the smallest row that can be made is accepted"
     types = {field["name"]: field["type"] for field in schema()}
     assert {types[name] for name in types if name.endswith("_at")} == {"TIMESTAMP"}

@@ -171,7 +171,7 @@ class DeadLetters:
         if finish is not None and finish.is_lost_to_cancel:
             body = encode_reply_body(_canceled(ours))
             finish = await self._records.finish(record, "canceled", body)
-        if finish is None and envelope.prediction:
+        if finish is None and envelope.has_record:
             raise Unavailable("the record could not be ended")
         if finish is None or finish.is_ours:
             return _canceled(ours) if finish and finish.state == "canceled" else ours, "answered"

@@ -69,7 +69,7 @@ class BatchResults:
             return
         self._reported_s = now_s
         predictions = {
-            pulled for queued in batch for pulled, _ in queued.waiters if pulled.envelope.prediction
+            pulled for queued in batch for pulled, _ in queued.waiters if pulled.envelope.has_record
         }
         if predictions:
             self._completion.registry.spawn(self._write(batch, predictions, watch, step, steps))
@@ -107,7 +107,7 @@ class BatchResults:
         reported: dict[PulledJob, tuple[int, int]] = {}
         for queued, steps in progress.items():
             for pulled, _ in queued.waiters:
-                if pulled.envelope.prediction:
+                if pulled.envelope.has_record:
                     reported[pulled] = min(reported.get(pulled, steps), steps, key=_share_done)
         if reported:
             self._completion.registry.spawn(self._write_items(reported, progress, watch))
@@ -144,7 +144,7 @@ class BatchResults:
             # On a thread, because libwebp releases the interpreter for the milliseconds it takes.
             image = await asyncio.to_thread(encode_preview, picture)
             for pulled, item in batch[place].open_waiters():
-                if pulled.envelope.prediction:
+                if pulled.envelope.has_record:
                     await self._records.previews.add(
                         pulled.record, item.index, previews.step, previews.steps, image
                     )

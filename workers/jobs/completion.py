@@ -105,7 +105,7 @@ class LargeResults:
         Raises:
             Unavailable: as `stored` does.
         """
-        if envelope.prediction:
+        if envelope.has_record:
             outcomes = [msgspec.structs.replace(one, result=None) for one in body.outcomes]
             return msgspec.structs.replace(body, outcomes=outcomes)
         limit_bytes = self._reply_limit_bytes
@@ -418,8 +418,7 @@ class Completion:
         try:
             outcomes = [await self._large.stored(pulled.envelope, outcome) for outcome in outcomes]
             ours = ReplyBody(outcomes, None, self._worker.worker, self._worker.device, time.time())
-            end = self._end_prediction if pulled.envelope.prediction else self._end
-            answered = await end(pulled, ours)
+            answered = await self._end(pulled, ours)
             if pulled.dead_letter_reason:
                 await self.replies.publish_dead_letter(pulled.message, pulled.dead_letter_reason)
         except PenstockError as error:
@@ -434,9 +433,26 @@ class Completion:
         await self.replies.publish(pulled.envelope, body)
 
     async def _end(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
-        """Ends the record and publishes the reply concurrently.
+        """Ends the record, and publishes reply and webhook events. Fills the cache.
 
         Returns the answer, ours or another attempt's.
+
+        Raises:
+            Unavailable: Redis did not take a record that the API promised.
+        """
+        has_record = pulled.envelope.has_record
+        deliver = self._record_then_reply if has_record else self._record_and_reply
+        answered = await deliver(pulled, ours)
+        # After the reply, which a caller waits for. Until then an identical item joins the queued
+        # one.
+        await self._fill_cache(pulled, answered)
+        subscribed = pulled.envelope.webhook_events
+        await self._webhooks.publish(pulled.record, subscribed, "output")
+        await self._webhooks.publish(pulled.record, subscribed, "completed")
+        return answered
+
+    async def _record_and_reply(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
+        """Ends the record and publishes the reply at the same time. Returns the answer.
 
         The caller takes the first reply, and does not need Redis for it.
         """
@@ -458,15 +474,10 @@ class Completion:
                 if is_sent
                 else undelivered(answered)
             )
-        # After the reply, which a caller waits for. Until then an identical item joins the queued
-        # one.
-        await self._fill_cache(pulled, answered)
         return answered
 
-    async def _end_prediction(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
-        """Ends the record first, because the API promised it.
-
-        Then publishes the reply and the webhook events.
+    async def _record_then_reply(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
+        """Ends the record that the API promised, and then publishes the reply. Returns the answer.
 
         Raises:
             Unavailable: Redis did not take the record in time.
@@ -483,10 +494,6 @@ class Completion:
         if finish.is_ours:
             self._count_promised(pulled.envelope, ours)
         await self._reply(pulled, answered, body)
-        await self._fill_cache(pulled, answered)
-        subscribed = pulled.envelope.webhook_events
-        await self._webhooks.publish(pulled.record, subscribed, "output")
-        await self._webhooks.publish(pulled.record, subscribed, "completed")
         return answered
 
     async def _try_end(self, pulled: PulledJob, ours: ReplyBody) -> tuple[ReplyBody, Finish | None]:

@@ -261,7 +261,7 @@ class Claims:
         first, repeated = list[PulledJob](), list[PulledJob]()
         for pulled in pulled_jobs:
             # A line of a batch may be asked for again, under the id of a job that is over.
-            is_known = pulled.envelope.prediction or pulled.envelope.batch_id
+            is_known = pulled.envelope.has_record or pulled.envelope.batch_id
             is_first = pulled.is_fresh and not is_known
             (first if is_first else repeated).append(pulled)
         if first:

@@ -114,7 +114,7 @@ def _readers(queued: QueuedItem) -> list[_Reader]:
     return [
         (pulled, item.index)
         for pulled, item in queued.open_waiters()
-        if pulled.envelope.prediction and is_streamed(item)
+        if pulled.envelope.has_record and is_streamed(item)
     ]
 
 

@@ -156,9 +156,9 @@ async def test_batch_that_can_not_move_steps_aside_for_another_one_of_its_tenant
     real, is_back, late = Dispatcher.dispatch, asyncio.Event(), list[str]()
 
     async def dispatch(self: Dispatcher, request: InferenceRequest) -> InferenceResponse:
-        number = int(request.request_id.split("-")[1])
-        if request.batch_id == stuck.id and number > 2 and not is_back.is_set():
-            late.append(request.request_id)
+        number = int(request.facts.request_id.split("-")[1])
+        if request.facts.batch_id == stuck.id and number > 2 and not is_back.is_set():
+            late.append(request.facts.request_id)
             raise error
         return await real(self, request)
 

@@ -1,0 +1,31 @@
+"""The schema and the tenants' view of the usage table follow from the fields of a row."""
+
+import pytest
+
+from infra.bigquery import generate
+from shared.usage.row import Row
+
+
+def test_files_are_what_the_fields_of_a_row_give() -> None:
+    advice = "run python -m infra.bigquery.generate"
+    schema = generate.FOLDER / "rows.schema.json"
+    view = generate.FOLDER / "tenant_views" / "rows.sql"
+    assert schema.read_text(encoding="utf-8") == generate.schema_json(), advice
+    assert view.read_text(encoding="utf-8") == generate.tenant_view_sql(), advice
+
+
+def test_field_becomes_a_column() -> None:
+    columns = {column["name"]: column for column in generate.columns()}
+    assert len(columns) == len(Row.__struct_fields__)
+    kinds = {name: (one["type"], one["mode"]) for name, one in columns.items()}
+    assert kinds["item"] == ("INTEGER", "REQUIRED")
+    assert kinds["received_at"] == ("TIMESTAMP", "REQUIRED")
+    assert kinds["cost_usd"] == ("FLOAT", "NULLABLE")
+    assert kinds["spot"] == ("BOOLEAN", "NULLABLE")
+    assert columns["row_id"]["description"].endswith("written twice has the same row_id.")
+
+
+def test_view_has_no_column_that_rows_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(generate.TENANT_COLUMNS, "worker_secret", "none")
+    with pytest.raises(KeyError, match="worker_secret"):
+        generate.tenant_view_sql()
