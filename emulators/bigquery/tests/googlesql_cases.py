@@ -42,6 +42,23 @@ NUMBERS: list[tuple[str, Any]] = [
     ("5 & 3 | 8", 9),
     ("1 << 4", 16),
 ]
+_HOUSE = "STRUCT(1 AS a, 'the Blue house' AS b, ['x', NULL] AS c)"
+OF_BIGQUERY: list[tuple[str, Any]] = [
+    ("CONTAINS_SUBSTR('the Blue house', 'BLUE')", True),
+    ("CONTAINS_SUBSTR('\u2168', 'ix')", True),
+    ("CONTAINS_SUBSTR('Stra\u00dfe', 'STRASSE')", True),
+    ("CONTAINS_SUBSTR(1234, '23')", True),
+    ("CONTAINS_SUBSTR(DATE '2024-01-05', '01-05')", True),
+    ("CONTAINS_SUBSTR('a', 'b')", False),
+    ("CONTAINS_SUBSTR(CAST(NULL AS STRING), 'b')", None),
+    (f"CONTAINS_SUBSTR({_HOUSE}, 'blue')", True),
+    (f"CONTAINS_SUBSTR({_HOUSE}, 'red')", None),
+    ("CONTAINS_SUBSTR(['a', 'b'], 'B')", True),
+    ("CONTAINS_SUBSTR(['a', NULL], 'c')", None),
+    ("CONTAINS_SUBSTR(CAST([] AS ARRAY<STRING>), 'c')", False),
+    ("SAFE.CONTAINS_SUBSTR('a', 'a')", True),
+]
+"""Functions that the analyzer, and so its evaluator, has not."""
 CASTS: list[tuple[str, Any]] = [
     ("CAST(2.5 AS INT64)", 3),
     ("CAST(-2.5 AS INT64)", -3),

@@ -119,6 +119,14 @@ def test_a_file_is_loaded(bq: Bq, client: bigquery.Client, tmp_path: Path) -> No
     assert rows_of(client, "SELECT * FROM d.csv ORDER BY id") == [(1, "x"), (2, "y")]
 
 
+def test_an_extract_is_refused_at_once(bq: Bq, client: bigquery.Client) -> None:
+    client.create_table(
+        bigquery.Table(f"{client.project}.d.t", [bigquery.SchemaField("id", "INT64")])
+    )
+    found = bq("extract", "d.t", "gs://bucket/rows.csv", status=1)
+    assert "Extract jobs: not supported by the embedded BigQuery" in found
+
+
 def test_a_view_is_made_and_asked(bq: Bq) -> None:
     bq("mk", "--use_legacy_sql=false", "--view=SELECT 2 AS id", "d.v")
     assert json.loads(

@@ -15,6 +15,7 @@ from tests.googlesql_cases import (
     CASTS,
     CHOICES,
     NUMBERS,
+    OF_BIGQUERY,
     TEXTS,
     TIMES,
     WINDOWS,
@@ -30,7 +31,9 @@ def one(client: bigquery.Client, sql: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("expression", "expected"), [*NUMBERS, *CASTS, *TIMES, *TEXTS, *CHOICES, *ARRAYS], ids=str
+    ("expression", "expected"),
+    [*NUMBERS, *CASTS, *TIMES, *TEXTS, *CHOICES, *ARRAYS, *OF_BIGQUERY],
+    ids=str,
 )
 def test_an_expression_gives_bigquery_s_value(
     client: bigquery.Client, expression: str, expected: object
@@ -64,7 +67,7 @@ def test_a_window_gives_bigquery_s_values(
         ("SELECT DIV(1, 0)", "division by zero"),
         ("SELECT MOD(1, 0)", "division by zero"),
         ("SELECT LN(0)", "Argument to LN is not positive"),
-        ("SELECT 9223372036854775807 + 1", "Overflow"),
+        ("SELECT 9223372036854775807 + 1", "int64 overflow"),
         ("SELECT CAST('12.5' AS INT64)", "Bad int64 value: 12.5"),
         ("SELECT CAST('yes' AS BOOL)", "Bad bool value: yes"),
         ("SELECT [1, 2][OFFSET(5)]", "Array index 5 is out of bounds"),
@@ -106,7 +109,7 @@ def test_what_bigquery_refuses_is_refused(client: bigquery.Client, sql: str, mes
         "SELECT FORMAT_TIMESTAMP('%Z', CURRENT_TIMESTAMP())",
         "SELECT FORMAT('%T', 'a')",
         "SELECT INTERVAL 1 DAY",
-        "SELECT JSON_KEYS(JSON '{}')",
+        "SELECT JSON_FLATTEN(JSON '[]')",
         "SELECT 1 FROM `d.events_*`",
     ],
 )
@@ -115,3 +118,49 @@ def test_what_would_be_wrong_is_refused(client: bigquery.Client, sql: str) -> No
         (MethodNotImplemented, BadRequest), match="not supported by the embedded BigQuery"
     ):
         client.query(sql).result(timeout=WAIT_LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("sql", "expected"),
+    [
+        ("SELECT MAX_BY(g, k), MIN_BY(g, k) FROM r", [("c", "b")]),
+        ("SELECT MAX_BY(g, f) FROM r", [("b",)]),
+        ("SELECT MAX_BY(k, f) FROM r WHERE k > 9", [(None,)]),
+        (
+            "SELECT f, MAX_BY(g, k) FROM r GROUP BY f ORDER BY f",
+            [(0.25, "c"), (0.5, "a"), (1.5, "b")],
+        ),
+        (
+            "SELECT MAX_BY(g, f) OVER (PARTITION BY k > 1) FROM r ORDER BY k",
+            [("b",), ("a",), ("a",)],
+        ),
+    ],
+)
+def test_max_by_is_the_value_of_the_greatest_row(
+    client: bigquery.Client, sql: str, expected: list[tuple[object, ...]]
+) -> None:
+    rows = (
+        "SELECT 1 AS k, 'b' AS g, 1.5 AS f"
+        " UNION ALL SELECT 2, 'a', 0.5 UNION ALL SELECT 3, 'c', 0.25"
+    )
+    assert rows_of(client, f"WITH r AS ({rows}) {sql}") == expected
+
+
+def test_a_query_that_refers_to_itself_ends(client: bigquery.Client) -> None:
+    sql = "WITH RECURSIVE t AS (SELECT 1 AS n UNION ALL SELECT n + 1 FROM t%s) SELECT MAX(n) FROM t"
+    assert one(client, sql % " WHERE n < 500") == 500
+    with pytest.raises(BadRequest, match="maximum number of iterations: 500"):
+        one(client, sql % "")
+
+
+@pytest.mark.parametrize("text", ["é", "日本語日本語日本語日本語", "a😀"])
+def test_an_error_with_letters_that_take_several_bytes_is_told(
+    client: bigquery.Client, text: str
+) -> None:
+    with pytest.raises(BadRequest, match="invalid hexadecimal string"):
+        one(client, f"SELECT FROM_HEX('{text}')")
+
+
+def test_a_message_of_error_is_told_as_it_is(client: bigquery.Client) -> None:
+    with pytest.raises(BadRequest, match="a DECIMAL in\nVARCHAR"):
+        one(client, r"SELECT ERROR('a DECIMAL in\nVARCHAR')")

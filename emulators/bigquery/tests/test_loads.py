@@ -83,7 +83,9 @@ def test_a_packed_file_is_unpacked(client: bigquery.Client) -> None:
 @pytest.mark.parametrize(
     ("content", "options", "rows"),
     [
-        ('1,"a, ""b"""\n2,\n', {}, [(1, 'a, "b"'), (2, "")]),
+        ('1,"a, ""b"""\n2,\n', {}, [(1, 'a, "b"'), (2, None)]),
+        ('1,""\n"2",\n', {}, [(1, ""), (2, None)]),
+        ("1,\r\n2,''\r\n", {"quote_character": "'"}, [(1, None), (2, "")]),
         ("id;name\n1;x\n", {"field_delimiter": ";", "skip_leading_rows": 1}, [(1, "x")]),
         ("1\tx\n", {"field_delimiter": "tab"}, [(1, "x")]),
         ("1,NULL\n2,\n", {"null_marker": "NULL"}, [(1, None), (2, "")]),
@@ -101,6 +103,58 @@ def test_csv_is_read_as_it_is_described(
 ) -> None:
     load(client, content, source_format="CSV", schema=SCHEMA, **options)
     assert rows_of(client, f"SELECT * FROM {PLACE} ORDER BY id") == rows
+
+
+def test_a_line_break_in_quotes_must_be_asked_for(client: bigquery.Client) -> None:
+    content = '1,"two\nlines"\n2,x\n3,"y"z\n'
+    options = {"source_format": "CSV", "schema": SCHEMA}
+    with pytest.raises(BadRequest, match="errors: 3"):
+        load(client, content, **options)
+    job = load(client, content, max_bad_records=3, **options)
+    assert "Missing close quote" in job.errors[0]["message"]
+    assert "between close quote" in job.errors[2]["message"]
+    assert rows_of(client, f"SELECT * FROM {PLACE}") == [(2, "x")]
+
+
+def test_a_quote_that_never_closes_is_one_bad_line(client: bigquery.Client) -> None:
+    options = {"source_format": "CSV", "schema": SCHEMA, "allow_quoted_newlines": True}
+    with pytest.raises(BadRequest, match="errors: 1"):
+        load(client, '1,x\n2,"y\n3,z\n', **options)
+
+
+def test_an_empty_cell_of_another_type_is_null_unless_null_is_marked(
+    client: bigquery.Client,
+) -> None:
+    schema = [SchemaField("id", "INT64"), SchemaField("name", "STRING")]
+    options = {"source_format": "CSV", "schema": schema}
+    load(client, ",x\n", **options)
+    assert rows_of(client, f"SELECT * FROM {PLACE}") == [(None, "x")]
+    with pytest.raises(BadRequest, match="errors: 1"):
+        load(client, ",x\n", null_marker="-", **options)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_number_that_json_has_not_is_a_bad_row(client: bigquery.Client, number: str) -> None:
+    schema = [SchemaField("id", "FLOAT64")]
+    with pytest.raises(BadRequest, match="errors: 1"):
+        load(
+            client,
+            f'{{"id": {number}}}\n',
+            source_format="NEWLINE_DELIMITED_JSON",
+            schema=schema,
+        )
+
+
+def test_json_is_kept_with_its_names_sorted(client: bigquery.Client) -> None:
+    load(
+        client,
+        '{"j": {"b": 1, "a": {"d": 1.50, "c": "x"}}}\n',
+        source_format="NEWLINE_DELIMITED_JSON",
+        schema=[SchemaField("j", "JSON")],
+    )
+    assert rows_of(client, f"SELECT TO_JSON_STRING(j) FROM {PLACE}") == [
+        ('{"a":{"c":"x","d":1.5},"b":1}',)
+    ]
 
 
 def test_the_columns_of_a_csv_are_detected(client: bigquery.Client) -> None:

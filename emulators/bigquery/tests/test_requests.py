@@ -66,7 +66,7 @@ DEEP_TYPE = b'{"type": "ARRAY", "arrayType": ' * 400 + b'{"type": "INT64"' + b"}
         (f"{UPLOADS}odd", {}, "uploadType"),
         (
             DATASETS,
-            {"datasetReference": {"datasetId": "n"}, "access": [{"role": float("nan")}]},
+            {"datasetReference": {"datasetId": "n"}, "access": [{"role": 1.5}]},
             "access[0].role",
         ),
     ],

@@ -12,7 +12,7 @@ from google.cloud.bigquery import SchemaField
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.connecting import rows_of
+from tests.connecting import request, rows_of
 
 SCHEMA = [
     SchemaField("id", "INT64", "REQUIRED"),
@@ -86,6 +86,42 @@ def test_a_refused_row_may_come_again_under_its_insert_id(
     assert len(client.insert_rows_json(things, [{"id": 1}, {"id": "x"}], row_ids=["a", "b"])) == 2
     assert client.insert_rows_json(things, [{"id": 1}, {"id": 2}], row_ids=["a", "b"]) == []
     assert rows_of(client, f"SELECT COUNT(*) FROM {things}") == [(2,)]
+
+
+@pytest.mark.parametrize("field", ["ratio", "name"])
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
+def test_a_number_that_json_has_not_is_refused(
+    client: bigquery.Client, bigquery_endpoint: str, dataset: str, field: str, number: bytes
+) -> None:
+    schema = [bigquery.SchemaField("ratio", "FLOAT64"), bigquery.SchemaField("name", "STRING")]
+    client.create_table(bigquery.Table(f"{client.project}.{dataset}.n", schema))
+    path = f"/bigquery/v2/projects/{client.project}/datasets/{dataset}/tables/n/insertAll"
+    body = b'{"rows": [{"json": {"%s": %s}}]}' % (field.encode(), number)
+    status, _, found = request(bigquery_endpoint, "POST", path, body)
+    assert (status, found["error"]["status"]) == (400, "INVALID_ARGUMENT"), found
+    assert rows_of(client, f"SELECT * FROM {dataset}.n") == []
+
+
+@pytest.mark.parametrize("kind", ["TIMESTAMP", "DATETIME", "TIME"])
+def test_a_time_with_more_digits_than_sql_takes_is_refused(
+    client: bigquery.Client, dataset: str, kind: str
+) -> None:
+    place = f"{client.project}.{dataset}.n"
+    client.create_table(bigquery.Table(place, [bigquery.SchemaField("at", kind)]))
+    day = "" if kind == "TIME" else "2024-01-01 "
+    for digits, is_taken in (("123456", True), ("1234567", False), ("123456789", False)):
+        found = client.insert_rows_json(place, [{"at": f"{day}10:00:00.{digits}"}])
+        assert (found == []) is is_taken, found
+    assert rows_of(client, f"SELECT COUNT(*) FROM {dataset}.n") == [(1,)]
+
+
+def test_json_is_kept_with_its_names_sorted(client: bigquery.Client, dataset: str) -> None:
+    place = f"{client.project}.{dataset}.n"
+    client.create_table(bigquery.Table(place, [bigquery.SchemaField("j", "JSON")]))
+    assert client.insert_rows_json(place, [{"j": '{"b": 1, "a": {"d": 1, "c": 2}, "b": 3}'}]) == []
+    assert rows_of(client, f"SELECT TO_JSON_STRING(j) FROM {dataset}.n") == [
+        ('{"a":{"c":2,"d":1},"b":1}',)
+    ]
 
 
 def test_limits_are_the_service_s(client: bigquery.Client, things: str) -> None:

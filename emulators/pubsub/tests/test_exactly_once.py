@@ -1,9 +1,17 @@
 """Exactly-once delivery: only the latest ack id counts, and refusals say so."""
 
+from collections.abc import Callable
+
+import grpc
 import pytest
 
 from pubsub_emulator.errors import INVALID_ACK_ID, AckIdsRefused, InvalidArgument
-from tests.world import World
+from pubsub_emulator.protos import message_class
+from pubsub_emulator.server import PubsubServer
+from tests.wire import TOPIC, Wire, connect, refused_ids
+from tests.world import Pulled, World
+
+SUBSCRIPTION = "projects/p/subscriptions/once"
 
 
 @pytest.fixture
@@ -77,3 +85,45 @@ def test_push_and_exactly_once_exclude_each_other(once: World) -> None:
             enable_exactly_once_delivery=True,
             push_config={"push_endpoint": "http://localhost:1/x"},
         )
+
+
+@pytest.mark.parametrize("name", ["Acknowledge", "ModifyAckDeadline"])
+@pytest.mark.anyio
+async def test_each_refused_id_is_named_however_many_they_are(wire: Wire, name: str) -> None:
+    """A client takes each id that is not named as confirmed. Google's send 1,000 or 2,500."""
+    await wire.subscription(SUBSCRIPTION, TOPIC, enable_exactly_once_delivery=True)
+    ack_ids = [f"6612340c2ab73.{1_795_653_892_693_352 + each}.1" for each in range(15_000)]
+    request = message_class(f"{name}Request")(subscription=SUBSCRIPTION, ack_ids=ack_ids)
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await wire.call("Subscriber", name, request, "Empty")
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused_ids(refusal.value) == dict.fromkeys(ack_ids, INVALID_ACK_ID)
+
+
+@pytest.mark.anyio
+async def test_client_without_room_for_all_ids_takes_none_as_confirmed(
+    server: PubsubServer,
+) -> None:
+    async with connect(server.endpoint) as wire:
+        await wire.topic(TOPIC)
+        await wire.subscription(SUBSCRIPTION, TOPIC, enable_exactly_once_delivery=True)
+    request = message_class("AcknowledgeRequest")(
+        subscription=SUBSCRIPTION, ack_ids=[f"1.{number}.1" for number in range(2_500)]
+    )
+    options = [("grpc.use_local_subchannel_pool", 1)]  # 8 KiB, which is the default
+    async with grpc.aio.insecure_channel(server.endpoint, options=options) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await Wire(channel).call("Subscriber", "Acknowledge", request, "Empty")
+    assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("call", [World.ack, World.nack])
+def test_request_above_the_limit_of_the_service_is_refused_whole(
+    once: World, call: Callable[..., None]
+) -> None:
+    once.publish("a")
+    (pulled,) = once.pull()
+    stale = Pulled("", "x" * 600, 0, pulled.message)
+    with pytest.raises(InvalidArgument, match="exceeds the limit: 524288 bytes"):
+        call(once, [pulled, *[stale] * 1000])
+    once.ack([pulled])

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+from google.rpc import error_details_pb2, status_pb2
 
 from pubsub_emulator.protos import message_class
 from tests.limits import WAIT_LIMIT_S
@@ -104,7 +105,11 @@ class WireStream:
 
 @asynccontextmanager
 async def connect(endpoint: str) -> AsyncIterator[Wire]:
-    options = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+    options = [
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.max_metadata_size", 4 * 1024**2),  # as Google's clients
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
     async with grpc.aio.insecure_channel(endpoint, options=options) as channel:
         yield Wire(channel)
 
@@ -115,6 +120,15 @@ async def until(condition: Callable[[], bool]) -> None:
         # A call that waits shows nothing on the wire, so there is no event to wait for.
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
+
+
+def refused_ids(error: grpc.aio.AioRpcError) -> dict[str, str]:
+    """Return the ack ids that the details of a refusal name, with their reasons."""
+    trailers: Any = error.trailing_metadata()
+    status = status_pb2.Status.FromString(dict(trailers)["grpc-status-details-bin"])
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    return dict(info.metadata)
 
 
 def _deserializer(name: str) -> Any:

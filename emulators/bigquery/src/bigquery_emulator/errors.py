@@ -14,9 +14,17 @@ its own reason, so that clients don't retry
 Source: https://docs.cloud.google.com/bigquery/docs/error-messages
 """
 
+import logging
+import re
 from typing import Any
 
 import duckdb
+
+from bigquery_emulator.duckdb_words import in_googlesql
+
+log = logging.getLogger(__name__)
+_NO_SPACE = "No space left on device"
+_KIND = re.compile(r"^[A-Z]\w*(?: \w+)* Error: ")
 
 
 class ServiceError(Exception):
@@ -145,6 +153,15 @@ class BugError(ServiceError):
     status, reason, grpc_status = 500, "bug", "INTERNAL"
 
 
+def is_unavailable(error: Exception) -> bool:
+    """Whether DuckDB can't read or write its file, as on a full disk."""
+    # It names a full disk in either, as it is found at a commit or elsewhere.
+    is_unwritten = isinstance(error, duckdb.TransactionException) and "Could not write" in str(
+        error
+    )
+    return is_unwritten or isinstance(error, duckdb.IOException)
+
+
 def as_service_error(error: Exception) -> ServiceError:
     """Returns the service's error for whatever was raised.
 
@@ -157,11 +174,13 @@ def as_service_error(error: Exception) -> ServiceError:
     if isinstance(error, RecursionError):
         return InvalidError("The request is nested too deep")
     if isinstance(error, duckdb.OutOfMemoryException):
-        return ResourcesError(f"Resources exceeded: {text}")
-    is_unwritten = isinstance(error, duckdb.TransactionException) and "Could not write" in text
-    if is_unwritten or isinstance(error, duckdb.IOException):
-        # DuckDB names a full disk in either, as it is found at a commit or elsewhere.
-        return UnavailableError(f"The data can't be written or read: {text}")
+        return ResourcesError(
+            "Resources exceeded: the memory that this server gives to its queries is full"
+        )
+    if is_unavailable(error):
+        log.warning("the data can't be written or read: %s", text)
+        reason = "no space left on the disk" if _NO_SPACE in text else "see the server's log"
+        return UnavailableError(f"The data can't be written or read: {reason}")
     if isinstance(error, duckdb.DataError | duckdb.IntegrityError):
-        return InvalidError(f"A value does not fit: {text}")
+        return InvalidError(f"A value does not fit: {in_googlesql(_KIND.sub('', text))}")
     return BugError(f"This is a bug in the embedded BigQuery: {error!r}")

@@ -15,6 +15,8 @@ from typing import Any
 
 import duckdb
 
+from bigquery_emulator.udf.registry import register, unregister
+
 log = logging.getLogger(__name__)
 
 Cursor = Any
@@ -78,6 +80,7 @@ class Store:
             reason = str(error).split("\n")[0]
             raise OSError(f"cannot open {self._place}: {reason}") from error
         self._root.execute("CREATE SCHEMA bq")
+        register(self._root)
         self._root.execute(_MACROS.read_text())
         # Nothing that a query says may reach the machine's files or the network. Only Parquet
         # files are read in place, from this folder, and the database may be opened again.
@@ -106,6 +109,7 @@ class Store:
             except duckdb.Error as error:
                 # As on a full disk. The log has everything and is read at the next start.
                 log.warning("the log stays beside the data: %s", str(error).split("\n")[0])
+            unregister(self._root)
             self._root.close()
             self._root = None
 

@@ -12,6 +12,10 @@ from starlette.types import ASGIApp
 
 _SHUTDOWN_S = 5
 _MOST_CONNECTIONS = 1_000
+_IDLE_S = 620
+"""How long a connection stays open between requests, as Google's frontends hold it. A client that
+writes on one that was just closed sees a broken pipe.
+"""
 _log = logging.getLogger(__name__)
 
 
@@ -60,6 +64,7 @@ async def answering(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None
         log_level="warning",
         access_log=False,
         limit_concurrency=_MOST_CONNECTIONS,
+        timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=_SHUTDOWN_S,
     )
     server = _Server(config)

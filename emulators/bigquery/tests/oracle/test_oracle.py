@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from bigquery_emulator.duckdb_words import is_of_the_database
+from bigquery_emulator.googlesql.translation.functions.scalar import FUNCTIONS
 from tests.oracle.expressions import (
     random_query,
     random_table_query,
 )
+from tests.oracle.null_calls import NEVER_ASKED, builtin_functions, null_calls
 from tests.oracle.world import Found, World
 
 QUERIES = Path(__file__).parent / "queries"
@@ -85,6 +88,28 @@ def _is_only_null(expected: Found, given: Found) -> bool:
 
 def _agree(expected: Found, given: Found) -> bool:
     return (given.rows, bool(given.error)) == (expected.rows, bool(expected.error))
+
+
+def test_an_argument_that_is_null_comes_before_every_special_case(world: World) -> None:
+    """Calls of each scalar function with a NULL, beside values that are special to some of them."""
+    asked, wrong = set(), []
+    for name, sql in null_calls(builtin_functions(), frozenset(FUNCTIONS)):
+        given = world.given(sql)
+        if given.is_unsupported:
+            continue
+        asked.add(name)
+        expected = world.expected(sql)
+        if not (expected.is_unsupported or _agree(expected, given)):
+            wrong.append(f"{sql}\n  expected: {expected}\n  given:    {given}")
+    assert not wrong, "\n".join([f"{len(wrong)}:", *wrong])
+    assert FUNCTIONS.keys() - asked == NEVER_ASKED
+
+
+@pytest.mark.parametrize("path", sorted(QUERIES.glob("*.sql")), ids=lambda path: path.stem)
+def test_errors_have_no_words_of_the_database(world: World, path: Path) -> None:
+    errors = {sql: world.given(sql).error for sql in queries_of(path)}
+    told = {sql: error for sql, error in errors.items() if is_of_the_database(error)}
+    assert not told
 
 
 def test_there_are_enough_of_them() -> None:

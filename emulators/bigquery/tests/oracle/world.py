@@ -295,7 +295,7 @@ _SCALARS: dict[int, Callable[[Any], Any]] = {
     types.TYPE_NUMERIC: lambda value: (
         Decimal(int.from_bytes(value.numeric_value, "little", signed=True)) / 10**9
     ).normalize(),
-    types.TYPE_JSON: lambda value: json.loads(value.json_value),
+    types.TYPE_JSON: lambda value: _json(value.json_value),
 }
 
 
@@ -322,7 +322,12 @@ def _of_duckdb(value: Any, kind: Any) -> Any:
         return (value - dt.datetime(1970, 1, 1)) // dt.timedelta(microseconds=1)
     if kind.type_kind == types.TYPE_NUMERIC:
         return value.normalize()
-    return json.loads(value) if kind.type_kind == types.TYPE_JSON else value
+    return _json(value) if kind.type_kind == types.TYPE_JSON else value
+
+
+def _json(text: str) -> Any:
+    """A JSON value that also tells the order of the names in an object."""
+    return json.loads(text, object_pairs_hook=lambda pairs: ("object", *pairs))
 
 
 def _no_listing() -> Any:

@@ -14,7 +14,11 @@ from pubsub_emulator.calls.broker import Broker
 from pubsub_emulator.errors import InvalidArgument, PubsubError
 from pubsub_emulator.names import check_range
 from pubsub_emulator.protos import StreamingPullRequest, StreamingPullResponse
-from pubsub_emulator.state.ack_calls import acknowledge, modify_ack_deadline
+from pubsub_emulator.state.ack_calls import (
+    acknowledge,
+    check_ack_request_size,
+    modify_ack_deadline,
+)
 from pubsub_emulator.state.consumers import Consumer
 from pubsub_emulator.state.journal import ChangeJournal
 from pubsub_emulator.state.subscription import SubscriptionState
@@ -176,6 +180,7 @@ class _Stream:
             self._woken.set()
 
     def _apply_outcomes(self, request: StreamingPullRequest) -> None:
+        check_ack_request_size(request)
         if request.ack_ids:
             self._confirm(
                 self._acked,

@@ -5,10 +5,8 @@ destination whole. Source:
 https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/Job#JobConfigurationLoad
 """
 
-import csv
 import gzip
 import io
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -18,6 +16,7 @@ from bigquery_emulator.engine.job import BigQueryJob
 from bigquery_emulator.engine.parquet import parquet_file
 from bigquery_emulator.engine.service import BigQueryService
 from bigquery_emulator.errors import InvalidError, UnsupportedError
+from bigquery_emulator.tables.csv_lines import Cell, CsvForm, csv_lines
 from bigquery_emulator.tables.destinations import (
     TableDestination,
     parse_destination,
@@ -27,7 +26,7 @@ from bigquery_emulator.tables.detection import detect_schema
 from bigquery_emulator.tables.records import RowReader
 from bigquery_emulator.tables.rows import insert_rows
 from bigquery_emulator.tables.schema import Json, Schema, parse_schema
-from bigquery_emulator.tables.values import BadValueError
+from bigquery_emulator.tables.values import BadValueError, read_row
 
 _CHUNK_ROWS = 5_000
 _DETECTION_ROWS = 500
@@ -219,7 +218,7 @@ def _read(config: Json, file: IO[bytes], schema: Schema | None) -> Iterator[_Lin
     text = io.TextIOWrapper(raw, encoding, errors="replace", newline="" if is_csv else None)
     try:
         yield from _csv_rows(config, text, schema) if is_csv else _json_rows(text)
-    except (csv.Error, OSError, EOFError) as error:
+    except (OSError, EOFError) as error:
         raise InvalidError(f"Error while reading data, error message: {error}") from error
     finally:
         # The file is read again by a later step; closing the wrapper would close it too.
@@ -231,7 +230,7 @@ def _json_rows(text: io.TextIOWrapper) -> Iterator[_Line]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = read_row(line)
         except ValueError as error:
             yield number, f"JSON parsing error in row: {error}."
             continue
@@ -239,48 +238,47 @@ def _json_rows(text: io.TextIOWrapper) -> Iterator[_Line]:
 
 
 def _csv_rows(config: Json, text: io.TextIOWrapper, schema: Schema | None) -> Iterator[_Line]:
-    reader = csv.reader(
+    delimiter = config.get("fieldDelimiter") or ","
+    lines = csv_lines(
         text,
-        delimiter={"tab": "\t", "\\t": "\t"}.get(
-            config.get("fieldDelimiter") or ",", config.get("fieldDelimiter") or ","
+        CsvForm(
+            {"tab": "\t", "\\t": "\t"}.get(delimiter, delimiter),
+            config.get("quote", '"') or None,
+            bool(config.get("allowQuotedNewlines")),
         ),
-        quotechar=config.get("quote", '"') or None,
-        quoting=csv.QUOTE_MINIMAL if config.get("quote", '"') else csv.QUOTE_NONE,
-        strict=True,
     )
     skipped = int(config.get("skipLeadingRows") or 0)
-    header = list(islice(reader, max(skipped, 1 if schema is None else 0)))
-    names = (
-        [field.name for field in schema]
-        if schema is not None
-        else [name.strip() for name in header[-1]]
-    )
-    text_names = (
-        {field.name for field in schema if field.type in ("STRING", "BYTES")}
-        if schema is not None
-        else set()
-    )
+    header = list(islice(lines, max(skipped, 1 if schema is None else 0)))
+    names = _header_names(header) if schema is None else [field.name for field in schema]
+    text_names = {field.name for field in schema or () if field.type in ("STRING", "BYTES")}
     null = config.get("nullMarker") or ""
-    for cells in reader:
-        if not cells:
+    for number, cells in lines:
+        if isinstance(cells, str):
+            yield number, cells
+        elif not cells:
             continue
-        if len(cells) < len(names) and not config.get("allowJaggedRows"):
+        elif len(cells) < len(names) and not config.get("allowJaggedRows"):
             yield (
-                reader.line_num,
+                number,
                 f"CSV table references column position {len(cells)}, but the line has less.",
             )
-            continue
-        if len(cells) > len(names) and not config.get("ignoreUnknownValues"):
-            yield reader.line_num, "Too many values in row."
-            continue
-        yield reader.line_num, _csv_row(names, cells, text_names, null)
+        elif len(cells) > len(names) and not config.get("ignoreUnknownValues"):
+            yield number, "Too many values in row."
+        else:
+            yield number, _csv_row(names, cells, text_names, null)
 
 
-def _csv_row(names: list[str], cells: list[str], text_names: set[str], null: str) -> Json:
+def _header_names(header: list[tuple[int, list[Cell] | str]]) -> list[str]:
+    last = header[-1][1] if header else []
+    if isinstance(last, str):
+        raise InvalidError(f"Error while reading data, error message: {last}")
+    return [name.strip() for name, _ in last]
+
+
+def _csv_row(names: list[str], cells: list[Cell], text_names: set[str], null: str) -> Json:
     row: dict[str, Any] = {}
-    for name, cell in zip(names, cells, strict=False):
-        # An empty cell is NULL, but for text it is the empty text, unless the null marker says
-        # otherwise.
-        is_null = cell == null and (bool(null) or name not in text_names)
-        row[name] = None if is_null or (not cell and name not in text_names) else cell
+    for name, (cell, is_quoted) in zip(names, cells, strict=False):
+        # Between quotes there is an empty text, unless NULL has a mark of its own.
+        is_text = is_quoted and not null and name in text_names
+        row[name] = None if cell == null and not is_text else cell
     return row

@@ -3,6 +3,7 @@
 Source: https://docs.cloud.google.com/bigquery/docs/loading-data-cloud-storage-parquet
 """
 
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import IO
 
 import duckdb
 
+from bigquery_emulator.duckdb_words import in_googlesql
 from bigquery_emulator.errors import InvalidError, UnsupportedError
 from bigquery_emulator.store import Cursor, Store
 from bigquery_emulator.tables.schema import (
@@ -113,6 +115,7 @@ class ParquetFile:
             raise
         except duckdb.Error as error:
             text = str(error).split("\n")[0].replace(str(self._path), "the file")
+            text = in_googlesql(re.sub(r"^[A-Z]\w*(?: \w+)* Error: ", "", text))
             raise InvalidError(f"Error while reading data, error message: {text}") from error
 
 
@@ -157,6 +160,8 @@ def _shown(field: Field) -> str:
 def _column(field: Field, name: str | None) -> str:
     value = "NULL" if name is None else quoted(name)
     value = f"CAST({value} AS {field.duckdb_type})"
+    if field.duckdb_type == "JSON":
+        value = f"CAST(bq_json_canonical(CAST({value} AS VARCHAR)) AS JSON)"
     return f"coalesce({value}, [])" if field.mode == "REPEATED" else value
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import duckdb
 
+from bigquery_emulator.duckdb_words import in_googlesql
 from bigquery_emulator.errors import (
     BytesBilledError,
     InvalidQueryError,
     StoppedError,
-    UnavailableError,
     UnsupportedError,
     as_service_error,
+    is_unavailable,
 )
 from bigquery_emulator.googlesql.parameters import values_in
 from bigquery_emulator.googlesql.translate import Statement
@@ -39,6 +40,8 @@ _FIRST_ROWS = 10
 _MOST_ROWS_READ_TWICE = 100_000
 _RAISED = re.compile(r"[\"']bq: (.*)[\"'](?: to INT32|, expected format)", re.DOTALL)
 """An error of a macro, which is a cast that fails."""
+_RAISED_AS_IT_IS = re.compile(r"(?:executing the UDF: \w+|Input Error): bq: (.*)", re.DOTALL)
+"""An error of a function in Python, or of ERROR."""
 _UNKNOWN_ZONE = re.compile(r"Unknown TimeZone '(?:bq: (.*embedded BigQuery)|(.*?))'!", re.DOTALL)
 """A refusal of a macro, which is a zone that DuckDB does not know, or really a zone."""
 _UNKNOWN_COLUMN = re.compile(r'Referenced (?:column|table) "([^"]+)" not found')
@@ -245,15 +248,19 @@ def _translated(statement: Statement) -> Iterator[None]:
         raise UnsupportedError(
             f"Not supported by the embedded BigQuery: {_cleaned(error, statement)}"
         ) from error
+    except UnicodeDecodeError as error:
+        # DuckDB cut its message inside of a letter.
+        message = duckdb.Error(error.object.decode("utf-8", "replace"))
+        raise InvalidQueryError(_cleaned(message, statement)) from error
     except duckdb.Error as error:
-        if isinstance(found := as_service_error(error), UnavailableError):
-            raise found from error
+        if is_unavailable(error):
+            raise as_service_error(error) from error
         raise InvalidQueryError(_cleaned(error, statement)) from error
 
 
 def _cleaned(error: Exception, statement: Statement) -> str:
     text = str(error)
-    if match := _RAISED.search(text):
+    if match := _RAISED.search(text) or _RAISED_AS_IT_IS.search(text):
         return match.group(1)
     if match := _UNKNOWN_COLUMN.search(text):
         return f"Unrecognized name: {match.group(1)}"
@@ -263,4 +270,4 @@ def _cleaned(error: Exception, statement: Statement) -> str:
     for table in statement.tables:
         name = str(table.key).replace(":", ".")
         text = re.sub(rf"\b(?:data\.main\.)?t{table.number}\b", name, text)
-    return text.replace("bq.", "")
+    return in_googlesql(text)

@@ -38,7 +38,7 @@ CREATE OR REPLACE MACRO bq.divide(a, b) AS
 CREATE OR REPLACE MACRO bq.safe_divide(a, b) AS CASE WHEN b = 0 OR isinf(a / b) AND NOT isinf(a) THEN NULL ELSE a / b END;
 
 CREATE OR REPLACE MACRO bq.ieee_divide(a, b) AS
-    CASE WHEN b = 0 THEN CASE WHEN isnan(a) OR a = 0 THEN CAST('NaN' AS DOUBLE)
+    CASE WHEN a IS NULL THEN NULL WHEN b = 0 THEN CASE WHEN isnan(a) OR a = 0 THEN CAST('NaN' AS DOUBLE)
         WHEN (a > 0) = (NOT signbit(b)) THEN CAST('inf' AS DOUBLE) ELSE CAST('-inf' AS DOUBLE) END
       ELSE a / b END;
 
@@ -94,12 +94,12 @@ CREATE OR REPLACE MACRO bq.pow(a, b) AS
       THEN bq.fail('Floating point error in function: POW') ELSE pow(a, b) END;
 
 CREATE OR REPLACE MACRO bq.shift_left(v, n) AS
-    CASE WHEN n < 0 THEN bq.fail('Bitwise binary shift by negative offset')
+    CASE WHEN v IS NULL THEN NULL WHEN n < 0 THEN bq.fail('Bitwise binary shift by negative offset')
       WHEN n > 63 THEN 0
       ELSE CAST(CAST(CAST(v AS BIT) AS BIT) << CAST(n AS INTEGER) AS BIGINT) END;
 
 CREATE OR REPLACE MACRO bq.shift_right(v, n) AS
-    CASE WHEN n < 0 THEN bq.fail('Bitwise binary shift by negative offset')
+    CASE WHEN v IS NULL THEN NULL WHEN n < 0 THEN bq.fail('Bitwise binary shift by negative offset')
       WHEN n > 63 THEN 0
       ELSE CAST(CAST(CAST(v AS BIT) AS BIT) >> CAST(n AS INTEGER) AS BIGINT) END;
 
@@ -291,6 +291,7 @@ CREATE OR REPLACE MACRO bq.text_timestamp(v) AS CASE
     WHEN v IS NOT NULL THEN CAST(bq.fail_timestamp('Invalid timestamp: ''' || v || '''') AS TIMESTAMPTZ) END;
 
 CREATE OR REPLACE MACRO bq.text_timestamp_at(v, zone) AS CASE
+    WHEN zone IS NULL THEN NULL
     WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([ Tt]([01]?[0-9]|2[0-3]):[0-9]{1,2}:[0-9]{1,2}(\.[0-9]{1,6})?)?') THEN bq.at_zone(zone, CAST(replace(v, 't', 'T') AS TIMESTAMP))
     WHEN bq.text_timestamp(v) IS NOT NULL THEN CAST(bq.fail_timestamp('Timezone is not allowed in "' || v || '"') AS TIMESTAMPTZ) END;
 
@@ -316,23 +317,23 @@ CREATE OR REPLACE MACRO bq.ltrim_spaces(v) AS regexp_replace(v, '^[\s\p{Z}\x{85}
 CREATE OR REPLACE MACRO bq.rtrim_spaces(v) AS regexp_replace(v, '[\s\p{Z}\x{85}\x{b}]+$', '');
 
 CREATE OR REPLACE MACRO bq.lpad(v, size, pad) AS
-    CASE WHEN size < 0 OR pad = '' OR size > 1048576 THEN CAST(bq.fail('LPAD: bad length or pattern') AS VARCHAR) ELSE lpad(v, CAST(size AS INTEGER), pad) END;
+    CASE WHEN v IS NULL OR size IS NULL OR pad IS NULL THEN NULL WHEN size < 0 OR pad = '' OR size > 1048576 THEN CAST(bq.fail('LPAD: bad length or pattern') AS VARCHAR) ELSE lpad(v, CAST(size AS INTEGER), pad) END;
 
 CREATE OR REPLACE MACRO bq.rpad(v, size, pad) AS
-    CASE WHEN size < 0 OR pad = '' OR size > 1048576 THEN CAST(bq.fail('RPAD: bad length or pattern') AS VARCHAR) ELSE rpad(v, CAST(size AS INTEGER), pad) END;
+    CASE WHEN v IS NULL OR size IS NULL OR pad IS NULL THEN NULL WHEN size < 0 OR pad = '' OR size > 1048576 THEN CAST(bq.fail('RPAD: bad length or pattern') AS VARCHAR) ELSE rpad(v, CAST(size AS INTEGER), pad) END;
 
 CREATE OR REPLACE MACRO bq.replace(v, old, new) AS CASE WHEN old = '' AND new IS NOT NULL THEN v ELSE replace(v, old, new) END;
 
 CREATE OR REPLACE MACRO bq.repeat(v, times) AS
-    CASE WHEN times > 1048576 OR times * strlen(v) > 1048576
+    CASE WHEN v IS NULL THEN NULL WHEN times > 1048576 OR times * strlen(v) > 1048576
         THEN CAST(bq.fail('Output of REPEAT exceeds max allowed output size of 1MB') AS VARCHAR)
       WHEN times < 0 THEN CAST(bq.fail('Second argument in REPEAT() cannot be negative') AS VARCHAR) ELSE repeat(v, times) END;
 
 CREATE OR REPLACE MACRO bq.left(v, size) AS
-    CASE WHEN size < 0 THEN CAST(bq.fail('Second argument in LEFT() cannot be negative') AS VARCHAR) WHEN size IS NOT NULL THEN left(v, least(size, 2147483647)) END;
+    CASE WHEN v IS NULL THEN NULL WHEN size < 0 THEN CAST(bq.fail('Second argument in LEFT() cannot be negative') AS VARCHAR) WHEN size IS NOT NULL THEN left(v, least(size, 2147483647)) END;
 
 CREATE OR REPLACE MACRO bq.right(v, size) AS
-    CASE WHEN size < 0 THEN CAST(bq.fail('Second argument in RIGHT() cannot be negative') AS VARCHAR)
+    CASE WHEN v IS NULL THEN NULL WHEN size < 0 THEN CAST(bq.fail('Second argument in RIGHT() cannot be negative') AS VARCHAR)
       WHEN size = 0 THEN left(v, 0) WHEN size IS NOT NULL THEN right(v, least(size, 2147483647)) END;
 
 -- Spaces, and what is missing at the end, do not matter.
@@ -385,10 +386,10 @@ CREATE OR REPLACE MACRO bq.translate(v, old, new) AS CASE
     ELSE translate(v, old, new) END;
 
 CREATE OR REPLACE MACRO bq.instr(v, wanted, position, occurrence) AS CASE
+    WHEN v IS NULL OR wanted IS NULL OR position IS NULL OR occurrence IS NULL THEN NULL
     WHEN position < 1 THEN bq.refuse('INSTR from a position that is not above 0 is')
     WHEN occurrence < 1 THEN bq.fail('Occurrence must be positive')
     WHEN wanted = '' THEN bq.refuse('INSTR of an empty text is')
-    WHEN v IS NULL OR wanted IS NULL OR position IS NULL OR occurrence IS NULL THEN NULL
     ELSE coalesce(list_extract(list_filter(range(position, length(v) - length(wanted) + 2),
         lambda p: substring(v, p, length(wanted)) = wanted), occurrence), 0) END;
 
@@ -437,20 +438,24 @@ CREATE OR REPLACE MACRO bq.code_points_bytes(points) AS CASE
 CREATE OR REPLACE MACRO bq.byte_start(v, position) AS
     CASE WHEN position < 0 THEN greatest(octet_length(v) + position, 0) ELSE least(greatest(position, 1) - 1, octet_length(v)) END;
 
-CREATE OR REPLACE MACRO bq.substr_bytes(v, position) AS from_hex(substring(to_hex(v), 2 * bq.byte_start(v, position) + 1)),
+CREATE OR REPLACE MACRO bq.substr_bytes(v, position) AS CASE WHEN position IS NOT NULL THEN from_hex(substring(to_hex(v), 2 * bq.byte_start(v, position) + 1)) END,
   (v, position, size) AS CASE
     WHEN position IS NULL OR size IS NULL OR v IS NULL THEN NULL
     WHEN size < 0 THEN CAST(CAST(bq.fail('Third argument in SUBSTR() cannot be negative') AS VARCHAR) AS BLOB)
     ELSE from_hex(substring(to_hex(v), 2 * bq.byte_start(v, position) + 1, 2 * least(size, octet_length(v)))) END;
 
 CREATE OR REPLACE MACRO bq.left_bytes(v, size) AS
-    CASE WHEN size < 0 THEN CAST(CAST(bq.fail('Second argument in LEFT() cannot be negative') AS VARCHAR) AS BLOB) WHEN size IS NOT NULL THEN from_hex(substring(to_hex(v), 1, 2 * least(size, octet_length(v)))) END;
+    CASE WHEN v IS NULL THEN NULL WHEN size < 0 THEN CAST(CAST(bq.fail('Second argument in LEFT() cannot be negative') AS VARCHAR) AS BLOB) WHEN size IS NOT NULL THEN from_hex(substring(to_hex(v), 1, 2 * least(size, octet_length(v)))) END;
 
 CREATE OR REPLACE MACRO bq.right_bytes(v, size) AS
-    CASE WHEN size < 0 THEN CAST(CAST(bq.fail('Second argument in RIGHT() cannot be negative') AS VARCHAR) AS BLOB)
+    CASE WHEN v IS NULL THEN NULL WHEN size < 0 THEN CAST(CAST(bq.fail('Second argument in RIGHT() cannot be negative') AS VARCHAR) AS BLOB)
       WHEN size IS NOT NULL THEN from_hex(substring(to_hex(v), 2 * greatest(octet_length(v) - least(size, octet_length(v)), 0) + 1)) END;
 
 -- Arrays.
+
+-- As OR of all of them: true if one is, and NULL if one may be.
+CREATE OR REPLACE MACRO bq.any_true(list) AS CASE
+    WHEN list_contains(list, true) THEN true WHEN list_count(list) < len(list) THEN NULL WHEN list IS NOT NULL THEN false END;
 
 -- The values that come most, NULL among them, with their counts below zero: so the highest are first.
 CREATE OR REPLACE MACRO bq.top_count(list, most) AS CASE WHEN list IS NOT NULL THEN list_slice(list_sort(list_concat(
@@ -481,6 +486,26 @@ CREATE OR REPLACE MACRO bq.filled_array_text(list, separator, filling) AS CASE W
     THEN array_to_string(list_transform(list, lambda e: coalesce(e, filling)), separator) END;
 
 CREATE OR REPLACE MACRO bq.array_concat(a, b) AS CASE WHEN a IS NOT NULL AND b IS NOT NULL THEN list_concat(a, b) END;
+
+-- Each element is the first one and a multiple of the step, not the sum of steps.
+CREATE OR REPLACE MACRO bq.stepped(a, b, step) AS list_filter(
+    list_transform(range(CAST(greatest(floor(CAST((b - a) AS DOUBLE) / CAST(step AS DOUBLE)), -2) AS BIGINT) + 2), lambda i: a + i * step),
+    lambda e: CASE WHEN step > 0 THEN e <= b ELSE e >= b END);
+
+CREATE OR REPLACE MACRO bq.generate_numbers(a, b, step) AS CASE
+    WHEN a IS NULL OR b IS NULL OR step IS NULL THEN NULL
+    WHEN step = 0 THEN [a + bq.fail('Sequence step cannot be 0.')]
+    WHEN abs(CAST((b - a) AS DOUBLE) / CAST(step AS DOUBLE)) >= 1048575 AND (b > a) = (step > 0)
+      THEN [a + bq.fail('Cannot generate arrays with more than 1048575 elements.')]
+    WHEN a = b THEN [a]
+    WHEN (b > a) <> (step > 0) THEN []
+    ELSE bq.stepped(a, b, step) END;
+
+CREATE OR REPLACE MACRO bq.generate_floats(a, b, step) AS CASE
+    WHEN isnan(a) OR isnan(b) OR isnan(step) THEN [a + bq.fail('Sequence start, end, and step cannot be NaN.')]
+    WHEN isinf(step) THEN [a + bq.fail('Sequence step cannot be +/-inf.')]
+    WHEN isinf(a) AND (b > a) <> (step > 0) THEN []
+    ELSE bq.generate_numbers(a, b, step) END;
 
 CREATE OR REPLACE MACRO bq.generate_array(a, b, step) AS CASE
     WHEN step = 0 THEN generate_series(a, b, CAST(bq.fail('Sequence step cannot be 0.') AS BIGINT))
@@ -520,6 +545,19 @@ CREATE OR REPLACE MACRO bq.trunc_at(unit, v, shift, zone) AS CASE
       THEN bq.checked_micros(epoch_us(v) - (epoch_us(timezone(zone, v)) - epoch_us(date_trunc(unit, timezone(zone, v)))))
     ELSE bq.at_zone(zone, date_trunc(unit, timezone(zone, v) + to_days(shift)) - to_days(shift)) END;
 
+-- Where the bucket begins that a moment is in. Buckets are counted from an origin.
+CREATE OR REPLACE MACRO bq.bucket_us(v, us, origin) AS CASE
+    WHEN us <= 0 THEN bq.fail('Bucket width must be positive')
+    ELSE epoch_us(v) - ((epoch_us(v) - epoch_us(origin)) % us + us) % us END;
+
+CREATE OR REPLACE MACRO bq.months_between(v, origin) AS (year(v) - year(origin)) * 12 + month(v) - month(origin);
+
+CREATE OR REPLACE MACRO bq.months_bucket(v, months, origin) AS CASE
+    WHEN months <= 0 THEN make_timestamp(bq.fail('Bucket width must be positive'))
+    WHEN origin + to_months(CAST(bq.months_between(v, origin) - (bq.months_between(v, origin) % months + months) % months AS INTEGER)) > v
+      THEN origin + to_months(CAST(bq.months_between(v, origin) - (bq.months_between(v, origin) % months + months) % months - months AS INTEGER))
+    ELSE origin + to_months(CAST(bq.months_between(v, origin) - (bq.months_between(v, origin) % months + months) % months AS INTEGER)) END;
+
 -- DATE_DIFF and DATETIME_DIFF count the boundaries between two moments, TIMESTAMP_DIFF the whole units.
 -- Cut to the unit first, as DuckDB counts whole weeks.
 CREATE OR REPLACE MACRO bq.date_diff(unit, later, earlier, shift) AS
@@ -540,11 +578,13 @@ CREATE OR REPLACE MACRO bq.week_of_year(v, shift) AS
 CREATE OR REPLACE MACRO bq.make_date(y, m, d) AS bq.checked_date(make_date(y, m, d));
 
 CREATE OR REPLACE MACRO bq.make_datetime(y, m, d, hh, mm, ss) AS CASE
+    WHEN y IS NULL OR m IS NULL OR d IS NULL OR hh IS NULL OR mm IS NULL OR ss IS NULL THEN NULL
     WHEN ss = 60 THEN make_timestamp(bq.refuse('a leap second is'))
     WHEN hh NOT BETWEEN 0 AND 23 THEN bq.fail_timestamp('Input calculates to invalid datetime')
     ELSE bq.checked_datetime(make_timestamp(y, m, d, hh, mm, CAST(ss AS DOUBLE))) END;
 
 CREATE OR REPLACE MACRO bq.make_time(hh, mm, ss) AS CASE
+    WHEN hh IS NULL OR mm IS NULL OR ss IS NULL THEN NULL
     WHEN ss = 60 THEN CAST(make_timestamp(bq.refuse('a leap second is')) AS TIME)
     WHEN hh NOT BETWEEN 0 AND 23 THEN CAST(bq.fail_timestamp('Input calculates to invalid time') AS TIME)
     ELSE make_time(hh, mm, CAST(ss AS DOUBLE)) END;
@@ -573,6 +613,20 @@ CREATE OR REPLACE MACRO bq.offset_digits(local, v, colon) AS
     CASE WHEN epoch_us(local) < epoch_us(CAST(v AS TIMESTAMP)) THEN '-' ELSE '+' END
       || printf('%02d', abs(epoch_us(local) - epoch_us(CAST(v AS TIMESTAMP))) // 3600000000) || colon
       || printf('%02d', abs(epoch_us(local) - epoch_us(CAST(v AS TIMESTAMP))) // 60000000 % 60);
+
+CREATE OR REPLACE MACRO bq.six_digits(v) AS regexp_replace(v, '(\.[0-9]{6})[0-9]+', '\1');
+
+-- A text that ends with an offset from UTC: what is before it, and the moment that both make.
+CREATE OR REPLACE MACRO bq.before_offset(v, pattern, before) AS CASE
+    WHEN regexp_matches(v, before || '(?:' || pattern || ')\s*$') THEN regexp_replace(v, '(?:' || pattern || ')\s*$', '')
+    WHEN v IS NOT NULL THEN CAST(bq.fail('Failed to parse input string "' || v || '"') AS VARCHAR) END;
+
+CREATE OR REPLACE MACRO bq.offset_minutes(digits) AS
+    CAST(digits[2:3] AS BIGINT) * 60 + CAST(coalesce(nullif(regexp_extract(digits, '^...:?([0-9][0-9])$', 1), ''), '0') AS BIGINT);
+
+CREATE OR REPLACE MACRO bq.minus_offset(local, v, pattern) AS bq.checked_micros(epoch_us(local) - CASE
+    regexp_extract(v, '(' || pattern || ')\s*$', 1)[1] WHEN '+' THEN 60000000 WHEN '-' THEN -60000000 ELSE 0 END
+      * coalesce(TRY(bq.offset_minutes(regexp_extract(v, '(' || pattern || ')\s*$', 1))), 0));
 
 CREATE OR REPLACE MACRO bq.seconds_text(v) AS
     strftime(v, '%S') || rtrim(rtrim(printf('.%06d', microsecond(v) % 1000000), '0'), '.');
@@ -616,18 +670,16 @@ CREATE OR REPLACE MACRO bq.marked_json(v, path) AS CASE
 
 CREATE OR REPLACE MACRO bq.json_unmarked(v) AS regexp_replace(v, '"\\u0001([^"]*)"', '\1', 'g');
 
--- A number that FLOAT64 can't hold is an error in GoogleSQL, and of equal names the first counts.
+-- A number that FLOAT64 can't hold is an error in GoogleSQL.
 CREATE OR REPLACE MACRO bq.is_exact_number(v) AS
     TRY_CAST(v AS HUGEINT) BETWEEN -9223372036854775808 AND 18446744073709551615 AND regexp_full_match(v, '-?[0-9]+')
       OR length(v) <= 16 AND NOT regexp_matches(v, '[eE][-+]?[0-9]{3}') OR bq.float_text(TRY_CAST(v AS DOUBLE)) = v;
 
 CREATE OR REPLACE MACRO bq.parse_json(v) AS CASE
-    WHEN bq.is_loose_json(v) THEN CAST(CAST(bq.fail('Invalid input to PARSE_JSON: syntax error') AS VARCHAR) AS JSON)
+    WHEN bq.is_loose_json(v) OR TRY_CAST(v AS JSON) IS NULL AND v IS NOT NULL THEN CAST(CAST(bq.fail('Invalid input to PARSE_JSON: syntax error') AS VARCHAR) AS JSON)
     WHEN len(list_filter(regexp_extract_all(bq.json_bare(v), '[-+.0-9eE]{17,}|[0-9][eE][-+]?[0-9]{3}[0-9]*'), lambda n: NOT bq.is_exact_number(n))) > 0
       THEN CAST(CAST(bq.refuse('JSON with numbers of so many digits is') AS VARCHAR) AS JSON)
-    WHEN len(json_keys(CAST(v AS JSON))) <> len(list_distinct(json_keys(CAST(v AS JSON))))
-      THEN CAST(CAST(bq.refuse('JSON with equal names is') AS VARCHAR) AS JSON)
-    ELSE CAST(v AS JSON) END;
+    ELSE CAST(bq_json_canonical(v) AS JSON) END;
 
 CREATE OR REPLACE MACRO bq.json_query_text(v, path) AS CASE
     WHEN json_type(bq.marked_json(v, path), path) <> 'NULL' THEN bq.json_unmarked(CAST(json_extract(bq.marked_json(v, path), path) AS VARCHAR)) END;

@@ -40,6 +40,7 @@ _QUERY_FIELDS = (
     ),
 )
 
+_REFUSED = {"EXTRACT": "Extract jobs", "LOAD": "Loading from Cloud Storage"}
 _STATEMENT_RESULTS = (
     *("numDmlAffectedRows", "dmlStats", "ddlOperationPerformed"),
     *("ddlTargetTable", "ddlTargetDataset"),
@@ -65,14 +66,16 @@ class RequestIds:
 
 
 async def insert(request: Request) -> Response:
-    """Starts a query or copy job.
+    """Starts a query or copy job. An extract job, or a load from Cloud Storage, fails.
 
     Loads come with a file and go to bigquery_emulator/routes/uploads.py.
     """
     service, body = service_of(request), await json_body(request)
     job = new_job(request.path_params["project"], body)
-    if job.kind == "LOAD":
-        raise UnsupportedError("Loading from Cloud Storage: not supported by the embedded BigQuery")
+    if job.kind in _REFUSED:
+        # As a job that fails, which is said once. A request that is answered 501 is tried again.
+        service.jobs.start(job, _refuse)
+        return JSONResponse(job.resource())
     if job.configuration.get("dryRun"):
         await service.dry_run(job)
         return JSONResponse(job.resource())
@@ -80,12 +83,15 @@ async def insert(request: Request) -> Response:
     return JSONResponse(job.resource())
 
 
+async def _refuse(job: BigQueryJob) -> None:
+    raise UnsupportedError(f"{_REFUSED[job.kind]}: not supported by the embedded BigQuery")
+
+
 def new_job(project: str, body: Json) -> BigQueryJob:
     """Returns the job that a request describes, not started yet.
 
     Raises:
         InvalidError: where it names no kind of job, or several, or a field is not of its type.
-        UnsupportedError: for an extract job.
     """
     body = read_fields(body, JobFields)
     configuration = body.get("configuration") or {}
@@ -94,8 +100,6 @@ def new_job(project: str, body: Json) -> BigQueryJob:
         raise InvalidError(
             "Job configuration must contain exactly one job-specific configuration object"
         )
-    if kinds == ["extract"]:
-        raise UnsupportedError("Extract jobs: not supported by the embedded BigQuery")
     if configuration.get("dryRun") and kinds != ["query"]:
         raise InvalidError("Invalid value for configuration.dryRun: only a query has a dry run")
     copy = configuration.get("copy")

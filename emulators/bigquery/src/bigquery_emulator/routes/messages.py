@@ -1,6 +1,5 @@
 """Requests and responses of the BigQuery API: JSON bodies, maybe gzipped, and errors."""
 
-import json
 import zlib
 from collections.abc import AsyncIterator
 
@@ -13,6 +12,7 @@ from bigquery_emulator.errors import InvalidError, TooLargeError, as_service_err
 from bigquery_emulator.routes.options import PageOptions, query_options
 from bigquery_emulator.tables.resources import DatasetKey, TableKey
 from bigquery_emulator.tables.schema import Json
+from bigquery_emulator.tables.values import read_row
 
 MOST_BODY_BYTES = 32 * 1024 * 1024
 _GZIP_WINDOW_BITS = 31
@@ -53,7 +53,7 @@ def json_object(raw: bytes) -> Json:
         InvalidError: it isn't one, or nested too deep.
     """
     try:
-        found = json.loads(raw)
+        found = read_row(raw)
     except ValueError as error:
         raise InvalidError(f"Parse Error: {error}") from error
     except RecursionError as error:

@@ -6,7 +6,12 @@ Used by insertAll and load jobs. The single values are read in `values`.
 from typing import Any
 
 from bigquery_emulator.tables.schema import Field, Json, Schema
-from bigquery_emulator.tables.values import BadValueError, canonical_scalar, shown
+from bigquery_emulator.tables.values import (
+    BadValueError,
+    canonical_json,
+    canonical_scalar,
+    shown,
+)
 
 
 class RowReader:
@@ -80,7 +85,7 @@ class RowReader:
                 raise BadValueError(self._path + field.name, message)
             return self._records[field.name].canonical(value)
         if field.type == "JSON" and self._takes_json:
-            return value
+            return canonical_json(value)
         path = self._path + field.name
         if isinstance(value, list):
             raise BadValueError(path, f"Array specified for non-repeated field: {path}.")

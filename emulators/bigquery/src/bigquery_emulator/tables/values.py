@@ -19,13 +19,15 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import msgspec
 
+from bigquery_emulator.udf.json_values import read_json, write_json
+
 _INT64 = range(-(2**63), 2**63)
 _WIDE = Context(prec=100)
 _NUMERIC_STEP = Decimal("1e-9")
 _NUMERIC_LIMIT = Decimal(10) ** 29
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _DATE = re.compile(r"(\d{4})[-/](\d{1,2})[-/](\d{1,2})")
-_TIME = re.compile(r"(\d{1,2}):(\d{1,2})(?::(\d{1,2})(?:\.(\d{1,9}))?)?")
+_TIME = re.compile(r"(\d{1,2}):(\d{1,2})(?::(\d{1,2})(?:\.(\d{1,6}))?)?")
 _TIMESTAMP = re.compile(
     rf"(?P<date>{_DATE.pattern})(?:[ Tt](?P<time>{_TIME.pattern}))?"
     r"\s*(?P<zone>[Zz]|UTC|[-+]\d{1,2}(?::?\d{2})?|[A-Za-z]+(?:/[A-Za-z_+-]+)+)?"
@@ -58,6 +60,26 @@ def canonical_scalar(kind: str, value: Any, path: str = "") -> Any:
     return None if value is None else _SCALARS[kind](value, path)
 
 
+def read_row(text: str | bytes) -> Any:
+    """Returns the JSON value of a row that comes in, or of a request with rows.
+
+    Raises:
+        ValueError: it is no JSON, as a bare NaN or Infinity and a number beyond FLOAT64 are none.
+    """
+    return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text} is too large")
+    return number
+
+
 def shown(value: Any) -> str:
     """Returns a JSON value as messages show it."""
     return value if isinstance(value, str) else json.dumps(value)
@@ -86,7 +108,7 @@ def _integer(value: Any, path: str) -> int:
 
 
 def _float(value: Any, path: str) -> str:
-    if isinstance(value, float) and math.isfinite(value):
+    if isinstance(value, float):
         return repr(value)
     text = value.strip() if isinstance(value, str) else shown(value)
     if isinstance(value, bool) or not (
@@ -137,11 +159,16 @@ def _bytes(value: Any, path: str) -> str:
 
 def _json(value: Any, path: str) -> msgspec.Raw:
     try:
-        found = json.loads(value) if isinstance(value, str) else value
+        found = read_json(value) if isinstance(value, str) else value
     except ValueError:
         raise BadValueError(path, f"Invalid JSON value: {value}") from None
+    return canonical_json(found)
+
+
+def canonical_json(value: Any) -> msgspec.Raw:
+    """Returns a JSON value of a JSON column, as GoogleSQL writes it."""
     # Written here: an integer of any size is JSON, and the encoder of rows refuses large ones.
-    text = json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+    text = write_json(value)
     # Half of a surrogate pair is written as its escape, which DuckDB refuses.
     return msgspec.Raw(text.encode("utf-8", "backslashreplace"))
 

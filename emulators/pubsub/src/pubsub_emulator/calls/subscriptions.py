@@ -12,7 +12,11 @@ from pubsub_emulator.errors import (
 from pubsub_emulator.names import check_project, check_range
 from pubsub_emulator.protos import Subscription as SubscriptionProto
 from pubsub_emulator.protos import empty, message_class
-from pubsub_emulator.state.ack_calls import acknowledge, modify_ack_deadline
+from pubsub_emulator.state.ack_calls import (
+    acknowledge,
+    check_ack_request_size,
+    modify_ack_deadline,
+)
 from pubsub_emulator.state.registry import Registry
 from pubsub_emulator.state.resources import (
     checked_push_config,
@@ -104,6 +108,7 @@ class SubscriptionCalls:
         Raises `AckIdsRefused` for ids that exactly-once delivery no longer accepts.
         """
         subscription = self.consumable(request.subscription)
+        check_ack_request_size(request)
         if not request.ack_ids:
             raise InvalidArgument("No ack ids specified.")
         refused = acknowledge(subscription.backlog, request.ack_ids)
@@ -114,6 +119,7 @@ class SubscriptionCalls:
     def modify_ack_deadline(self, request: Any) -> Any:
         """Move the end of leases, 0 to 600 seconds from now."""
         subscription = self.consumable(request.subscription)
+        check_ack_request_size(request)
         if not request.ack_ids:
             raise InvalidArgument("No ack ids specified.")
         check_range("ack_deadline_seconds", request.ack_deadline_seconds, 0, 600)

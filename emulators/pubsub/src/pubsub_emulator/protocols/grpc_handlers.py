@@ -15,8 +15,6 @@ from pubsub_emulator.protocols.methods import SUBSCRIBER, unary_methods
 from pubsub_emulator.protos import message_class
 from pubsub_emulator.streaming import streaming_pull
 
-_MAX_DETAILS_BYTES = 4096
-"""Base64 makes a third more of it. gRPC drops all metadata of a reply above 8 KiB."""
 _log = logging.getLogger(__name__)
 
 Handle = Callable[[Any, Any], Awaitable[Any]]
@@ -76,5 +74,5 @@ def _details(error: PubsubError, code: grpc.StatusCode) -> tuple[tuple[str, byte
         return ()
     number: int = code.value[0]
     status = status_pb2.Status(code=number, message=str(error))
-    status.details.add().Pack(error_info(error, _MAX_DETAILS_BYTES))
+    status.details.add().Pack(error_info(error))
     return (("grpc-status-details-bin", status.SerializeToString()),)

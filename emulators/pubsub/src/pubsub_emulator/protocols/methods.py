@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from pubsub_emulator.calls.broker import Broker
 from pubsub_emulator.calls.publishing import Publishing
+from pubsub_emulator.errors import AckIdsRefused
 from pubsub_emulator.protocols.delivery_order import pause_before_delivery_s
 from pubsub_emulator.protocols.slices import run_later, run_on, run_slice
 from pubsub_emulator.protos import message_class
@@ -240,7 +241,12 @@ def _validate_message(broker: Broker) -> Answer:
 
 def _acknowledge(broker: Broker) -> Answer:
     async def acknowledge(request: Any, call: Call) -> bytes:
-        response = _serialize(broker.call("Acknowledge", request))
+        try:
+            response = _serialize(broker.call("Acknowledge", request))
+        except AckIdsRefused:
+            # It confirms the ids that it does not name.
+            await broker.journal.acks_committed()
+            raise
         # Elsewhere an ack is best effort, and written along with whatever is published next.
         if broker.registry.subscriptions[request.subscription].settings.exactly_once:
             await broker.journal.acks_committed()

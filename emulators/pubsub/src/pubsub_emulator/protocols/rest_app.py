@@ -22,7 +22,6 @@ _MAX_BODY_BYTES = 16 * 1024**2
 """As much as a gRPC call may have. Base64 makes a publish a third larger than its limit."""
 _LARGE_BODY_BYTES = 64 * 1024
 """What is read in a thread, so that others are answered meanwhile."""
-_MAX_DETAILS_BYTES = 64 * 1024
 # Source: https://github.com/googleapis/googleapis/blob/master/google/rpc/code.proto
 _HTTP_STATUSES = {
     "INVALID_ARGUMENT": 400,
@@ -128,7 +127,7 @@ async def _hung_up(http: Request) -> None:
 def _refusal(error: PubsubError) -> Response:
     details = []
     if error.reason:
-        info = json_format.MessageToDict(error_info(error, _MAX_DETAILS_BYTES))
+        info = json_format.MessageToDict(error_info(error))
         details.append({"@type": "type.googleapis.com/google.rpc.ErrorInfo", **info})
     return _error(error.status, str(error), details)
 

@@ -2,8 +2,26 @@
 
 from collections.abc import Iterable
 
-from pubsub_emulator.errors import INVALID_ACK_ID
+from pubsub_emulator.errors import INVALID_ACK_ID, InvalidArgument
+from pubsub_emulator.protos import Message
 from pubsub_emulator.state.backlog import Backlog
+
+_MAX_REQUEST_BYTES = 512 * 1024
+"""Source: https://cloud.google.com/pubsub/quotas. A refusal that names every id of a request, with
+their reasons, is below the 4 MiB that Google's clients take.
+"""
+
+
+def check_ack_request_size(request: Message) -> None:
+    """Refuse a request with more ack ids than the service takes.
+
+    Raises:
+        InvalidArgument: it is too large. Nothing was acked.
+    """
+    if request.ByteSize() > _MAX_REQUEST_BYTES:
+        raise InvalidArgument(
+            f"Request payload size exceeds the limit: {_MAX_REQUEST_BYTES} bytes."
+        )
 
 
 def acknowledge(backlog: Backlog, ack_ids: Iterable[str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from zetasql.wasi._pb2.zetasql.public.simple_table_pb2 import SimpleTableProto
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
 
 from bigquery_emulator.errors import InvalidQueryError, UnsupportedError
+from bigquery_emulator.googlesql.analysis.functions import is_not_here, own_functions
 from bigquery_emulator.googlesql.analysis.language import language, rewrites
 from bigquery_emulator.googlesql.analysis.module import (
     AnalyzerModule,
@@ -31,6 +32,7 @@ MOST_CHARACTERS = 1024 * 1024
 """The service's limit on the length of a query."""
 _POSITION = re.compile(r"\s*\[at (\d+:\d+)\]$")
 _STATUS = re.compile(r"^Code: (\d+), Message: ", re.DOTALL)
+_UNKNOWN_FUNCTION = re.compile(r"(?:Table-valued function|Function) not found: ([\w.`]+)")
 _NOT_IMPLEMENTED = "12"
 _NOT_READ = "Statement not supported: "
 _MOST_CATALOGS = 64
@@ -71,6 +73,7 @@ class Analyzer:
         self._catalogs: OrderedDict[bytes, int] = OrderedDict()
         self._generation = 0
         self._language = language()
+        self._functions = own_functions()
 
     def load(self) -> AnalyzerModule:
         """Loads the module, if that was not done."""
@@ -149,6 +152,7 @@ class Analyzer:
     def _catalog(self, tables: Sequence[NamedTable]) -> SimpleCatalogProto:
         root = SimpleCatalogProto(name="root")
         root.builtin_function_options.language_options.CopyFrom(self._language)
+        root.custom_function.extend(self._functions)
         for number, table in enumerate(tables, 1):
             place = root
             for part in table.path[:-1]:
@@ -189,4 +193,8 @@ def _as_service_says(message: str) -> InvalidQueryError | UnsupportedError:
     if text.startswith(_NOT_READ) or (status is not None and status[1] == _NOT_IMPLEMENTED):
         text = text.removeprefix(_NOT_READ)
         return UnsupportedError(f"{text}: not supported by the embedded BigQuery", "query")
+    unknown = _UNKNOWN_FUNCTION.match(text)
+    if unknown is not None and is_not_here(unknown[1].replace("`", "")):
+        name = unknown[1].replace("`", "").upper()
+        return UnsupportedError(f"Function {name}: not supported by the embedded BigQuery", "query")
     return InvalidQueryError(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import ROUND_DOWN, Context, Decimal
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
@@ -18,6 +19,8 @@ from bigquery_emulator.googlesql.translation.ordering import order_by
 from bigquery_emulator.googlesql.translation.scope import Scope
 
 _MOST_QUANTILES = 10_000
+_PLACE_DIGITS = 28
+_PLACE_CONTEXT = Context(prec=60)
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,34 @@ def aggregate(node: Node, scope: Scope) -> str:
 def _having(node: Node, scope: Scope) -> str:
     """ANY_VALUE of a row where another value is the greatest or the smallest."""
     call, modifier = call_of(node, scope), node.having_modifier
-    kind = modifier.having_expr.type.type_kind
-    if call.name != "any_value" or kind in (types.TYPE_DOUBLE, types.TYPE_STRUCT, types.TYPE_ARRAY):
+    if call.name != "any_value":
         raise unsupported("HAVING MAX and HAVING MIN in this aggregate")
-    name = "arg_max_null" if modifier.enum("kind") == "MAX" else "arg_min_null"
-    return f"{name}({call.sql[0]}, {expression(modifier.having_expr, scope)})"
+    kind = modifier.enum("kind")
+    by = modifier.having_expr
+    return _at_extreme(
+        kind, call.sql[0], expression(by, scope), by.type.type_kind, f"HAVING {kind}"
+    )
+
+
+def _at_extreme(kind: str, value: str, by: str, by_kind: int, told: str) -> str:
+    """The value of a row where another value is the greatest, or the smallest."""
+    if by_kind in (types.TYPE_STRUCT, types.TYPE_ARRAY, types.TYPE_JSON):
+        raise unsupported(f"{told} of this type")
+    if by_kind == types.TYPE_DOUBLE:
+        by = f"bq.not_nan({by}, '{told}')"
+    return f"arg_{kind.lower()}_null({value}, {by})"
+
+
+def _by(kind: str) -> Callable[[Aggregate], str]:
+    """MAX_BY and MIN_BY."""
+
+    def write(one: Aggregate) -> str:
+        if not one.is_plain:
+            raise one.call.refused()
+        value, by = one.call.sql
+        return _at_extreme(kind, value, by, one.call.kind(1), f"{kind}_BY") + one.over
+
+    return write
 
 
 def analytic(node: Node, scope: Scope, window: str) -> str:
@@ -222,6 +248,8 @@ _AGGREGATES: dict[str, Callable[[Aggregate], str]] = {
     "avg": _avg,
     "min": _extreme("min"),
     "max": _extreme("max"),
+    "max_by": _by("MAX"),
+    "min_by": _by("MIN"),
     "any_value": _plain("any_value"),
     "logical_and": _plain("bool_and"),
     "logical_or": _plain("bool_or"),
@@ -272,9 +300,22 @@ def _percentile(name: str) -> Callable[[Call, str], str]:
         value = call.sql[0]
         if call.kind() == types.TYPE_DOUBLE:
             value = f"bq.not_nan({value}, '{call.name.upper()}')"
-        return f"{name}({value}, {call.sql[1]})"
+        place = call.sql[1]
+        if name == "quantile_disc" and call.kind(1) == types.TYPE_DOUBLE:
+            place = _exact(call.nodes[1].value.value.double_value)
+        return f"{name}({value}, {place})"
 
     return write
+
+
+def _exact(place: float) -> str:
+    """A percentile as a DECIMAL, by which DuckDB multiplies exactly, as GoogleSQL does by a double.
+
+    What is cut off matters for more rows than there is memory for. It is cut and not rounded: a
+    percentile that is exact and falls on a row stays there.
+    """
+    digits = Decimal(place).quantize(Decimal(1).scaleb(-_PLACE_DIGITS), ROUND_DOWN, _PLACE_CONTEXT)
+    return f"CAST('{digits:f}' AS DECIMAL({_PLACE_DIGITS + 1},{_PLACE_DIGITS}))"
 
 
 _WINDOWS: dict[str, Callable[[Call, str], str]] = {

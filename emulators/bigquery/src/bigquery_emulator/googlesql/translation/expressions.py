@@ -44,9 +44,11 @@ def call_of(node: Node, scope: Scope) -> Call:
         arguments = [one.expr for one in node.generic_argument_list]
         if any(one is None for one in arguments):
             raise unsupported("Functions with a lambda or a table")
-    name = node.function.name.removeprefix("ZetaSQL:")
+    name = node.function.name.rpartition(":")[2]
     if name in _MOVES and arguments[1].kind == "FunctionCall":
         name, arguments = _moved(name, arguments)
+    if name.endswith("_bucket") and arguments[1].type.type_kind == types.TYPE_INTERVAL:
+        arguments = [arguments[0], *_span(arguments[1]), *arguments[2:]]
     sql = [_argument(one, scope) for one in arguments]
     return Call(name, arguments, sql, node.type)
 
@@ -58,6 +60,13 @@ def _moved(name: str, arguments: list[Node]) -> tuple[str, list[Node]]:
     if kind is None or span.function.name != "ZetaSQL:$interval":
         return name, arguments
     return f"{kind}_{_MOVES[name]}", [moment, *span.argument_list]
+
+
+def _span(node: Node) -> list[Node]:
+    """The number and the date part of an INTERVAL, which has no translation alone."""
+    if node.kind != "FunctionCall" or node.function.name != "ZetaSQL:$interval":
+        raise unsupported("An INTERVAL that is not a number and a date part")
+    return list(node.argument_list)
 
 
 def _argument(node: Node, scope: Scope) -> str:

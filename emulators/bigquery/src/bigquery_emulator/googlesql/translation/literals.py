@@ -21,6 +21,7 @@ from bigquery_emulator.googlesql.analysis.types import (
 )
 from bigquery_emulator.googlesql.calls import unsupported
 from bigquery_emulator.tables.schema import quoted
+from bigquery_emulator.udf.json_values import canonical
 
 _NANOS_BITS = 30
 _EXACT = Context(prec=60)
@@ -120,7 +121,7 @@ def _numeric(value: Any) -> str:
 
 
 def _json(value: Any) -> str:
-    return f"CAST({text(value.json_value)} AS JSON)"
+    return f"CAST({text(canonical(value.json_value))} AS JSON)"
 
 
 _SCALARS = {

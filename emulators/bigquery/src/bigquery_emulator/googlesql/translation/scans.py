@@ -20,6 +20,9 @@ from bigquery_emulator.googlesql.translation.windows import window_functions
 from bigquery_emulator.tables.schema import quoted
 
 _JOINS = {"INNER": "JOIN", "LEFT": "LEFT JOIN", "RIGHT": "RIGHT JOIN", "FULL": "FULL JOIN"}
+_LEVEL = "level"
+_MOST_ITERATIONS = 500
+"""Of a WITH query that refers to itself, as at the service."""
 _SET_OPERATIONS = {
     "UNION_ALL": "UNION ALL",
     "UNION_DISTINCT": "UNION",
@@ -239,36 +242,71 @@ def _set_operation(scan: Node, scope: Scope) -> str:
     kind = scan.enum("op_type")
     if kind not in _SET_OPERATIONS:
         raise unsupported(kind.replace("_", " "))
-    sides = []
-    for item in scan.input_item_list:
-        names = [
-            f"{scope.column(inner.column_id)} AS {scope.column(outer.column_id)}"
-            for inner, outer in zip(item.output_column_list, scan.column_list, strict=True)
-        ]
-        sides.append(f"(SELECT {', '.join(names) or '1 AS one'} FROM ({query(item.scan, scope)}))")
+    sides = [_renamed(item, scan, scope) for item in scan.input_item_list]
     return f" {_SET_OPERATIONS[kind]} ".join(sides)
 
 
+def _renamed(item: Node, scan: Node, scope: Scope) -> str:
+    """One side of a set operation, with the names of its columns."""
+    names = [
+        f"{scope.column(inner.column_id)} AS {scope.column(outer.column_id)}"
+        for inner, outer in zip(item.output_column_list, scan.column_list, strict=True)
+    ]
+    return f"(SELECT {', '.join(names) or '1 AS one'} FROM ({query(item.scan, scope)}))"
+
+
 def _with(scan: Node, scope: Scope) -> str:
-    if scan.recursive:
-        raise unsupported("WITH RECURSIVE")
     entries = []
     for entry in scan.with_entry_list:
+        if entry.with_subquery.kind == "RecursiveScan":
+            scope.recursive_names.append(entry.with_query_name)
         inner = query(entry.with_subquery, scope)
         ids = [column.column_id for column in entry.with_subquery.column_list]
         scope.named_queries[entry.with_query_name] = ids
         entries.append(f"{_query_name(entry.with_query_name, scope)} AS ({inner})")
-    return f"WITH {', '.join(entries)} {query(scan.query, scope)}"
+    word = "WITH RECURSIVE" if scan.recursive else "WITH"
+    return f"{word} {', '.join(entries)} {query(scan.query, scope)}"
+
+
+def _recursive(scan: Node, scope: Scope) -> str:
+    """A WITH query that refers to itself. Its column `level` counts, so that it ends."""
+    if scan.enum("op_type") != "UNION_ALL" or scan.recursion_depth_modifier is not None:
+        raise unsupported("WITH RECURSIVE by UNION DISTINCT, or with WITH DEPTH")
+    name = scope.recursive_names[-1]
+    ids = [column.column_id for column in scan.column_list]
+    scope.named_queries[name] = ids
+    terms = (scan.non_recursive_term, scan.recursive_term)
+    first, again = (_renamed(item, scan, scope) for item in terms)
+    scope.recursive_names.pop()
+    level = f"(SELECT any_value({_LEVEL}) FROM {_query_name(name, scope)}) + 1"
+    message = f"A recursive CTE has reached the maximum number of iterations: {_MOST_ITERATIONS}"
+    # In a condition, as a column that nobody reads would not be computed.
+    is_in_time = (
+        f"CASE WHEN {level} > {_MOST_ITERATIONS} THEN bq.fail('{message}') = 0 ELSE true END"
+    )
+    return (
+        f"SELECT *, 0 AS {_LEVEL} FROM {first}"
+        f" UNION ALL SELECT *, {level} FROM {again} WHERE {is_in_time}"
+    )
+
+
+def _recursive_ref(scan: Node, scope: Scope) -> str:
+    """The rows that the last iteration gave."""
+    name = scope.recursive_names[-1]
+    return _selected(name, scan, scope)
 
 
 def _with_ref(scan: Node, scope: Scope) -> str:
-    ids = scope.named_queries[scan.with_query_name]
+    return _selected(scan.with_query_name, scan, scope)
+
+
+def _selected(name: str, scan: Node, scope: Scope) -> str:
+    """The columns of a WITH query, under the names that they have in a scan of it."""
     names = [
         f"{scope.column(inner)} AS {scope.column(outer.column_id)}"
-        for inner, outer in zip(ids, scan.column_list, strict=True)
+        for inner, outer in zip(scope.named_queries[name], scan.column_list, strict=True)
     ]
-    name = _query_name(scan.with_query_name, scope)
-    return f"SELECT {', '.join(names) or '1 AS one'} FROM {name}"
+    return f"SELECT {', '.join(names) or '1 AS one'} FROM {_query_name(name, scope)}"
 
 
 def _query_name(name: str, scope: Scope) -> str:
@@ -294,4 +332,6 @@ _SCANS: dict[str, Callable[[Any, Scope], str]] = {
     "SetOperationScan": _set_operation,
     "WithScan": _with,
     "WithRefScan": _with_ref,
+    "RecursiveScan": _recursive,
+    "RecursiveRefScan": _recursive_ref,
 }

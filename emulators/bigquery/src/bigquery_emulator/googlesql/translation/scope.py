@@ -36,6 +36,8 @@ class Scope:
     translate_subquery: Callable[[Node, Scope], str]
     named_queries: dict[str, list[int]] = field(default_factory=dict)
     """The column ids of each WITH query, in order."""
+    recursive_names: list[str] = field(default_factory=list)
+    """The WITH queries that are being translated and refer to themselves, the innermost last."""
     literal_marks: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """What is written for literals that are filled in later, by their ranges in the statement."""
     targets: dict[int, str] = field(default_factory=dict)

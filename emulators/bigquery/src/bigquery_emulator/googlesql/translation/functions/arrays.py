@@ -49,10 +49,16 @@ def _to_string(call: Call) -> str:
 
 
 def _generated(call: Call) -> str:
-    if call.kind() != types.TYPE_INT64:
-        raise call.refused()
     step = call.sql[2] if len(call.sql) > 2 else "1"
-    return f"bq.generate_array({call.sql[0]}, {call.sql[1]}, {step})"
+    if call.kind() == types.TYPE_INT64:
+        return f"bq.generate_array({call.sql[0]}, {call.sql[1]}, {step})"
+    macro = {types.TYPE_DOUBLE: "generate_floats", types.TYPE_NUMERIC: "generate_numbers"}
+    if call.kind() not in macro:
+        raise call.refused()
+    kind = duckdb_type(call.type)
+    element = kind.removesuffix("[]")
+    step = f"CAST({step} AS {element})"
+    return f"CAST(bq.{macro[call.kind()]}({call.sql[0]}, {call.sql[1]}, {step}) AS {kind})"
 
 
 ARRAYS: Functions = {

@@ -53,10 +53,20 @@ _ZONED = {
     "s": "CAST(bq.unix({moment}, 1000000) AS VARCHAR)",
 }
 _FRACTION = re.compile("E([1-6])S")
-_PARSED = frozenset("aAbBdFhHImMpRSTyY%")
+_PARSED = frozenset("aAbBdDeFhHImMpRSTxXyY%") | {"E*S", "z", "Ez"}
 """Those that DuckDB's strptime reads as GoogleSQL does, once some are written out."""
-_CLOCKS_PARSED = frozenset("HIMpRST")
-_READ_AS = {"F": "%Y-%m-%d", "h": "%b", "R": "%H:%M", "T": "%H:%M:%S"}
+_CLOCKS_PARSED = frozenset("HIMpRSTX") | {"E*S"}
+_HOURS = "0[0-9]|1[0-3]"
+_OFFSETS = {
+    "z": f"[-+](?:(?:{_HOURS})(?:[0-5][0-9])?|14(?:00)?)",
+    "Ez": f"[-+](?:(?:{_HOURS})(?::?[0-5][0-9])?|14(?::?00)?)|Z",
+}
+"""The ends of texts with an offset from UTC."""
+_OFFSET_AT_END = re.compile("(?<!%)%(Ez|z)$")
+_READ_AS = {
+    **{"F": "%Y-%m-%d", "h": "%b", "R": "%H:%M", "T": "%H:%M:%S", "X": "%H:%M:%S"},
+    **{"D": "%m/%d/%y", "x": "%m/%d/%y", "e": "%d"},
+}
 
 
 class _Moment(NamedTuple):
@@ -146,6 +156,13 @@ def parsed(kind: str) -> Translate:
             return f"CAST({dated} AS TIME)"
         if not re.search("%[yY]", pattern):
             raise unsupported("PARSE_* with a format that has no year")
+        offset = _OFFSET_AT_END.search(pattern)
+        if offset is not None:
+            local = pattern[: offset.start()]
+            before = r"\s" if local != local.rstrip() else r"\S"
+            form = _OFFSETS[offset[1]]
+            of_local = _read(f"bq.before_offset({value}, '{form}', '{before}')", local)
+            return f"bq.minus_offset({of_local}, {value}, '{form}')"
         moment = _read(value, pattern)
         if len(call.sql) > 2:
             return f"bq.at_zone({call.zone(2)}, {moment})"
@@ -159,11 +176,15 @@ def parsed(kind: str) -> Translate:
 
 def _read(value: str, pattern: str) -> str:
     """The moment in a text. Short and full names of days and months stand for each other."""
+    seconds = ("%S", "%S.%f") if "%E*S" in pattern else ("",)
     patterns = dict.fromkeys(
-        _replaced(pattern, {"a": day, "A": day, "b": month, "B": month})
+        _replaced(pattern, {"a": day, "A": day, "b": month, "B": month, "E*S": second})
         for day in ("%a", "%A")
         for month in ("%b", "%B")
+        for second in seconds
     )
+    if len(seconds) > 1:
+        value = f"bq.six_digits({value})"
     return f"strptime({value}, [{', '.join(text(one) for one in patterns)}])"
 
 
@@ -171,12 +192,14 @@ def _parsed_pattern(call: Call, kind: str) -> str:
     pattern = call.text(0)
     if pattern is None:
         raise unsupported("A date format that is not a literal")
-    elements = set(re.findall(r"%(.?)", pattern))
+    elements = {found[1] for found in _ELEMENT.finditer(pattern)}
     refused = elements - _PARSED
     if kind == "DATE":
         refused |= elements & _CLOCKS_PARSED
     if kind == "TIME":
         refused |= elements - _CLOCKS_PARSED - {"%"}
+    if elements & _OFFSETS.keys() and (kind != "TIMESTAMPTZ" or not _OFFSET_AT_END.search(pattern)):
+        refused |= elements & _OFFSETS.keys()
     # An hour of twelve needs its half of the day, which an hour of 24 does not.
     if refused or ("p" in elements) != ("I" in elements):
         raise unsupported(f"Date format elements in {pattern!r}")
@@ -185,4 +208,4 @@ def _parsed_pattern(call: Call, kind: str) -> str:
 
 def _replaced(pattern: str, others: Mapping[str, str]) -> str:
     """The format with other elements for some of its own."""
-    return re.sub("%(.)", lambda found: others.get(found[1], found[0]), pattern)
+    return _ELEMENT.sub(lambda found: others.get(found[1], found[0]), pattern)

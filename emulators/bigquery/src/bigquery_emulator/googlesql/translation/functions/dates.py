@@ -162,7 +162,10 @@ def _timestamp(call: Call) -> str:
         return f"bq.text_timestamp_at({call.sql[0]}, {call.zone(1)})"
     if kinds[0] in (_DATE, _DATETIME):
         macro = "bq.constant_at_zone" if call.is_constant else "bq.at_zone"
-        return f"{macro}({call.zone(1)}, CAST({call.sql[0]} AS TIMESTAMP))"
+        zone = call.zone(1)
+        if zone.startswith("bq.zone("):  # which fails for what is no zone, but not beside a NULL
+            zone = f"bq.zone(CASE WHEN {call.sql[0]} IS NOT NULL THEN {call.sql[1]} END)"
+        return f"{macro}({zone}, CAST({call.sql[0]} AS TIMESTAMP))"
     raise call.refused()
 
 
@@ -228,12 +231,33 @@ def _timestamp_array(call: Call) -> str:
     )
 
 
+def _bucket(call: Call) -> str:
+    """Where the bucket begins that a value is in. Its width is a number and a date part."""
+    value, count, part = call.sql[0], call.sql[1], call.part(2)
+    origin = f"CAST({call.sql[3]} AS TIMESTAMP)" if len(call.sql) > 3 else _FIRST_BUCKET
+    moment = f"CAST({value} AS TIMESTAMP)"
+    units_us = {**_UNIT_US, "WEEK": 7 * _UNIT_US["DAY"]}
+    if part in _MONTHS and call.kind() != _TIMESTAMP:
+        found = f"bq.months_bucket({moment}, {count} * {_MONTHS[part]}, {origin})"
+    elif part in units_us and (call.kind() != _DATE or part in _DAYS):
+        found = f"make_timestamp(bq.bucket_us({moment}, {count} * {units_us[part]}, {origin}))"
+    else:
+        name = call.name.upper()
+        raise InvalidQueryError(f"Bucket width INTERVAL of {name} can't have a {part} part")
+    if call.kind() == _DATE:
+        return f"bq.checked_date(CAST({found} AS DATE))"
+    found = f"bq.checked_datetime({found})"
+    return found if call.kind() == _DATETIME else f"CAST({found} AS TIMESTAMPTZ)"
+
+
+_FIRST_BUCKET = "TIMESTAMP '1950-01-01'"
 _KINDS = ("date", "datetime", "timestamp", "time")
 DATES: Functions = {
     **{f"{kind}_trunc": _truncated for kind in _KINDS},
     **{f"{kind}_add": _added("") for kind in _KINDS},
     **{f"{kind}_sub": _added("-") for kind in _KINDS},
     **{f"{kind}_diff": _difference for kind in _KINDS},
+    **{f"{kind}_bucket": _bucket for kind in _KINDS[:3]},
     "$extract": _extracted,
     "$extract_date": _extracted_type("DATE"),
     "$extract_time": _extracted_type("TIME"),

@@ -6,6 +6,7 @@ import re
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 
+from bigquery_emulator.errors import InvalidQueryError
 from bigquery_emulator.googlesql.calls import unsupported
 from bigquery_emulator.googlesql.translation.functions.json_text import json_text
 from bigquery_emulator.googlesql.translation.functions.registry import (
@@ -14,9 +15,12 @@ from bigquery_emulator.googlesql.translation.functions.registry import (
     Translate,
 )
 from bigquery_emulator.googlesql.translation.literals import text
+from bigquery_emulator.udf.json_values import is_path
 
 _PATH = re.compile(r"""\$(\.[A-Za-z_]\w*|\."[^"\\]+"|\[\d{1,9}\])*""", re.ASCII)
 """Paths that DuckDB reads as BigQuery does."""
+_MOST_DEPTH = 1_000
+"""More than JSON may be nested."""
 
 
 def _path(call: Call) -> str:
@@ -92,7 +96,9 @@ def _of_json(macro: str) -> Translate:
 def _to_text(call: Call) -> str:
     # A second argument asks for line breaks.
     if len(call.sql) > 1 and call.sql[1] != "false":
-        raise call.refused()
+        if call.sql[1] != "true" or call.kind() != types.TYPE_JSON:
+            raise call.refused()
+        return f"coalesce(bq_json_pretty(CAST({call.sql[0]} AS VARCHAR)), 'null')"
     return json_text(call.sql[0], call.nodes[0].type)
 
 
@@ -123,8 +129,45 @@ def _json_object(call: Call) -> str:
         f"bq.json_of_name({name}) || ':' || {json_text(value, node.type, is_json=True)}"
         for name, value, node in zip(call.sql[::2], call.sql[1::2], call.nodes[1::2], strict=True)
     ]
+    if len(names) > 1:
+        parts = [part for _, part in sorted(zip(names, parts, strict=True))]
     inside = " || ',' || ".join(parts) or "''"
     return f"CAST('{{' || {inside} || '}}' AS JSON)"
+
+
+def _path_steps(call: Call, place: int) -> str:
+    """DuckDB's SQL of a path that is known."""
+    path = call.text(place)
+    if path is None or not is_path(path):
+        raise unsupported("A JSON path that is not a literal of names and places")
+    return text(path)
+
+
+def _keys(call: Call) -> str:
+    depth, mode = [*call.sql[1:], "NULL", "NULL"][:2]
+    depth = f"coalesce({depth}, {_MOST_DEPTH})"
+    found = f"bq_json_keys(CAST({call.sql[0]} AS VARCHAR), {depth}, coalesce({mode}, 'strict'))"
+    return f"CAST({found} AS VARCHAR[])"
+
+
+def _set(call: Call) -> str:
+    *pairs, creates = call.sql[1:]
+    found = f"CAST({call.sql[0]} AS VARCHAR)"
+    for place in range(1, 1 + len(pairs), 2):
+        value = json_text(call.sql[place + 1], call.nodes[place + 1].type, is_json=True)
+        path = _path_steps(call, place)
+        # A condition that is NULL leaves all as it is.
+        found = f"coalesce(bq_json_set({found}, {path}, {value}, {creates}), {found})"
+    return f"CAST({found} AS JSON)"
+
+
+def _remove(call: Call) -> str:
+    found = f"CAST({call.sql[0]} AS VARCHAR)"
+    for place in range(1, len(call.sql)):
+        if call.text(place) == "$":
+            raise InvalidQueryError("The JSONPath cannot be '$'")
+        found = f"bq_json_remove({found}, {_path_steps(call, place)})"
+    return f"CAST({found} AS JSON)"
 
 
 JSON: Functions = {
@@ -151,4 +194,7 @@ JSON: Functions = {
     "to_json": _to_json,
     "json_array": _json_array,
     "json_object": _json_object,
+    "json_keys": _keys,
+    "json_set": _set,
+    "json_remove": _remove,
 }

@@ -23,6 +23,7 @@ _FORMS = {
     types.TYPE_DATE: "('\"' || bq.date_text({0}) || '\"')",
     types.TYPE_TIME: "('\"' || bq.time_text({0}) || '\"')",
     types.TYPE_DATETIME: "('\"' || replace(bq.datetime_text({0}), ' ', 'T') || '\"')",
+    types.TYPE_JSON: "bq_json_canonical(CAST({0} AS VARCHAR))",
     types.TYPE_TIMESTAMP: (
         "('\"' || replace(bq.datetime_text(CAST({0} AS TIMESTAMP)), ' ', 'T') || 'Z\"')"
     ),
@@ -72,4 +73,6 @@ def _struct(value: str, kind: TypeProto, depth: int, is_json: bool) -> str:
         inner = json_text(f"({value}).{quoted(name)}", field.field_type, depth, is_json=is_json)
         # TO_JSON_STRING has all of them.
         parts[field.field_name if is_json else name] = f"{head} || {inner}"
+    if is_json:
+        parts = dict(sorted(parts.items()))
     return " || ".join(["'{'", " || ',' || ".join(parts.values()) or "''", "'}'"])

@@ -12,6 +12,8 @@ from bigquery_emulator.googlesql.translation.functions.registry import (
     tried,
 )
 
+_ROUNDING_MODES = {1: "ROUND_HALF_AWAY_FROM_ZERO", 2: "ROUND_HALF_EVEN"}
+"""Of `zetasql.functions.RoundingMode`."""
 _INT, _DOUBLE, _NUMERIC = types.TYPE_INT64, types.TYPE_DOUBLE, types.TYPE_NUMERIC
 
 
@@ -36,12 +38,17 @@ def _tried(form: str) -> Translate:
 
 def _rounded(name: str) -> Translate:
     def write(call: Call) -> str:
-        value, *digits = call.sql
-        if len(digits) > 1:
-            raise call.refused()
+        value, *digits = call.sql[:2]
+        if len(call.sql) > 2:
+            mode = _ROUNDING_MODES.get(call.nodes[2].value.value.enum_value)
+            if call.kind() != _NUMERIC or mode is None:
+                raise call.refused()
+            return f"bq_round_numeric({value}, {digits[0]}, '{mode}')"
         if call.kind() == _NUMERIC and (not digits or call.integer(1) is not None):
             given = [] if not digits else [str(call.integer(1))]
             return f"CAST({name}({', '.join([value, *(given or ['0'])])}) AS DECIMAL(38,9))"
+        if call.kind() == _NUMERIC and name == "round":
+            return f"bq_round_numeric({value}, {digits[0]}, 'ROUND_HALF_AWAY_FROM_ZERO')"
         if call.kind() == _DOUBLE:
             return f"bq.{name}_digits({value}, {digits[0]})" if digits else f"{name}({value})"
         raise call.refused()

@@ -269,7 +269,7 @@ def _like(call: Call) -> str:
 
 
 def _error(call: Call) -> str:
-    return f"CAST(error({call.sql[0]}) AS {duckdb_type(call.type)})"
+    return f"CAST(error('bq: ' || {call.sql[0]}) AS {duckdb_type(call.type)})"
 
 
 OPERATORS: Functions = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
+from zetasql.wasi._pb2.zetasql.public.type_pb2 import TypeProto
 
 from bigquery_emulator.googlesql.calls import unsupported
 from bigquery_emulator.googlesql.translation.casts import cast
@@ -14,6 +15,7 @@ from bigquery_emulator.googlesql.translation.functions.registry import (
     Translate,
 )
 from bigquery_emulator.googlesql.translation.literals import text
+from bigquery_emulator.udf.texts import folded
 
 _STRING, _BYTES = types.TYPE_STRING, types.TYPE_BYTES
 _WORD_BREAKS = r"""\s\x0b\[\](){}/|\\<>!?@"^#$&~_,.:;*%+\-"""
@@ -169,8 +171,12 @@ def _formatted(call: Call, place: int, found: re.Match[str]) -> str:
     flags, width, digits, letter = found.groups()
     value, kind = call.sql[place], call.kind(place)
     spec = f"%{flags}{width}{'' if digits is None else '.' + digits}"
+    if letter in "fF" and kind == types.TYPE_NUMERIC:
+        return f"bq_format_numeric({text(spec + 'f')}, {value})"
     if "'" in flags:
-        raise unsupported("FORMAT with grouping of digits")
+        if letter not in "di" or kind != types.TYPE_INT64 or digits is not None:
+            raise unsupported("FORMAT with grouping of digits of this type")
+        return f"bq_format_numeric({text(spec + '.0f')}, CAST({value} AS DECIMAL(38,9)))"
     if letter in "di" and kind == types.TYPE_INT64 and digits is None:
         return f"printf({text(spec + 'd')}, {value})"
     if found.group() in ("%x", "%X", "%o") and kind == types.TYPE_INT64:
@@ -254,6 +260,33 @@ def _strpos(call: Call) -> str:
     return f"CAST(strpos({call.sql[0]}, {call.sql[1]}) AS BIGINT)"
 
 
+def _contains_substr(call: Call) -> str:
+    wanted = call.text(1)
+    if wanted is None:
+        raise unsupported("CONTAINS_SUBSTR of a text that is not a literal")
+    return _contained(call.sql[0], call.nodes[0].type, text(folded(wanted)))
+
+
+def _contained(value: str, kind: TypeProto, wanted: str, depth: int = 0) -> str:
+    """Whether a value, or one inside of it, has a text. NULL if one may have it."""
+    if kind.type_kind == types.TYPE_STRUCT:
+        parts = [
+            _contained(f"struct_extract_at({value}, {place})", field.field_type, wanted, depth)
+            for place, field in enumerate(kind.struct_type.field, 1)
+        ]
+        found = " OR ".join(parts) or "false"
+        return f"(CASE WHEN {value} IS NOT NULL THEN {found} END)"
+    if kind.type_kind == types.TYPE_ARRAY:
+        one = f"s{depth}"
+        inner = _contained(one, kind.array_type.element_type, wanted, depth + 1)
+        found = f"list_transform({value}, lambda {one}: {inner})"
+        return f"(CASE WHEN len({value}) = 0 THEN false ELSE bq.any_true({found}) END)"
+    if kind.type_kind in (types.TYPE_JSON, _BYTES, types.TYPE_DOUBLE):
+        raise unsupported("CONTAINS_SUBSTR of this type")
+    shown = cast(value, kind, TypeProto(type_kind=_STRING))
+    return f"contains(bq_folded({shown}), {wanted})"
+
+
 STRINGS: Functions = {
     "upper": _of_text("bq.upper({0})"),
     "lower": _of_text("bq.lower({0})"),
@@ -291,11 +324,13 @@ STRINGS: Functions = {
     "sha1": lambda call: f"from_hex(sha1({call.sql[0]}))",
     "sha256": lambda call: f"from_hex(sha256({call.sql[0]}))",
     "to_hex": lambda call: f"lower(to_hex({call.sql[0]}))",
-    "from_hex": lambda call: f"from_hex({call.sql[0]})",
+    "from_hex": "from_hex({0})",
+    "farm_fingerprint": _by_kind("bq_farm_fingerprint(encode({0}))", "bq_farm_fingerprint({0})"),
     "to_base64": lambda call: f"to_base64({call.sql[0]})",
     "from_base64": "bq.from_base64({0})",
     "generate_uuid": lambda call: "CAST(uuid() AS VARCHAR)",
     "ascii": _of_text("bq.ascii({0})"),
+    "contains_substr": _contains_substr,
     "chr": "chr(CAST({0} AS INTEGER))",
     "instr": _instr,
     "translate": _of_text("bq.translate({0}, {1}, {2})"),

@@ -1,0 +1,113 @@
+"""The lines of a CSV file as cells, each with whether it stood in quotes.
+
+Python's reader does not say so, and only by that an empty cell is NULL or an empty text. Source:
+https://cloud.google.com/bigquery/docs/loading-data-cloud-storage-csv
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TextIO
+
+Cell = tuple[str, bool]
+"""The text, and whether it stood in quotes."""
+_LINE_ENDS = "\r\n"
+
+
+class BadLineError(Exception):
+    """A line is no CSV."""
+
+
+@dataclass(frozen=True)
+class CsvForm:
+    """How a file is written.
+
+    Attributes:
+        delimiter: the character between cells.
+        quote: the character around cells, None if there is none.
+        takes_newlines: whether a cell in quotes may have line breaks.
+    """
+
+    delimiter: str
+    quote: str | None
+    takes_newlines: bool
+
+
+def csv_lines(text: TextIO, form: CsvForm) -> Iterator[tuple[int, list[Cell] | str]]:
+    """Yields the rows with the number of their last line, or the reason why there is none.
+
+    Args:
+        text: the file, opened with `newline=""`.
+        form: how it is written.
+    """
+    reader = _Lines(text)
+    for line in reader:
+        if form.quote is None or form.quote not in line:
+            bare = line.rstrip(_LINE_ENDS)
+            yield (
+                reader.number,
+                [(cell, False) for cell in bare.split(form.delimiter)] if bare else [],
+            )
+            continue
+        try:
+            yield reader.number, _cells(line, reader, form, form.quote)
+        except BadLineError as error:
+            yield reader.number, str(error)
+
+
+class _Lines:
+    """The lines of a file, counted."""
+
+    def __init__(self, text: TextIO) -> None:
+        self._lines = iter(text)
+        self.number = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self.number += 1
+        return line
+
+
+def _cells(line: str, more: _Lines, form: CsvForm, quote: str) -> list[Cell]:
+    cells: list[Cell] = []
+    at = 0
+    while True:
+        is_quoted = line.startswith(quote, at)
+        if is_quoted:
+            cell, line, at = _quoted_cell(line, at + 1, more, form, quote)
+        else:
+            end = line.find(form.delimiter, at)
+            end = len(line.rstrip(_LINE_ENDS)) if end < 0 else end
+            cell, at = line[at:end], end
+        cells.append((cell, is_quoted))
+        if line.startswith(form.delimiter, at):
+            at += 1
+        elif line[at:].strip(_LINE_ENDS):
+            raise BadLineError(f"Data between close quote character ({quote}) and field separator.")
+        else:
+            return cells
+
+
+def _quoted_cell(
+    line: str, at: int, more: _Lines, form: CsvForm, quote: str
+) -> tuple[str, str, int]:
+    """The cell whose quote has begun, the line on which it ends, and the place behind it."""
+    parts = []
+    while True:
+        end = line.find(quote, at)
+        if end < 0:
+            parts.append(line[at:])
+            following = next(more, None) if form.takes_newlines else None
+            if following is None:
+                raise BadLineError(f"Missing close quote character ({quote}).")
+            line, at = following, 0
+        elif line.startswith(quote, end + 1):
+            parts.append(line[at : end + 1])
+            at = end + 2
+        else:
+            parts.append(line[at:end])
+            return "".join(parts), line, end + 1

@@ -1,0 +1,160 @@
+"""JSON as GoogleSQL keeps it: names of an object are sorted, and the first of equal ones counts.
+
+Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/data-types#json_type
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+_STEP = re.compile(r'\.([A-Za-z_]\w*)|\."([^"\\]+)"|\[(\d{1,6})\]', re.ASCII)
+_ODD_NAME = re.compile(r'[."\\]')
+_MOST_ELEMENTS = 100_000
+"""Of an array that is filled up to a place."""
+
+Step = str | int
+
+
+def read_json(text: str) -> Any:
+    """Returns the value of a JSON text. Of equal names in an object the first counts.
+
+    Raises:
+        ValueError: it is no JSON, as NaN is none, or is nested too deep.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_firsts, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("JSON is nested too deep") from None
+
+
+def _firsts(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        found.setdefault(name, value)
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def write_json(value: Any) -> str:
+    """Returns a value as GoogleSQL writes it. Code points sort as the bytes of UTF-8 do."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+
+
+def canonical(text: str) -> str:
+    """Returns a JSON text as GoogleSQL would write it.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    return write_json(read_json(text))
+
+
+def pretty(text: str) -> str:
+    """Returns a JSON text with a line for each value, as TO_JSON_STRING writes it if asked to."""
+    return json.dumps(read_json(text), ensure_ascii=False, indent=2, sort_keys=True)
+
+
+def keys(text: str, depth: int, mode: str) -> list[str]:
+    """Returns the paths of the names in a JSON text, sorted, each once: JSON_KEYS.
+
+    Args:
+        text: the JSON.
+        depth: how many names a path has at most.
+        mode: `strict` for objects in objects only, `lax` for those in an array, and
+            `lax recursive` for those in arrays of arrays.
+
+    Raises:
+        ValueError: the depth is not above 0, or the mode is none of these.
+    """
+    if depth < 1:
+        raise ValueError("bq: max_depth must be positive.")
+    if mode.lower() not in ("strict", "lax", "lax recursive"):
+        raise ValueError(f"bq: Invalid JSON mode specified: {mode}")
+    return sorted(set(_paths(read_json(text), "", depth, mode.lower(), is_in_array=False)))
+
+
+def _paths(value: Any, before: str, depth: int, mode: str, *, is_in_array: bool) -> Iterator[str]:
+    if isinstance(value, list) and mode != "strict":
+        if not is_in_array or mode == "lax recursive":
+            for item in value:
+                yield from _paths(item, before, depth, mode, is_in_array=True)
+    elif isinstance(value, dict) and depth:
+        for name, inner in value.items():
+            path = before + (
+                json.dumps(name, ensure_ascii=False) if _ODD_NAME.search(name) else name
+            )
+            yield path
+            yield from _paths(inner, f"{path}.", depth - 1, mode, is_in_array=False)
+
+
+def is_path(path: str) -> bool:
+    """Whether a path is one of names and places, as `$.a."b c"[0]`."""
+    return path.startswith("$") and not _STEP.sub("", path[1:])
+
+
+def _steps(path: str) -> list[Step]:
+    return [
+        int(found[3]) if found[3] is not None else found[1] or found[2]
+        for found in _STEP.finditer(path)
+    ]
+
+
+def changed(text: str, path: str, value: str, creates: bool) -> str:
+    """Returns a JSON text with another value at a path: JSON_SET.
+
+    Args:
+        text: the JSON.
+        path: see `is_path`.
+        value: the JSON text of the value.
+        creates: whether what is missing on the way is made.
+    """
+    root = [read_json(text)]
+    _put(root, [0, *_steps(path)], read_json(value), creates)
+    return write_json(root[0])
+
+
+def _put(place: Any, steps: list[Step], value: Any, creates: bool) -> None:
+    """Puts a value where the steps lead to. Nothing changes if there is another kind of value."""
+    step, *rest = steps
+    if isinstance(step, int):
+        if not isinstance(place, list) or (step >= len(place) and not creates):
+            return
+        if step >= _MOST_ELEMENTS:
+            raise ValueError(f"bq: Exceeded maximum JSON array size of {_MOST_ELEMENTS}")
+        place.extend([None] * (step + 1 - len(place)))
+    elif not isinstance(place, dict) or (step not in place and not creates):
+        return
+    if not rest:
+        place[step] = value
+        return
+    inner = place[step] if isinstance(step, int) else place.get(step)
+    if inner is None and creates:
+        inner = [] if isinstance(rest[0], int) else {}
+        place[step] = inner
+    _put(inner, rest, value, creates)
+
+
+def removed(text: str, path: str) -> str:
+    """Returns a JSON text without what is at a path: JSON_REMOVE."""
+    root = read_json(text)
+    *steps, last = _steps(path)
+    place = root
+    for step in steps:
+        place = _inner(place, step)
+    if isinstance(last, int) and isinstance(place, list) and last < len(place):
+        del place[last]
+    elif isinstance(last, str) and isinstance(place, dict):
+        place.pop(last, None)
+    return write_json(root)
+
+
+def _inner(place: Any, step: Step) -> Any:
+    if isinstance(step, int):
+        return place[step] if isinstance(place, list) and step < len(place) else None
+    return place.get(step) if isinstance(place, dict) else None

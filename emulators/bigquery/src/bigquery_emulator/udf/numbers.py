@@ -1,0 +1,51 @@
+"""NUMERIC where DuckDB's DECIMAL goes through a DOUBLE, or has no such form."""
+
+from __future__ import annotations
+
+import re
+from decimal import ROUND_HALF_EVEN, ROUND_HALF_UP, Context, Decimal
+
+_WIDE = Context(prec=120)
+_LIMIT = Decimal(10) ** 29
+_MOST_DIGITS = 100
+_FORM = re.compile(r"%([-+ 0#']*)(\d*)(?:\.(\d+))?f")
+_MODES = {"ROUND_HALF_AWAY_FROM_ZERO": ROUND_HALF_UP, "ROUND_HALF_EVEN": ROUND_HALF_EVEN}
+
+
+def round_numeric(value: Decimal, digits: int, mode: str) -> Decimal:
+    """Returns a NUMERIC rounded to a number of digits behind the point, or before it if below 0.
+
+    Raises:
+        ValueError: the mode is none, or the result has 30 digits before the point.
+    """
+    if mode not in _MODES:
+        raise ValueError(f"bq: Invalid rounding mode: {mode}")
+    step = Decimal(1).scaleb(-max(min(digits, 9), -40))
+    found = value.quantize(step, _MODES[mode], _WIDE)
+    if abs(found) >= _LIMIT:
+        raise ValueError(f"bq: numeric overflow: ROUND({value.normalize():f}, {digits})")
+    return found.quantize(Decimal("1e-9"), context=_WIDE)
+
+
+def format_numeric(form: str, value: Decimal) -> str:
+    """Returns a NUMERIC by a form of FORMAT, such as `%10.2f`. A half is rounded away from zero.
+
+    Raises:
+        ValueError: more digits are asked for than there is use for.
+    """
+    found = _FORM.fullmatch(form)
+    assert found is not None, form
+    flags, width, digits = found.groups()
+    places = 6 if digits is None else int(digits)
+    if places > _MOST_DIGITS or len(width) > 4:
+        raise ValueError(f"bq: FORMAT element {form} asks for too many digits")
+    rounded = abs(value).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP, _WIDE)
+    number = f"{rounded:,f}" if "'" in flags else f"{rounded:f}"
+    if "#" in flags and not places:
+        number += "."
+    sign = "-" if value < 0 else "+" if "+" in flags else " " if " " in flags else ""
+    if "-" in flags:
+        return f"{sign}{number}".ljust(int(width or 0))
+    if "0" in flags:
+        return sign + number.rjust(int(width or 0) - len(sign), "0")
+    return f"{sign}{number}".rjust(int(width or 0))
