@@ -6,9 +6,11 @@ It also creates and deletes an inbox (its two topics), for a pool or a single in
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
-from typing import Any
+import re
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import Any, NamedTuple
 
+from shared.errors import BadInput
 from shared.transport import Admin, SubscriptionSettings
 
 
@@ -82,6 +84,44 @@ def slot_subscription_id(inbox: str, slot: int) -> str:
 def slot_filter(slot: int, slots: int) -> str:
     """Returns the filter of a slot. The only slot of an inbox needs none."""
     return "" if slots == 1 else f'attributes.slot = "{slot}"'
+
+
+class AttributeFilter(NamedTuple):
+    """A filter of a subscription: it passes messages by the value of one attribute."""
+
+    name: str
+    value: str
+    negated: bool
+
+    def matches(self, attributes: Mapping[str, str]) -> bool:
+        """Returns whether a message with these attributes passes.
+
+        One without the attribute passes only a negated filter.
+        """
+        return (attributes.get(self.name) == self.value) != self.negated
+
+
+_FILTER = re.compile(r'(?P<negated>NOT )?attributes\.(?P<name>slot|lane) = "(?P<value>[^"]*)"')
+
+
+def parse_filter(text: str) -> AttributeFilter | None:
+    """Reads a filter of this module. None: the text is empty, and every message passes.
+
+    Pub/Sub knows many more. Other brokers pass what we use ourselves.
+
+    Raises:
+        BadInput: the filter has none of the forms that this module makes.
+    """
+    if not text:
+        return None
+    found = _FILTER.fullmatch(text)
+    if found is None or (found["negated"] and text != INTERACTIVE_FILTER):
+        raise BadInput(
+            f'the filter {text!r} is not known here; known are attributes.slot = "…", '
+            f'attributes.lane = "…" and {INTERACTIVE_FILTER}',
+            field="filter",
+        )
+    return AttributeFilter(found["name"], found["value"], found["negated"] is not None)
 
 
 async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: int = 0) -> None:

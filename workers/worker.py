@@ -31,7 +31,7 @@ from workers.hours import ProcessTimes
 from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer
 from workers.jobs.step_run import StepRun
-from workers.runtime.pool import ModelPool, ModelProcessDied, PooledProcess
+from workers.runtime.pool import ModelProcessDied, PooledProcess, ProcessPool
 from workers.runtime.protocol import BatchResult, ResidencyReport
 from workers.scheduling.busy_ratio import BusyRatio
 from workers.scheduling.model_scheduler import Idle, ModelScheduler
@@ -84,7 +84,7 @@ class Worker:
         consumers: Sequence[JobConsumer],
         subscriber: Subscriber,
         records: Records,
-        pool: ModelPool,
+        pool: ProcessPool,
         *,
         ack_deadline_s: int = 10,
         max_outstanding_bytes: int = 64 * 1024 * 1024,

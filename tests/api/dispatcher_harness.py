@@ -22,6 +22,7 @@ from api.inputs.codec_pool import CodecPool
 from api.inputs.image_codec import ImageCodec
 from shared.canary.board import CanaryBoard
 from shared.catalog import Catalog
+from shared.in_memory_broker import InMemoryBroker
 from shared.service_rate import ServiceRate
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
@@ -32,7 +33,6 @@ from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker, vector_of
 from tests.api.harness import NO_REDIS, TEXT_MODEL, RowList, settings_for
-from tests.fakes import InMemoryTransport
 
 
 class HeldCache(ResultCache):
@@ -54,7 +54,7 @@ class DispatcherHarness:
 
     dispatcher: Dispatcher
     worker: FakeWorker
-    transport: InMemoryTransport
+    transport: InMemoryBroker
     cache: HeldCache
     records: Records
     admission: Admission
@@ -96,7 +96,7 @@ async def running_dispatcher(
     redis_url: str = NO_REDIS,
     window_floor: int | None = None,
 ) -> AsyncIterator[DispatcherHarness]:
-    transport, rows, settings = InMemoryTransport(), RowList(), settings_for(tmp_path)
+    transport, rows, settings = InMemoryBroker(), RowList(), settings_for(tmp_path)
     async with HeldCache(redis_url) as cache, Records(redis_url, retry_s=0.01) as records:
         worker = FakeWorker(transport, (TEXT_MODEL,), cache)
         async with (

@@ -19,6 +19,7 @@ from api.http.dependencies import Dependencies
 from api.server import server_config
 from shared.catalog import Catalog, Model, read_catalog
 from shared.catalog_entry import Batch, Generation
+from shared.in_memory_broker import InMemoryBroker
 from shared.settings import ApiSettings, read_settings
 from shared.stores.cache import ResultCache
 from shared.stores.records import Records
@@ -26,7 +27,6 @@ from shared.transport import Admin, Transport
 from shared.usage.row import Row
 from tests.api.declared import Declared
 from tests.api.fake_worker import FakeWorker
-from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 
 SERVED = read_catalog(Path(__file__).parents[2] / "models.yaml")
@@ -77,7 +77,7 @@ class ApiUnderTest:
     url: str
     app: FastAPI
     worker: FakeWorker
-    broker: InMemoryTransport
+    broker: InMemoryBroker
     """Unless the test brought another."""
     rows: list[Row]
     http: httpx.AsyncClient
@@ -125,7 +125,7 @@ async def running_api(
     worker: FakeWorker | None = None,
 ) -> AsyncIterator[ApiUnderTest]:
     """An API and a worker; with `worker` that one, which somebody else keeps running, serves it."""
-    in_memory = InMemoryTransport()
+    in_memory = InMemoryBroker()
     broker, inbox_admin, rows = transport or in_memory, admin or in_memory, RowList()
     app = create_app(settings, catalog, already_open(broker), already_open(inbox_admin), rows)
     async with AsyncExitStack() as opened:

@@ -22,6 +22,7 @@ from api.idempotency.service import IdempotencyService, IdempotentRequest, Store
 from api.idempotency.store import IdempotencyStore, KeyClaim
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
+from shared.in_memory_broker import InMemoryBroker
 from shared.stores.objects import ObjectStore
 from tests.api.harness import (
     IMAGE_MODEL,
@@ -32,7 +33,6 @@ from tests.api.harness import (
     serving,
     settings_for,
 )
-from tests.fakes import InMemoryTransport
 from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
 
@@ -70,7 +70,7 @@ async def two_apis(
 
 
 @asynccontextmanager
-async def _open(part: InMemoryTransport) -> AsyncIterator[InMemoryTransport]:
+async def _open(part: InMemoryBroker) -> AsyncIterator[InMemoryBroker]:
     yield part
 
 

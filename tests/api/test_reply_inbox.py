@@ -12,9 +12,9 @@ import redis
 
 from api.dispatch.reply_inbox import PendingReply, ReplyInbox
 from shared.errors import BadInput, ConfigurationError, Unavailable
+from shared.in_memory_broker import InMemoryBroker
 from shared.topics import make_inbox
 from tests.api.inboxes import Broker, counted, embedded, in_memory, next_inbox
-from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -119,7 +119,7 @@ async def test_pool_without_redis_makes_its_own() -> None:
 
 
 async def test_no_rights_are_said_at_start() -> None:
-    class Forbidding(InMemoryTransport):
+    class Forbidding(InMemoryBroker):
         async def ensure_topic(self, topic_id: str) -> bool:
             raise ConfigurationError("PERMISSION_DENIED")
 
@@ -129,7 +129,7 @@ async def test_no_rights_are_said_at_start() -> None:
 
 
 async def test_start_goes_on_without_a_broker() -> None:
-    class Down(InMemoryTransport):
+    class Down(InMemoryBroker):
         is_down = True
 
         async def ensure_topic(self, topic_id: str) -> bool:

@@ -18,6 +18,7 @@ from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Cache, Price
 from shared.errors import BadInput, Canceled, ModelFailed, PenstockError, Unavailable
+from shared.in_memory_broker import InMemoryBroker
 from shared.messages import Envelope, Item, Job, JobBody, Reply, decode_reply, encode_job
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
@@ -41,7 +42,6 @@ from shared.topics import (
 from shared.tracing.spans import TraceContext
 from shared.transport import SubscriptionSettings
 from shared.usage.row import Row
-from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 from workers.hours import ProcessTimes
 from workers.job import WorkerInfo
@@ -202,7 +202,7 @@ class WorkerHarness:
 
     def __init__(
         self,
-        broker: InMemoryTransport,
+        broker: InMemoryBroker,
         process: LetterProcess,
         rows: RowList,
         records: Records,
@@ -327,7 +327,7 @@ async def running_worker(
     cache_kind: type[ResultCache] = ResultCache,
     pool: ModelPool | LetterPool | None = None,
     objects: ObjectStore | None = None,
-    broker: InMemoryTransport | None = None,
+    broker: InMemoryBroker | None = None,
     model: Model = MODEL,
     times: ProcessTimes | None = None,
     preparer: Preparer | None = None,
@@ -335,7 +335,7 @@ async def running_worker(
 ) -> AsyncIterator[WorkerHarness]:
     """Runs a worker, on `pool` or on a fake model process that the test controls."""
     letters = pool if isinstance(pool, LetterPool) else LetterPool()
-    broker, name = broker or InMemoryTransport(), model.name
+    broker, name = broker or InMemoryBroker(), model.name
     await broker.ensure_topic(jobs_topic_id(name))
     await broker.ensure_topic(dead_letter_topic_id(name))
     await broker.ensure_topic(inbox_topic_id("1"))
