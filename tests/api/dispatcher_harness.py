@@ -27,12 +27,14 @@ from shared.service_rate import ServiceRate
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
+from shared.stores.redis_client import NO_REDIS
 from shared.tasks import Result
 from shared.tasks.base import FirstGuesses
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.usage.row import Row
+from shared.usage.row_list import RowList
 from tests.api.fake_worker import FakeWorker, vector_of
-from tests.api.harness import NO_REDIS, TEXT_MODEL, RowList, settings_for
+from tests.api.harness import TEXT_MODEL, settings_for
 
 
 class HeldCache(ResultCache):

@@ -3,7 +3,7 @@ fake worker.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +23,10 @@ from shared.in_memory_broker import InMemoryBroker
 from shared.settings import ApiSettings, read_settings
 from shared.stores.cache import ResultCache
 from shared.stores.records import Records
+from shared.stores.redis_client import NO_REDIS
 from shared.transport import Admin, Transport
 from shared.usage.row import Row
+from shared.usage.row_list import RowList
 from tests.api.declared import Declared
 from tests.api.fake_worker import FakeWorker
 from tests.limits import WAIT_LIMIT_S
@@ -49,25 +51,6 @@ CATALOG = Catalog(
 """What is shipped and models for similarity and for text, each under another name too."""
 TEXT_MODEL, IMAGE_MODEL = CATALOG.default("embedding"), CATALOG.default("image")
 T = TypeVar("T")
-NO_REDIS = "redis://127.0.0.1:1/0"
-
-
-class RowList:
-    """Keeps the rows that were written."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-
-    async def __aenter__(self) -> "RowList":
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        return None
-
-    def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
-        self.rows.append(row)
-        if on_safe is not None:
-            asyncio.get_running_loop().call_soon(on_safe)
 
 
 @dataclass

@@ -24,11 +24,11 @@ from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from shared.in_memory_broker import InMemoryBroker
 from shared.stores.objects import ObjectStore
+from shared.usage.row_list import RowList
 from tests.api.harness import (
     IMAGE_MODEL,
     TEXT_MODEL,
     ApiUnderTest,
-    RowList,
     running_api,
     serving,
     settings_for,

@@ -27,9 +27,10 @@ from shared.catalog_entry import Batch, Cache, Price
 from shared.in_memory_broker import InMemoryBroker
 from shared.settings import ApiSettings
 from shared.tenants.plan import Limits, Plan
+from shared.usage.row_list import RowList
 from tests.api.batches.batching import created, jsonl, line, until
 from tests.api.fake_worker import FakeWorker
-from tests.api.harness import RowList, already_open, running_api, settings_for
+from tests.api.harness import already_open, running_api, settings_for
 from tests.api.ledger import EXACT_USD, PRICED, Ledger
 from tests.api.predicting import OVER
 from tests.api.test_text_charges import LONG

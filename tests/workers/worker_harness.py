@@ -27,15 +27,11 @@ from shared.tasks import Input, Result
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.tasks.image import ImageResult
 from shared.topics import (
-    BATCH_FILTER,
-    INTERACTIVE_FILTER,
     WEBHOOKS_SUBSCRIPTION_ID,
     WEBHOOKS_TOPIC_ID,
-    batch_subscription_id,
-    dead_letter_subscription_id,
-    dead_letter_topic_id,
     inbox_topic_id,
     jobs_topic_id,
+    make_jobs,
     slot_subscription_id,
     workers_subscription_id,
 )
@@ -336,21 +332,10 @@ async def running_worker(
     """Runs a worker, on `pool` or on a fake model process that the test controls."""
     letters = pool if isinstance(pool, LetterPool) else LetterPool()
     broker, name = broker or InMemoryBroker(), model.name
-    await broker.ensure_topic(jobs_topic_id(name))
-    await broker.ensure_topic(dead_letter_topic_id(name))
-    await broker.ensure_topic(inbox_topic_id("1"))
+    await make_jobs(broker, name)
     await broker.ensure_topic(WEBHOOKS_TOPIC_ID)
-    jobs = jobs_topic_id(name)
+    await broker.ensure_topic(inbox_topic_id("1"))
     for subscription_id, settings in (
-        (
-            workers_subscription_id(name),
-            SubscriptionSettings(jobs, filter=INTERACTIVE_FILTER),
-        ),
-        (batch_subscription_id(name), SubscriptionSettings(jobs, filter=BATCH_FILTER)),
-        (
-            dead_letter_subscription_id(name),
-            SubscriptionSettings(dead_letter_topic_id(name)),
-        ),
         (slot_subscription_id("1", 0), SubscriptionSettings(inbox_topic_id("1"))),
         (WEBHOOKS_SUBSCRIPTION_ID, SubscriptionSettings(WEBHOOKS_TOPIC_ID)),
     ):

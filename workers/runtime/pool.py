@@ -147,13 +147,13 @@ class ModelPool(ProcessPool):
         places = _places(device, processes, threads)
         ahead = (*command, *given, f"--device={places[0]}")
         template = Template(ahead, environment, start_timeout_s) if can_fork() else None
-        processes = []
+        forked = []
         for place in places:
             start: Start = partial(spawn, (*command, *given, f"--device={place}"), environment)
             if template is not None:
                 start = partial(template.fork, place)
-            processes.append(PooledProcess(Launch(start, start_timeout_s)))
-        super().__init__(processes, template)
+            forked.append(PooledProcess(Launch(start, start_timeout_s)))
+        super().__init__(forked, template)
 
 
 class PooledProcess:
