@@ -108,7 +108,7 @@ clean: ## remove what the stack left in var/ and what the tools cached; .venv st
 	rm -rf var .coverage $(foreach folder,. $(EMULATORS),$(addprefix $(folder)/,.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache))
 	find $(SOURCES) emulators -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml $(EMULATORS:=/pyproject.toml) constraints.txt infra/setup.sh
+$(STAMP): pyproject.toml $(EMULATORS:=/pyproject.toml) constraints.txt infra/setup.sh infra/install_torch.sh
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or later is needed; name one with: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \

@@ -205,6 +205,10 @@ ERROR_MAPPINGS = {
     "deadline_exceeded": ErrorMapping(504, "timeout_error", retry=False),
 }
 SHORT_RETRY_S = 1.0
+MAX_BODY_DEPTH = 200
+"""Objects and lists within each other that the parser of bodies takes, jiter:
+https://github.com/pydantic/jiter
+"""
 
 log = logging.getLogger(__name__)
 
@@ -303,7 +307,8 @@ def to_bad_input(error: ValidationError | RequestValidationError) -> BadInput:
     """Returns the first error of a body, by field and reason."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        return BadInput(f"the body is not valid JSON: {first['ctx']['error']}")
+        reason = _TOO_DEEP if _is_too_deep(first) else f"not valid JSON: {first['ctx']['error']}"
+        return BadInput(f"the body is {reason}")
     if isinstance(error, RequestValidationError):
         first = first | {"loc": first["loc"][1:]}  # without `query` or `path`
     where, reason = describe(first)
@@ -322,7 +327,17 @@ def describe(wrong: Mapping[str, Any]) -> tuple[str, str]:
     ).removeprefix(".")
     if wrong["type"] == "extra_forbidden":
         return where, "unknown parameter"
+    if _is_too_deep(wrong):
+        return where, _TOO_DEEP
     return where, wrong["msg"].removeprefix("Value error, ")
+
+
+_TOO_DEEP = f"nested deeper than {MAX_BODY_DEPTH} levels"
+
+
+def _is_too_deep(wrong: Mapping[str, Any]) -> bool:
+    reason = wrong["ctx"]["error"] if wrong["type"] == "json_invalid" else ""
+    return str(reason).startswith("recursion limit")
 
 
 def _without_route(request: Request, error: HTTPException) -> Response:

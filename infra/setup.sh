@@ -33,20 +33,7 @@ test -x "$venv/bin/python" || step Python "$python" -m venv "$venv"
 torch=$(grep '^torch==' "$venv/pins.txt")
 "$python" infra/lock.py only uv > "$venv/uv.txt"
 step uv "$venv/bin/pip" install --disable-pip-version-check --require-hashes --requirement "$venv/uv.txt"
-# The build of torch for CPUs, unless there is an NVIDIA driver: the default index has the one with CUDA, some 4 GB of
-# libraries that nothing would load. Where pip is configured, its indexes decide, as they may have builds for CPUs. The
-# hashes of such builds are not those of the lock.
-has_driver() { [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi > /dev/null; }
-has_indexes() { "$venv/bin/pip" config list | grep -qE 'index-url|find-links'; }
-install_torch() {
-  if [ "$(uname -s)" = Linux ] && ! has_driver && ! has_indexes; then
-    UV_HTTP_TIMEOUT=30 UV_HTTP_RETRIES=1 \
-      "$venv/bin/uv" pip install --python "$venv/bin/python" --torch-backend cpu --no-deps "$torch" && return
-    echo "PyTorch's index of builds for CPUs is out of reach; taking what pip gives"
-  fi
-  "$venv/bin/pip" install --disable-pip-version-check --no-compile --no-deps "$torch"
-}
-step torch install_torch
+step torch infra/install_torch.sh "$venv" "$torch"
 index=$("$venv/bin/pip" config get global.index-url 2> /dev/null || true)
 test -z "$index" || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
 export UV_PYTHON_DOWNLOADS=never

@@ -1,14 +1,17 @@
 """The ids of topics and subscriptions, on every broker. Terraform uses the same.
 
-It also creates and deletes an inbox (its two topics), for a pool or a single instance.
+It also creates what a model's workers pull, and creates and deletes an inbox (its two topics), for
+a pool or a single instance.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
-from typing import Any
+import re
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import Any, NamedTuple
 
+from shared.errors import BadInput
 from shared.transport import Admin, SubscriptionSettings
 
 
@@ -36,6 +39,13 @@ def dead_letter_push_subscription_id(model: str) -> str:
     """Pushes the dead letters of `model` to the function that answers their callers."""
     return f"jobs.{model}.dead.push"
 
+
+JOB_RETENTION_S = 3600
+"""Longer than any deadline, so no caller waits for an older message."""
+DEAD_LETTER_RETENTION_S = 7 * 24 * 3600
+RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
+"""Explicit, because with the service's default a job waits 10 s after a worker died."""
+MAX_DELIVERY_ATTEMPTS = 5
 
 DEAD_LETTER_RETRY_S, WEBHOOK_RETRY_S = (1.0, 600.0), (5.0, 600.0)
 """First and longest pause before a function gets a message again that it could not handle.
@@ -82,6 +92,80 @@ def slot_subscription_id(inbox: str, slot: int) -> str:
 def slot_filter(slot: int, slots: int) -> str:
     """Returns the filter of a slot. The only slot of an inbox needs none."""
     return "" if slots == 1 else f'attributes.slot = "{slot}"'
+
+
+class AttributeFilter(NamedTuple):
+    """A filter of a subscription: it passes messages by the value of one attribute."""
+
+    name: str
+    value: str
+    negated: bool
+
+    def matches(self, attributes: Mapping[str, str]) -> bool:
+        """Returns whether a message with these attributes passes.
+
+        One without the attribute passes only a negated filter.
+        """
+        return (attributes.get(self.name) == self.value) != self.negated
+
+
+_FILTER = re.compile(r'(?P<negated>NOT )?attributes\.(?P<name>slot|lane) = "(?P<value>[^"]*)"')
+
+
+def parse_filter(text: str) -> AttributeFilter | None:
+    """Reads a filter of this module. None: the text is empty, and every message passes.
+
+    Pub/Sub knows many more. Other brokers pass what we use ourselves.
+
+    Raises:
+        BadInput: the filter has none of the forms that this module makes.
+    """
+    if not text:
+        return None
+    found = _FILTER.fullmatch(text)
+    if found is None or (found["negated"] and text != INTERACTIVE_FILTER):
+        raise BadInput(
+            f'the filter {text!r} is not known here; known are attributes.slot = "…", '
+            f'attributes.lane = "…" and {INTERACTIVE_FILTER}',
+            field="filter",
+        )
+    return AttributeFilter(found["name"], found["value"], found["negated"] is not None)
+
+
+async def make_jobs(admin: Admin, model: str) -> None:
+    """Creates the topics of a model's jobs and dead letters with their subscriptions.
+
+    These are one for each lane, and one that keeps the dead letters. What exists is not changed.
+
+    Raises:
+        PenstockError: as the admin's calls do.
+    """
+    jobs, dead = jobs_topic_id(model), dead_letter_topic_id(model)
+    await _all(admin.ensure_topic(topic) for topic in (jobs, dead))
+    subscriptions = {
+        workers_subscription_id(model): _for_workers(jobs, dead, INTERACTIVE_FILTER),
+        batch_subscription_id(model): _for_workers(jobs, dead, BATCH_FILTER),
+        dead_letter_subscription_id(model): SubscriptionSettings(
+            dead, retention_s=DEAD_LETTER_RETENTION_S
+        ),
+    }
+    await _all(
+        admin.ensure_subscription(subscription_id, settings)
+        for subscription_id, settings in subscriptions.items()
+    )
+
+
+def _for_workers(jobs: str, dead: str, lane_filter: str) -> SubscriptionSettings:
+    """The settings of one lane's subscription, equal for both lanes."""
+    return SubscriptionSettings(
+        jobs,
+        filter=lane_filter,
+        retention_s=JOB_RETENTION_S,
+        retry_min_s=RETRY_MIN_S,
+        retry_max_s=RETRY_MAX_S,
+        dead_letter_topic_id=dead,
+        max_delivery_attempts=MAX_DELIVERY_ATTEMPTS,
+    )
 
 
 async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: int = 0) -> None:

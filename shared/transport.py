@@ -1,4 +1,4 @@
-"""The seam to the broker: shared/pubsub/client.py is the real one, tests/fakes.py one in memory."""
+"""The seam to the broker: shared/pubsub, shared/rabbitmq, shared/in_memory_broker.py for tests."""
 
 from __future__ import annotations
 

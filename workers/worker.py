@@ -30,7 +30,7 @@ from workers import metrics
 from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer
 from workers.jobs.step_run import StepRun
-from workers.runtime.pool import ModelPool, ModelProcessDied, PooledProcess
+from workers.runtime.pool import ModelProcessDied, PooledProcess, ProcessPool
 from workers.runtime.protocol import BatchResult, ResidencyReport
 from workers.scheduling.busy_ratio import LANES, BusyRatio
 from workers.scheduling.flow_control import FlowControl
@@ -87,7 +87,7 @@ class Worker:
         consumers: Sequence[JobConsumer],
         subscriber: Subscriber,
         records: Records,
-        pool: ModelPool,
+        pool: ProcessPool,
         *,
         ack_deadline_s: int = 10,
         max_outstanding_bytes: int = 64 * 1024 * 1024,

@@ -164,15 +164,23 @@ def _installed(name: str) -> str | None:
         return None
 
 
+_CUDA_VERSION = re.compile(r"^cuda\b[^=\n]*= *['\"](?P<version>[^'\"]+)", re.MULTILINE)
+"""In torch/version.py. A build for CPUs has None."""
+
+
 def _torch_build() -> Diagnosis:
     """Says for what the installed torch is built, without importing it."""
     try:
-        version = importlib.metadata.version("torch")
+        found = importlib.metadata.distribution("torch")
     except importlib.metadata.PackageNotFoundError:
         return Diagnosis("torch", "not installed", INSTALL)
-    with_cuda = any((Path(one) / "nvidia").is_dir() for one in sys.path)
-    build = "for CUDA" if with_cuda and not version.endswith("+cpu") else "for CPUs"
-    return Diagnosis("torch", f"{version}, built {build}")
+    try:
+        facts = Path(str(found.locate_file("torch/version.py"))).read_text(encoding="utf-8")
+    except OSError as error:
+        return Diagnosis("torch", f"{found.version}, but not whole: {error}", INSTALL)
+    cuda = _CUDA_VERSION.search(facts)
+    build = f"for CUDA {cuda['version']}" if cuda else "for CPUs"
+    return Diagnosis("torch", f"{found.version}, built {build}")
 
 
 def _redis_server() -> Diagnosis:

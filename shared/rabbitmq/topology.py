@@ -11,20 +11,18 @@ each query has a channel of its own.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 import aiormq
 from aiormq import Channel
 
-from shared.errors import BadInput
 from shared.rabbitmq.connection import BROKEN, BrokerConnection, translate
 from shared.rabbitmq.waits import ChannelWaits, close_channel
+from shared.topics import parse_filter
 
 FILTERED = ("slot", "lane")
 """The attributes that filters of ours use."""
-_FILTER = re.compile(r'(?P<negated>NOT )?attributes\.(?P<name>\w+) = "(?P<value>[^"]*)"')
 
 
 def exchange_name(project: str) -> str:
@@ -60,16 +58,10 @@ def binding_key(topic_id: str, filter_text: str) -> str:
     Raises:
         BadInput: the filter is not one of those that Penstock uses.
     """
-    if not filter_text:
+    wanted = parse_filter(filter_text)
+    if wanted is None:
         return topic_id
-    found = _FILTER.fullmatch(filter_text)
-    if found is None or found["name"] not in FILTERED:
-        raise BadInput(f"no filter for RabbitMQ: {filter_text!r}", field="filter")
-    if not found["negated"]:
-        return f"{topic_id}?{found['name']}={found['value']}"
-    if (found["name"], found["value"]) != ("lane", "batch"):
-        raise BadInput(f"no filter for RabbitMQ: {filter_text!r}", field="filter")
-    return f"{topic_id}?lane!=batch"
+    return f"{topic_id}?{wanted.name}{'!=' if wanted.negated else '='}{wanted.value}"
 
 
 def delays_between(first_s: float, longest_s: float) -> tuple[float, ...]:

@@ -53,6 +53,9 @@ def _read(file: PurePosixPath) -> str:
     return resources.files(package).joinpath(file.name).read_text(encoding="utf-8")
 
 
+NO_REDIS = "redis://127.0.0.1:1/0"
+"""The URL for tests without Redis: nothing listens there. Penstock computes as while Redis is away.
+"""
 ROUND_TRIP_ENTRIES = 512
 """A round trip takes waiting calls until it carries this many entries."""
 WAITING_ENTRIES = 16384

@@ -22,18 +22,20 @@ from api.inputs.codec_pool import CodecPool
 from api.inputs.image_codec import ImageCodec
 from shared.canary.board import CanaryBoard
 from shared.catalog import Catalog
+from shared.in_memory_broker import InMemoryBroker
 from shared.messages import RequestFacts
 from shared.service_rate import ServiceRate
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
+from shared.stores.redis_client import NO_REDIS
 from shared.tasks import Result
 from shared.tasks.base import FirstGuesses
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.usage.row import Row
+from shared.usage.row_list import RowList
 from tests.api.fake_worker import FakeWorker, vector_of
-from tests.api.harness import NO_REDIS, TEXT_MODEL, RowList, settings_for
-from tests.fakes import InMemoryTransport
+from tests.api.harness import TEXT_MODEL, settings_for
 
 
 class HeldCache(ResultCache):
@@ -55,7 +57,7 @@ class DispatcherHarness:
 
     dispatcher: Dispatcher
     worker: FakeWorker
-    transport: InMemoryTransport
+    transport: InMemoryBroker
     cache: HeldCache
     records: Records
     admission: Admission
@@ -95,7 +97,7 @@ async def running_dispatcher(
     redis_url: str = NO_REDIS,
     window_floor: int | None = None,
 ) -> AsyncIterator[DispatcherHarness]:
-    transport, rows, settings = InMemoryTransport(), RowList(), settings_for(tmp_path)
+    transport, rows, settings = InMemoryBroker(), RowList(), settings_for(tmp_path)
     async with HeldCache(redis_url) as cache, Records(redis_url, retry_s=0.01) as records:
         worker = FakeWorker(transport, (TEXT_MODEL,), cache)
         async with (

@@ -3,7 +3,7 @@ fake worker.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +19,16 @@ from api.http.dependencies import Dependencies
 from api.server import server_config
 from shared.catalog import Catalog, Model, read_catalog
 from shared.catalog_entry import Batch, Generation
+from shared.in_memory_broker import InMemoryBroker
 from shared.settings import ApiSettings, read_settings
 from shared.stores.cache import ResultCache
 from shared.stores.records import Records
+from shared.stores.redis_client import NO_REDIS
 from shared.transport import Admin, Transport
 from shared.usage.row import Row
+from shared.usage.row_list import RowList
 from tests.api.declared import Declared
 from tests.api.fake_worker import FakeWorker
-from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 
 SERVED = read_catalog(Path(__file__).parents[2] / "models.yaml")
@@ -49,25 +51,6 @@ CATALOG = Catalog(
 """What is shipped and models for similarity and for text, each under another name too."""
 TEXT_MODEL, IMAGE_MODEL = CATALOG.default("embedding"), CATALOG.default("image")
 T = TypeVar("T")
-NO_REDIS = "redis://127.0.0.1:1/0"
-
-
-class RowList:
-    """Keeps the rows that were written."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-
-    async def __aenter__(self) -> "RowList":
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        return None
-
-    def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
-        self.rows.append(row)
-        if on_safe is not None:
-            asyncio.get_running_loop().call_soon(on_safe)
 
 
 @dataclass
@@ -77,7 +60,7 @@ class ApiUnderTest:
     url: str
     app: FastAPI
     worker: FakeWorker
-    broker: InMemoryTransport
+    broker: InMemoryBroker
     """Unless the test brought another."""
     rows: list[Row]
     http: httpx.AsyncClient
@@ -125,7 +108,7 @@ async def running_api(
     worker: FakeWorker | None = None,
 ) -> AsyncIterator[ApiUnderTest]:
     """An API and a worker; with `worker` that one, which somebody else keeps running, serves it."""
-    in_memory = InMemoryTransport()
+    in_memory = InMemoryBroker()
     broker, inbox_admin, rows = transport or in_memory, admin or in_memory, RowList()
     app = create_app(settings, catalog, already_open(broker), already_open(inbox_admin), rows)
     async with AsyncExitStack() as opened:

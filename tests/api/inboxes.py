@@ -12,12 +12,12 @@ from prometheus_client import REGISTRY
 from api.dispatch.reply_inbox import PendingReply, ReplyInbox
 from shared.catalog_entry import Replies
 from shared.errors import Unavailable
+from shared.in_memory_broker import InMemoryBroker
 from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody, encode_reply
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
 from shared.settings import ApiSettings
 from shared.transport import Admin, Transport
-from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 
 
@@ -48,7 +48,7 @@ class Broker:
 
 
 def in_memory() -> Broker:
-    memory = InMemoryTransport()
+    memory = InMemoryBroker()
     return Broker(memory, memory)
 
 

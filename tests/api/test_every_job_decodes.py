@@ -14,11 +14,11 @@ import redis
 from hypothesis import HealthCheck, given, settings
 
 from infra.local.redis_server import RedisServer
+from shared.in_memory_broker import InMemoryBroker
 from shared.messages import decode_job
 from shared.topics import jobs_topic_id
 from tests.api.asked import Asked, Headers, headers, requests
 from tests.api.harness import CATALOG, ApiUnderTest, running_api, settings_for
-from tests.fakes import InMemoryTransport
 from tests.tiers import examples
 
 pytestmark = pytest.mark.anyio
@@ -30,7 +30,7 @@ MAX_DATA_BYTES, MAX_NAME_BYTES, MAX_VALUE_BYTES = 10_000_000, 256, 1024
 """Pub/Sub's limits for a message; https://cloud.google.com/pubsub/quotas."""
 
 
-class Listening(InMemoryTransport):
+class Listening(InMemoryBroker):
     """Keeps the jobs that were published since the last look."""
 
     def __init__(self) -> None:

@@ -8,8 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api import metrics
 from shared.errors import BadInput, ConfigurationError, Unavailable
+from shared.in_memory_broker import InMemoryBroker
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
-from tests.fakes import InMemoryTransport
 
 pytestmark = pytest.mark.anyio
 
@@ -49,7 +49,7 @@ async def test_not_ready_without_the_broker(api: ApiUnderTest) -> None:
 async def test_not_ready_without_one_of_the_reply_topics(
     tmp_path: Path, *, is_direct: bool
 ) -> None:
-    class OneIsGone(InMemoryTransport):
+    class OneIsGone(InMemoryBroker):
         """One of the two topics of each inbox was deleted."""
 
         async def publish(self, topic_id: str, *args: Any, **kwargs: Any) -> str:

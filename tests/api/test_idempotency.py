@@ -22,17 +22,17 @@ from api.idempotency.service import IdempotencyService, IdempotentRequest, Store
 from api.idempotency.store import IdempotencyStore, KeyClaim
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
+from shared.in_memory_broker import InMemoryBroker
 from shared.stores.objects import ObjectStore
+from shared.usage.row_list import RowList
 from tests.api.harness import (
     IMAGE_MODEL,
     TEXT_MODEL,
     ApiUnderTest,
-    RowList,
     running_api,
     serving,
     settings_for,
 )
-from tests.fakes import InMemoryTransport
 from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
 
@@ -70,7 +70,7 @@ async def two_apis(
 
 
 @asynccontextmanager
-async def _open(part: InMemoryTransport) -> AsyncIterator[InMemoryTransport]:
+async def _open(part: InMemoryBroker) -> AsyncIterator[InMemoryBroker]:
     yield part
 
 

@@ -15,8 +15,9 @@ import pytest
 from api.batch_runner.process import opened_runner
 from shared.errors import Unavailable
 from shared.stores.records import Records
+from shared.usage.row_list import RowList
 from tests.api.batches.batching import created, jsonl, line, until
-from tests.api.harness import RowList, already_open
+from tests.api.harness import already_open
 from tests.api.ledger import Ledger, LedgerWorld, ledger_keys, ledger_world
 from tests.api.predicting import OVER
 from tests.api.test_text_charges import BODY as STREAM

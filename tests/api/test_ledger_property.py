@@ -24,15 +24,16 @@ from hypothesis import strategies as st
 from api.batch_runner.process import opened_runner
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Batch, Cache, Price
+from shared.in_memory_broker import InMemoryBroker
 from shared.settings import ApiSettings
 from shared.tenants.plan import Limits, Plan
+from shared.usage.row_list import RowList
 from tests.api.batches.batching import created, jsonl, line, until
 from tests.api.fake_worker import FakeWorker
-from tests.api.harness import RowList, already_open, running_api, settings_for
+from tests.api.harness import already_open, running_api, settings_for
 from tests.api.ledger import EXACT_USD, PRICED, Ledger
 from tests.api.predicting import OVER
 from tests.api.test_text_charges import LONG
-from tests.fakes import InMemoryTransport
 from tests.faults.links import Links
 from tests.keys import bearer, key_for, keys_url, stored
 from tests.limits import WAIT_LIMIT_S
@@ -202,7 +203,7 @@ async def world(redis_url: str, tmp_path: Path) -> AsyncIterator[Mixed]:
     names = [*(f"api-{number}" for number in range(INSTANCES))]
     async with AsyncExitStack() as opened:
         links = opened.enter_context(Links(dict.fromkeys(names, port)))
-        broker = InMemoryTransport()
+        broker = InMemoryBroker()
         letters = await opened.enter_async_context(
             running_worker(redis_url, tmp_path, model=PRICED, broker=broker)
         )
@@ -243,7 +244,7 @@ async def _nothing() -> None:
 
 
 @asynccontextmanager
-async def _runner(world: Mixed, broker: InMemoryTransport) -> AsyncIterator[None]:
+async def _runner(world: Mixed, broker: InMemoryBroker) -> AsyncIterator[None]:
     rows = RowList()
     world.ledger.row_lists.append(rows.rows)
     with pytest.MonkeyPatch.context() as patch:

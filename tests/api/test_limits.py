@@ -14,6 +14,7 @@ import redis.asyncio
 from api.limits.messages import duration
 from shared.catalog import Catalog
 from shared.catalog_entry import Price
+from shared.stores.redis_client import NO_REDIS
 from shared.tenants.plan import Limits, Plan, Rates
 from tests.api.harness import (
     IMAGE_MODEL,
@@ -335,7 +336,7 @@ async def test_one_model_may_have_less(tmp_path: Path, redis_url: str) -> None:
 
 
 async def test_limits_hold_without_redis(tmp_path: Path) -> None:
-    async with limited_api(tmp_path, "redis://127.0.0.1:1/0", Plan(requests_per_min=3)) as api:
+    async with limited_api(tmp_path, NO_REDIS, Plan(requests_per_min=3)) as api:
         found = [(await embed(api, f"text {number}")).status_code for number in range(5)]
         assert found == [200, 200, 200, 429, 429]
 
@@ -347,7 +348,7 @@ async def test_budget_that_can_not_be_checked_is_not_spent(tmp_path: Path) -> No
         plan = Plan(budget_usd_per_month=1.0, on_limit_store_outage=on_outage)
         folder = tmp_path / on_outage
         folder.mkdir()
-        async with limited_api(folder, "redis://127.0.0.1:1/0", plan) as api:
+        async with limited_api(folder, NO_REDIS, plan) as api:
             answer = await embed(api, "one two")
             statuses.append(answer.status_code)
             if answer.status_code == 503:

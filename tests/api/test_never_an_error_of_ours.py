@@ -192,6 +192,7 @@ async def test_nested_bodies(api: ApiUnderTest, path: str, nested: str) -> None:
     headers = b"content-type: application/json\r\n"
     status, answer = await _answered(api, _request("POST", path, body.encode(), headers=headers))
     assert status in (400, 422), answer
+    assert (b"nested deeper than 200 levels" in answer) == (len(nested) > 400), answer
 
 
 def _form(*parts: tuple[bytes, bytes]) -> tuple[bytes, bytes]:

@@ -11,9 +11,9 @@ import pytest
 
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
+from shared.in_memory_broker import InMemoryBroker
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, admitted, until_over
-from tests.fakes import InMemoryTransport
 from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -42,7 +42,7 @@ async def test_who_hangs_up_does_not_cancel(api: ApiUnderTest) -> None:
 async def test_another_instance_answers_for_one_that_is_gone(
     tmp_path: Path, redis_url: str
 ) -> None:
-    broker, settings = InMemoryTransport(), settings_for(tmp_path, redis_url=redis_url, secret="s")
+    broker, settings = InMemoryBroker(), settings_for(tmp_path, redis_url=redis_url, secret="s")
     async with running_api(settings, broker, broker) as second:
         second.worker.go.clear()
         async with running_api(settings, broker, broker, worker=second.worker) as first:

@@ -20,9 +20,10 @@ import pytest
 from infra.local.process import free_port
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
+from shared.stores.redis_client import NO_REDIS
 from shared.tasks.embedding import TextInput
 from tests.api.fake_worker import FakeWorker, vector_of
-from tests.api.harness import CATALOG, NO_REDIS, TEXT_MODEL
+from tests.api.harness import CATALOG, TEXT_MODEL
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]

@@ -14,10 +14,10 @@ from api.dispatch.reply_inbox import ERRORS, InboxLost
 from infra.local.redis_server import RedisServer
 from shared.catalog_entry import Replies
 from shared.errors import ConfigurationError, DeadlineExceeded, Unavailable
+from shared.in_memory_broker import InMemoryBroker
 from shared.topics import make_inbox
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest
 from tests.api.inboxes import Broker, counted, embedded, in_memory, next_inbox, until
-from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -194,13 +194,13 @@ async def test_replies_come_while_redis_is_away(
 async def test_used_up_pool_refuses_and_the_next_free_inbox_is_taken(
     replies: Replies, redis_url: str
 ) -> None:
-    class Cloud(InMemoryTransport):
+    class Cloud(InMemoryBroker):
         """A project in which an instance makes nothing."""
 
         async def ensure_topic(self, topic_id: str) -> bool:
             raise ConfigurationError("PERMISSION_DENIED")
 
-    made = InMemoryTransport()
+    made = InMemoryBroker()
     await make_inbox(made, "0", 3)
     broker, pool = Broker(made, Cloud()), {"inbox_pool": 1, "redis_url": redis_url}
     async with AsyncExitStack() as later:

@@ -12,9 +12,10 @@ import redis
 
 from api.dispatch.reply_inbox import PendingReply, ReplyInbox
 from shared.errors import BadInput, ConfigurationError, Unavailable
+from shared.in_memory_broker import InMemoryBroker
+from shared.stores.redis_client import NO_REDIS
 from shared.topics import make_inbox
 from tests.api.inboxes import Broker, counted, embedded, in_memory, next_inbox
-from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -114,12 +115,12 @@ async def test_lease_is_kept_while_redis_forgets(redis_url: str) -> None:
 
 
 async def test_pool_without_redis_makes_its_own() -> None:
-    async with in_memory().instance(inbox_pool=1, redis_url="redis://127.0.0.1:1/0") as inbox:
+    async with in_memory().instance(inbox_pool=1, redis_url=NO_REDIS) as inbox:
         assert (await next_inbox(inbox)).startswith("inbox.api-1-")
 
 
 async def test_no_rights_are_said_at_start() -> None:
-    class Forbidding(InMemoryTransport):
+    class Forbidding(InMemoryBroker):
         async def ensure_topic(self, topic_id: str) -> bool:
             raise ConfigurationError("PERMISSION_DENIED")
 
@@ -129,7 +130,7 @@ async def test_no_rights_are_said_at_start() -> None:
 
 
 async def test_start_goes_on_without_a_broker() -> None:
-    class Down(InMemoryTransport):
+    class Down(InMemoryBroker):
         is_down = True
 
         async def ensure_topic(self, topic_id: str) -> bool:

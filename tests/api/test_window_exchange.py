@@ -24,8 +24,8 @@ from api.dispatch.model_window import (
 from api.fair_room import Demand
 from shared.catalog import read_catalog
 from shared.service_rate import ServiceRate
+from shared.stores.redis_client import NO_REDIS
 from shared.tasks.base import FirstGuesses
-from tests.api.harness import NO_REDIS
 
 MODEL = read_catalog(Path("models.yaml")).default("embedding")
 FAR_S = 1e10

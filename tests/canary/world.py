@@ -22,6 +22,7 @@ from shared.canary.board import JUDGE_EVERY_S, CanaryBoard
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Batch, Canary, Price
 from shared.errors import ModelFailed
+from shared.in_memory_broker import InMemoryBroker
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
@@ -30,7 +31,6 @@ from shared.topics import dead_letter_subscription_id
 from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import ApiUnderTest, running_api, settings_for
-from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import LetterPreparer, RowList
 from workers.functions.dead_letter import DeadLetters
@@ -149,7 +149,7 @@ class CanaryWorld:
     """An API and workers of both revisions."""
 
     api: ApiUnderTest
-    broker: InMemoryTransport
+    broker: InMemoryBroker
     board: CanaryBoard
     redis_url: str
     folder: Path
@@ -241,7 +241,7 @@ class NoTable:
 
 
 @asynccontextmanager
-async def _dead_letter_function(broker: InMemoryTransport, redis_url: str) -> AsyncIterator[None]:
+async def _dead_letter_function(broker: InMemoryBroker, redis_url: str) -> AsyncIterator[None]:
     """Runs the function that gets what workers of the canary died of."""
 
     async def run(records: Records) -> None:
@@ -271,7 +271,7 @@ def _letters(number: int) -> str:
 async def running_world(
     redis_url: str, folder: Path, **given: object
 ) -> AsyncIterator[CanaryWorld]:
-    broker = InMemoryTransport()
+    broker = InMemoryBroker()
     await provision(broker, CATALOG, inbox_pool=1, slots=4)
     settings = settings_for(folder, redis_url=redis_url, records_url=redis_url, **given)
     async with AsyncExitStack() as stack:

@@ -6,7 +6,7 @@ import pytest
 
 from shared.transport import ReceivedMessage, Subscription
 from tests.limits import WAIT_LIMIT_S
-from tests.shared.test_pubsub_client import Broker, broker, google_emulator, take
+from tests.shared.test_brokers import Broker, broker, google_emulator, take
 
 __all__ = ["broker", "google_emulator"]
 

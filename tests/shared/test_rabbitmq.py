@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from infra.local.process import Process, free_port
 from infra.local.stack_processes import RabbitServer, find_rabbitmq_server
 from pubsub_emulator import parse_filter
+from shared import topics
 from shared.errors import BadInput, ConfigurationError, Unavailable
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
@@ -349,6 +350,8 @@ FILTERS = ["", INTERACTIVE_FILTER, BATCH_FILTER, *(slot_filter(slot, 8) for slot
 def test_routing_keys_agree_with_filters(attributes: dict[str, str], text: str) -> None:
     matching = parse_filter(text)
     passes = matching is None or matching.matches(attributes)
+    wanted = topics.parse_filter(text)
+    assert (wanted is None or wanted.matches(attributes)) == passes
     assert (binding_key("topic", text) in message_keys("topic", attributes)) == passes
 
 

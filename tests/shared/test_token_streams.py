@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared.stores.records import Records
+from shared.stores.redis_client import NO_REDIS
 from shared.stores.token_streams import MAX_ITEMS, Delivered, Written
 from shared.tasks.text import TokenChunk
 from tests.limits import WAIT_LIMIT_S
@@ -108,7 +109,7 @@ async def test_what_was_read_is_counted_and_nothing_else_is_read_after_the_end(
 
 
 async def test_without_redis_nothing_is_raised_to_a_worker() -> None:
-    async with Records("redis://127.0.0.1:1/0", timeout_s=0.1) as records:
+    async with Records(NO_REDIS, timeout_s=0.1) as records:
         assert await records.tokens.append([Written("r", 0, 1, chunk(0, 1))]) is None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from shared.errors import BadInput, ConfigurationError, UndecodableMessage
+from shared.in_memory_broker import InMemoryBroker
 from shared.topics import WEBHOOKS_SUBSCRIPTION_ID, WEBHOOKS_TOPIC_ID
 from shared.transport import SubscriptionSettings
 from shared.webhook_publisher import WebhookPublisher
@@ -17,7 +18,6 @@ from shared.webhooks import (
     signature,
     tenant_secrets,
 )
-from tests.fakes import InMemoryTransport
 
 WEBHOOKS = SubscriptionSettings(WEBHOOKS_TOPIC_ID)
 # The example of
@@ -71,7 +71,7 @@ def test_other_messages_are_no_events(data: bytes) -> None:
 
 @pytest.mark.anyio
 async def test_only_subscribed_events_are_published() -> None:
-    async with InMemoryTransport() as broker:
+    async with InMemoryBroker() as broker:
         await broker.ensure_topic(WEBHOOKS_TOPIC_ID)
         await broker.ensure_subscription(WEBHOOKS_SUBSCRIPTION_ID, WEBHOOKS)
         publisher = WebhookPublisher(broker)
@@ -86,7 +86,7 @@ async def test_only_subscribed_events_are_published() -> None:
 async def test_an_event_without_a_topic_is_an_error_or_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with InMemoryTransport() as broker:
+    async with InMemoryBroker() as broker:
         publisher = WebhookPublisher(broker)
         with pytest.raises(BadInput):
             await publisher.publish("a", ["start"], "start")

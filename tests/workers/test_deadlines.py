@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
+from shared.in_memory_broker import InMemoryBroker
 from shared.messages import ItemOutcome, Receipt, ReplyBody, encode_reply_body
 from shared.slo import ENDS
 from shared.stores.cache import ResultCache
@@ -21,7 +22,6 @@ from shared.stores.records import LATE_LOOK_S
 from shared.tasks.embedding import EmbeddingResult
 from shared.topics import WEBHOOKS_SUBSCRIPTION_ID, inbox_topic_id
 from shared.webhooks import decode_webhook_event
-from tests.fakes import InMemoryTransport
 from tests.limits import PATIENCE, WAIT_LIMIT_S
 from tests.workers.worker_harness import MODEL, WorkerHarness, running_worker
 from workers.runtime.pool import HostedModel, ModelPool
@@ -252,7 +252,7 @@ async def test_what_is_late_is_not_tried_again_after_a_death(
         assert harness.process.batches == [["held"], ["next"]]
 
 
-class SlowBroker(InMemoryTransport):
+class SlowBroker(InMemoryBroker):
     """Takes its time over replies while `gate` is closed."""
 
     def __init__(self) -> None:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from shared.catalog import Model, read_catalog
@@ -105,7 +106,10 @@ async def test_a_batch_comes_back_in_order_with_its_figures(
 
 async def test_the_pool_tells_what_it_runs_on(pool: ModelPool, process: PooledProcess) -> None:
     assert pool.device_name == "cpu"
-    assert 50e6 < pool.memory_bytes < 1500e6
+    # How much that is depends on the build of torch.
+    resident_bytes = sum(psutil.Process(one.pid).memory_info().rss for one in pool.processes)
+    assert pool.memory_bytes > 50e6
+    assert pool.memory_bytes == pytest.approx(resident_bytes, rel=0.3)
 
 
 async def test_callers_at_once_take_turns(

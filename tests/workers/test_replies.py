@@ -47,9 +47,9 @@ async def test_reply_goes_where_the_job_says(
 ) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         await harness.broker.ensure_topic(address["inbox"])
-        await harness.broker.ensure_subscription("r", SubscriptionSettings(address["inbox"]))
+        await harness.broker.ensure_subscription("replies", SubscriptionSettings(address["inbox"]))
         await harness.broker.publish(jobs_topic_id(MODEL.name), DATA, ATTRIBUTES | address)
-        async with harness.broker.subscribe("r", max_messages=1) as replies:
+        async with harness.broker.subscribe("replies", max_messages=1) as replies:
             message = await asyncio.wait_for(anext(aiter(replies)), WAIT_LIMIT_S)
             replies.ack(message)
         expected = {"schema": "1", "request_id": "req_1", "part": "2"}

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from shared.catalog import Model, read_catalog
 from shared.catalog_entry import Cache
+from shared.in_memory_broker import InMemoryBroker
 from shared.messages import Envelope, Item, Job, JobBody, decode_reply, encode_job
 from shared.settings import WorkerSettings, read_settings
 from shared.stores.cache import ResultCache
@@ -35,7 +36,6 @@ from shared.topics import (
     workers_subscription_id,
 )
 from shared.transport import SubscriptionSettings
-from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import RowList
 from workers.job import WorkerInfo
@@ -178,7 +178,7 @@ async def test_both_models_recover_from_a_killed_process(
 async def serving(
     redis_url: str, folder: Path, hosted: list[HostedModel], pool: ModelPool
 ) -> AsyncIterator[WorkerHarness]:
-    broker = InMemoryTransport()
+    broker = InMemoryBroker()
     topics = {
         jobs_topic_id(one.entry.name): workers_subscription_id(one.entry.name) for one in hosted
     }
@@ -223,7 +223,7 @@ async def serving(
 class WorkerHarness:
     """The caller's side: sends jobs to either model and collects what comes back, by request."""
 
-    def __init__(self, broker: InMemoryTransport, worker: Worker) -> None:
+    def __init__(self, broker: InMemoryBroker, worker: Worker) -> None:
         self.broker, self.worker = broker, worker
         self.vectors: dict[str, np.ndarray] = {}
         self.statuses: dict[str, str] = {}

@@ -17,11 +17,11 @@ from prometheus_client import REGISTRY
 
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Cache, Generation, Price
+from shared.in_memory_broker import InMemoryBroker
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody
 from shared.stores.record_state import record_id
 from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk
 from shared.topics import inbox_topic_id
-from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.speller import FIRST_LETTERS, SpellerPreparer
 from tests.workers.worker_harness import WorkerHarness, running_worker
@@ -51,7 +51,7 @@ async def spelling(
     drain_s: float = WAIT_LIMIT_S,
     model: Model = MODEL,
     clock: Clock | None = None,
-    broker: InMemoryTransport | None = None,
+    broker: InMemoryBroker | None = None,
 ) -> AsyncIterator[WorkerHarness]:
     command = (sys.executable, "-m", "tests.workers.speller")
     async with (

@@ -18,6 +18,7 @@ from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Cache, Price
 from shared.errors import BadInput, Canceled, ModelFailed, PenstockError, Unavailable
+from shared.in_memory_broker import InMemoryBroker
 from shared.messages import Envelope, Item, Job, JobBody, Reply, decode_reply, encode_job
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
@@ -26,22 +27,17 @@ from shared.tasks import Input, Result
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.tasks.image import ImageResult
 from shared.topics import (
-    BATCH_FILTER,
-    INTERACTIVE_FILTER,
     WEBHOOKS_SUBSCRIPTION_ID,
     WEBHOOKS_TOPIC_ID,
-    batch_subscription_id,
-    dead_letter_subscription_id,
-    dead_letter_topic_id,
     inbox_topic_id,
     jobs_topic_id,
+    make_jobs,
     slot_subscription_id,
     workers_subscription_id,
 )
 from shared.tracing.spans import TraceContext
 from shared.transport import SubscriptionSettings
 from shared.usage.row import Row
-from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 from workers.job import WorkerInfo
 from workers.jobs.completion import Completion
@@ -201,7 +197,7 @@ class WorkerHarness:
 
     def __init__(
         self,
-        broker: InMemoryTransport,
+        broker: InMemoryBroker,
         process: LetterProcess,
         rows: RowList,
         records: Records,
@@ -326,7 +322,7 @@ async def running_worker(
     cache_kind: type[ResultCache] = ResultCache,
     pool: ModelPool | LetterPool | None = None,
     objects: ObjectStore | None = None,
-    broker: InMemoryTransport | None = None,
+    broker: InMemoryBroker | None = None,
     model: Model = MODEL,
     times: ProcessTimes | None = None,
     preparer: Preparer | None = None,
@@ -334,22 +330,11 @@ async def running_worker(
 ) -> AsyncIterator[WorkerHarness]:
     """Runs a worker, on `pool` or on a fake model process that the test controls."""
     letters = pool if isinstance(pool, LetterPool) else LetterPool()
-    broker, name = broker or InMemoryTransport(), model.name
-    await broker.ensure_topic(jobs_topic_id(name))
-    await broker.ensure_topic(dead_letter_topic_id(name))
-    await broker.ensure_topic(inbox_topic_id("1"))
+    broker, name = broker or InMemoryBroker(), model.name
+    await make_jobs(broker, name)
     await broker.ensure_topic(WEBHOOKS_TOPIC_ID)
-    jobs = jobs_topic_id(name)
+    await broker.ensure_topic(inbox_topic_id("1"))
     for subscription_id, settings in (
-        (
-            workers_subscription_id(name),
-            SubscriptionSettings(jobs, filter=INTERACTIVE_FILTER),
-        ),
-        (batch_subscription_id(name), SubscriptionSettings(jobs, filter=BATCH_FILTER)),
-        (
-            dead_letter_subscription_id(name),
-            SubscriptionSettings(dead_letter_topic_id(name)),
-        ),
         (slot_subscription_id("1", 0), SubscriptionSettings(inbox_topic_id("1"))),
         (WEBHOOKS_SUBSCRIPTION_ID, SubscriptionSettings(WEBHOOKS_TOPIC_ID)),
     ):

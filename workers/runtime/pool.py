@@ -32,7 +32,7 @@ from workers.runtime.client import (
 from workers.runtime.protocol import BatchResult, ResidencyReport, StepsEnded
 from workers.runtime.template import Template, can_fork
 
-__all__ = ["HostedModel", "ModelPool", "ModelProcessDied", "PooledProcess"]
+__all__ = ["HostedModel", "ModelPool", "ModelProcessDied", "PooledProcess", "ProcessPool"]
 
 CPU_PROCESSES_MAX = 4
 START_TIMEOUT_S = 180.0
@@ -54,49 +54,19 @@ class HostedModel(NamedTuple):
     backend: Backend | None = None
 
 
-class ModelPool:
-    """All model processes of a worker.
-
-    Each serves all models. A context manager that opens when all are ready.
+class ProcessPool:
+    """Model processes that are started together. A context manager that opens when all are ready.
 
     Args:
-        models: at least one. A model's position here is the number that `run` takes.
-        device: as WorkerSettings.device. `auto` and `cuda` spread the processes over all GPUs.
-        processes: how many. 0 means one per GPU, or one per core on a CPU (at most 4).
-        threads: of each process on a CPU.
-        memory_fraction: the part of a GPU's memory each process may take.
-        memory_budget_bytes: for all models of a process together. 0 means no limit.
-        start_timeout_s: the limit from start to ready.
-        command: starts a model process, or the template that they are forked from.
+        processes: at least one.
+        template: what they are forked from, if anything. It is closed after them.
     """
 
     def __init__(
-        self,
-        models: Sequence[HostedModel],
-        *,
-        device: str = "auto",
-        processes: int = 0,
-        threads: int = 1,
-        memory_fraction: float = 1.0,
-        memory_budget_bytes: int = 0,
-        start_timeout_s: float = START_TIMEOUT_S,
-        command: Sequence[str] = (sys.executable, "-m", "workers.runtime.server"),
+        self, processes: Sequence[PooledProcess], template: Template | None = None
     ) -> None:
-        environment = child_environment(threads)
-        given = [f"--threads={threads}", f"--memory-fraction={memory_fraction}"]
-        given.append(f"--memory-budget-bytes={memory_budget_bytes}")
-        for entry, folder, backend in models:
-            given += [f"--model={entry.model_dump_json()}", f"--folder={folder.resolve()}"]
-            given.append(f"--backend={msgspec.json.encode(backend).decode()}")
-        places = _places(device, processes, threads)
-        ahead = (*command, *given, f"--device={places[0]}")
-        self.template = Template(ahead, environment, start_timeout_s) if can_fork() else None
-        self.processes = []
-        for place in places:
-            start: Start = partial(spawn, (*command, *given, f"--device={place}"), environment)
-            if self.template is not None:
-                start = partial(self.template.fork, place)
-            self.processes.append(PooledProcess(Launch(start, start_timeout_s)))
+        self.processes = list(processes)
+        self.template = template
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -140,6 +110,50 @@ class ModelPool:
     def memory_bytes(self) -> int:
         """Resident memory of all processes together, as last reported."""
         return sum(process.memory_bytes for process in self.processes)
+
+
+class ModelPool(ProcessPool):
+    """All model processes of a worker, each of which serves all models.
+
+    Args:
+        models: at least one. A model's position here is the number that `run` takes.
+        device: as WorkerSettings.device. `auto` and `cuda` spread the processes over all GPUs.
+        processes: how many. 0 means one per GPU, or one per core on a CPU (at most 4).
+        threads: of each process on a CPU.
+        memory_fraction: the part of a GPU's memory each process may take.
+        memory_budget_bytes: for all models of a process together. 0 means no limit.
+        start_timeout_s: the limit from start to ready.
+        command: starts a model process, or the template that they are forked from.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[HostedModel],
+        *,
+        device: str = "auto",
+        processes: int = 0,
+        threads: int = 1,
+        memory_fraction: float = 1.0,
+        memory_budget_bytes: int = 0,
+        start_timeout_s: float = START_TIMEOUT_S,
+        command: Sequence[str] = (sys.executable, "-m", "workers.runtime.server"),
+    ) -> None:
+        environment = child_environment(threads)
+        given = [f"--threads={threads}", f"--memory-fraction={memory_fraction}"]
+        given.append(f"--memory-budget-bytes={memory_budget_bytes}")
+        for entry, folder, backend in models:
+            given += [f"--model={entry.model_dump_json()}", f"--folder={folder.resolve()}"]
+            given.append(f"--backend={msgspec.json.encode(backend).decode()}")
+        places = _places(device, processes, threads)
+        ahead = (*command, *given, f"--device={places[0]}")
+        template = Template(ahead, environment, start_timeout_s) if can_fork() else None
+        forked = []
+        for place in places:
+            start: Start = partial(spawn, (*command, *given, f"--device={place}"), environment)
+            if template is not None:
+                start = partial(template.fork, place)
+            forked.append(PooledProcess(Launch(start, start_timeout_s)))
+        super().__init__(forked, template)
 
 
 class PooledProcess:

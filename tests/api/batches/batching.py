@@ -15,11 +15,11 @@ from api.batch_runner.runner import BatchRunner
 from shared.catalog import Catalog
 from shared.settings import ApiSettings
 from shared.usage.row import Row
+from shared.usage.row_list import RowList
 from tests.api.harness import (
     CATALOG,
     TEXT_MODEL,
     ApiUnderTest,
-    RowList,
     already_open,
     running_api,
     settings_for,

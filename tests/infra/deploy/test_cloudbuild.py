@@ -174,7 +174,12 @@ def test_rollout_has_time_for_its_steps_in_two_regions() -> None:
 
 
 def test_shell_is_sound() -> None:
-    scripts = [*SCRIPTS.glob("*.sh"), *Path("infra/docker").glob("*.sh"), Path("infra/setup.sh")]
+    scripts = [
+        *SCRIPTS.glob("*.sh"),
+        *Path("infra/docker").glob("*.sh"),
+        Path("infra/setup.sh"),
+        Path("infra/install_torch.sh"),
+    ]
     done = run(tool("shellcheck"), "--external-sources", *scripts)
     assert done.returncode == 0, done.stdout
 

@@ -11,6 +11,7 @@ import redis
 
 from shared.errors import BadInput, Unavailable
 from shared.stores.key_stores import KeyFile, KeyRedis, key_store
+from shared.stores.redis_client import NO_REDIS
 from shared.tenants.administration import (
     FORGOTTEN_AFTER_S,
     Administration,
@@ -255,7 +256,7 @@ async def test_nothing_is_changed_in_a_lost_redis(redis_url: str) -> None:
 
 
 async def test_redis_out_of_reach_is_told() -> None:
-    async with KeyRedis("redis://127.0.0.1:1/0") as store:
+    async with KeyRedis(NO_REDIS) as store:
         for asked in (store.read(), store.acts(1), store.uses(), store.note_uses({"a": 1})):
             with pytest.raises(Unavailable):
                 await asked

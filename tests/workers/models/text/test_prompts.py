@@ -98,7 +98,9 @@ LARGE_SCHEMAS = {
     json.dumps({"type": "string", "pattern": "c" * 5000}): "in it has 5000 characters",
     json.dumps({"type": "object", "properties": {"d" * 5000: {}}}): "in it has 5000 characters",
     json.dumps({"properties": {"description": {"const": "e" * 5000}}}): "has 5000 characters",
-    '{"items":' * 3000 + "{}" + "}" * 3000: "nested too deeply",
+    '{"items":' * 3000 + "{}" + "}" * 3000: "it is nested 3001 levels deep, and at most 100 are",
+    '{"items":' * 110 + "{}" + "}" * 110: "it is nested 111 levels deep, and at most 100 are",
+    '{"anyOf":[' * 50 + "{}" + "]}" * 50: "it is nested 101 levels deep",
     json.dumps({"type": "object", "properties": OPTIONAL, "additionalProperties": False}): "max is",
 }
 
@@ -136,6 +138,8 @@ def test_refusals_name_the_field_and_the_reason(
         {"type": "object", "properties": {"description": {"const": "b" * 4096}}},
         {"type": "string", "description": "c" * 20_000, "title": "d" * 10_000},
         {"enum": [f"word {number}" for number in range(1500)]},
+        json.loads('{"items":' * 99 + "{}" + "}" * 99),
+        {"title": "[{" * 200, "const": '\\"[{[{'},
     ],
     ids=lambda schema: next(iter(schema)),
 )

@@ -1,0 +1,64 @@
+"""The API for tests: the real app over a broker in memory, without a port.
+
+    async with running_api(InMemoryBroker(), [ENTRY]) as api:
+        transport = httpx.ASGITransport(api.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            answer = await http.post("/v1/embeddings", json={...})
+
+Routes, checks, limits, deadlines and errors are those of production. Not there is what uvicorn does
+before the app (bounds on heads and slow bodies). Without `redis_url` it answers as it does while
+Redis is away: predictions and streams are refused. Something must answer the jobs, such as
+workers/testing.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+
+from api.app import create_app
+from shared.catalog import Catalog, Model
+from shared.in_memory_broker import InMemoryBroker
+from shared.settings import ApiSettings, read_settings
+from shared.stores.redis_client import NO_REDIS
+from shared.usage.row import Row
+from shared.usage.row_list import RowList
+
+
+@dataclass
+class ApiUnderTest:
+    """A running API. `rows`: what it would write to BigQuery."""
+
+    app: FastAPI
+    rows: list[Row]
+
+
+@asynccontextmanager
+async def running_api(
+    broker: InMemoryBroker,
+    entries: Sequence[Model],
+    *,
+    redis_url: str = NO_REDIS,
+    objects_url: str = "memory://",
+    **settings: object,
+) -> AsyncIterator[ApiUnderTest]:
+    """Runs an API until the block is left.
+
+    Args:
+        broker: shared with the workers. The API makes its own inbox there.
+        entries: the models to serve.
+        redis_url: keeps records, limits, streams and results, if there is a Redis.
+        objects_url: where large results lie. Workers must have the same.
+        settings: of ApiSettings, by name. The environment has the others.
+
+    Raises:
+        ConfigurationError: a setting is wrong.
+    """
+    given = read_settings(ApiSettings, redis_url=redis_url, objects_url=objects_url, **settings)
+    rows = RowList()
+    app = create_app(given, Catalog(tuple(entries)), broker, broker, rows)
+    async with app.router.lifespan_context(app):
+        yield ApiUnderTest(app, rows.rows)

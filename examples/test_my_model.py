@@ -1,0 +1,146 @@
+"""Tests of a model of your own, without servers, weights or a GPU: a broker in memory is enough.
+
+Run them with `.venv/bin/pytest examples/test_my_model.py`. The model here counts letters. Put your
+own in its place: docs/how-to/test-your-model.md says what each part is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import httpx
+import numpy as np
+import pytest
+
+from api.testing import running_api
+from shared.catalog import Model
+from shared.catalog_entry import Batch
+from shared.errors import BadInput, ModelFailed, PenstockError
+from shared.in_memory_broker import InMemoryBroker
+from shared.tasks import Input, Result
+from shared.tasks.embedding import EmbeddingResult, TextInput
+from workers.models.base import OnStep, PreparedItem, PreparedText
+from workers.testing import running_worker
+
+pytestmark = pytest.mark.anyio
+
+ENTRY = Model(
+    name="letters",
+    task="embedding",
+    source="local:nowhere",
+    dimensions=2,
+    batch=Batch(max_tokens=32, max_items=4),
+)
+
+
+class LetterPreparer:
+    """Runs in the I/O process: a token is a letter."""
+
+    def prepare(self, inputs: Sequence[Input]) -> list[PreparedItem | BadInput]:
+        """Refuses texts that are no ASCII."""
+        return [self._prepare(given) for given in inputs]
+
+    def _prepare(self, given: Input) -> PreparedItem | BadInput:
+        if not isinstance(given, TextInput) or not given.text.isascii():
+            return BadInput("only ASCII texts can be counted", field="input")
+        return PreparedText(key="", length=len(given.text), ids=given.text.encode())
+
+
+class LetterModel:
+    """Runs in the model process: counts vowels and all letters. A text with "!" breaks it."""
+
+    device_name = "cpu"
+    pads = False
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+
+    def setup(self) -> None:
+        """Weights would be loaded here."""
+
+    def warmup(self) -> None:
+        """And kernels compiled here."""
+
+    def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
+        """All in one call."""
+        return [list(range(len(batch)))]
+
+    def computed_work(self, lengths: Sequence[int]) -> int:
+        """Nothing is padded."""
+        return sum(lengths)
+
+    def predict(
+        self, batch: Sequence[PreparedItem], on_step: OnStep
+    ) -> Sequence[Result | PenstockError]:
+        """One vector a text."""
+        texts = [item.ids.decode() for item in batch if isinstance(item, PreparedText)]
+        self.batches.append(texts)
+        if any("!" in text for text in texts):
+            raise RuntimeError("cannot count a shout")
+        return [EmbeddingResult(vector_of(text).tobytes(), len(text)) for text in texts]
+
+
+def vector_of(text: str) -> np.ndarray:
+    """The vector that the model gives."""
+    return np.array([sum(text.count(vowel) for vowel in "aeiou"), len(text)], "<f4")
+
+
+async def test_each_text_gets_its_vector() -> None:
+    """In the order of the texts."""
+    async with running_worker(
+        InMemoryBroker(), ENTRY, preparer=LetterPreparer(), model=LetterModel
+    ) as worker:
+        outcomes = await worker.compute(TextInput("a cat"), TextInput("sky"))
+    assert outcomes == [
+        EmbeddingResult(vector_of("a cat").tobytes(), 5),
+        EmbeddingResult(vector_of("sky").tobytes(), 3),
+    ]
+    assert [row.status for row in worker.rows] == ["succeeded", "succeeded"]
+
+
+async def test_bad_text_fails_alone() -> None:
+    """A batch that fails is halved until what breaks it is alone."""
+    model = LetterModel()
+    async with running_worker(
+        InMemoryBroker(), ENTRY, preparer=LetterPreparer(), model=lambda: model
+    ) as worker:
+        good, shout, foreign, last = await worker.compute(*map(TextInput, ("a", "b!", "é", "c")))
+    assert isinstance(good, EmbeddingResult)
+    assert isinstance(last, EmbeddingResult)
+    assert isinstance(shout, ModelFailed)
+    assert isinstance(foreign, BadInput)
+    assert foreign.field == "input"
+    assert model.batches[0] == ["a", "b!", "c"]
+
+
+async def test_batches_keep_to_the_budget() -> None:
+    """At most 32 tokens in a batch, or 4 items."""
+    model = LetterModel()
+    async with running_worker(
+        InMemoryBroker(), ENTRY, preparer=LetterPreparer(), model=lambda: model
+    ) as worker:
+        jobs = (worker.compute(TextInput(letter * 10)) for letter in "abcdefgh")
+        outcomes = await asyncio.gather(*jobs)
+    assert all(isinstance(outcome, EmbeddingResult) for [outcome] in outcomes)
+    assert sum(map(len, model.batches)) == 8
+    assert max(map(len, model.batches)) <= 3
+
+
+async def test_text_over_http_gets_its_vector() -> None:
+    """The API, the worker and the model, joined by one broker."""
+    broker = InMemoryBroker()
+    async with (
+        running_worker(broker, ENTRY, preparer=LetterPreparer(), model=LetterModel),
+        running_api(broker, [ENTRY]) as api,
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(api.app), base_url="http://localhost"
+        ) as http,
+    ):
+        body = {"model": "letters", "input": ["a cat", "sky"]}
+        answer = await http.post("/v1/embeddings", json=body)
+        refused = await http.post("/v1/embeddings", json=body | {"input": "é"})
+    assert answer.status_code == 200, answer.text
+    assert [one["embedding"] for one in answer.json()["data"]] == [[2.0, 5.0], [0.0, 3.0]]
+    assert answer.json()["usage"]["total_tokens"] == 8
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")

@@ -1,0 +1,27 @@
+"""Keeps rows in a list, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+from shared.usage.row import Row
+
+
+class RowList:
+    """A shared.usage.row.RowSink whose rows are safe at once. `rows`: those that were written."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        return None
+
+    def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
+        """Keeps a row."""
+        self.rows.append(row)
+        if on_safe is not None:
+            on_safe()

@@ -1,0 +1,243 @@
+"""A worker for tests: the real one, with a model of yours on a thread, over a broker in memory.
+
+    async with running_worker(InMemoryBroker(), ENTRY, preparer=..., model=...) as worker:
+        [outcome] = await worker.compute(TextInput("a cat"))
+
+All between the message and the model is what runs in production: admission, lanes, fair queues,
+batches by the budget of the entry, halving of batches that fail, continuous batching, replies, rows
+and acks. Three things are not. The model runs on a thread and not in a process, so it can't be
+killed. Without `redis_url` nothing is recorded: no predictions, streams and cancellation. Rows are
+kept in a list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shared.catalog import Model
+from shared.errors import PenstockError, error_for_code
+from shared.in_memory_broker import InMemoryBroker
+from shared.messages import Envelope, Item, ItemError, Job, JobBody, Reply, decode_reply, encode_job
+from shared.stores.cache import ResultCache
+from shared.stores.objects import ObjectStore
+from shared.stores.records import Records
+from shared.stores.redis_client import NO_REDIS
+from shared.tasks import Input, Result
+from shared.topics import direct_id, jobs_topic_id, make_inbox, make_jobs
+from shared.usage.row import Row
+from shared.usage.row_list import RowList
+from workers.job import WorkerInfo
+from workers.jobs.completion import Completion
+from workers.jobs.consumer import JobConsumer
+from workers.models.base import LoadedModel, Preparer, SteppedModel
+from workers.runtime.client import Launch
+from workers.runtime.pool import PooledProcess, ProcessPool
+from workers.runtime.resident_models import ResidentModels
+from workers.runtime.server import ModelServer
+from workers.runtime.step_execution import StepRoom
+from workers.tasks import model_for, preparer_for
+from workers.worker import Worker
+
+COMPUTE_LIMIT_S, CLOSE_LIMIT_S = 30.0, 10.0
+_INBOX = "testing"
+
+
+@dataclass
+class WorkerUnderTest:
+    """A running worker, seen from its callers. `rows`: what it would write to BigQuery."""
+
+    broker: InMemoryBroker
+    entry: Model
+    rows: list[Row]
+    _replies: dict[str, asyncio.Future[Reply]] = field(default_factory=dict)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    async def compute(
+        self, *inputs: Input, tenant: str = "default", limit_s: float = COMPUTE_LIMIT_S
+    ) -> list[Result | PenstockError]:
+        """Sends one job with these inputs. Returns what came of each, in order.
+
+        Args:
+            inputs: of the model's task, as many as its batches may have.
+            tenant: whose they are.
+            limit_s: the job's deadline.
+
+        Raises:
+            TimeoutError: no reply came by the deadline.
+            UndecodableMessage: the worker could not read the job.
+        """
+        request_id, now_s = f"req_{next(self._numbers)}", time.time()
+        envelope = Envelope(
+            request_id=request_id,
+            part=0,
+            model=self.entry.name,
+            tenant=tenant,
+            inbox=direct_id(_INBOX),
+            deadline_s=now_s + limit_s,
+            received_at_s=now_s,
+            published_at_s=now_s,
+        )
+        items = [Item(index, given) for index, given in enumerate(inputs)]
+        data, attributes = encode_job(Job(envelope, JobBody(items)))
+        self._replies[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            await self.broker.publish(jobs_topic_id(self.entry.name), data, attributes)
+            async with asyncio.timeout(limit_s):
+                body = (await self._replies[request_id]).body
+        finally:
+            del self._replies[request_id]
+        if body.error is not None:
+            raise error_for_code(body.error.code, body.error.message)
+        return [_outcome(one.result, one.error) for one in body.outcomes]
+
+    async def receive_replies(self) -> None:
+        """Hands each reply to whoever waits for it. Runs until canceled."""
+        async with self.broker.subscribe(direct_id(_INBOX), max_messages=100) as replies:
+            async for message in replies:
+                replies.ack(message)
+                reply = decode_reply(message.data, message.attributes)
+                waiter = self._replies.get(reply.request_id)
+                if waiter is not None and not waiter.done():
+                    waiter.set_result(reply)
+
+
+@asynccontextmanager
+async def running_worker(
+    broker: InMemoryBroker,
+    entry: Model,
+    *,
+    folder: Path | None = None,
+    preparer: Preparer | None = None,
+    model: Callable[[], LoadedModel] | None = None,
+    redis_url: str = NO_REDIS,
+    objects_url: str = "memory://",
+) -> AsyncIterator[WorkerUnderTest]:
+    """Runs a worker of one model until the block is left. Makes the topics that it needs.
+
+    Args:
+        broker: shared with everybody who sends it jobs.
+        entry: the model's entry in the catalog: its task, its name, and the budget of a batch.
+        folder: the model's files. Needed if `preparer` or `model` is left out.
+        preparer: prepares the inputs. By default that of the task.
+        model: makes the model, not yet loaded. By default that of the task, on the CPU.
+        redis_url: keeps records, token streams and results, if there is a Redis.
+        objects_url: where large results go. An API must have the same to find them.
+
+    Raises:
+        ConfigurationError: the model refuses its folder or its entry.
+        ModelFailed: the model could not be loaded.
+        ValueError: there is neither a folder nor both of `preparer` and `model`.
+    """
+    if folder is None and (preparer is None or model is None):
+        raise ValueError("without a folder, both preparer and model are needed")
+    files = folder or Path()
+    preparer = preparer or preparer_for(entry, files)
+    thread = _ModelThread(entry, model or (lambda: model_for(entry, files, "cpu")), files)
+    await make_jobs(broker, entry.name)
+    await make_inbox(broker, _INBOX, 1)
+    rows, stop = RowList(), asyncio.Event()
+    pool = ProcessPool([PooledProcess(Launch(thread.start, COMPUTE_LIMIT_S))])
+    async with (
+        ResultCache(redis_url, memory_bytes=1 << 20) as cache,
+        Records(redis_url) as records,
+        pool,
+    ):
+        info = WorkerInfo("testing", "", pool.device_name)
+        objects = ObjectStore(objects_url)
+        completion = Completion(entry, broker, cache, records, objects, rows, info)
+        consumer = JobConsumer(
+            entry, preparer, cache, records, objects, completion, in_steps=thread.in_steps
+        )
+        worker = Worker([consumer], broker, records, pool, drain_s=CLOSE_LIMIT_S)
+        under_test = WorkerUnderTest(broker, entry, rows.rows)
+        async with _running(worker, stop), asyncio.TaskGroup() as group:
+            receiving = group.create_task(under_test.receive_replies())
+            yield under_test
+            receiving.cancel()
+
+
+@asynccontextmanager
+async def _running(worker: Worker, stop: asyncio.Event) -> AsyncIterator[None]:
+    """Runs the worker, and lets it finish what it holds at the end."""
+    task = asyncio.create_task(worker.run(stop))
+    try:
+        yield
+    finally:
+        stop.set()
+        await task
+
+
+class _ModelThread:
+    """Starts what a model process runs on a thread. As workers.runtime.child_process.ChildProcess.
+
+    The thread ends when the worker hangs up, or at once if it is killed between two batches.
+    """
+
+    pid = 0
+    returncode: int | None = None
+
+    def __init__(self, entry: Model, make: Callable[[], LoadedModel], folder: Path) -> None:
+        first = make()
+        self.in_steps = isinstance(first, SteppedModel)
+        self.stdout: asyncio.StreamReader | None = None
+        self._entry = entry
+        self._made = itertools.chain([first], iter(make, None))
+        self._folder = folder
+        self._connection: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    async def start(self, theirs: socket.socket) -> _ModelThread:
+        """Serves the model at this end of the socket."""
+        self._connection = theirs.dup()
+        self._connection.setblocking(True)
+        self.stdout = asyncio.StreamReader()
+        serving = (asyncio.get_running_loop(), self.stdout, self._connection)
+        self._thread = threading.Thread(target=self._serve, args=serving, name="model", daemon=True)
+        self._thread.start()
+        return self
+
+    def kill(self) -> None:
+        """Ends the connection."""
+        if self._connection is not None:
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+    async def wait(self) -> int | None:
+        """Waits until the thread ends. Returns 0."""
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, CLOSE_LIMIT_S)
+        return 0
+
+    def _serve(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        output: asyncio.StreamReader,
+        connection: socket.socket,
+    ) -> None:
+        """Runs the server. What a process would print when it dies becomes its output."""
+        models = ResidentModels([lambda: next(self._made)], [self._folder])
+        printed = b""
+        try:
+            with connection:
+                ModelServer(connection, models, [StepRoom(self._entry)]).run()
+        except Exception:
+            printed = traceback.format_exc().encode()
+        with suppress(RuntimeError):  # the loop is closed: nobody reads it any more
+            loop.call_soon_threadsafe(output.feed_data, printed)
+            loop.call_soon_threadsafe(output.feed_eof)
+
+
+def _outcome(result: Result | None, error: ItemError | None) -> Result | PenstockError:
+    if result is not None:
+        return result
+    assert error is not None, "an outcome has one of both; this is a bug"
+    return error_for_code(error.code, error.message, error.field)
