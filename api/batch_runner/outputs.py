@@ -21,9 +21,14 @@ class Outputs:
         self._files = files
 
     async def compose(
-        self, batch: BatchCreated, segments: Sequence[StoredObject]
+        self, batch: BatchCreated, model: str, segments: Sequence[StoredObject]
     ) -> tuple[str, str]:
         """Writes the files in the order of the lines. Repeated, it writes the same files again.
+
+        Args:
+            batch: whose files they are.
+            model: of all its lines.
+            segments: with the answers.
 
         Returns:
             The ids of the output file and the error file, empty for a file without lines.
@@ -40,12 +45,17 @@ class Outputs:
             (segment, HEADER_BYTES + header.output_bytes, header.error_bytes)
             for segment, header in zip(segments, headers, strict=True)
         ]
-        return await self._write(batch, "output", outputs), await self._write(
-            batch, "error", errors
+        return (
+            await self._write(batch, model, "output", outputs),
+            await self._write(batch, model, "error", errors),
         )
 
     async def _write(
-        self, batch: BatchCreated, kind: str, parts: Sequence[tuple[StoredObject, int, int]]
+        self,
+        batch: BatchCreated,
+        model: str,
+        kind: str,
+        parts: Sequence[tuple[StoredObject, int, int]],
     ) -> str:
         if not any(length for _, _, length in parts):
             return ""
@@ -66,6 +76,7 @@ class Outputs:
                 size_bytes=writer.size_bytes,
                 created_at_s=now_s,
                 expires_at_s=now_s + batch.output_keep_s,
+                model=model,
             )
         )
         return file_id

@@ -482,7 +482,7 @@ class BatchRun:
             # Another runner has ended the batch. Its files must not be written over by half ones.
             raise Unavailable("segments of the batch are gone")
         _, counts = await self._written()
-        output, error = await self._tools.outputs.compose(batch, written)
+        output, error = await self._tools.outputs.compose(batch, plan.model, written)
         return await self._end(
             BatchEnded(
                 created=batch,

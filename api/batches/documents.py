@@ -167,6 +167,13 @@ class BatchState:
     ended: BatchEnded | None = None
 
     @property
+    def model(self) -> str:
+        """The model of all its lines. Empty until the file was read."""
+        if self.ended is not None:
+            return self.ended.plan_model
+        return "" if self.plan is None else self.plan.model
+
+    @property
     def status(self) -> Status:
         """In the words of OpenAI's API."""
         if self.ended is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal
 
@@ -45,6 +45,8 @@ class BatchFile(msgspec.Struct, kw_only=True):
     size_bytes: int
     created_at_s: float
     expires_at_s: float
+    model: str = ""
+    """The model of the batch that wrote it. Empty: it was uploaded."""
 
     @property
     def data_key(self) -> str:
@@ -53,6 +55,11 @@ class BatchFile(msgspec.Struct, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(BatchFile)
+
+
+def is_of(models: Collection[str] | None, model: str) -> bool:
+    """Returns whether `model` is among `models`, if these are limited and it is known."""
+    return models is None or not model or model in models
 
 
 class FilePage(msgspec.Struct):
@@ -120,7 +127,14 @@ class BatchFiles:
         return file
 
     async def page(
-        self, tenant: str, *, after: str, limit: int, is_ascending: bool, purpose: str
+        self,
+        tenant: str,
+        *,
+        after: str,
+        limit: int,
+        is_ascending: bool,
+        purpose: str,
+        models: Collection[str] | None = None,
     ) -> FilePage:
         """Returns a page of a tenant's files by time of creation, the newest first.
 
@@ -130,6 +144,7 @@ class BatchFiles:
             limit: maximum number of files, PAGE at most.
             is_ascending: the oldest first.
             purpose: only files of this purpose. Empty: all.
+            models: only uploads, and what batches of these models wrote. None: all.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -146,7 +161,10 @@ class BatchFiles:
             found += [
                 file
                 for file in read
-                if file and file.expires_at_s > now_s and purpose in ("", file.purpose)
+                if file
+                and file.expires_at_s > now_s
+                and purpose in ("", file.purpose)
+                and is_of(models, file.model)
             ]
         return FilePage(found[: wanted - 1], len(found) >= wanted)
 

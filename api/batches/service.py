@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from api.batches.documents import WINDOW_S, BatchCreated, BatchState
-from api.batches.files import KEEP_S, BatchFile, BatchFiles
+from api.batches.files import KEEP_S, BatchFile, BatchFiles, is_of
 from api.batches.names import new_batch_id, owner_of
 from api.batches.store import BatchStore
 from shared.errors import BadInput, Overloaded
@@ -102,13 +102,16 @@ class Batches:
         """
         return await self._store.find(tenant, batch_id)
 
-    async def page(self, tenant: str, *, after: str, limit: int) -> BatchPage:
+    async def page(
+        self, tenant: str, *, after: str, limit: int, models: Collection[str] | None = None
+    ) -> BatchPage:
         """Returns a page of a tenant's batches, the newest first.
 
         Args:
             tenant: their owner.
             after: the id of the last batch of the page before. Empty: from the start.
             limit: maximum number of batches, PAGE at most.
+            models: only batches of these models, and those whose model is not known yet. None: all.
 
         Raises:
             Unavailable: the object store is out of reach.
@@ -118,7 +121,7 @@ class Batches:
         while ids and len(found) <= limit:
             some, ids = ids[: limit + 1], ids[limit + 1 :]
             read = await asyncio.gather(*(self._store.state(owner, one) for one in some))
-            found += [state for state in read if state is not None]
+            found += [one for one in read if one is not None and is_of(models, one.model)]
         return BatchPage(found[:limit], len(found) > limit)
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchState:

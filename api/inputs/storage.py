@@ -10,6 +10,10 @@ first writes a reservation, and then counts the files and the reservations of ot
 several concurrent uploads sees all reservations written before it counted, so together they never
 exceed the quota, on any number of instances. If little room is left, several may be refused of
 which one would have fitted. A reservation that its instance left behind expires.
+
+A tenant may have many files and send many uploads at once. So on an instance its uploads share
+their counts: those that come during one share the next, which begins after all of their
+reservations. Documents are not read again before one of them can have expired.
 """
 
 from __future__ import annotations
@@ -18,11 +22,13 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from prometheus_client import Counter
@@ -42,6 +48,11 @@ RESERVED_S, RENEW_S = 600.0, 300.0
 """Lifetime of a reservation, and the interval at which it is renewed while it is needed."""
 STEP_BYTES = 8 * 1024 * 1024
 """The steps in which an upload of unknown size reserves room."""
+LOOK_AGAIN_S = 60.0
+"""For expired files of a tenant without room. Another instance may have stored some that expire
+before all that this one has seen."""
+MAX_OWNERS = 1000
+"""Tenants whose last removal is remembered."""
 ABANDONED_S = 3600.0
 """Bytes without a document, which an upload left that broke off, are removed after this time."""
 LATEST_S = 9_999_999_999
@@ -85,6 +96,22 @@ class StorageQuota(NamedTuple):
     """The field of the request that the error names if there is no room."""
 
 
+class _Listed(NamedTuple):
+    """What the object store has of one tenant."""
+
+    stored: list[StoredObject]
+    reserved: list[StoredObject]
+
+
+class _Removal(NamedTuple):
+    """A removal of expired files."""
+
+    removed: int
+    """Number of objects."""
+    next_s: float
+    """Before this time (Unix), no other file expires that was there."""
+
+
 class StorageUse(NamedTuple):
     """The storage used by a tenant, reservations included."""
 
@@ -103,6 +130,10 @@ class Storage:
     def __init__(self, objects: ObjectStore, clock: Callable[[], float] = time.time) -> None:
         self.objects = objects
         self.clock = clock
+        self._listing: dict[str, asyncio.Task[_Listed]] = {}
+        self._next_listing: dict[str, asyncio.Task[_Listed]] = {}
+        self._removals: OrderedDict[str, asyncio.Task[_Removal]] = OrderedDict()
+        """The last one of each owner that had no room."""
 
     async def use(self, tenant: str, except_key: str = "") -> StorageUse:
         """Returns the storage used by a tenant now, without the reservation `except_key`.
@@ -110,17 +141,36 @@ class Storage:
         Raises:
             Unavailable: the object store is out of reach.
         """
-        owner = owner_of(tenant)
-        batch_files, kept_files, reserved = await asyncio.gather(
-            self.objects.listing(f"{BATCH_FILES}/{owner}", 4 * MAX_FILES),
-            self.objects.listing(f"{KEPT_FILES}/{owner}", 4 * MAX_FILES),
-            self.objects.listing(f"{RESERVED}/{owner}", MAX_FILES),
-        )
-        stored, now_s = [*batch_files, *kept_files], self.clock()
+        stored, reserved = await self._listed(owner_of(tenant))
+        now_s = self.clock()
         names = [one.key.rpartition("/")[2] for one in reserved if one.key != except_key]
         held = [int(name.split("_")[1]) for name in names if not _is_left_behind(name, now_s)]
         files = len({one.key.rpartition("/")[0] for one in stored}) + len(held)
         return StorageUse(files, sum(one.size_bytes for one in stored) + sum(held))
+
+    async def _listed(self, owner: str) -> _Listed:
+        """Lists what an owner has, by a listing that begins after this call."""
+        listing = self._next_listing.get(owner)
+        if listing is None:
+            listing = asyncio.create_task(self._list_after(owner, self._listing.get(owner)))
+            listing.add_done_callback(_look_at)
+            self._next_listing[owner] = listing
+        return await asyncio.shield(listing)
+
+    async def _list_after(self, owner: str, previous: asyncio.Task[_Listed] | None) -> _Listed:
+        if previous is not None:
+            await asyncio.wait([previous])
+        this = self._listing[owner] = self._next_listing.pop(owner)
+        try:
+            batch_files, kept_files, reserved = await asyncio.gather(
+                self.objects.listing(f"{BATCH_FILES}/{owner}", 4 * MAX_FILES),
+                self.objects.listing(f"{KEPT_FILES}/{owner}", 4 * MAX_FILES),
+                self.objects.listing(f"{RESERVED}/{owner}", MAX_FILES),
+            )
+        finally:
+            if self._listing[owner] is this:
+                del self._listing[owner]
+        return _Listed([*batch_files, *kept_files], reserved)
 
     @asynccontextmanager
     async def reserved(
@@ -141,7 +191,8 @@ class Storage:
             try:
                 await reservation.take(size_bytes or 0)
             except StorageFull:
-                await self.remove_expired(owner_of(quota.tenant))
+                if not await self._make_room(owner_of(quota.tenant)):
+                    raise
                 await reservation.take(size_bytes or 0)
             yield reservation
         finally:
@@ -173,37 +224,66 @@ class Storage:
                 removed += await self._remove(folder, [one.key])
         return removed
 
+    async def _make_room(self, owner: str) -> bool:
+        """Removes the expired files of an owner, unless none can have expired since the last time.
+
+        Calls at the same time share one removal. Returns whether the last one removed any.
+        """
+        removal = self._removals.get(owner)
+        if removal is None or self._is_due(removal):
+            removal = self._removals[owner] = asyncio.create_task(self._remove_expired(owner))
+            removal.add_done_callback(_look_at)
+            if len(self._removals) > MAX_OWNERS:
+                self._removals.popitem(last=False)
+        self._removals.move_to_end(owner)
+        return (await asyncio.shield(removal)).removed > 0
+
+    def _is_due(self, removal: asyncio.Task[_Removal]) -> bool:
+        if not removal.done():
+            return False
+        if removal.cancelled() or removal.exception() is not None:
+            return True
+        return self.clock() >= removal.result().next_s
+
     async def remove_expired(self, owner: str) -> int:
         """Removes the expired files of one owner. Returns the number of objects removed.
 
         Raises:
             Unavailable: the object store is out of reach.
         """
+        return (await self._remove_expired(owner)).removed
+
+    async def _remove_expired(self, owner: str) -> _Removal:
         now_s, removed = self.clock(), 0
+        next_s = now_s + LOOK_AGAIN_S
         for folder in (BATCH_FILES, KEPT_FILES):
             files: dict[str, list[StoredObject]] = {}
             for one in await self.objects.listing(f"{folder}/{owner}", 2 * MAX_FILES):
                 files.setdefault(one.key.rpartition("/")[0], []).append(one)
             for parts in files.values():
-                if await self._is_expired(parts, now_s):
-                    # The document goes first, so that no caller finds half of a file.
-                    keys = sorted((one.key for one in parts), reverse=True)
-                    removed += await self._remove(folder, keys)
+                expires_s = await self._expires_s(parts)
+                if expires_s > now_s:
+                    next_s = min(next_s, expires_s)
+                    continue
+                # The document goes first, so that no caller finds half of a file.
+                keys = sorted((one.key for one in parts), reverse=True)
+                removed += await self._remove(folder, keys)
         for folder, is_over in ((LISTED, _is_listed_no_more), (RESERVED, _is_left_behind)):
             found = await self.objects.listing(f"{folder}/{owner}", 2 * MAX_FILES)
             keys = [one.key for one in found if is_over(one.key.rpartition("/")[2], now_s)]
             removed += await self._remove(folder, keys)
-        return removed
+        return _Removal(removed, next_s)
 
-    async def _is_expired(self, parts: Iterable[StoredObject], now_s: float) -> bool:
+    async def _expires_s(self, parts: Iterable[StoredObject]) -> float:
+        """Returns when a file expires (Unix time)."""
         document = next((one.key for one in parts if one.key.endswith("/file.json")), None)
         if document is None:
-            return all(one.modified_at_s < now_s - ABANDONED_S for one in parts)
+            return max(one.modified_at_s for one in parts) + ABANDONED_S
         try:
             data = await self.objects.get(document, _DOCUMENT_MAX_BYTES)
-            return _decoder.decode(data).expires_at_s <= now_s
+            return _decoder.decode(data).expires_at_s
         except (BadInput, msgspec.MsgspecError):  # removed in the meantime, or not ours
-            return False
+            return math.inf
 
     async def _remove(self, folder: str, keys: Iterable[str]) -> int:
         removed = 0
@@ -312,6 +392,12 @@ async def _sweep_forever(storage: Storage) -> None:
         except PenstockError as error:
             log.warning("expired files were not removed", extra={"reason": error.message})
         await asyncio.sleep(SWEEP_EVERY_S)
+
+
+def _look_at(task: asyncio.Task[Any]) -> None:
+    """Takes note of an error that nobody may be waiting for any more."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _is_listed_no_more(name: str, now_s: float) -> bool:

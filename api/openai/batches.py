@@ -17,8 +17,9 @@ from starlette.responses import Response
 from api.batches.documents import BatchEnded, BatchState, Counts
 from api.batches.service import PAGE, NewBatch
 from api.bodies import MAX_URL_CHARS, Body, Metadata
+from api.http.auth import check_model
 from api.http.openapi import AUTHENTICATED, json_body, responses
-from api.http.request import authenticate
+from api.http.request import ApiRequest, authenticate
 from shared.errors import BadInput
 from shared.webhooks import WebhookUrlForbidden, parse_webhook_url
 
@@ -241,7 +242,9 @@ async def list_batches(
 ) -> Response:
     """The batches of the tenant, the newest first."""
     call = authenticate(request)
-    page = await call.dependencies.batches.page(call.tenant, after=after, limit=limit)
+    page = await call.dependencies.batches.page(
+        call.tenant, after=after, limit=limit, models=call.caller.models
+    )
     data = [shown_batch(state) for state in page.batches]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
     return _json(BatchesPage(data, page.has_more, first_id, last_id))
@@ -255,8 +258,7 @@ async def list_batches(
 )
 async def get_batch(request: Request, batch_id: str) -> Response:
     """A batch, with the number of lines that have ended."""
-    call = authenticate(request)
-    return _json(shown_batch(await call.dependencies.batches.find(call.tenant, batch_id)))
+    return _json(shown_batch(await _found(authenticate(request), batch_id)))
 
 
 @router.post(
@@ -268,7 +270,16 @@ async def get_batch(request: Request, batch_id: str) -> Response:
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Stops a batch. Lines that are not over get `batch_cancelled` in the error file."""
     call = authenticate(request)
+    await _found(call, batch_id)
     return _json(shown_batch(await call.dependencies.batches.cancel(call.tenant, batch_id)))
+
+
+async def _found(call: ApiRequest, batch_id: str) -> BatchState:
+    """Returns a batch of the tenant, unless it is of a model that the key may not use."""
+    state = await call.dependencies.batches.find(call.tenant, batch_id)
+    if state.model:
+        check_model(call.caller, state.model)
+    return state
 
 
 def _json(reply: msgspec.Struct) -> Response:

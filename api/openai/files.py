@@ -19,6 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from api.batches.files import FILE_MAX_BYTES, KEEP_S, MIN_KEEP_S, PAGE, BatchFile
 from api.bodies import Body
 from api.errors import EXPECTED_ERRORS
+from api.http.auth import check_model
 from api.http.fast_route import IS_HEAD
 from api.http.openapi import (
     AUTHENTICATED,
@@ -180,6 +181,7 @@ async def list_files(
         limit=min(limit, PAGE),
         is_ascending=order == "asc",
         purpose=purpose,
+        models=call.caller.models,
     )
     data = [_shown(file) for file in page.files]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
@@ -201,7 +203,7 @@ async def get_file(request: Request, file_id: str) -> Response:
     call = authenticate(request)
     if file_id.startswith("file_"):
         return await _as_replicate(request, replicate_models.get_file(request, file_id))
-    return _json(_shown(await call.dependencies.batch_files.find(call.tenant, file_id)))
+    return _json(_shown(await _found(call, file_id)))
 
 
 @router.delete(
@@ -220,7 +222,7 @@ async def delete_file(request: Request, file_id: str) -> Response:
     if file_id.startswith("file_"):
         return await _as_replicate(request, replicate_models.delete_file(request, file_id))
     files = call.dependencies.batch_files
-    file = await files.find(call.tenant, file_id)
+    file = await _found(call, file_id)
     await call.dependencies.batches.check_unused(file)
     await files.delete(file)
     return _json(FileDeleted(file_id))
@@ -245,7 +247,7 @@ async def get_content(request: Request, file_id: str) -> Response:
     """The bytes of a file, or those of one `Range: bytes=first-last`, as a stream."""
     call = authenticate(request)
     files = call.dependencies.batch_files
-    file = await files.find(call.tenant, file_id)
+    file = await _found(call, file_id)
     start, end = _asked_range(request.headers.get("range", ""), file.size_bytes)
     is_part = (start, end) != (0, file.size_bytes)
     headers = {"accept-ranges": "bytes", "x-content-type-options": "nosniff"}
@@ -253,6 +255,14 @@ async def get_content(request: Request, file_id: str) -> Response:
         headers["content-range"] = f"bytes {start}-{end - 1}/{file.size_bytes}"
     chunks = _nothing() if request.scope.get(IS_HEAD) else files.read(file, start, end)
     return StreamingResponse(chunks, 206 if is_part else 200, headers, "application/jsonl")
+
+
+async def _found(call: ApiRequest, file_id: str) -> BatchFile:
+    """Returns a file of the tenant, unless a batch of a model that the key may not use wrote it."""
+    file = await call.dependencies.batch_files.find(call.tenant, file_id)
+    if file.model:
+        check_model(call.caller, file.model)
+    return file
 
 
 def _asked_range(header: str, size_bytes: int) -> tuple[int, int]:

@@ -1,13 +1,13 @@
 """The bad tenant: on each surface the worst that a caller with a valid key can do.
 
-It is a process of its own (an order on stdin, what came of it on stdout) with a lower priority,
-since the machine that it calls from would be another one.
+It is a process of its own with a lower priority, since the machine that it calls from would be
+another one. It reads an order (a line on stdin), prepares what it sends, and says that it is ready
+(a line on stdout). The next line on stdin lets it begin, and at the end it writes what came of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import re
 import socket
@@ -21,19 +21,25 @@ from zoneinfo import available_timezones
 
 import aiohttp
 import msgspec
+import uvloop
 
-from bench.bad_neighbor.inputs import batch_file, chat, edit, plain_picture, text
-from bench.bad_neighbor.world import (
+from bench.bad_neighbor.cpu_load import step_back
+from bench.bad_neighbor.inputs import (
     BAD,
     EMBEDDER,
     MAX_TOKENS,
     PAINTER,
     SPENT,
     WRITER,
+    batch_file,
+    chat,
+    edit,
+    plain_picture,
+    text,
 )
 from tests.keys import bearer
 
-NICENESS = 10
+READY = b"ready\n"
 AFTER_REFUSAL_S = 0.1
 """Each of its connections waits so long after a refusal, instead of the time that it is told."""
 TIDY_LIMIT_S = 20.0
@@ -83,6 +89,7 @@ class BadReport(msgspec.Struct):
         statuses: all answers by status. 0: none came, or it hung up.
         reasons: what most refusals said.
         batch_ms: the median time of the batches that its texts or images were in.
+        step_ms: the median time of a token of what it had written.
     """
 
     sent: int
@@ -90,6 +97,7 @@ class BadReport(msgspec.Struct):
     statuses: dict[int, int]
     reasons: dict[str, int]
     batch_ms: float
+    step_ms: float
 
 
 class Bad:
@@ -98,13 +106,14 @@ class Bad:
     def __init__(self, order: BadOrder, http: aiohttp.ClientSession) -> None:
         self._order = order
         self._http = http
-        self._large = plain_picture(4096)
+        self._large = plain_picture(4096) if "images" in order.surfaces else ""
         self._upload = batch_file(1, 12) + b" " * (8 * MIB)
         self._receivers: list[str] = []
         self.sent = 0
         self.statuses: Counter[int] = Counter()
         self.reasons: Counter[str] = Counter()
         self.batch_ms: list[float] = []
+        self.step_ms: list[float] = []
 
     async def run(self) -> None:
         """Does its worst for as long as the order says, and then leaves what it began."""
@@ -130,7 +139,7 @@ class Bad:
             "batches": [self._spent_batch] * 4 + [self._large_batch] * 2 + [self._patient_page],
             "uploads": [self._file] * 4 + [self._content] * 4 + [self._trickle] * 16,
             "reports": [self._usage] * 8 + [self._costs] * 8 + [self._report] * 8,
-            "streams": [self._slow_reader] * self._order.streams,
+            "streams": [self._slow_reader] * self._order.streams + [self._long_text],
             "webhooks": [self._unheard] * 8,
         }
         return worst[name]
@@ -152,15 +161,18 @@ class Bad:
         url, timeout = f"{self._order.url}{path}", aiohttp.ClientTimeout(total=limit_s)
         async with self._http.post(url, json=body, headers=headers, timeout=timeout) as answer:
             await self._note(answer)
-            if batch_ms := answer.headers.get("x-penstock-inference-ms"):
-                self.batch_ms.append(float(batch_ms))
             return answer.status
 
     async def _note(self, answer: aiohttp.ClientResponse) -> None:
-        """Reads an answer, and keeps what a refusal says."""
+        """Reads an answer, and keeps what a refusal says and how long its batch took."""
         said = await answer.read()
         if answer.status >= 400:
             self.reasons[f"{answer.status} {_message(said)}"] += 1
+        elif inference_ms := float(answer.headers.get("x-penstock-inference-ms", 0.0)):
+            self.batch_ms.append(inference_ms)
+            usage = msgspec.json.decode(said, type=_Usage).usage
+            if usage.get("completion_tokens"):
+                self.step_ms.append(inference_ms / usage["completion_tokens"])
 
     async def _pages(self) -> int:
         body = {"model": EMBEDDER, "input": [text(200) for _ in range(32)]}
@@ -325,6 +337,12 @@ class Bad:
                     pass
 
 
+class _Usage(msgspec.Struct):
+    """What an answer says of its tokens."""
+
+    usage: dict[str, Any] = {}
+
+
 def _small_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     """A socket that takes little before its peer has to wait."""
     family, kind, protocol, *_ = address
@@ -366,12 +384,13 @@ async def _hanging(count: int) -> AsyncIterator[list[str]]:
         yield urls
 
 
-async def do_worst(order: BadOrder) -> BadReport:
-    """Carries out the order on this event loop."""
+async def do_worst(order: BadOrder, may_begin: Callable[[], object]) -> BadReport:
+    """Carries out the order on this event loop, once `may_begin` has returned."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=120.0)
     async with aiohttp.ClientSession(headers=KEY, connector=connector, timeout=timeout) as http:
         bad = Bad(order, http)
+        may_begin()
         await bad.run()
     return BadReport(
         bad.sent,
@@ -379,6 +398,7 @@ async def do_worst(order: BadOrder) -> BadReport:
         dict(sorted(bad.statuses.items())),
         dict(bad.reasons.most_common(MAX_REASONS)),
         _median(bad.batch_ms),
+        _median(bad.step_ms),
     )
 
 
@@ -386,11 +406,19 @@ def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2] if values else 0.0
 
 
+def _wait_for_start() -> None:
+    """Says that this process is ready, and waits until it may begin."""
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
+    sys.stdin.buffer.readline()
+
+
 def main() -> int:
     """Reads an order from stdin and writes its report to stdout. Returns the exit status."""
-    os.nice(NICENESS)
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=BadOrder)
-    sys.stdout.buffer.write(msgspec.json.encode(asyncio.run(do_worst(order))))
+    step_back()
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=BadOrder)
+    report = uvloop.run(do_worst(order, _wait_for_start))
+    sys.stdout.buffer.write(msgspec.json.encode(report))
     return 0
 
 

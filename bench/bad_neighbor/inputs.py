@@ -1,4 +1,7 @@
-"""What both tenants send: words, pictures and lines of batches that no cache has seen."""
+"""What both tenants send: words, pictures and lines of batches that no cache has seen.
+
+It imports little: the bad tenant's process does, and its start must not be what is measured.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from bench.bad_neighbor.world import EMBEDDER
-
+EMBEDDER, PAINTER, WRITER = "all-MiniLM-L6-v2", "stable-diffusion-tiny", "tiny-text"
+QUIET, BAD, SPENT = "quiet", "bad", "bad-spent"
+"""Names of keys. The last one is of the bad tenant too, with a budget that is spent."""
+MAX_TOKENS = 192
+"""The longest text that WRITER writes."""
 _WORDS = [
     "river", "engine", "violin", "glacier", "market", "comet", "harbor", "orchard", "mill",
     "lantern", "copper", "window", "forest", "signal", "bridge", "winter",

@@ -13,13 +13,24 @@ from typing import Any, NamedTuple
 import aiohttp
 from aiohttp import web
 
-from bench.bad_neighbor.inputs import batch_file, chat, edit, picture, text
-from bench.bad_neighbor.world import EMBEDDER, PAINTER, QUIET, WRITER
+from bench.bad_neighbor.inputs import (
+    EMBEDDER,
+    PAINTER,
+    QUIET,
+    WRITER,
+    batch_file,
+    chat,
+    edit,
+    picture,
+    text,
+)
 from tests.keys import bearer
 
 LIMIT_S = 60.0
 """After this a request counts as one without an answer."""
 BATCH_LINES, POLL_S = 4, 0.1
+TOKENS = 16
+"""The longest text that it asks for."""
 UPLOAD_LINES = 200
 DAY_S = 86_400
 RANGE_DAYS = 30
@@ -33,12 +44,15 @@ class RefusedError(Exception):
 class Noticed:
     """What the quiet tenant noticed on one surface."""
 
+    sent: int = 0
+    """Requests that were begun. Each has a time or a refusal."""
     took_ms: list[float] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     """Requests without the answer that was asked for, by status and reason."""
 
     def add(self, other: Noticed) -> None:
         """Adds what was noticed at another time."""
+        self.sent += other.sent
         self.took_ms += other.took_ms
         self.refused += other.refused
 
@@ -64,7 +78,7 @@ class Quiet:
 
     async def generations(self) -> None:
         """One short text by the model that writes."""
-        await self._post("/v1/chat/completions", chat(WRITER, 4, 16))
+        await self._post("/v1/chat/completions", chat(WRITER, 4, TOKENS))
 
     async def batches(self) -> None:
         """A file of a few lines, a batch of it, and its end."""
@@ -108,7 +122,7 @@ class Quiet:
 
     async def streams(self) -> None:
         """A chat that comes token by token, to its end."""
-        body = chat(WRITER, 4, 16, stream=True)
+        body = chat(WRITER, 4, TOKENS, stream=True)
         async with self._http.post(f"{self._url}/v1/chat/completions", json=body) as answer:
             await _check(answer)
             if not (await answer.read()).rstrip().endswith(b"data: [DONE]"):
@@ -163,16 +177,20 @@ class Surface(NamedTuple):
 
 
 SURFACES = (
-    Surface("texts", 0.25, Quiet.texts),
-    Surface("images", 1.0, Quiet.images),
-    Surface("generations", 0.5, Quiet.generations),
-    Surface("batches", 2.0, Quiet.batches),
-    Surface("uploads", 0.5, Quiet.uploads),
-    Surface("reports", 1.0, Quiet.reports),
-    Surface("streams", 0.5, Quiet.streams),
-    Surface("webhooks", 0.5, Quiet.webhooks),
+    Surface("texts", 0.05, Quiet.texts),
+    Surface("images", 0.5, Quiet.images),
+    Surface("generations", 0.1, Quiet.generations),
+    Surface("batches", 0.5, Quiet.batches),
+    Surface("uploads", 0.1, Quiet.uploads),
+    Surface("reports", 0.25, Quiet.reports),
+    Surface("streams", 0.1, Quiet.streams),
+    Surface("webhooks", 0.1, Quiet.webhooks),
 )
-"""In this order: what webhooks of the bad tenant are left comes again later, so they are last."""
+"""In this order: what webhooks of the bad tenant are left comes again later, so they are last.
+
+Each often enough for MIN_SAMPLES in all rounds of a full measurement."""
+MIN_SAMPLES = 100
+"""Of fewer a 99th percentile is no more than the slowest."""
 
 
 @asynccontextmanager
@@ -222,6 +240,7 @@ async def _drive(quiet: Quiet, surface: Surface, seconds: float, noticed: Notice
 
 
 async def _one(quiet: Quiet, surface: Surface, due_s: float, noticed: Noticed) -> None:
+    noticed.sent += 1
     try:
         async with asyncio.timeout(LIMIT_S):
             await surface.act(quiet)

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import yaml
 
+from bench.bad_neighbor.inputs import BAD, MAX_TOKENS, QUIET, SPENT, WRITER
 from bench.pipeline import MODELS_FILE, say_nothing
 from infra.local.ports import Ports
 from infra.local.stack import Stack
@@ -24,10 +25,7 @@ from shared.tenants.plan import Limits, Plan
 from tests.keys import keys_url, stored
 from tests.workers.models.text import tiny
 
-EMBEDDER, PAINTER, WRITER = "all-MiniLM-L6-v2", "stable-diffusion-tiny", "tiny-text"
-QUIET, BAD, SPENT = "quiet", "bad", "bad-spent"
-"""Names of keys. The last one is of the bad tenant too, with a budget that is spent."""
-CONTEXT_TOKENS, MAX_TOKENS = 256, 192
+CONTEXT_TOKENS = 256
 FILES_MAX_BYTES = 256 * 1024 * 1024
 """The quota on files of a tenant. The shipped one takes minutes to fill."""
 PLANS = {

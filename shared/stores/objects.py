@@ -115,8 +115,10 @@ SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 THREADS = 8
 """An owner has at most half of them, so that a tenant's uploads keep nobody from the store."""
 OWNER_SEGMENTS = 3
-"""Keys of what belongs to a tenant begin with two folders and its digest. Other keys name a content
-within so many segments, so each of them has turns of its own."""
+"""Keys of what belongs to a tenant begin with two folders and its digest, which alone has the
+turns, whatever the folders are. Other keys name a content within so many segments, so each of them
+has turns of its own.
+"""
 LIST_CHUNK = 1000
 
 ERRORS = Counter(
@@ -128,6 +130,7 @@ T = TypeVar("T")
 
 _SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._=-]*"
 _KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*")
+_TENANT = re.compile(r"[0-9a-f]{32}")
 _EXTENSIONS = {
     "image/png": ".png",
     "image/jpeg": ".jpg",
@@ -329,7 +332,7 @@ class ObjectStore:
             await self._work(key, call)
 
     async def _work(self, key: str, call: Callable[[], T]) -> T:
-        owner = "/".join(key.split("/", OWNER_SEGMENTS)[:OWNER_SEGMENTS])
+        owner = _owner_of(key)
         async with asyncio.timeout(TIMEOUT_S):
             await self._turns.take(owner)
             done = asyncio.get_running_loop().run_in_executor(self._threads, call)
@@ -399,6 +402,11 @@ def _open(url: str, setting: str) -> Any:
 
 
 _OUT_OF_REACH = "the object store is out of reach; try again"
+
+
+def _owner_of(key: str) -> str:
+    segments = key.split("/", OWNER_SEGMENTS)[:OWNER_SEGMENTS]
+    return segments[-1] if _TENANT.fullmatch(segments[-1]) else "/".join(segments)
 
 
 def _check(key: str) -> None:

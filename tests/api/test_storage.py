@@ -12,8 +12,17 @@ import pytest
 from api.errors import StorageFull
 from api.inputs import storage as module
 from api.inputs.files import Files
-from api.inputs.storage import KEEP_S, RESERVED_S, Storage, StorageQuota, owner_of
-from shared.stores.objects import ObjectStore
+from api.inputs.storage import (
+    KEEP_S,
+    LOOK_AGAIN_S,
+    RESERVED_S,
+    Storage,
+    StorageQuota,
+    StorageReservation,
+    StorageUse,
+    owner_of,
+)
+from shared.stores.objects import ObjectStore, StoredObject
 
 pytestmark = pytest.mark.anyio
 BOUND = 100_000
@@ -135,6 +144,55 @@ async def test_expired_files_make_room_at_once(
     await files.add(quota(), bytes(90_000), name="a", content_type="", keep_s=60)
     clock.now_s += 61
     await files.add(quota(), bytes(90_000), name="a", content_type="")
+
+
+class CountingStore(ObjectStore):
+    """An object store that counts what it is asked."""
+
+    listed = 0
+    read = 0
+
+    async def listing(self, folder: str, limit: int) -> list[StoredObject]:
+        self.listed += 1
+        return await super().listing(folder, limit)
+
+    async def get(self, key: str, max_bytes: int) -> bytes:
+        self.read += 1
+        return await super().get(key, max_bytes)
+
+
+async def test_uploads_of_a_tenant_at_the_same_time_share_their_counts(tmp_path: Path) -> None:
+    objects = CountingStore(f"file://{tmp_path}")
+    storage = Storage(objects)
+    reservations = [StorageReservation(storage, quota()) for _ in range(32)]
+    await asyncio.gather(*(one.take(1) for one in reservations))
+    # The first one may count before the others have reserved, and its listing has three folders.
+    assert objects.listed <= 4 * 3, f"{objects.listed} listings for 32 uploads"
+    assert await storage.use("alice") == StorageUse(32, 32)
+
+
+async def test_refused_uploads_do_not_read_again_what_has_not_expired(
+    tmp_path: Path, clock: Clock
+) -> None:
+    objects = CountingStore(f"file://{tmp_path}")
+    storage = Storage(objects, clock)
+    files = Files(objects, storage)
+    for number in range(8):
+        keep_s = LOOK_AGAIN_S / 2 if number == 7 else KEEP_S
+        await files.add(quota(), bytes(10_000), name="a", content_type="", keep_s=keep_s)
+
+    async def upload() -> bool:
+        try:
+            async with storage.reserved(quota(), 25_000):
+                return True
+        except StorageFull:
+            return False
+
+    for _ in range(4):
+        assert not any(await asyncio.gather(*(upload() for _ in range(4))))
+    assert objects.read == 8, "each document is read once for 16 refusals"
+    clock.now_s += LOOK_AGAIN_S / 2 + 1
+    assert await upload(), "what has expired since makes room at once"
 
 
 async def test_a_sweep_removes_what_expired_and_nothing_else(

@@ -13,39 +13,76 @@ import pytest
 from bench import __main__ as command
 from bench import report
 from bench.bad_neighbor.bad import BadReport
-from bench.bad_neighbor.quiet import Noticed
-from bench.bad_neighbor.rounds import Beside, outcome_of, shown
+from bench.bad_neighbor.comparison import Beside, outcome_of, percentile, shown
+from bench.bad_neighbor.cpu_load import (
+    Burst,
+    CpuTime,
+    Drive,
+    burn,
+    burning,
+    cores_of,
+    load_between,
+)
+from bench.bad_neighbor.quiet import MIN_SAMPLES, SURFACES, TOKENS, Noticed, Surface
+from bench.bad_neighbor.rounds import ROUNDS, SECONDS
 from bench.report import Outcome
 
 
-def beside(surface: str, *, refused: int = 0, is_of_all: bool = False) -> Beside:
+def noticed(took_ms: float, refused: int = 0) -> Noticed:
+    return Noticed(100 + refused, [took_ms] * 100, Counter({"429 try later": refused}))
+
+
+def beside(
+    surface: str, beside_ms: float = 25.0, *, refused: int = 0, is_of_all: bool = False
+) -> Beside:
     line = Beside(
         surface,
         is_of_all=is_of_all,
-        alone=Noticed([10.0] * 100),
-        beside=Noticed([25.0] * 100, Counter({"429 try later": refused})),
+        alone=noticed(10.0),
+        same_cpu=noticed(11.0),
+        beside=noticed(beside_ms, refused),
     )
-    line.add(BadReport(40, 30, {200: 10, 429: 30}, {"429 full": 30}, batch_ms=7.0))
+    line.add(BadReport(40, 30, {200: 10, 429: 30}, {"429 full": 30}, batch_ms=7.0, step_ms=0.5))
     return line
 
 
 def test_rounds_add_up() -> None:
     line = beside("texts")
-    line.add(BadReport(2, 0, {200: 2}, {}, batch_ms=9.0))
+    line.add(BadReport(2, 0, {200: 2}, {}, batch_ms=9.0, step_ms=0.1))
     assert (line.sent, line.refused, line.statuses) == (42, 30, {200: 12, 429: 30})
+    assert (line.batch_ms, line.step_ms) == (9.0, 0.5)
     assert line.ratio == 2.5
 
 
 @pytest.mark.parametrize(
-    ("surface", "limit_ms", "is_met"), [("uploads", 20.0, False), ("texts", 27.0, True)]
+    ("surface", "limit_ms"),
+    [
+        ("uploads", 22.0),
+        ("webhooks", 22.0),
+        ("texts", 22.0 + 7.0),
+        ("batches", 22.0 + 7.0),
+        ("generations", 22.0 + (1 + TOKENS) * 0.5),
+        ("streams", 22.0 + (1 + TOKENS) * 0.5),
+    ],
 )
-def test_only_what_is_computed_in_batches_may_wait_for_one(
-    surface: str, limit_ms: float, is_met: bool
+def test_bound_is_twice_the_slower_control_and_one_unit_of_the_other_tenant(
+    surface: str, limit_ms: float
 ) -> None:
-    line = beside(surface)
-    assert line.limit_ms == limit_ms
-    figures = {one.name: one for one in outcome_of([line]).figures}
-    assert figures[f"{surface}: beside the bad one, p99"].is_met is is_met
+    assert beside(surface).limit_ms == limit_ms
+    for beside_ms, is_met in ((limit_ms, True), (limit_ms + 1, False)):
+        line = beside(surface, beside_ms)
+        figures = {one.name: one for one in outcome_of([line]).figures}
+        assert figures[f"{surface}: beside the bad one, p99"].is_met is is_met
+
+
+@pytest.mark.parametrize(
+    ("beside_ms", "met_by"),
+    [(20.0, "2 x alone"), (22.0, "2 x same CPU"), (29.0, "stated bound"), (30.0, "MISSED")],
+)
+def test_table_says_what_of_the_bound_was_needed(beside_ms: float, met_by: str) -> None:
+    line = beside("texts", beside_ms)
+    assert line.verdict == met_by
+    assert met_by in shown([line])
 
 
 def test_all_at_once_has_no_bound_on_time() -> None:
@@ -56,14 +93,57 @@ def test_all_at_once_has_no_bound_on_time() -> None:
 def test_refusal_of_the_quiet_tenant_is_a_failure() -> None:
     assert not outcome_of([beside("texts")]).failure
     failed = outcome_of([beside("texts"), beside("images", refused=3)])
-    assert failed.failure == "3 requests of the quiet tenant were refused"
+    assert failed.failure.startswith("3 requests of the quiet tenant were refused")
     assert "429 try later" in failed.details["lines"][1]["refused"]
+
+
+def test_request_of_the_quiet_tenant_that_is_not_counted_is_a_failure() -> None:
+    line = beside("texts")
+    line.beside.sent += 2
+    assert outcome_of([line]).failure.endswith("2 were not counted")
+
+
+def test_p99_of_few_requests_is_the_slowest() -> None:
+    assert percentile(Noticed(3, [1.0, 2.0, 9.0]), 99) == 9.0
+    assert percentile(Noticed(200, [1.0] * 198 + [8.0, 9.0]), 99) == 1.0
+
+
+@pytest.mark.parametrize("surface", SURFACES, ids=[one.name for one in SURFACES])
+def test_full_measurement_has_enough_requests_for_a_p99(surface: Surface) -> None:
+    assert SECONDS / surface.every_s * ROUNDS >= MIN_SAMPLES
 
 
 def test_table_shows_both_tenants() -> None:
     table = shown([beside("texts", refused=1)])
     (line,) = [one for one in table.splitlines() if one.strip().startswith("texts")]
-    assert line.split() == ["texts", "10", "10", "25", "25", "2.50", "27", "1", "40", "30"]
+    times = ["10", "10", "11", "25", "25", "2.50", "29"]
+    assert line.split() == ["texts", "101", *times, "stated", "bound", "1", "40", "30"]
+
+
+def test_load_is_what_each_process_took_beside_the_bad_tenant_and_not_without_it() -> None:
+    zero = {"api": {1: CpuTime(5.0, 10), 2: CpuTime(1.0, 1)}, "functions": {3: CpuTime(1.0, 5)}}
+    alone = Drive(10.0, zero, zero | {"api": {1: CpuTime(6.0, 110), 2: CpuTime(1.0, 1)}})
+    after = {"api": {1: CpuTime(9.0, 410), 2: CpuTime(1.0, 1), 4: CpuTime(2.5, 0)}}
+    load = load_between(alone, Drive(10.0, zero, zero | after))
+    # 0.4 cores beside and 0.1 alone, 4 s in 400 bursts; the new process never gave up its core.
+    assert {part: [(round(one.cores, 9), one.burst_s) for one in load[part]] for part in load} == {
+        "api": [(0.3, 0.01), (0.25, 0.1)]
+    }
+    assert cores_of(load) == pytest.approx(0.55)
+
+
+def test_burning_takes_its_part_of_a_core_and_no_more() -> None:
+    took_s = burn(Burst(cores=0.2, burst_s=0.002), 0.5)
+    assert 0.0 < took_s <= 0.2, "a fifth of half a second, by chance at most twice as much"
+
+
+@pytest.mark.anyio
+async def test_processes_burn_while_a_block_runs() -> None:
+    load = {"api": [Burst(0.1, 0.002), Burst(0.1, 0.002)], "client": [Burst(0.1, 0.002)]}
+    async with burning(load, 0.3, ["client"]) as got:
+        assert not got
+    (cores,) = got
+    assert 0.0 < cores < 1.0
 
 
 @pytest.mark.parametrize(("failure", "status"), [("", 0), ("one was refused", 1)])

@@ -1,6 +1,8 @@
 import asyncio
 import os
 import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -8,9 +10,10 @@ import anyio
 import pytest
 from prometheus_client import REGISTRY
 
+from api.inputs.storage import owner_of
 from infra.local.process import free_port
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
-from shared.stores.objects import ObjectStore, object_key
+from shared.stores.objects import TIMEOUT_S, ObjectStore, object_key
 
 pytestmark = pytest.mark.anyio
 
@@ -181,6 +184,38 @@ async def test_owner_whose_calls_take_long_keeps_nobody_from_the_store(tmp_path:
             pass  # lets the threads go
     await asyncio.wait(slow)
     assert await objects.get("files/kept/quiet/file", max_bytes=1) == b"x"
+
+
+async def test_owner_has_no_more_turns_by_using_several_folders(tmp_path: Path) -> None:
+    """An upload writes a file, its reservation and its place in a list: three folders."""
+    folders = ("batches/files", "files/kept", "files/of", "files/reserved")
+    busy, quiet = owner_of("busy"), owner_of("quiet")
+    objects = ObjectStore(f"file://{tmp_path}")
+    slow = []
+    for folder in folders:
+        (tmp_path / folder / busy).mkdir(parents=True)
+        os.mkfifo(tmp_path / folder / busy / "slow")  # its open waits for somebody who writes
+        slow += [objects.get(f"{folder}/{busy}/slow", max_bytes=5) for _ in range(8)]
+    asked = [asyncio.create_task(one) for one in slow]
+    await asyncio.sleep(0)
+    try:
+        # A reservation and two lists at once, as the beginning of an upload.
+        keys = [f"{folder}/{quiet}/{place}" for place, folder in enumerate(folders)]
+        async with asyncio.timeout(TIMEOUT_S / 2):
+            await asyncio.gather(*(objects.put(key, b"x", "image/png") for key in keys))
+        assert not any(one.done() for one in asked)
+    finally:
+        for one in asked:
+            one.cancel()
+        await asyncio.to_thread(_let_go, [tmp_path / folder / busy / "slow" for folder in folders])
+    await asyncio.wait(asked)
+
+
+def _let_go(pipes: Sequence[Path]) -> None:
+    """Ends what waits to read them. The end of what nobody reads is not waited for."""
+    for pipe in pipes:
+        with suppress(OSError):
+            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
 
 
 async def test_check_passes_on_an_empty_store(objects: ObjectStore) -> None:

@@ -21,8 +21,8 @@ from tests.api.batches.batching import (
     line,
     until,
 )
-from tests.api.harness import ApiUnderTest, running_api, settings_for
-from tests.keys import key_for, keys_url
+from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.keys import key_for, keys_url, stored
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -39,6 +39,36 @@ async def test_lists_are_in_pages(api: ApiUnderTest) -> None:
     for wrong in (0, 101):
         with pytest.raises(openai.BadRequestError):
             await client.batches.list(limit=wrong)
+
+
+async def test_key_of_other_models_reads_no_batch_and_no_output(
+    tmp_path: Path, redis_url: str
+) -> None:
+    keys = [
+        stored("embeds", "alice", models=(TEXT_MODEL.name,)),
+        stored("writes", "alice", models=("writer",)),
+    ]
+    url = keys_url(tmp_path, keys=keys, a="alice")
+    async with batching(tmp_path, redis_url, keys_url=url) as (api, _):
+        owner = api.openai(api_key=key_for("a"))
+        embeds, writes = (api.openai(api_key=key_for(name)) for name in ("embeds", "writes"))
+        batch = await until(owner, await created(owner, jsonl([line("1")])))
+        output = batch.output_file_id
+        for asked in (
+            writes.batches.retrieve(batch.id),
+            writes.batches.cancel(batch.id),
+            writes.files.retrieve(output),
+            writes.files.content(output),
+            writes.files.delete(output),
+        ):
+            with pytest.raises(openai.PermissionDeniedError) as refused:
+                await asked
+            assert refused.value.code == "model_not_allowed"
+        assert (await writes.batches.list()).data == []
+        assert [one.id for one in (await writes.files.list()).data] == [batch.input_file_id]
+        assert (await embeds.batches.retrieve(batch.id)).output_file_id == output
+        assert (await embeds.files.content(output)).text
+        assert {one.id for one in (await embeds.files.list()).data} == {batch.input_file_id, output}
 
 
 async def test_another_tenants_batch_does_not_exist(tmp_path: Path, redis_url: str) -> None:

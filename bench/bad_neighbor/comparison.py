@@ -1,0 +1,217 @@
+"""What a quiet tenant noticed on a surface, the bound on it, and the table of all.
+
+The p99 beside the bad tenant is at most `RATIO * max(alone, same CPU) + unit`:
+
+- `alone` is the p99 of the quiet tenant alone, and `same CPU` that beside the same CPU load of
+  nobody's requests (cpu_load.py). With enough cores they are equal.
+- `unit` is what can't be interrupted of the bad tenant's work, or is computed together with it. A
+  text, an image or a line of a batch waits for one batch. A text that is written has one step for
+  its prompt and one for each token, which also compute a token of each of the other's texts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bench.bad_neighbor.bad import BadReport
+from bench.bad_neighbor.quiet import TOKENS, Noticed
+from bench.report import Figure, Outcome
+from infra import text_table
+
+RATIO = 2.0
+WAITS_FOR_A_BATCH = frozenset({"texts", "images", "batches"})
+WRITES_IN_STEPS = frozenset({"generations", "streams"})
+EVERYTHING = "all at once"
+
+
+@dataclass
+class Beside:
+    """One line of the table."""
+
+    surface: str
+    is_of_all: bool = False
+    """Whether both tenants were on all surfaces at once."""
+    alone: Noticed = field(default_factory=Noticed)
+    same_cpu: Noticed = field(default_factory=Noticed)
+    """Beside the same CPU load of nobody's requests."""
+    beside: Noticed = field(default_factory=Noticed)
+    sent: int = 0
+    """Requests of the bad tenant."""
+    refused: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    batch_ms: float = 0.0
+    step_ms: float = 0.0
+    cores: list[float] = field(default_factory=list)
+    """That the bad tenant took in each round, with what it made the stack do."""
+    burned_cores: list[float] = field(default_factory=list)
+    """That the same load of nobody's requests got in each."""
+
+    @property
+    def name(self) -> str:
+        """How it is called in tables."""
+        return f"{self.surface}, {EVERYTHING}" if self.is_of_all else self.surface
+
+    @property
+    def ratio(self) -> float:
+        """The p99 beside over that alone."""
+        return percentile(self.beside, 99) / percentile(self.alone, 99)
+
+    @property
+    def unit_ms(self) -> float:
+        """The bad tenant's work that can't be interrupted."""
+        if self.surface in WAITS_FOR_A_BATCH:
+            return self.batch_ms
+        return (1 + TOKENS) * self.step_ms if self.surface in WRITES_IN_STEPS else 0.0
+
+    @property
+    def limit_ms(self) -> float:
+        """The bound on the p99 beside."""
+        return RATIO * _slower(self.alone, self.same_cpu) + self.unit_ms
+
+    @property
+    def verdict(self) -> str:
+        """What of the bound was needed."""
+        beside_ms = percentile(self.beside, 99)
+        if beside_ms <= RATIO * percentile(self.alone, 99):
+            return f"{RATIO:g} x alone"
+        if beside_ms <= RATIO * _slower(self.alone, self.same_cpu):
+            return f"{RATIO:g} x same CPU"
+        return "stated bound" if beside_ms <= self.limit_ms else "MISSED"
+
+    @property
+    def quiet_refused(self) -> int:
+        """Requests of the quiet tenant without the answer that was asked for."""
+        return sum(one.refused.total() for one in self._drives)
+
+    @property
+    def lost(self) -> int:
+        """Requests of the quiet tenant that have neither a time nor a refusal."""
+        return sum(one.sent - len(one.took_ms) - one.refused.total() for one in self._drives)
+
+    @property
+    def _drives(self) -> tuple[Noticed, Noticed, Noticed]:
+        return self.alone, self.same_cpu, self.beside
+
+    def add(self, report: BadReport) -> None:
+        """Adds what the bad tenant did in a round."""
+        self.sent += report.sent
+        self.refused += report.refused
+        self.statuses += Counter(report.statuses)
+        self.reasons += Counter(report.reasons)
+        self.batch_ms = max(self.batch_ms, report.batch_ms)
+        self.step_ms = max(self.step_ms, report.step_ms)
+
+
+def percentile(noticed: Noticed, which: float) -> float:
+    """In ms: the fastest of which `which` percent are no slower. NaN: nothing was answered."""
+    if not noticed.took_ms:
+        return math.nan
+    return float(np.percentile(noticed.took_ms, which, method="inverted_cdf"))
+
+
+def _slower(one: Noticed, other: Noticed) -> float:
+    """The higher of two p99, in ms."""
+    return float(np.fmax(percentile(one, 99), percentile(other, 99)))
+
+
+HEADS = (
+    "surface",
+    "requests",
+    "alone p50, ms",
+    "p99",
+    "same CPU p99",
+    "beside p50",
+    "p99",
+    "ratio",
+    "at most",
+    "met by",
+    "refused of quiet",
+    "cores of bad",
+    "sent by bad",
+    "refused of bad",
+)
+
+
+def shown(lines: Iterable[Beside]) -> str:
+    """The table of what was measured."""
+    return text_table.table(HEADS, [cells(line) for line in lines])
+
+
+def cells(line: Beside) -> tuple[str, ...]:
+    """The cells of a line of the table."""
+    times_ms = [
+        percentile(line.alone, 50),
+        percentile(line.alone, 99),
+        percentile(line.same_cpu, 99),
+        percentile(line.beside, 50),
+        percentile(line.beside, 99),
+    ]
+    return (
+        line.name,
+        str(line.beside.sent),
+        *(f"{one:,.0f}" for one in times_ms),
+        f"{line.ratio:.2f}",
+        "" if line.is_of_all else f"{line.limit_ms:,.0f}",
+        "" if line.is_of_all else line.verdict,
+        str(line.quiet_refused),
+        f"{np.mean(line.cores):.2f}" if line.cores else "",
+        str(line.sent),
+        str(line.refused),
+    )
+
+
+def outcome_of(lines: Sequence[Beside]) -> Outcome:
+    """What is kept of the measurement.
+
+    It fails if a request of the quiet tenant was refused anywhere, or was not counted.
+    """
+    refused, lost = sum(one.quiet_refused for one in lines), sum(one.lost for one in lines)
+    failure = ""
+    if refused or lost:
+        failure = f"{refused} requests of the quiet tenant were refused, {lost} were not counted"
+    return Outcome(
+        [figure for line in lines for figure in _figures(line)],
+        {
+            "lines": [_details(line) for line in lines],
+            "load_after": round(os.getloadavg()[0], 2),
+        },
+        failure,
+    )
+
+
+def _figures(line: Beside) -> list[Figure]:
+    alone, beside = percentile(line.alone, 99), percentile(line.beside, 99)
+    # Eight surfaces at once on one machine share its cores: that is not the pipeline's to divide.
+    bound = () if line.is_of_all else ("<=", line.limit_ms)
+    return [
+        Figure(f"{line.name}: quiet alone, p99", alone, "ms"),
+        Figure(f"{line.name}: beside the same CPU load, p99", percentile(line.same_cpu, 99), "ms"),
+        Figure(f"{line.name}: beside the bad one, p99", beside, "ms", *bound),
+        Figure(f"{line.name}: the third over the first", line.ratio, "x"),
+        Figure(f"{line.name}: refused of the quiet one", line.quiet_refused, "", "<=", 0),
+    ]
+
+
+def _details(line: Beside) -> dict[str, Any]:
+    return {
+        "surface": line.name,
+        "met_by": line.verdict,
+        "alone_ms": [round(one, 1) for one in line.alone.took_ms],
+        "same_cpu_ms": [round(one, 1) for one in line.same_cpu.took_ms],
+        "beside_ms": [round(one, 1) for one in line.beside.took_ms],
+        "refused": {**line.alone.refused, **line.same_cpu.refused, **line.beside.refused},
+        "bad": {str(status): count for status, count in sorted(line.statuses.items())},
+        "refused_of_bad": dict(line.reasons),
+        "batch_of_bad_ms": round(line.batch_ms, 1),
+        "step_of_bad_ms": round(line.step_ms, 2),
+        "cores_of_bad": [round(one, 2) for one in line.cores],
+        "burned_cores": [round(one, 2) for one in line.burned_cores],
+    }

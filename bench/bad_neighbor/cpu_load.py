@@ -1,0 +1,207 @@
+"""The control of the measurement: the CPU that a bad tenant takes, taken by nobody's requests.
+
+Both tenants share the cores with the whole stack. What a quiet tenant notices of that is not the
+pipeline's to divide, and with more cores it would be gone. So the CPU time that each process spends
+on the bad tenant is measured. Then as many processes burn as much, in bursts of the same length,
+while the quiet tenant has the pipeline to itself.
+
+Run as a process, it burns: an order on stdin, the cores that it got on stdout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import psutil
+
+NICENESS = 10
+MIN_CORES = 0.005
+"""What a process takes below this is not burned."""
+MIN_BURST_S, MAX_BURST_S = 0.0001, 0.1
+END_LIMIT_S = 30.0
+
+
+def step_back() -> None:
+    """Gives this process, and a session that it leads, a lower priority."""
+    os.nice(NICENESS)
+    # Linux divides a core among sessions first, whatever the nice values in them (sched(7)).
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(f"{NICENESS}\n", encoding="ascii")
+
+
+class CpuTime(NamedTuple):
+    """What a process had so far: CPU seconds, and how often it gave its core up by itself."""
+
+    cpu_s: float
+    waits: int
+
+
+Parts = dict[str, dict[int, CpuTime]]
+"""The processes of each part by their id. A part is a session of the operating system."""
+
+
+def cpu_times(leaders: Mapping[str, int]) -> Parts:
+    """What all processes of some parts had so far.
+
+    Args:
+        leaders: the id of the first process of each part. Those below it count too.
+    """
+    return {name: _family(pid) for name, pid in leaders.items()}
+
+
+def _family(pid: int) -> dict[int, CpuTime]:
+    found: dict[int, CpuTime] = {}
+    with suppress(psutil.NoSuchProcess):
+        leader = psutil.Process(pid)
+        for one in [leader, *leader.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                times = one.cpu_times()
+                waits = one.num_ctx_switches().voluntary
+                found[one.pid] = CpuTime(times.user + times.system, waits)
+    return found
+
+
+class Burst(msgspec.Struct):
+    """What one process takes: CPU seconds per second, in bursts of `burst_s` CPU seconds."""
+
+    cores: float
+    burst_s: float
+
+
+Load = dict[str, list[Burst]]
+"""By part."""
+
+
+class Drive(NamedTuple):
+    """A stretch of time with the CPU times at both ends."""
+
+    seconds: float
+    before: Parts
+    after: Parts
+
+    def of(self, part: str, pid: int) -> CpuTime:
+        """What a process had in it."""
+        zero = CpuTime(0.0, 0)
+        before = self.before.get(part, {}).get(pid, zero)
+        after = self.after.get(part, {}).get(pid, before)
+        return CpuTime(after.cpu_s - before.cpu_s, after.waits - before.waits)
+
+
+def load_between(alone: Drive, beside: Drive) -> Load:
+    """The load that the bad tenant adds: what each process took beside it and not without it."""
+    added: Load = {}
+    for part, processes in beside.after.items():
+        bursts = [one for pid in processes if (one := _added(alone, beside, part, pid)) is not None]
+        if bursts:
+            added[part] = bursts
+    return added
+
+
+def _added(alone: Drive, beside: Drive, part: str, pid: int) -> Burst | None:
+    now, then = beside.of(part, pid), alone.of(part, pid)
+    cores = now.cpu_s / beside.seconds - then.cpu_s / alone.seconds
+    if cores < MIN_CORES:
+        return None
+    burst_s = now.cpu_s / max(1, now.waits)
+    return Burst(min(cores, 1.0), min(max(burst_s, MIN_BURST_S), MAX_BURST_S))
+
+
+def cores_of(load: Load) -> float:
+    """CPU seconds per second of all parts together."""
+    return sum(one.cores for bursts in load.values() for one in bursts)
+
+
+class BurnOrder(msgspec.Struct):
+    """What one part burns, for how long, and whether it has a lower priority."""
+
+    bursts: list[Burst]
+    seconds: float
+    steps_back: bool
+
+
+@asynccontextmanager
+async def burning(
+    load: Load, seconds: float, low_parts: Sequence[str]
+) -> AsyncIterator[list[float]]:
+    """Burns the load while the block runs. Afterwards the list has the cores that it got.
+
+    Args:
+        load: what to burn.
+        seconds: how long.
+        low_parts: the parts that have a lower priority.
+    """
+    orders = [BurnOrder(bursts, seconds, part in low_parts) for part, bursts in load.items()]
+    got: list[float] = []
+    async with asyncio.TaskGroup() as tasks:
+        burns = [tasks.create_task(_burn_part(one)) for one in orders]
+        yield got
+    got.append(sum(one.result() for one in burns))
+
+
+async def _burn_part(order: BurnOrder) -> float:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "bench.bad_neighbor.cpu_load",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(order.seconds + END_LIMIT_S):
+            told, _ = await process.communicate(msgspec.json.encode(order))
+        return msgspec.json.decode(told, type=float)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def burn(burst: Burst, seconds: float) -> float:
+    """Burns on this thread. Returns the CPU seconds that it took."""
+    began_s, began_cpu_s = time.monotonic(), time.thread_time()
+    due_s, period_s = began_s, burst.burst_s / burst.cores
+    while (now_s := time.monotonic()) < began_s + seconds:
+        if now_s < due_s:
+            time.sleep(min(due_s, began_s + seconds) - now_s)
+            continue
+        until_cpu_s = time.thread_time() + burst.burst_s
+        while time.thread_time() < until_cpu_s:
+            pass
+        # What was late is not made up for, as requests of a closed loop are not.
+        due_s = max(due_s, now_s - period_s) + random.expovariate(1 / period_s)
+    return time.thread_time() - began_cpu_s
+
+
+def main() -> int:
+    """Reads an order from stdin, and writes the cores that it got. Returns the exit status."""
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=BurnOrder)
+    if order.steps_back:
+        step_back()
+    context = multiprocessing.get_context("fork")  # one session, as the processes of a part
+    took_s: SimpleQueue[float] = context.SimpleQueue()
+    for one in order.bursts:
+        context.Process(target=_burn_one, args=(one, order.seconds, took_s)).start()
+    total_s = sum(took_s.get() for _ in order.bursts)
+    sys.stdout.buffer.write(msgspec.json.encode(total_s / order.seconds))
+    return 0
+
+
+def _burn_one(burst: Burst, seconds: float, took_s: SimpleQueue[float]) -> None:
+    took_s.put(burn(burst, seconds))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
