@@ -11,8 +11,9 @@ from typing import Self, TypeAlias
 import msgspec
 
 from api.errors import ClientGone
+from api.limits.accounts import Account
 from api.limits.counters import month_of
-from api.limits.limiter import Account, Limiter, RequestDemand, Taking
+from api.limits.limiter import Limiter, RequestDemand, Taking
 from shared.catalog import Model
 from shared.errors import Unavailable
 from shared.messages import ItemOutcome

@@ -1,10 +1,12 @@
 -- Takes from several limits at once, or from none of them. Follows now.lua.
 --
--- KEYS: one for each limit, then budgets by the time at which they changed (totals.lua), holds, and the
--- times at which they are due (shared/stores/holds.py)
+-- KEYS: one for each limit, then budgets by the time at which they changed (totals.lua), holds, the
+-- times at which they are due (shared/stores/holds.py), and the instance's calls
 -- ARGV: instance, lifetime of slots in ms,
 -- JSON: [{key, kind, limit, need, extra, returns, held, month}, ...],
--- and the record whose hold this settles ('' if none). Without its hold nothing is given back.
+-- the record whose hold this settles ('' if none; without its hold nothing is given back),
+-- the number of this call (0 if it is not remembered), the lowest number of a call that the instance has
+-- no answer to, and the lifetime of calls in ms.
 -- Returns JSON: [{granted, used, period, fits, retry_ms, reset_ms, held}, ...]. If one does not fit,
 -- nothing is granted.
 --
@@ -24,6 +26,11 @@
 -- for as long as slots are kept, and goes off what is told. Of slots, need is how many the instance holds in all, not how many it
 -- adds, so a lost answer does no harm.
 --
+-- A call counts once. Its answer, but for slots, is kept until the instance has it, so that it can ask
+-- again. Calls that the instance has the answers to count nothing: such a one is a copy that came late,
+-- over a connection that was given up. The calls of an instance are a hash with `lowest` and the kept
+-- answers by number (Lee et al., Implementing Linearizability at Large Scale and Low Latency, SOSP 2015).
+--
 -- A window is a hash with the amount of each bucket, their sum, and the first and the last bucket.
 -- It covers a minute, the bucket that is not over, and the LEASE_BUCKETS for which an instance may
 -- still use what it has taken. So no 60 seconds see more than the limit.
@@ -33,16 +40,24 @@ local BUCKETS = 60000 / BUCKET_MS + 1 + LEASE_BUCKETS
 local ROUNDING_USD = 1e-9 -- sums of doubles
 local SKEW_MS = 60000 -- by so much the clocks of instances may be ahead at the turn of a month
 
-local was_settled = false
-if ARGV[4] and ARGV[4] ~= '' then
-  was_settled = redis.call('HDEL', KEYS[#KEYS - 1], ARGV[4]) == 0
-  redis.call('ZREM', KEYS[#KEYS], ARGV[4])
-end
-local instance, slots_ms, asked = ARGV[1], tonumber(ARGV[2]), cjson.decode(ARGV[3])
-
-local changed = KEYS[#asked + 1]
-
 local function whole(number) return string.format('%.0f', number) end
+
+local instance, slots_ms, asked = ARGV[1], tonumber(ARGV[2]), cjson.decode(ARGV[3])
+local changed, holds = KEYS[#asked + 1], KEYS[#asked + 2]
+local due, calls = KEYS[#asked + 3], KEYS[#asked + 4]
+local call, lowest = tonumber(ARGV[5]), tonumber(ARGV[6])
+if call > 0 then
+  local kept = redis.call('HMGET', calls, ARGV[5], 'lowest')
+  local before = tonumber(kept[2] or lowest)
+  if kept[1] or call < before then return kept[1] or '[]' end
+  for answered = before, lowest - 1 do redis.call('HDEL', calls, whole(answered)) end
+end
+
+local was_settled = false
+if ARGV[4] ~= '' then
+  was_settled = redis.call('HDEL', holds, ARGV[4]) == 0
+  redis.call('ZREM', due, ARGV[4])
+end
 
 local windows = {}
 
@@ -267,7 +282,10 @@ for index, one in ipairs(asked) do
   states[index] = state
 end
 
-local answers = {}
+-- cjson writes an empty table as an object.
+local function encoded(list) return #list > 0 and cjson.encode(list) or '[]' end
+
+local answers, kept = {}, {}
 for index, one in ipairs(asked) do
   local kind, key, state = kinds[one.kind], KEYS[index], states[index]
   local granted = 0
@@ -285,5 +303,10 @@ for index, one in ipairs(asked) do
     granted = granted, used = state.used, period = state.period, fits = state.fits,
     retry_ms = retry_ms, reset_ms = kind.reset_ms(key, state), held = state.held or 0,
   }
+  if one.kind ~= 'slots' then kept[#kept + 1] = answers[index] end
 end
-return #answers > 0 and cjson.encode(answers) or '[]' -- cjson writes an empty table as an object
+if call > 0 then
+  redis.call('HSET', calls, ARGV[5], encoded(kept), 'lowest', ARGV[6])
+  redis.call('PEXPIRE', calls, ARGV[7])
+end
+return encoded(answers)

@@ -129,7 +129,7 @@ def test_months_are_those_of_the_calendar(redis_server_url: str, at: datetime) -
         client.flushall()
         client.set("test:now_ms", int(at.timestamp() * 1000))
         text = '[{"kind":"month","limit":0,"need":1,"extra":0,"returns":[]}]'
-        (found,) = json.loads(client.eval(script.text, 1, "m", "a", 1, text))
+        (found,) = json.loads(client.eval(script.text, 1, "m", "a", 1, text, "", 0, 0, 0))
     assert found["period"] == at.year * 12 + at.month - 1
     following = datetime(at.year + at.month // 12, at.month % 12 + 1, 1, tzinfo=UTC)
     left_ms = int(following.timestamp() * 1000) - int(at.timestamp() * 1000)
