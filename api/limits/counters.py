@@ -323,6 +323,20 @@ class MonthCounter(LeasedCounter):
         if ask.held >= 0:
             self._reported, self._reported_s = ask.held - ask.need + answer.granted, sent_s
 
+    def settling(self, amount: float, period: float, used: float, operation: str) -> Ask:
+        """Returns the ask that settles an operation, which had reserved `amount`."""
+        returns = [(period, amount)]
+        return Ask(
+            self.key,
+            self.kind,
+            self.limit,
+            0,
+            returns=returns,
+            month=self.month,
+            operation=operation,
+            used=used,
+        )
+
     def learn(self, used: float, at_s: float) -> None:
         """Records the amount used at `at_s`, unless a later answer is known."""
         if at_s >= self.touched_s:

@@ -128,6 +128,7 @@ class Limiter:
         await asyncio.wait([self._keeping])
         with contextlib.suppress(Unavailable, TimeoutError):
             async with asyncio.timeout(CLOSE_LIMIT_S):
+                await asyncio.gather(*self._takings, return_exceptions=True)
                 await self.give_back(math.inf)
                 await self.store.leave()
         await self.store.__aexit__(kind, error, trace)
@@ -339,6 +340,32 @@ class Limiter:
             self._accounts.note(ask, answer, sent_s)
             self.wake_next(ask.key)
 
+    def settle_operation(self, asked: Sequence[tuple[Counter, Ask]]) -> None:
+        """Tells Redis at once what an operation has used, or as soon as it can be reached.
+
+        Args:
+            asked: its budgets, with asks that need nothing.
+        """
+        settling = asyncio.create_task(self._settle_operation(asked))
+        self._takings.add(settling)
+        settling.add_done_callback(self._takings.discard)
+
+    async def _settle_operation(self, asked: Sequence[tuple[Counter, Ask]]) -> list[Answer]:
+        asks, sent_s = [ask for _, ask in asked], self._clock()
+        try:
+            answers = await self.store.take(asks)
+        except AnswerLost as error:
+            self._note_lost(error.call, asked)
+            return []
+        for (counter, ask), answer in zip(asked, answers, strict=True):
+            counter.accept(ask, answer, sent_s, need=0)
+        return answers
+
+    async def end_operations(self, group: str) -> None:
+        """Says that no operation of a group will be begun anew, so that Redis forgets them."""
+        with contextlib.suppress(Unavailable):
+            await self.store.end_group(group)
+
     def touch(self, counters: Iterable[Counter]) -> None:
         """Says that these may have something to give back soon."""
         self._touched.update(counters)
@@ -456,12 +483,25 @@ class Reservation:
         self._taken.append((need, period))
         need.counter.hold(need.amount, period)
 
-    def settle(self, used: RequestDemand) -> None:
-        """Ends the reservation: the request used so much, and nothing is in flight any more."""
+    def settle(self, used: RequestDemand, operation: str = "") -> None:
+        """Ends the reservation: the request used so much, and nothing is in flight any more.
+
+        Args:
+            used: by the request.
+            operation: GROUP/NAME of a request that another process may make again, if this one
+              dies. Its budgets count it once. Empty: there is no such process.
+        """
+        budgets = list[tuple[Counter, Ask]]()
         for (counter, amount), period in self._taken:
+            if operation and isinstance(counter, MonthCounter):
+                ask = counter.settling(amount, period, used.of(counter), operation)
+                budgets.append((counter, ask))
+                continue
             left = amount - (0 if counter.unit == "items" else used.of(counter))
             if left:
                 self._limiter.give_back_to(counter, left, period)
+        if budgets:
+            self._limiter.settle_operation(budgets)
         self._end()
 
     def takings(self) -> list[Taking]:

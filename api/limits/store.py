@@ -33,7 +33,10 @@ SLOTS_S = 30
 MAX_TOTALS = 16_384
 """Maximum number of budgets whose usage an instance knows, in addition to those that it serves."""
 CALLS_S = 24 * 3600
-"""For so long after the last call of an instance Redis knows which of its calls it has counted."""
+"""For so long after the last one Redis knows which calls of an instance it has counted, and which
+operations of a group."""
+ENDED_GROUP_S = 3600
+"""For so long it knows those of a group that is over: somebody else may still be at them."""
 TOTALS_KEPT_MS = 62 * 24 * 3600 * 1000
 CLOCK = "api/limits/now.lua"
 
@@ -55,6 +58,10 @@ class Ask(msgspec.Struct, frozen=True):
     Negative: as reported before."""
     month: float = 0
     """For a budget: the month in which the request arrived. 0: the current one."""
+    operation: str = ""
+    """GROUP/NAME of what a next process would begin anew. All that it had reserved comes back."""
+    used: float = 0.0
+    """By the operation, however often it was begun."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -161,7 +168,8 @@ class LimitStore(RedisStore):
         """Takes what all asks need, or nothing if one of them does not fit.
 
         Raises:
-            AnswerLost: Redis did not answer. It may still have counted the asks.
+            AnswerLost: Redis did not answer. It may still have counted the asks. It also stands for
+              the end of an operation of which Redis was not told.
             Unavailable: it was not asked, as it has not answered for a while.
         """
         call, was_up = next(self._calls), self.is_up
@@ -169,7 +177,7 @@ class LimitStore(RedisStore):
         try:
             answers = await self._run(asks, "", call)
         except Unavailable as error:
-            if was_up:
+            if was_up or any(ask.operation for ask in asks):
                 raise AnswerLost(call, error) from error
             self.forget(call)
             raise
@@ -214,7 +222,8 @@ class LimitStore(RedisStore):
 
     async def _run(self, asks: Sequence[Ask], settled: str, call: int = 0) -> list[Answer]:
         keys = [f"{self._prefix}{ask.kind}:{ask.key}" for ask in asks]
-        keys += [self._budgets_key, *self._hold_keys, self._calls_key]
+        group = asks[0].operation.partition("/")[0] if asks else ""
+        keys += [self._budgets_key, *self._hold_keys, self._calls_key, self._group_key(group)]
         lowest = next(iter(self._unanswered), 0)
         encoded = msgspec.json.encode(asks)
         args = (self._instance, SLOTS_S * 1000, encoded, settled, call, lowest, CALLS_S * 1000)
@@ -223,6 +232,17 @@ class LimitStore(RedisStore):
         if len(answers) != len(asks):
             raise PenstockError(f"{len(answers)} answers to {len(asks)} asks; this is a bug")
         return answers
+
+    async def end_group(self, group: str) -> None:
+        """Says that no operation of a group will be begun anew.
+
+        Raises:
+            Unavailable: Redis did not answer. It knows them for CALLS_S.
+        """
+        await self._commands.run("EXPIRE", self._group_key(group), ENDED_GROUP_S)
+
+    def _group_key(self, group: str) -> str:
+        return f"{self._prefix}operations:{group}"
 
     async def register(self) -> Standing:
         """Says that this instance counts, for SLOTS_S, and returns its place among all.

@@ -1,9 +1,9 @@
 -- Takes from several limits at once, or from none of them. Follows now.lua.
 --
 -- KEYS: one for each limit, then budgets by the time at which they changed (totals.lua), holds, the
--- times at which they are due (shared/stores/holds.py), and the instance's calls
+-- times at which they are due (shared/stores/holds.py), the instance's calls, and operations
 -- ARGV: instance, lifetime of slots in ms,
--- JSON: [{key, kind, limit, need, extra, returns, held, month}, ...],
+-- JSON: [{key, kind, limit, need, extra, returns, held, month, operation, used}, ...],
 -- the record whose hold this settles ('' if none; without its hold nothing is given back),
 -- the number of this call (0 if it is not remembered), the lowest number of a call that the instance has
 -- no answer to, and the lifetime of calls in ms.
@@ -18,6 +18,9 @@
 -- It gets that from limits that are far from full: at most a SLICES-th part of what is left, and
 -- nothing if that is less than the need.
 -- returns: [[period, amount], ...], unused amounts taken in a period. Negative: used in addition.
+-- operation: whose reservation comes back whole, but for what it has `used`. If the same operation was
+-- counted before, because another process began with it, that amount comes back too. All asks of a call
+-- have the same.
 -- month: that the request arrived in, of this budget. 0: the current one. Its rows are of that month,
 -- so it counts there too if it is late: a line of a batch, or a request of the last second. A budget
 -- has the month before the current one besides. Older ones count as that.
@@ -44,7 +47,7 @@ local function whole(number) return string.format('%.0f', number) end
 
 local instance, slots_ms, asked = ARGV[1], tonumber(ARGV[2]), cjson.decode(ARGV[3])
 local changed, holds = KEYS[#asked + 1], KEYS[#asked + 2]
-local due, calls = KEYS[#asked + 3], KEYS[#asked + 4]
+local due, calls, operations = KEYS[#asked + 3], KEYS[#asked + 4], KEYS[#asked + 5]
 local call, lowest = tonumber(ARGV[5]), tonumber(ARGV[6])
 if call > 0 then
   local kept = redis.call('HMGET', calls, ARGV[5], 'lowest')
@@ -268,13 +271,21 @@ function slots.retry_ms() return 0 end
 
 function slots.reset_ms() return 0 end
 
+local recounted = 0 -- what comes back of an operation in addition
+if asked[1] and asked[1].operation ~= '' then
+  local before = tonumber(redis.call('HGET', operations, asked[1].operation) or 0)
+  recounted = before - asked[1].used
+  redis.call('HSET', operations, asked[1].operation, string.format('%.17g', asked[1].used))
+  redis.call('PEXPIRE', operations, ARGV[7])
+end
+
 local kinds = {window = windows, month = months, slots = slots}
 local states, all_fit = {}, true
 for index, one in ipairs(asked) do
   local kind, key = kinds[one.kind], KEYS[index]
   local state = kind.open(key, one)
   for _, back in ipairs(was_settled and {} or one.returns) do
-    kind.give_back(key, state, back[1], back[2])
+    kind.give_back(key, state, back[1], back[2] + recounted)
   end
   local room = one.limit - state.used + (one.kind == 'month' and ROUNDING_USD or 0)
   state.fits = one.need <= math.max(state.own or 0, room)

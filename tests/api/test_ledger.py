@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import REGISTRY
 
 from api.batch_runner.process import opened_runner
 from shared.errors import Unavailable
@@ -300,6 +301,28 @@ async def batch_process_ends(world: LedgerWorld) -> dict[str, float]:
     return {"one": cost_usd}
 
 
+async def batch_process_ends_within_a_segment(world: LedgerWorld) -> dict[str, float]:
+    """Lines that have ended are asked for again, as their segment was not written."""
+    client = world.api.openai(api_key=key_for("one"))
+    texts = words(40)
+    world.harness.process.holds = texts[39]
+    before = _completed_lines()
+    async with _runner(world):
+        batch = await _batch(client, *(texts[at : at + 10] for at in range(0, 40, 10)))
+        await world.harness.until(lambda: _completed_lines() == before + 3)
+    world.harness.process.holds = ""
+    world.harness.process.gate.set()
+    await world.ledger.until_idle()
+    async with _runner(world):
+        batch = await until(client, batch)
+    assert batch.request_counts.completed == 4
+    await world.ledger.until_idle()
+    cost_usd = world.ledger.charged_usd("one")  # what was computed before is in the cache now
+    world.ledger.tell("one", cost_usd)
+    assert 0 < cost_usd <= 40 * WORD_USD / 2, "each is charged once at most"
+    return {"one": cost_usd}
+
+
 ENDS: list[End] = [
     delivered,
     one_item_is_bad,
@@ -323,6 +346,7 @@ ENDS: list[End] = [
     batch_ends,
     batch_is_canceled,
     batch_process_ends,
+    batch_process_ends_within_a_segment,
 ]
 
 
@@ -374,6 +398,10 @@ async def test_three_books_agree_on_canaries(redis_url: str, tmp_path: Path) -> 
         charged = await ledger.check()
         assert charged["one"] == pytest.approx(20 * 4 * 2.0 / 1e6)
         assert {row.revision for row in ledger.rows() if row.tenant == "acme"} == {"1", "2"}
+
+
+def _completed_lines() -> float:
+    return REGISTRY.get_sample_value("penstock_batch_lines_total", {"end": "completed"}) or 0.0
 
 
 def _id_of(answer: httpx.Response) -> str:

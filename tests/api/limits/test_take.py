@@ -128,7 +128,7 @@ def test_months_are_those_of_the_calendar(redis_server_url: str, at: datetime) -
     with redis.Redis.from_url(redis_server_url) as client:
         client.flushall()
         client.set("test:now_ms", int(at.timestamp() * 1000))
-        text = '[{"kind":"month","limit":0,"need":1,"extra":0,"returns":[]}]'
+        text = '[{"kind":"month","limit":0,"need":1,"extra":0,"returns":[],"operation":""}]'
         (found,) = json.loads(client.eval(script.text, 1, "m", "a", 1, text, "", 0, 0, 0))
     assert found["period"] == at.year * 12 + at.month - 1
     following = datetime(at.year + at.month // 12, at.month % 12 + 1, 1, tzinfo=UTC)
