@@ -141,6 +141,16 @@ end
 -- A budget is a hash with the newest month, what was used of it, what was of the one before, and what
 -- each instance holds of a month.
 local months, HELD = {}, '^held:(%d+):(.*)$'
+local budgets = {} -- by key, as a call may be about two months of one
+
+-- The newest month of a budget, what was used of the months, and all its fields.
+function months.read(key)
+  local fields, entries = {}, redis.call('HGETALL', key)
+  for at = 1, #entries, 2 do fields[entries[at]] = entries[at + 1] end
+  local kept = tonumber(fields.month or 0)
+  local used = {[kept] = tonumber(fields.used or 0), [kept - 1] = tonumber(fields.used_before or 0)}
+  return {newest = kept, used = used, fields = fields}
+end
 
 function months.forget(key, before)
   for _, field in ipairs(redis.call('HKEYS', key)) do
@@ -169,19 +179,19 @@ function months.held(key, period, fields)
 end
 
 function months.open(key, one)
-  local fields, entries = {}, redis.call('HGETALL', key)
-  for at = 1, #entries, 2 do fields[entries[at]] = entries[at + 1] end
-  local kept, month, wanted = tonumber(fields.month or 0), month_of(now_ms), one.month or 0
+  local budget = budgets[key] or months.read(key)
+  budgets[key] = budget
+  local month, wanted = month_of(now_ms), one.month or 0
   if wanted == month + 1 and now_ms + SKEW_MS >= start_ms(month + 1) then month = month + 1 end
-  month = math.max(month, kept)
-  local used = {[kept] = tonumber(fields.used or 0), [kept - 1] = tonumber(fields.used_before or 0)}
-  if kept < month then months.forget(key, month - 1) end
+  month = math.max(month, budget.newest)
+  if budget.newest < month then months.forget(key, month - 1) end
+  budget.newest = month
   local period = month
   if wanted > 0 then period = math.min(month, math.max(month - 1, wanted)) end
-  local own_held, others_held = months.held(key, period, fields)
+  local own_held, others_held = months.held(key, period, budget.fields)
   return {
-    name = one.key, all = used, newest = month, used = used[period] or 0, period = period,
-    own_held = own_held, others_held = others_held, owed = months.owed(fields, period),
+    name = one.key, budget = budget, used = budget.used[period] or 0, period = period,
+    own_held = own_held, others_held = others_held, owed = months.owed(budget.fields, period),
   }
 end
 
@@ -204,16 +214,18 @@ function months.give_back(key, state, period, amount)
       redis.call('HDEL', key, field)
     end
   else
-    state.all[period] = math.max(0, (state.all[period] or 0) - amount)
+    local used = state.budget.used
+    used[period] = math.max(0, (used[period] or 0) - amount)
   end
 end
 
 function months.take(key, state, amount, one)
   state.used = state.used + amount
-  state.all[state.period] = state.used
+  local newest, all = state.budget.newest, state.budget.used
+  all[state.period] = state.used
   if amount ~= 0 or state.came_back then redis.call('ZADD', changed, now_ms, state.name) end
-  local used, before = state.all[state.newest] or 0, state.all[state.newest - 1] or 0
-  redis.call('HSET', key, 'month', whole(state.newest), 'used', string.format('%.17g', used),
+  local used, before = all[newest] or 0, all[newest - 1] or 0
+  redis.call('HSET', key, 'month', whole(newest), 'used', string.format('%.17g', used),
     'used_before', string.format('%.17g', before))
   if (one.held or -1) >= 0 then
     local field = 'held:' .. whole(state.period) .. ':' .. instance

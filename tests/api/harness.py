@@ -55,8 +55,8 @@ NO_REDIS = "redis://127.0.0.1:1/0"
 class RowList:
     """Keeps the rows that were written."""
 
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
+    def __init__(self, rows: list[Row] | None = None) -> None:
+        self.rows: list[Row] = [] if rows is None else rows
 
     async def __aenter__(self) -> "RowList":
         return self
@@ -123,10 +123,14 @@ async def running_api(
     catalog: Catalog = CATALOG,
     cache: ResultCache | None = None,
     worker: FakeWorker | None = None,
+    written: list[Row] | None = None,
 ) -> AsyncIterator[ApiUnderTest]:
-    """An API and a worker; with `worker` that one, which somebody else keeps running, serves it."""
+    """An API and a worker; with `worker` that one, which somebody else keeps running, serves it.
+
+    `written` gets its rows.
+    """
     in_memory = InMemoryTransport()
-    broker, inbox_admin, rows = transport or in_memory, admin or in_memory, RowList()
+    broker, inbox_admin, rows = transport or in_memory, admin or in_memory, RowList(written)
     app = create_app(settings, catalog, already_open(broker), already_open(inbox_admin), rows)
     async with AsyncExitStack() as opened:
         if worker is None:
