@@ -181,11 +181,12 @@ class Ledger:
     async def held_usd(self, instance: str) -> dict[str, float]:
         """What an instance may still give back, as Redis knows, by the names of counters."""
         held: dict[str, float] = defaultdict(float)
-        async with redis.asyncio.Redis.from_url(self.redis_url, decode_responses=True) as client:
+        client: Any
+        async with redis.asyncio.Redis.from_url(self.redis_url) as client:
             for name in self.charged_by_month():
                 found = await client.hgetall(f"penstock:limits:month:{name}:usd")
                 for of, value in found.items():
-                    if of.startswith("held:") and of.endswith(f":{instance}"):
+                    if of.decode().startswith("held:") and of.decode().endswith(f":{instance}"):
                         held[name] += float(value.split()[0])
         return held
 

@@ -16,13 +16,12 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, note, settings
-from hypothesis import strategies as st
 
 from api.batch_runner.process import opened_runner
 from api.idempotency.store import IdempotencyStore
@@ -40,6 +39,17 @@ from tests.api.batches.batching import created, jsonl, line
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import ApiUnderTest, RowList, already_open, running_api, settings_for
 from tests.api.ledger import EXACT_USD, PRICED, Ledger
+from tests.api.mixtures import (
+    DEATHS,
+    INSTANCES,
+    NAMES,
+    PREDICTIONS,
+    RUNNER,
+    Ask,
+    Mixture,
+    Wave,
+    mixtures,
+)
 from tests.api.mortal import Mortal
 from tests.api.moved_clock import MovedClock
 from tests.api.predicting import OVER
@@ -83,15 +93,11 @@ REVISED = PRICED.model_copy(
 )
 CATALOG = Catalog((PRICED, PAINTER, SPELLER, REVISED))
 CANARY = CATALOG.canaries[REVISED.name]
-INSTANCES = 2
-RUNNER = 2
-"""The number of the process that runs batches."""
 PROCESSES = ("api-0", "api-1", "batches")
 BEFORE_TURN_S, AFTER_TURN_S = 5.0, 1.0
 MANY = 600
 """Sets of keys, one for each example. So what an example leaves behind is no other's."""
 RICH_USD, POOR_USD, OWN_USD = 1000.0, 0.05, 0.04
-NAMES = ("one", "two", "poor", "open")
 TENANTS = {"one": "rich", "two": "rich", "poor": "poor", "open": "open"}
 PLANS = {
     "rich": Plan(budget_usd_per_month=RICH_USD),
@@ -104,92 +110,6 @@ LEASE_S = 0.5
 ENDLESS = 10**6
 """Tokens that nobody waits for."""
 SMALL = {"size": "64x64", "num_inference_steps": 4}
-
-Kind = Literal["texts", "revised", "picture", "write", "stream", "prediction", "drawing", "batch"]
-End = Literal["read", "hang up", "hang up at once", "late", "cancel", "cancel and delete", "delete"]
-PREDICTIONS = ("prediction", "drawing", "stream")
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A request, and how its caller ends it.
-
-    `items` choose from few texts, so that some are found in the cache, and some are joined. 7 is
-    refused by the worker, 8 fails. `repeats` chooses an Idempotency-Key, and 0 none.
-    """
-
-    kind: Kind
-    key: str = "one"
-    items: tuple[int, ...] = (0,)
-    end: End = "read"
-    repeats: int = 0
-    instance: int = 0
-    waits: bool = False
-    is_put: bool = False
-    """Whether a prediction is created under an id of the caller's own, which `repeats` chooses."""
-
-    @property
-    def ends_early(self) -> bool:
-        """Whether it ends although model processes are held."""
-        is_canceled = self.end.startswith("cancel") and self.kind in PREDICTIONS and not self.waits
-        return is_canceled or self.end in ("late", "hang up", "hang up at once")
-
-
-@dataclass(frozen=True)
-class Wave:
-    """Requests in flight together.
-
-    `outage`: the instances do not reach Redis, or do not get its answers. `dies`: the process that
-    is killed meanwhile. `model_dies`: the model process is, once.
-    """
-
-    asks: tuple[Ask, ...]
-    outage: Literal["", "cut off", "answers lost"] = ""
-    dies: int | None = None
-    model_dies: bool = False
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """One example. `turn`: the wave in which the month ends."""
-
-    waves: tuple[Wave, ...]
-    batches: tuple[Ask, ...] = ()
-    turn: int | None = None
-
-
-asks = st.builds(
-    Ask,
-    kind=st.sampled_from(
-        ["texts"] * 3 + ["revised"] * 2 + ["picture", "write", "stream", "prediction", "drawing"]
-    ),
-    key=st.sampled_from(NAMES),
-    items=st.lists(st.integers(0, 8), min_size=1, max_size=6).map(tuple),
-    end=st.sampled_from(["read", *get_args(End)]),
-    repeats=st.sampled_from([0, 0, 1, 2]),
-    instance=st.integers(0, INSTANCES - 1),
-    waits=st.booleans(),
-    is_put=st.booleans(),
-)
-batches = st.builds(
-    Ask,
-    kind=st.just("batch"),
-    key=st.sampled_from(NAMES),
-    items=st.lists(st.integers(0, 8), min_size=1, max_size=4).map(tuple),
-    end=st.sampled_from(["read", "cancel"]),
-)
-many_asks = st.lists(asks, min_size=2, max_size=6).map(tuple)
-waves = st.one_of(
-    st.builds(Wave, many_asks, model_dies=st.booleans()),
-    st.builds(Wave, many_asks, outage=st.sampled_from(["cut off", "answers lost"])),
-    st.builds(Wave, many_asks, dies=st.integers(0, RUNNER)),
-)
-mixtures = st.builds(
-    Mixture,
-    st.lists(waves, min_size=1, max_size=3).map(tuple),
-    st.lists(batches, max_size=1).map(tuple),
-    st.sampled_from([None, None, 0, 1]),
-)
 
 
 @dataclass(repr=False)
@@ -298,7 +218,7 @@ async def world(
         links = opened.enter_context(Links(dict.fromkeys(PROCESSES, port)))
         broker = InMemoryTransport()
         board = await opened.enter_async_context(CanaryBoard(redis_url))
-        workers = await _workers(opened, redis_url, tmp_path, broker, board)
+        workers: dict[str, Any] = await _workers(opened, redis_url, tmp_path, broker, board)
         ledger = Ledger(redis_url, [], [one.rows for one in workers.values()], _nothing)
         world = Mixed(links, settings, clock=clock, board=board, ledger=ledger, **workers)
         ledger.until_idle = world.until_workers_idle
@@ -640,26 +560,6 @@ def _text(item: int) -> str:
 
 def _own(number: int) -> str:
     return "own" + "".join("abcdefghij"[int(digit)] for digit in f"{number:05d}")
-
-
-DEATHS = Mixture(
-    waves=(
-        Wave(
-            (
-                Ask("texts", items=(0, 1)),
-                Ask("revised", "two", (2, 4)),
-                Ask("prediction", items=(3,)),
-                Ask("texts", "poor", (5,), repeats=1),
-                Ask("write", instance=1),
-            ),
-            dies=0,
-        ),
-        Wave((Ask("texts", "poor", (5,), repeats=1, instance=1), Ask("revised")), dies=RUNNER),
-    ),
-    batches=(Ask("batch", items=(0, 1, 6)),),
-    turn=1,
-)
-"""An instance dies with requests of every kind, then the process of batches."""
 
 
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
