@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 
 from api.batch_runner.process import opened_runner
 from shared.errors import Unavailable
-from shared.stores.records import Records
+from shared.stores.records import LATE_LOOK_S, Records
 from tests.api.batches.batching import created, jsonl, line, until
 from tests.api.harness import RowList, already_open
 from tests.api.ledger import Ledger, LedgerWorld, ledger_keys, ledger_world
@@ -152,6 +152,25 @@ async def reply_is_lost(world: LedgerWorld) -> dict[str, float]:
     assert (answer.status_code, code_of(answer)) == (504, "deadline_exceeded")
     assert {row.status for row in world.harness.rows} == {"succeeded"}
     return {}
+
+
+async def broker_confirms_a_reply_late(world: LedgerWorld) -> dict[str, float]:
+    """It has delivered the reply in time, but the worker hears of it after the deadline."""
+    answered, publish = asyncio.Event(), world.harness.broker.publish
+
+    async def slow(topic_id: str, *args: Any, **given: Any) -> str:
+        sent = await publish(topic_id, *args, **given)
+        if topic_id.startswith("inbox"):
+            await answered.wait()
+            await asyncio.sleep(int(LATE_MS) / 1000 + LATE_LOOK_S)
+        return sent
+
+    world.harness.broker.publish = slow  # type: ignore[method-assign]
+    answer = await world.ledger.embed("one", words(3), x_penstock_deadline_ms=LATE_MS)
+    answered.set()
+    assert answer.status_code == 200
+    await world.harness.until(replies(world, 3))
+    return {"one": 3 * WORD_USD}
 
 
 async def broker_is_away(world: LedgerWorld) -> dict[str, float]:
@@ -334,6 +353,7 @@ ENDS: list[End] = [
     deadline_passes,
     deadline_passes_with_a_part_done,
     reply_is_lost,
+    broker_confirms_a_reply_late,
     broker_is_away,
     budget_is_too_small,
     answer_is_replayed,

@@ -87,6 +87,8 @@ def _ways(world: World, fault: Fault) -> tuple[Callable[[], object], Callable[[]
         return process.pause, process.resume
 
     def serve_again() -> None:
+        if fault.kind == "killed" and target in APIS:
+            world.note_held()
         world.restart(target)
         world.wait_ready(target)
 

@@ -21,16 +21,11 @@ from google.cloud import bigquery
 
 from tests.faults.schedule import Fault, faults, inject
 from tests.faults.traffic import Tally, Traffic
-from tests.faults.world import APIS, TENANTS, BrokerKind, RowsKind, World
+from tests.faults.world import APIS, BUDGET_KEY, TENANTS, BrokerKind, RowsKind, World
 from tests.keys import stored
 from tests.limits import PATIENCE, WAIT_LIMIT_S
 
 EXACT_USD = 1e-9
-RESERVED_USD = 0.1
-"""More than the most that a request here can cost: a token for each byte of its text."""
-AHEAD = 3
-"""What an instance holds at the most, in requests for each in flight: those themselves, and twice
-what the last lease gave."""
 SETTLE_LIMIT_S = 15.0 * PATIENCE
 """The last predictions are settled 10 s after they were canceled, if no worker had them."""
 Rows = dict[str, list[dict[str, Any]]]
@@ -116,11 +111,10 @@ def run(
         )
         plan = list(faults(seed, faults_count, has_archive=world.has_archive))
         done = asyncio.run(_run(world, traffic, iter(plan), say))
-        kills = sum(one.kind == "killed" and one.target in APIS for one in plan)
         found, missing = _read_rows(world, traffic.tally)
         double, wrong = _check_rows(found, traffic.tally)
         costs = _check_costs(found, traffic.tally)
-        off = _check_counters(world, traffic.tally, kills * in_flight * AHEAD, say)
+        off = _check_counters(world, traffic.tally, say)
     took_s = time.monotonic() - began_s
     return Findings(done, traffic.tally, missing, double, wrong, costs, off, took_s)
 
@@ -181,7 +175,7 @@ def _check_costs(found: Rows, tally: Tally) -> list[str]:
     ]
 
 
-def _check_counters(world: World, tally: Tally, left: int, say: Callable[[str], None]) -> list[str]:
+def _check_counters(world: World, tally: Tally, say: Callable[[str], None]) -> list[str]:
     """Compares what Redis counts of each budget with its rows.
 
     They are equal but for what API instances that were killed could have given back: what their
@@ -190,29 +184,26 @@ def _check_counters(world: World, tally: Tally, left: int, say: Callable[[str], 
     Args:
         world: has Redis.
         tally: names requests that have rows. Others have some too, which may come later.
-        left: how many requests instances can have held at the most that were killed.
         say: gets the three numbers of each budget.
     """
-    bound_usd = left * RESERVED_USD + EXACT_USD
     until_s = time.monotonic() + SETTLE_LIMIT_S
     with redis.Redis.from_url(world.settings.redis_url) as client:
         while True:
             rows = _charged(_read_rows(world, tally)[0])
             counted = {
-                name: float(client.hget(f"penstock:limits:month:{name}:usd", "used") or 0)
-                for name in rows
+                name: float(client.hget(f"{BUDGET_KEY}{name}:usd", "used") or 0) for name in rows
             }
             apart_usd = {name: counted[name] - usd for name, usd in rows.items()}
             if max(map(abs, apart_usd.values())) <= EXACT_USD or time.monotonic() > until_s:
                 break
             time.sleep(0.5)
     for name, usd in rows.items():
-        above_usd = f"{apart_usd[name]:+.9f}, at most {bound_usd:+.6f}"
+        above_usd = f"{apart_usd[name]:+.9f}, at most {world.held_usd[f'{name}:usd']:+.6f}"
         say(f"{name}: counted {counted[name]:.6f}, rows {usd:.6f}: {above_usd}")
     return [
         f"{name}: {counted[name]}, rows {rows[name]}"
         for name, usd in apart_usd.items()
-        if not -EXACT_USD <= usd <= bound_usd
+        if not -EXACT_USD <= usd <= world.held_usd[f"{name}:usd"] + EXACT_USD
     ]
 
 
