@@ -23,6 +23,7 @@ from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError,
 from shared.messages import RequestFacts
 from shared.stores.objects import ObjectStore
 from shared.tenants.plan import Caller
+from shared.usage.charge import price_of
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
 MAX_RESERVED_PAUSE_S = 5.0
@@ -69,6 +70,8 @@ class SegmentProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.attempts = attempts
+        self.segment = 0
+        """The number of the segment whose lines run."""
         self._should_yield = should_yield
         self._clock = clock
         self._moved_s = clock()
@@ -147,9 +150,10 @@ class LineExecutor:
             request = _request(batch, line, attempt, is_run_again)
             response = None
             try:
-                async with self._limited(batch, caller, request) as limited:
+                operation = f"{group_of(batch, progress.segment)}/{line.number}"
+                async with self._limited(batch, caller, request, operation) as limited:
                     limited.wake_next()
-                    response = await self.dispatcher.dispatch(request)
+                    response = await self._dispatched(request, limited)
                     body = await self._reply(batch, line, response, limited)
             except _TRANSIENT as error:
                 progress.note_failure(line, error, has_ended=response is not None)
@@ -185,7 +189,7 @@ class LineExecutor:
         return False
 
     def _limited(
-        self, batch: BatchCreated, caller: Caller, request: InferenceRequest
+        self, batch: BatchCreated, caller: Caller, request: InferenceRequest, operation: str
     ) -> LimitedRequest:
         return LimitedRequest(
             self.limiter,
@@ -195,7 +199,21 @@ class LineExecutor:
             {},
             received_at_s=batch.created_at_s,
             price_share=batch.price_share,
+            operation=operation,
         )
+
+    async def _dispatched(
+        self, request: InferenceRequest, limited: LimitedRequest
+    ) -> InferenceResponse:
+        try:
+            return await self.dispatcher.dispatch(request)
+        except asyncio.CancelledError:
+            if not request.is_run_again():
+                # Its rows say so, also if an earlier process was charged.
+                facts = request.facts
+                price = price_of(request.model, facts.received_at_s, facts.price_share)
+                limited.settle(price, [])
+            raise
 
     async def _reply(
         self,
@@ -212,6 +230,11 @@ class LineExecutor:
                 return await ENDPOINTS[batch.endpoint].reply(line.request, response.outcomes, tools)
         finally:
             limited.settle(response.price, response.outcomes, is_delivered=response.is_delivered)
+
+
+def group_of(batch: BatchCreated, segment: int) -> str:
+    """Returns the group of the operations that are the lines of a segment."""
+    return f"{batch.id}:{segment}"
 
 
 def _request(

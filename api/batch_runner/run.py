@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from api.batch_runner.execution import LINES, NOT_RUN, LineExecutor, SegmentProgress
+from api.batch_runner.execution import LINES, NOT_RUN, LineExecutor, SegmentProgress, group_of
 from api.batch_runner.lines import (
     BatchLine,
     Line,
@@ -360,6 +360,7 @@ class BatchRun:
         while index < len(plan.segments):
             lines = await self._lines_of(file, plan.segments[index])
             kept = await store.half_segment(self._owner, batch_id, index)
+            self._progress.segment = index
             answers = await self._answers(lines, kept)
             done = [answer for answer in answers.values() if answer is not None]
             after = counts_after(counts, done)
@@ -370,6 +371,7 @@ class BatchRun:
                 # Another runner was faster, so its answers count.
                 index, counts = await self._written()
                 continue
+            await self._tools.executor.limiter.end_operations(group_of(self._batch, index))
             index, counts = index + 1, after
             is_last = index == len(plan.segments)
             if self._turns.is_next_one_due() and not is_last and self._stop.end is None:

@@ -85,8 +85,19 @@ class Counter(ABC):
         """
 
     @abstractmethod
-    def abandon(self, ask: Ask, need: float) -> None:
-        """Notes that Redis did not answer."""
+    def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
+        """Notes that Redis did not answer. If that answer is lost, `resolve` follows."""
+
+    def resolve(self, ask: Ask, answer: Answer, now_s: float) -> None:
+        """Gives back what an ask was granted whose answer was lost.
+
+        Args:
+            ask: what was sent.
+            answer: what Redis had counted, or counts now.
+            now_s: the time.
+        """
+        if answer.granted:
+            self.give_back(answer.granted, answer.period, now_s)
 
     def hold(self, amount: float, period: float) -> None:  # noqa: B027  most limits don't care
         """Notes that a request that is not over has reserved `amount` in `period`."""
@@ -177,9 +188,9 @@ class LeasedCounter(Counter):
             self._left, self._period = answer.granted - ask.need, answer.period
             self._ends_s, self._spent = sent_s + LEASE_S, ask.need
 
-    def abandon(self, ask: Ask, need: float) -> None:
-        """Keeps the amounts to give back for the next round trip."""
-        for period, amount in ask.returns:
+    def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
+        """Keeps the amounts to give back for the next round trip, unless they may be back."""
+        for period, amount in () if is_lost else ask.returns:
             self._return(period, amount)
 
     def is_due(self, now_s: float) -> bool:
@@ -267,6 +278,8 @@ class MonthCounter(LeasedCounter):
         self._reported = 0.0
         """The amount this instance may give back, as last reported to Redis."""
         self._reported_s = 0.0
+        self._telling: list[Ask] = []
+        """Without an answer, with what was taken alone. Until then that is not part of `used`."""
 
     def is_spent(self, amount: float) -> bool:
         """Returns whether `amount` would not fit even if all reservations came back unused."""
@@ -291,14 +304,18 @@ class MonthCounter(LeasedCounter):
         Says as well what may come back. Asks are answered in order, so the last one counts.
         """
         self._asking += need
-        return msgspec.structs.replace(
+        ask = msgspec.structs.replace(
             super().ask(need, now_s), month=self.month, held=self._reserved + self._asking
         )
+        if _told_alone(ask):
+            self._telling.append(ask)
+        return ask
 
     def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
         """Notes the month as well, and what of it is spent."""
         super().accept(ask, answer, sent_s, need=need)
         self._asking -= need
+        self._has_told(ask)
         if answer.period != self.period:
             self.period, self._reserved = answer.period, 0.0
         self.is_known = True
@@ -306,15 +323,41 @@ class MonthCounter(LeasedCounter):
         if ask.held >= 0:
             self._reported, self._reported_s = ask.held - ask.need + answer.granted, sent_s
 
+    def settling(self, amount: float, period: float, used: float, operation: str) -> Ask:
+        """Returns the ask that settles an operation, which had reserved `amount`."""
+        returns = [(period, amount)]
+        return Ask(
+            self.key,
+            self.kind,
+            self.limit,
+            0,
+            returns=returns,
+            month=self.month,
+            operation=operation,
+            used=used,
+        )
+
     def learn(self, used: float, at_s: float) -> None:
         """Records the amount used at `at_s`, unless a later answer is known."""
         if at_s >= self.touched_s:
             self.used, self.is_known = used, True
 
-    def abandon(self, ask: Ask, need: float) -> None:
+    def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
         """Reports what may come back again with the next round trip."""
-        super().abandon(ask, need)
+        super().abandon(ask, need, is_lost=is_lost)
         self._asking -= need
+        if not is_lost:
+            self._has_told(ask)
+
+    def resolve(self, ask: Ask, answer: Answer, now_s: float) -> None:
+        """Notes as well that Redis knows what was taken alone."""
+        super().resolve(ask, answer, now_s)
+        self._has_told(ask)
+        if answer.period == self.period:
+            self.used = max(self.used, answer.used)
+
+    def _has_told(self, ask: Ask) -> None:
+        self._telling = [one for one in self._telling if one is not ask]
 
     def is_due(self, now_s: float) -> bool:
         """Returns whether something goes back, or less may come back than Redis assumes."""
@@ -326,14 +369,15 @@ class MonthCounter(LeasedCounter):
     @property
     def is_idle(self) -> bool:
         """Returns whether nothing is to be given back now or later, and Redis knows it."""
-        return super().is_idle and not self._reserved and self._reported < ROUNDING_USD
+        is_known = not self._telling and self._reported < ROUNDING_USD
+        return super().is_idle and not self._reserved and is_known
 
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
         """This instance's part of what was left. Redis gets to know it afterwards.
 
         Nothing, if it is not known what was left, and the plan does not allow it.
         """
-        spent = -self._returns.get(ALONE, 0.0)
+        spent = -self._returns.get(ALONE, 0.0) - sum(map(_told_alone, self._telling))
         left = (self.limit - self.used) / standing.instances - spent
         if need > max(0.0, left) + ROUNDING_USD or not self.may_spend_alone:
             self._room_at_s = now_s
@@ -348,6 +392,10 @@ class MonthCounter(LeasedCounter):
 
     def _give_back_alone(self, amount: float) -> None:
         self._return(ALONE, amount)
+
+
+def _told_alone(ask: Ask) -> float:
+    return dict(ask.returns).get(ALONE, 0.0)
 
 
 def month_of(at_s: float) -> float:
@@ -411,7 +459,7 @@ class SlotCounter(Counter):
         if answer.granted < ask.need:
             self.in_use -= need
 
-    def abandon(self, ask: Ask, need: float) -> None:
+    def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
         """Does nothing: the slots may be held or not, and the next ask has the number needed."""
         self.in_use -= need
 

@@ -11,8 +11,9 @@ from typing import Self, TypeAlias
 import msgspec
 
 from api.errors import ClientGone
+from api.limits.accounts import Account
 from api.limits.counters import month_of
-from api.limits.limiter import Account, Limiter, RequestDemand, Taking
+from api.limits.limiter import Limiter, RequestDemand, Taking
 from shared.catalog import Model
 from shared.errors import Unavailable
 from shared.messages import ItemOutcome
@@ -81,6 +82,8 @@ class LimitedRequest:
         headers: the headers of the answer. Those about limits are added.
         received_at_s: when it arrived, Unix seconds. Its rows have this time.
         price_share: the share of the list price that it pays.
+        operation: GROUP/NAME, the same each time that this request is made again after the death of
+            a process. Budgets count it once. Empty: it is not made again.
     """
 
     def __init__(
@@ -93,7 +96,9 @@ class LimitedRequest:
         *,
         received_at_s: float,
         price_share: float = 1.0,
+        operation: str = "",
     ) -> None:
+        self._operation = operation
         self._limiter = limiter
         self._model = model
         self._inputs = inputs
@@ -135,7 +140,7 @@ class LimitedRequest:
         if self._hold is not None and self._hold.is_stored is not False:
             await self._hand_over(self._hold)
         elif self._used is not None:
-            self._reservation.settle(self._used)
+            self._reservation.settle(self._used, self._operation)
         elif isinstance(error, ClientGone):
             self._reservation.leave(is_charged=False)
         else:

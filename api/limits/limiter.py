@@ -10,196 +10,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
+from api.limits.accounts import Account, Accounts
 from api.limits.budget_warnings import BudgetWarnings
-from api.limits.counters import LEASE_S, Counter, MonthCounter, SlotCounter, WindowCounter
-from api.limits.messages import BUDGET_UNIT, Need, headers_of, refusal
-from api.limits.store import MAX_TOTALS, SLOTS_S, Answer, Ask, Kind, LimitStore, Standing, Totals
+from api.limits.counters import LEASE_S, Counter, MonthCounter
+from api.limits.messages import Need, headers_of, refusal
+from api.limits.store import SLOTS_S, Answer, AnswerLost, Ask, Kind, LimitStore, Standing
 from shared.errors import Unavailable
 from shared.tasks.base import Unit
-from shared.tenants.plan import Caller, Limits, Plan, Rates
+from shared.tenants.plan import Caller
 from shared.transport import Publisher
-
-MAX_ACCOUNTS = 8192
-"""Maximum number of accounts (caller and model) kept. The oldest is created again on demand."""
-
-
-@dataclass(slots=True)
-class Account:
-    """The counters for one caller and model."""
-
-    tenant: str
-    plan: Plan
-    key_limits: Limits | None
-    counters: list[Counter]
-    counts_work: bool = False
-    """True if the work of a request counts toward a limit."""
-    has_budget: bool = False
-    """True if its cost counts toward a budget."""
-    asking: asyncio.Future[None] | None = field(default=None, compare=False)
-    """The round trip to Redis that is under way."""
-
-
-class Accounts:
-    """All accounts and counters of this instance. A counter belongs to any number of accounts."""
-
-    def __init__(self) -> None:
-        self._accounts: dict[tuple[str, str, str, float], Account] = {}
-        self._counters: dict[tuple[str, float], Counter] = {}
-        self._totals: dict[str, dict[float, float]] = {}
-        self._has_all_totals = False
-        self._totals_at_s = 0.0
-
-    def of(self, caller: Caller, model: str, unit: Unit, month: float = 0) -> Account:
-        """Returns the account of a caller for a model whose work is counted in `unit`.
-
-        Args:
-            caller: who asks.
-            model: what for.
-            unit: of its work.
-            month: in which the request arrived, as `month_of` counts. 0: the current one.
-        """
-        name = (caller.tenant, caller.key_id, model, month)
-        account = self._accounts.get(name)
-        if account is None or not (
-            account.plan is caller.plan and account.key_limits is caller.key_limits
-        ):
-            self._accounts.pop(name, None)
-            account = self._accounts[name] = self._made(caller, model, unit, month)
-            if len(self._accounts) > MAX_ACCOUNTS:
-                del self._accounts[next(iter(self._accounts))]
-        return account
-
-    def note(self, ask: Ask, answer: Answer, sent_s: float) -> None:
-        """Records an answer to an ask that needed nothing, if its limit is known here."""
-        counter = self._counters.get((ask.key, ask.month))
-        if counter is not None:
-            counter.accept(ask, answer, sent_s, need=0)
-
-    def learn(self, totals: Totals, at_s: float) -> None:
-        """Records the amounts used of budgets, including those of other instances' callers.
-
-        Args:
-            totals: of the budgets that changed since the last ones.
-            at_s: when they were requested.
-        """
-        is_first = not self._totals_at_s
-        self._has_all_totals = totals.is_whole and (is_first or self._has_all_totals)
-        self._totals_at_s = at_s
-        for key, used in totals.by_key.items():
-            self._totals.pop(key, None)
-            self._totals[key] = used
-        while len(self._totals) > MAX_TOTALS:
-            del self._totals[next(iter(self._totals))]
-            self._has_all_totals = False
-        for counter in self._counters.values():
-            if isinstance(counter, MonthCounter):
-                self._update(counter)
-
-    def _update(self, counter: MonthCounter) -> None:
-        """Updates a counter with the known usage of its budget."""
-        used = self._totals.get(counter.key)
-        if used is not None:
-            month = counter.month or max(used)
-            counter.learn(used.get(month, 0.0), self._totals_at_s)
-        elif self._has_all_totals and not counter.is_known:
-            counter.learn(0.0, self._totals_at_s)
-
-    def forget(self, since_s: float) -> None:
-        """Forgets counters that have nothing to give back and were not used since then."""
-        kept = {
-            key: counter
-            for key, counter in self._counters.items()
-            if counter.touched_s >= since_s or not counter.is_idle
-        }
-        if len(kept) < len(self._counters):
-            self._counters = kept
-            self._accounts.clear()
-
-    def _made(self, caller: Caller, model: str, unit: Unit, month: float) -> Account:
-        plan, tenant = caller.plan, caller.tenant
-        counters = list(self._of_limits(plan, unit, f"t:{tenant}", f"tenant {tenant!r}", month))
-        if caller.key_limits is not None:
-            key = f"k:{tenant}:{caller.key_id}"
-            subject = f"key {caller.key_id!r}"
-            own = list(self._of_limits(caller.key_limits, unit, key, subject, month))
-            for counter in own:
-                if isinstance(counter, MonthCounter):
-                    counter.key_id = caller.key_id
-            counters += own
-        if model in plan.per_model:
-            subject = f"tenant {tenant!r} with {model}"
-            counters += self._of_rates(plan.per_model[model], unit, f"m:{model}:{tenant}", subject)
-        for counter in counters:
-            if isinstance(counter, MonthCounter):
-                counter.is_open = plan.on_limit_store_outage == "allow"
-        units = {one.unit for one in counters}
-        return Account(
-            tenant, plan, caller.key_limits, counters, unit in units, BUDGET_UNIT in units
-        )
-
-    def _of_limits(
-        self, limits: Limits, unit: Unit, key: str, subject: str, month: float
-    ) -> Iterator[Counter]:
-        yield from self._of_rates(limits, unit, key, subject)
-        if limits.max_in_flight is not None:
-            yield self._counter(
-                SlotCounter,
-                f"{key}:items",
-                limits.max_in_flight,
-                "items",
-                "items in flight",
-                subject,
-            )
-        if limits.budget_usd_per_month is not None:
-            budget = limits.budget_usd_per_month
-            words = "US dollars per month"
-            yield self._counter(
-                MonthCounter, f"{key}:{BUDGET_UNIT}", budget, BUDGET_UNIT, words, subject, month
-            )
-
-    def _of_rates(self, rates: Rates, unit: Unit, key: str, subject: str) -> Iterator[Counter]:
-        of_unit = {"tokens": rates.tokens_per_min, "pixel_steps": rates.pixel_steps_per_min}[unit]
-        for name, limit in (("requests", rates.requests_per_min), (unit, of_unit)):
-            if limit is not None:
-                words = f"{name.replace('_', '-')} per minute"
-                yield self._counter(WindowCounter, f"{key}:{name}", limit, name, words, subject)
-
-    def _counter(
-        self,
-        kind: type[Counter],
-        key: str,
-        limit: float,
-        unit: str,
-        words: str,
-        subject: str,
-        month: float = 0,
-    ) -> Counter:
-        counter = self._counters.get((key, month))
-        if counter is None:
-            counter = kind(key, limit, unit, f"{words} of {subject}")
-            self._counters[key, month] = counter
-            if isinstance(counter, MonthCounter):
-                counter.month = month
-                self._update(counter)
-        counter.limit = limit
-        return counter
-
 
 REGISTER_S = SLOTS_S / 3
 MAX_ASKS = 64
 """Limits in one call of the script that gives back."""
+MAX_LOST = 16_384
+"""Calls that Redis may have counted or not. What the oldest took beyond that stays counted."""
 TOTALS_OVERLAP_MS = 1000
 IDLE_S = 300.0
 CLOSE_LIMIT_S = 0.5
@@ -269,6 +106,8 @@ class Limiter:
         self._accounts = Accounts()
         self._totals_since_ms = 0
         self._touched: set[Counter] = set()
+        self._lost: dict[int, list[tuple[Counter, Ask]]] = {}
+        """By the numbers of calls, the oldest first."""
         self._is_touched = asyncio.Event()
         self._takings: set[asyncio.Task[list[Answer]]] = set()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
@@ -289,6 +128,7 @@ class Limiter:
         await asyncio.wait([self._keeping])
         with contextlib.suppress(Unavailable, TimeoutError):
             async with asyncio.timeout(CLOSE_LIMIT_S):
+                await asyncio.gather(*self._takings, return_exceptions=True)
                 await self.give_back(math.inf)
                 await self.store.leave()
         await self.store.__aexit__(kind, error, trace)
@@ -360,8 +200,7 @@ class Limiter:
             self._leave_behind(taking, missing, asks, sent_s)
             raise
         except BaseException as error:
-            for (counter, amount), ask in zip(missing, asks, strict=True):
-                counter.abandon(ask, amount)
+            self._abandon(error, missing, asks)
             if not isinstance(error, Unavailable):
                 raise
             self._take_alone(reservation, missing)
@@ -411,9 +250,9 @@ class Limiter:
         taking: asyncio.Task[list[Answer]],
     ) -> None:
         """Gives back what Redis granted to a request that was canceled while it asked."""
-        if taking.cancelled() or taking.exception() is not None:
-            for need, ask in late:
-                need.counter.abandon(ask, need.amount)
+        error = None if taking.cancelled() else taking.exception()
+        if taking.cancelled() or error is not None:
+            self._abandon(error, [need for need, _ in late], [ask for _, ask in late])
             return
         answers = dict(zip((ask.key for ask in asks), taking.result(), strict=True))
         for (counter, amount), ask in late:
@@ -421,6 +260,52 @@ class Limiter:
             if answers[ask.key].granted:
                 counter.give_back(amount, answers[ask.key].period, self._clock())
         self.touch(need.counter for need, _ in late)
+
+    def _abandon(
+        self, error: BaseException | None, needs: Sequence[Need], asks: Sequence[Ask]
+    ) -> None:
+        """Notes that there is no answer. What Redis may have counted is resolved later."""
+        is_lost = isinstance(error, AnswerLost)
+        for (counter, amount), ask in zip(needs, asks, strict=True):
+            counter.abandon(ask, amount, is_lost=is_lost)
+        if isinstance(error, AnswerLost):
+            counters = [need.counter for need in needs]
+            self._note_lost(error.call, list(zip(counters, asks, strict=True)))
+
+    def _note_lost(self, call: int, asked: Sequence[tuple[Counter, Ask]]) -> None:
+        """Notes a call that Redis may have counted. Slots are counted anew by the next ask."""
+        if lost := [(counter, ask) for counter, ask in asked if ask.kind != "slots"]:
+            self._lost[call] = lost
+            self._is_touched.set()
+        else:
+            self.store.forget(call)
+        while len(self._lost) > MAX_LOST:
+            oldest = next(iter(self._lost))
+            del self._lost[oldest]
+            self.store.forget(oldest)
+
+    async def _resolve(self) -> None:
+        """Finds out what was counted of calls whose answers were lost.
+
+        Raises:
+            Unavailable: Redis did not answer. The rest is resolved the next time.
+        """
+        while self._lost:
+            calls = list(itertools.islice(self._lost, MAX_ASKS))
+            await asyncio.gather(*(self._resolve_call(call) for call in calls))
+
+    async def _resolve_call(self, call: int) -> None:
+        asked = self._lost.pop(call, None)
+        if asked is None:
+            return
+        try:
+            answers = await self.store.resolve(call, [ask for _, ask in asked])
+        except BaseException:
+            self._lost[call] = asked
+            raise
+        for (counter, ask), answer in zip(asked, answers, strict=True):
+            counter.resolve(ask, answer, self._clock())
+        self.touch(counter for counter, _ in asked)
 
     def _take_alone(self, reservation: Reservation, missing: Sequence[Need]) -> None:
         now_s = self._clock()
@@ -454,6 +339,32 @@ class Limiter:
         for ask, answer in zip(asks, answers, strict=True):
             self._accounts.note(ask, answer, sent_s)
             self.wake_next(ask.key)
+
+    def settle_operation(self, asked: Sequence[tuple[Counter, Ask]]) -> None:
+        """Tells Redis at once what an operation has used, or as soon as it can be reached.
+
+        Args:
+            asked: its budgets, with asks that need nothing.
+        """
+        settling = asyncio.create_task(self._settle_operation(asked))
+        self._takings.add(settling)
+        settling.add_done_callback(self._takings.discard)
+
+    async def _settle_operation(self, asked: Sequence[tuple[Counter, Ask]]) -> list[Answer]:
+        asks, sent_s = [ask for _, ask in asked], self._clock()
+        try:
+            answers = await self.store.take(asks)
+        except AnswerLost as error:
+            self._note_lost(error.call, asked)
+            return []
+        for (counter, ask), answer in zip(asked, answers, strict=True):
+            counter.accept(ask, answer, sent_s, need=0)
+        return answers
+
+    async def end_operations(self, group: str) -> None:
+        """Says that no operation of a group will be begun anew, so that Redis forgets them."""
+        with contextlib.suppress(Unavailable):
+            await self.store.end_group(group)
 
     def touch(self, counters: Iterable[Counter]) -> None:
         """Says that these may have something to give back soon."""
@@ -525,6 +436,7 @@ class Limiter:
         Raises:
             Unavailable: Redis did not answer. The amounts are kept for the next time.
         """
+        await self._resolve()
         self._touched = {counter for counter in self._touched if not counter.is_idle}
         due = [counter for counter in self._touched if counter.is_due(now_s)]
         for start in range(0, len(due), MAX_ASKS):
@@ -533,9 +445,8 @@ class Limiter:
             asks = [counter.ask(0, sent_s) for counter in part]
             try:
                 answers = await self.store.take(asks)
-            except Unavailable:
-                for counter, ask in zip(part, asks, strict=True):
-                    counter.abandon(ask, 0)
+            except Unavailable as error:
+                self._abandon(error, [Need(counter, 0) for counter in part], asks)
                 raise
             for counter, ask, answer in zip(part, asks, answers, strict=True):
                 counter.accept(ask, answer, sent_s, need=0)
@@ -551,7 +462,7 @@ class Limiter:
                     self._accounts.forget(now_s - IDLE_S)
                     await self.register()
                 await self.give_back(self._clock())
-            if not self._touched:
+            if not self._touched and not self._lost:
                 self._is_touched.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REGISTER_S):
@@ -572,12 +483,25 @@ class Reservation:
         self._taken.append((need, period))
         need.counter.hold(need.amount, period)
 
-    def settle(self, used: RequestDemand) -> None:
-        """Ends the reservation: the request used so much, and nothing is in flight any more."""
+    def settle(self, used: RequestDemand, operation: str = "") -> None:
+        """Ends the reservation: the request used so much, and nothing is in flight any more.
+
+        Args:
+            used: by the request.
+            operation: GROUP/NAME of a request that another process may make again, if this one
+              dies. Its budgets count it once. Empty: there is no such process.
+        """
+        budgets = list[tuple[Counter, Ask]]()
         for (counter, amount), period in self._taken:
+            if operation and isinstance(counter, MonthCounter):
+                ask = counter.settling(amount, period, used.of(counter), operation)
+                budgets.append((counter, ask))
+                continue
             left = amount - (0 if counter.unit == "items" else used.of(counter))
             if left:
                 self._limiter.give_back_to(counter, left, period)
+        if budgets:
+            self._limiter.settle_operation(budgets)
         self._end()
 
     def takings(self) -> list[Taking]:

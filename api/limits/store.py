@@ -6,13 +6,15 @@ the clocks of instances need not agree.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
+from uuid import uuid4
 
 import msgspec
 from prometheus_client import Counter, Gauge
 
-from shared.errors import PenstockError
+from shared.errors import PenstockError, Unavailable
 from shared.stores.holds import hold_keys
 from shared.stores.redis_client import RedisLink, RedisStore, Script, load_script
 
@@ -30,6 +32,11 @@ SLOTS_S = 30
 """Slots and registrations of an instance that died are free after this time."""
 MAX_TOTALS = 16_384
 """Maximum number of budgets whose usage an instance knows, in addition to those that it serves."""
+CALLS_S = 24 * 3600
+"""For so long after the last one Redis knows which calls of an instance it has counted, and which
+operations of a group."""
+ENDED_GROUP_S = 3600
+"""For so long it knows those of a group that is over: somebody else may still be at them."""
 TOTALS_KEPT_MS = 62 * 24 * 3600 * 1000
 CLOCK = "api/limits/now.lua"
 
@@ -51,6 +58,10 @@ class Ask(msgspec.Struct, frozen=True):
     Negative: as reported before."""
     month: float = 0
     """For a budget: the month in which the request arrived. 0: the current one."""
+    operation: str = ""
+    """GROUP/NAME of what a next process would begin anew. All that it had reserved comes back."""
+    used: float = 0.0
+    """By the operation, however often it was begun."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -67,6 +78,14 @@ class Answer(msgspec.Struct, frozen=True):
     """Until nothing is used any more."""
     held: float = 0.0
     """For a month: the part of `used` that all instances may give back. The rest is spent."""
+
+
+class AnswerLost(Unavailable):
+    """Redis may have counted a call. `LimitStore.resolve` finds out, by the call's number."""
+
+    def __init__(self, call: int, error: Unavailable) -> None:
+        super().__init__(error.message, public=error.public_message)
+        self.call = call
 
 
 class Standing(NamedTuple):
@@ -139,14 +158,53 @@ class LimitStore(RedisStore):
         self._hold_keys = hold_keys(prefix)
         self._budgets_key = f"{self._prefix}budgets"
         self._record_prefix = f"{prefix}record:"
+        # Two processes may have the same id, one after the other. Their calls are not the same.
+        self._calls_key = f"{self._prefix}calls:{instance}:{uuid4().hex}"
+        self._calls = itertools.count(1)
+        self._unanswered: dict[int, None] = {}
+        """The numbers of calls, the lowest first."""
 
     async def take(self, asks: Sequence[Ask]) -> list[Answer]:
         """Takes what all asks need, or nothing if one of them does not fit.
 
         Raises:
-            Unavailable: Redis did not answer. It may still have counted the asks.
+            AnswerLost: Redis did not answer. It may still have counted the asks. It also stands for
+              the end of an operation of which Redis was not told.
+            Unavailable: it was not asked, as it has not answered for a while.
         """
-        return await self._run(asks, "")
+        call, was_up = next(self._calls), self.is_up
+        self._unanswered[call] = None
+        try:
+            answers = await self._run(asks, "", call)
+        except Unavailable as error:
+            if was_up or any(ask.operation for ask in asks):
+                raise AnswerLost(call, error) from error
+            self.forget(call)
+            raise
+        self.forget(call)
+        return answers
+
+    async def resolve(self, call: int, asks: Sequence[Ask]) -> list[Answer]:
+        """Returns what a call has granted whose answer was lost.
+
+        If it was not counted, it counts now what came back with it and takes nothing. If a copy of
+        it arrives later, that counts nothing.
+
+        Args:
+            call: its number.
+            asks: those of its asks that are not about slots.
+
+        Raises:
+            Unavailable: Redis did not answer. Ask again.
+        """
+        late = [msgspec.structs.replace(ask, need=0, extra=0, held=-1) for ask in asks]
+        answers = await self._run(late, "", call)
+        self.forget(call)
+        return answers
+
+    def forget(self, call: int) -> None:
+        """Gives up a call. If it was not counted yet, it never will be."""
+        self._unanswered.pop(call, None)
 
     async def settle(self, record_id: str, asks: Sequence[Ask]) -> list[Answer]:
         """Gives back what the hold of a prediction did not use, and removes the hold.
@@ -162,15 +220,29 @@ class LimitStore(RedisStore):
         """
         return await self._run(asks, f"{self._record_prefix}{record_id}")
 
-    async def _run(self, asks: Sequence[Ask], settled: str) -> list[Answer]:
+    async def _run(self, asks: Sequence[Ask], settled: str, call: int = 0) -> list[Answer]:
         keys = [f"{self._prefix}{ask.kind}:{ask.key}" for ask in asks]
-        args = (self._instance, SLOTS_S * 1000, msgspec.json.encode(asks), settled)
-        keys += [self._budgets_key, *self._hold_keys]
+        group = asks[0].operation.partition("/")[0] if asks else ""
+        keys += [self._budgets_key, *self._hold_keys, self._calls_key, self._group_key(group)]
+        lowest = next(iter(self._unanswered), 0)
+        encoded = msgspec.json.encode(asks)
+        args = (self._instance, SLOTS_S * 1000, encoded, settled, call, lowest, CALLS_S * 1000)
         found = await self._commands.run_script(self._take, keys, *args)
         answers = _answers.decode(found)
         if len(answers) != len(asks):
             raise PenstockError(f"{len(answers)} answers to {len(asks)} asks; this is a bug")
         return answers
+
+    async def end_group(self, group: str) -> None:
+        """Says that no operation of a group will be begun anew.
+
+        Raises:
+            Unavailable: Redis did not answer. It knows them for CALLS_S.
+        """
+        await self._commands.run("EXPIRE", self._group_key(group), ENDED_GROUP_S)
+
+    def _group_key(self, group: str) -> str:
+        return f"{self._prefix}operations:{group}"
 
     async def register(self) -> Standing:
         """Says that this instance counts, for SLOTS_S, and returns its place among all.

@@ -1,10 +1,12 @@
 -- Takes from several limits at once, or from none of them. Follows now.lua.
 --
--- KEYS: one for each limit, then budgets by the time at which they changed (totals.lua), holds, and the
--- times at which they are due (shared/stores/holds.py)
+-- KEYS: one for each limit, then budgets by the time at which they changed (totals.lua), holds, the
+-- times at which they are due (shared/stores/holds.py), the instance's calls, and operations
 -- ARGV: instance, lifetime of slots in ms,
--- JSON: [{key, kind, limit, need, extra, returns, held, month}, ...],
--- and the record whose hold this settles ('' if none). Without its hold nothing is given back.
+-- JSON: [{key, kind, limit, need, extra, returns, held, month, operation, used}, ...],
+-- the record whose hold this settles ('' if none; without its hold nothing is given back),
+-- the number of this call (0 if it is not remembered), the lowest number of a call that the instance has
+-- no answer to, and the lifetime of calls in ms.
 -- Returns JSON: [{granted, used, period, fits, retry_ms, reset_ms, held}, ...]. If one does not fit,
 -- nothing is granted.
 --
@@ -16,6 +18,9 @@
 -- It gets that from limits that are far from full: at most a SLICES-th part of what is left, and
 -- nothing if that is less than the need.
 -- returns: [[period, amount], ...], unused amounts taken in a period. Negative: used in addition.
+-- operation: whose reservation comes back whole, but for what it has `used`. If the same operation was
+-- counted before, because another process began with it, that amount comes back too. All asks of a call
+-- have the same.
 -- month: that the request arrived in, of this budget. 0: the current one. Its rows are of that month,
 -- so it counts there too if it is late: a line of a batch, or a request of the last second. A budget
 -- has the month before the current one besides. Older ones count as that.
@@ -23,6 +28,11 @@
 -- come back before it is told, as any instance settles a prediction. What came back beyond what was used is owed
 -- for as long as slots are kept, and goes off what is told. Of slots, need is how many the instance holds in all, not how many it
 -- adds, so a lost answer does no harm.
+--
+-- A call counts once. Its answer, but for slots, is kept until the instance has it, so that it can ask
+-- again. Calls that the instance has the answers to count nothing: such a one is a copy that came late,
+-- over a connection that was given up. The calls of an instance are a hash with `lowest` and the kept
+-- answers by number (Lee et al., Implementing Linearizability at Large Scale and Low Latency, SOSP 2015).
 --
 -- A window is a hash with the amount of each bucket, their sum, and the first and the last bucket.
 -- It covers a minute, the bucket that is not over, and the LEASE_BUCKETS for which an instance may
@@ -33,16 +43,24 @@ local BUCKETS = 60000 / BUCKET_MS + 1 + LEASE_BUCKETS
 local ROUNDING_USD = 1e-9 -- sums of doubles
 local SKEW_MS = 60000 -- by so much the clocks of instances may be ahead at the turn of a month
 
-local was_settled = false
-if ARGV[4] and ARGV[4] ~= '' then
-  was_settled = redis.call('HDEL', KEYS[#KEYS - 1], ARGV[4]) == 0
-  redis.call('ZREM', KEYS[#KEYS], ARGV[4])
-end
-local instance, slots_ms, asked = ARGV[1], tonumber(ARGV[2]), cjson.decode(ARGV[3])
-
-local changed = KEYS[#asked + 1]
-
 local function whole(number) return string.format('%.0f', number) end
+
+local instance, slots_ms, asked = ARGV[1], tonumber(ARGV[2]), cjson.decode(ARGV[3])
+local changed, holds = KEYS[#asked + 1], KEYS[#asked + 2]
+local due, calls, operations = KEYS[#asked + 3], KEYS[#asked + 4], KEYS[#asked + 5]
+local call, lowest = tonumber(ARGV[5]), tonumber(ARGV[6])
+if call > 0 then
+  local kept = redis.call('HMGET', calls, ARGV[5], 'lowest')
+  local before = tonumber(kept[2] or lowest)
+  if kept[1] or call < before then return kept[1] or '[]' end
+  for answered = before, lowest - 1 do redis.call('HDEL', calls, whole(answered)) end
+end
+
+local was_settled = false
+if ARGV[4] ~= '' then
+  was_settled = redis.call('HDEL', holds, ARGV[4]) == 0
+  redis.call('ZREM', due, ARGV[4])
+end
 
 local windows = {}
 
@@ -123,6 +141,16 @@ end
 -- A budget is a hash with the newest month, what was used of it, what was of the one before, and what
 -- each instance holds of a month.
 local months, HELD = {}, '^held:(%d+):(.*)$'
+local budgets = {} -- by key, as a call may be about two months of one
+
+-- The newest month of a budget, what was used of the months, and all its fields.
+function months.read(key)
+  local fields, entries = {}, redis.call('HGETALL', key)
+  for at = 1, #entries, 2 do fields[entries[at]] = entries[at + 1] end
+  local kept = tonumber(fields.month or 0)
+  local used = {[kept] = tonumber(fields.used or 0), [kept - 1] = tonumber(fields.used_before or 0)}
+  return {newest = kept, used = used, fields = fields}
+end
 
 function months.forget(key, before)
   for _, field in ipairs(redis.call('HKEYS', key)) do
@@ -151,19 +179,19 @@ function months.held(key, period, fields)
 end
 
 function months.open(key, one)
-  local fields, entries = {}, redis.call('HGETALL', key)
-  for at = 1, #entries, 2 do fields[entries[at]] = entries[at + 1] end
-  local kept, month, wanted = tonumber(fields.month or 0), month_of(now_ms), one.month or 0
+  local budget = budgets[key] or months.read(key)
+  budgets[key] = budget
+  local month, wanted = month_of(now_ms), one.month or 0
   if wanted == month + 1 and now_ms + SKEW_MS >= start_ms(month + 1) then month = month + 1 end
-  month = math.max(month, kept)
-  local used = {[kept] = tonumber(fields.used or 0), [kept - 1] = tonumber(fields.used_before or 0)}
-  if kept < month then months.forget(key, month - 1) end
+  month = math.max(month, budget.newest)
+  if budget.newest < month then months.forget(key, month - 1) end
+  budget.newest = month
   local period = month
   if wanted > 0 then period = math.min(month, math.max(month - 1, wanted)) end
-  local own_held, others_held = months.held(key, period, fields)
+  local own_held, others_held = months.held(key, period, budget.fields)
   return {
-    name = one.key, all = used, newest = month, used = used[period] or 0, period = period,
-    own_held = own_held, others_held = others_held, owed = months.owed(fields, period),
+    name = one.key, budget = budget, used = budget.used[period] or 0, period = period,
+    own_held = own_held, others_held = others_held, owed = months.owed(budget.fields, period),
   }
 end
 
@@ -186,16 +214,18 @@ function months.give_back(key, state, period, amount)
       redis.call('HDEL', key, field)
     end
   else
-    state.all[period] = math.max(0, (state.all[period] or 0) - amount)
+    local used = state.budget.used
+    used[period] = math.max(0, (used[period] or 0) - amount)
   end
 end
 
 function months.take(key, state, amount, one)
   state.used = state.used + amount
-  state.all[state.period] = state.used
+  local newest, all = state.budget.newest, state.budget.used
+  all[state.period] = state.used
   if amount ~= 0 or state.came_back then redis.call('ZADD', changed, now_ms, state.name) end
-  local used, before = state.all[state.newest] or 0, state.all[state.newest - 1] or 0
-  redis.call('HSET', key, 'month', whole(state.newest), 'used', string.format('%.17g', used),
+  local used, before = all[newest] or 0, all[newest - 1] or 0
+  redis.call('HSET', key, 'month', whole(newest), 'used', string.format('%.17g', used),
     'used_before', string.format('%.17g', before))
   if (one.held or -1) >= 0 then
     local field = 'held:' .. whole(state.period) .. ':' .. instance
@@ -253,13 +283,21 @@ function slots.retry_ms() return 0 end
 
 function slots.reset_ms() return 0 end
 
+local recounted = 0 -- what comes back of an operation in addition
+if asked[1] and asked[1].operation ~= '' then
+  local before = tonumber(redis.call('HGET', operations, asked[1].operation) or 0)
+  recounted = before - asked[1].used
+  redis.call('HSET', operations, asked[1].operation, string.format('%.17g', asked[1].used))
+  redis.call('PEXPIRE', operations, ARGV[7])
+end
+
 local kinds = {window = windows, month = months, slots = slots}
 local states, all_fit = {}, true
 for index, one in ipairs(asked) do
   local kind, key = kinds[one.kind], KEYS[index]
   local state = kind.open(key, one)
   for _, back in ipairs(was_settled and {} or one.returns) do
-    kind.give_back(key, state, back[1], back[2])
+    kind.give_back(key, state, back[1], back[2] + recounted)
   end
   local room = one.limit - state.used + (one.kind == 'month' and ROUNDING_USD or 0)
   state.fits = one.need <= math.max(state.own or 0, room)
@@ -267,7 +305,10 @@ for index, one in ipairs(asked) do
   states[index] = state
 end
 
-local answers = {}
+-- cjson writes an empty table as an object.
+local function encoded(list) return #list > 0 and cjson.encode(list) or '[]' end
+
+local answers, kept = {}, {}
 for index, one in ipairs(asked) do
   local kind, key, state = kinds[one.kind], KEYS[index], states[index]
   local granted = 0
@@ -285,5 +326,10 @@ for index, one in ipairs(asked) do
     granted = granted, used = state.used, period = state.period, fits = state.fits,
     retry_ms = retry_ms, reset_ms = kind.reset_ms(key, state), held = state.held or 0,
   }
+  if one.kind ~= 'slots' then kept[#kept + 1] = answers[index] end
 end
-return #answers > 0 and cjson.encode(answers) or '[]' -- cjson writes an empty table as an object
+if call > 0 then
+  redis.call('HSET', calls, ARGV[5], encoded(kept), 'lowest', ARGV[6])
+  redis.call('PEXPIRE', calls, ARGV[7])
+end
+return encoded(answers)

@@ -142,12 +142,12 @@ class PredictionFollower:
         for (limited, hold), is_held in zip(looked_at, held, strict=True):
             if hold.is_stored is None:
                 # An equal request may have created the prediction, with its own hold.
-                hold.is_stored = is_held and await self._holds.read(hold.record_id) == hold.data
-                if hold.is_stored:
-                    limited.hand_over()
-                else:
+                hold.is_stored = await self._holds.was_created(hold.record_id, hold.data)
+                if not hold.is_stored:
                     limited.cancel()
-            elif not is_held:
+                    continue
+                limited.hand_over()
+            if not is_held:
                 limited.end()
         for (limited, hold), is_held in zip(looked_at, held, strict=True):
             self._followed.popleft()

@@ -8,6 +8,7 @@ script that counts (api/limits/take.lua), so it happens once.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Sequence
@@ -21,6 +22,9 @@ log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 1.0
 """The time for which other instances leave a due hold to the one that took it."""
+VOID_S = 600
+"""For so long a hold that was given up can't be created any more."""
+_CREATED = load_script("shared/stores/hold_created.lua")
 _DUE = load_script("shared/stores/holds_due.lua")
 
 
@@ -51,6 +55,7 @@ class Holds:
         self._commands = commands
         self._keys = hold_keys(prefix)
         self._record_prefix = f"{prefix}record:"
+        self._void_prefix = f"{prefix}predictions:void:"
 
     async def due(self, most: int) -> list[DueHold]:
         """Takes holds whose records are over, or that should be over by now.
@@ -77,14 +82,17 @@ class Holds:
         found = await self._commands.run("ZMSCORE", self._keys[1], *names)
         return [one is not None for one in found]
 
-    async def read(self, record_id: str) -> bytes | None:
-        """Returns the hold of a record. None: it has none that is not settled.
+    async def was_created(self, record_id: str, data: bytes) -> bool:
+        """Returns whether a record was created with this hold, which may be settled by now.
+
+        If it was not, it will not be.
 
         Raises:
             Unavailable: Redis did not answer.
         """
-        found = await self._commands.run("HGET", self._keys[0], self._record_prefix + record_id)
-        return None if found is None else bytes(found)
+        digest = hashlib.sha1(data, usedforsecurity=False).hexdigest()
+        keys = (self._record_prefix + record_id, f"{self._void_prefix}{digest}")
+        return bool(await self._commands.run_script(_CREATED, keys, digest, VOID_S))
 
 
 def _record_of(fields: Sequence[bytes]) -> Record | None:

@@ -2,7 +2,7 @@
 --
 -- KEYS: record, store, index of the tenant, line of those that wait for the model, its pace
 -- ARGV: now, deadline, keep_s, tenant, id, document, most in the tenant's index,
---       bytes that the reply may take, budget of the store
+--       bytes that the reply may take, budget of the store, hold ('' if there is none)
 -- Returns 1: created, 0: exists, -1: no room. Then how many other predictions were dropped for it,
 -- and how many of the tenant have not ended, this one included.
 --
@@ -18,6 +18,8 @@ local store, now, deadline, tenant, id, document =
 local wanted, budget = #document + ARGV[8] + ENTRY_BYTES, tonumber(ARGV[9])
 drop_expired(store, now)
 if redis.call('EXISTS', KEYS[1]) == 1 then return {0, 0, 0} end
+local hold = ARGV[10] ~= '' and redis.sha1hex(ARGV[10])
+if hold and redis.call('DEL', store .. ':void:' .. hold) == 1 then return {0, 0, 0} end
 if wanted > budget then return {-1, 0, 0} end
 local has_room, dropped = make_room(store, wanted, budget, now)
 if not has_room then
@@ -32,7 +34,8 @@ end
 redis.call('HSET', KEYS[1],
   'state', 'starting', 'created_at_s', now, 'keep_s', ARGV[3], 'document', document)
 keep(store, KEYS[1], tenant, wanted, deadline + ABANDONED_S)
-if ARGV[10] ~= '' then
+if hold then
+  redis.call('HSET', KEYS[1], 'hold', hold) -- which was created with it, also when it is settled
   redis.call('HSET', store .. ':holds', KEYS[1], ARGV[10])
   redis.call('ZADD', store .. ':held', deadline + LATE_S, KEYS[1])
 end

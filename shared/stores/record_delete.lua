@@ -15,7 +15,7 @@ local stays, fields = {'state', 'canceled'}, redis.call('HGETALL', KEYS[1])
 for i = 1, #fields, 2 do
   local name = fields[i]
   if string.match(name, '^read_%d+$') or string.match(name, '^prompt_%d+$')
-    or name == 'attempts' or name == 'canceled_at_s' then
+    or name == 'attempts' or name == 'canceled_at_s' or name == 'hold' then
     table.insert(stays, fields[i])
     table.insert(stays, fields[i + 1])
   end

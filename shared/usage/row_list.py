@@ -9,10 +9,14 @@ from shared.usage.row import Row
 
 
 class RowList:
-    """A shared.usage.row.RowSink whose rows are safe at once. `rows`: those that were written."""
+    """A shared.usage.row.RowSink whose rows are safe at once.
 
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
+    Args:
+        rows: gets those that are written. None: a new list.
+    """
+
+    def __init__(self, rows: list[Row] | None = None) -> None:
+        self.rows: list[Row] = [] if rows is None else rows
 
     async def __aenter__(self) -> Self:
         return self

@@ -106,10 +106,14 @@ async def running_api(
     catalog: Catalog = CATALOG,
     cache: ResultCache | None = None,
     worker: FakeWorker | None = None,
+    written: list[Row] | None = None,
 ) -> AsyncIterator[ApiUnderTest]:
-    """An API and a worker; with `worker` that one, which somebody else keeps running, serves it."""
+    """An API and a worker; with `worker` that one, which somebody else keeps running, serves it.
+
+    `written` gets its rows.
+    """
     in_memory = InMemoryBroker()
-    broker, inbox_admin, rows = transport or in_memory, admin or in_memory, RowList()
+    broker, inbox_admin, rows = transport or in_memory, admin or in_memory, RowList(written)
     app = create_app(settings, catalog, already_open(broker), already_open(inbox_admin), rows)
     async with AsyncExitStack() as opened:
         if worker is None:

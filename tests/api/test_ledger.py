@@ -11,10 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import REGISTRY
 
 from api.batch_runner.process import opened_runner
 from shared.errors import Unavailable
-from shared.stores.records import Records
+from shared.stores.records import LATE_LOOK_S, Records
 from shared.usage.row_list import RowList
 from tests.api.batches.batching import created, jsonl, line, until
 from tests.api.harness import already_open
@@ -152,6 +153,25 @@ async def reply_is_lost(world: LedgerWorld) -> dict[str, float]:
     assert (answer.status_code, code_of(answer)) == (504, "deadline_exceeded")
     assert {row.status for row in world.harness.rows} == {"succeeded"}
     return {}
+
+
+async def broker_confirms_a_reply_late(world: LedgerWorld) -> dict[str, float]:
+    """It has delivered the reply in time, but the worker hears of it after the deadline."""
+    answered, publish = asyncio.Event(), world.harness.broker.publish
+
+    async def slow(topic_id: str, *args: Any, **given: Any) -> str:
+        sent = await publish(topic_id, *args, **given)
+        if topic_id.startswith("inbox"):
+            await answered.wait()
+            await asyncio.sleep(int(LATE_MS) / 1000 + LATE_LOOK_S)
+        return sent
+
+    world.harness.broker.publish = slow  # type: ignore[method-assign]
+    answer = await world.ledger.embed("one", words(3), x_penstock_deadline_ms=LATE_MS)
+    answered.set()
+    assert answer.status_code == 200
+    await world.harness.until(replies(world, 3))
+    return {"one": 3 * WORD_USD}
 
 
 async def broker_is_away(world: LedgerWorld) -> dict[str, float]:
@@ -301,6 +321,28 @@ async def batch_process_ends(world: LedgerWorld) -> dict[str, float]:
     return {"one": cost_usd}
 
 
+async def batch_process_ends_within_a_segment(world: LedgerWorld) -> dict[str, float]:
+    """Lines that have ended are asked for again, as their segment was not written."""
+    client = world.api.openai(api_key=key_for("one"))
+    texts = words(40)
+    world.harness.process.holds = texts[39]
+    before = _completed_lines()
+    async with _runner(world):
+        batch = await _batch(client, *(texts[at : at + 10] for at in range(0, 40, 10)))
+        await world.harness.until(lambda: _completed_lines() == before + 3)
+    world.harness.process.holds = ""
+    world.harness.process.gate.set()
+    await world.ledger.until_idle()
+    async with _runner(world):
+        batch = await until(client, batch)
+    assert batch.request_counts.completed == 4
+    await world.ledger.until_idle()
+    cost_usd = world.ledger.charged_usd("one")  # what was computed before is in the cache now
+    world.ledger.tell("one", cost_usd)
+    assert 0 < cost_usd <= 40 * WORD_USD / 2, "each is charged once at most"
+    return {"one": cost_usd}
+
+
 ENDS: list[End] = [
     delivered,
     one_item_is_bad,
@@ -312,6 +354,7 @@ ENDS: list[End] = [
     deadline_passes,
     deadline_passes_with_a_part_done,
     reply_is_lost,
+    broker_confirms_a_reply_late,
     broker_is_away,
     budget_is_too_small,
     answer_is_replayed,
@@ -324,6 +367,7 @@ ENDS: list[End] = [
     batch_ends,
     batch_is_canceled,
     batch_process_ends,
+    batch_process_ends_within_a_segment,
 ]
 
 
@@ -375,6 +419,10 @@ async def test_three_books_agree_on_canaries(redis_url: str, tmp_path: Path) -> 
         charged = await ledger.check()
         assert charged["one"] == pytest.approx(20 * 4 * 2.0 / 1e6)
         assert {row.revision for row in ledger.rows() if row.tenant == "acme"} == {"1", "2"}
+
+
+def _completed_lines() -> float:
+    return REGISTRY.get_sample_value("penstock_batch_lines_total", {"end": "completed"}) or 0.0
 
 
 def _id_of(answer: httpx.Response) -> str:

@@ -21,6 +21,7 @@ class Link:
         self.target_port = target_port
         self.port = 0
         self.is_cut = False
+        self.loses_answers = False
         self.flowing = asyncio.Event()
         self.flowing.set()
         self.writers: set[asyncio.StreamWriter] = set()
@@ -37,7 +38,7 @@ class Link:
             self.writers.add(onward)
             ways = [
                 asyncio.create_task(self._carry(reader, onward)),
-                asyncio.create_task(self._carry(back, writer)),
+                asyncio.create_task(self._carry(back, writer, has_answers=True)),
             ]
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             for way in ways:
@@ -51,10 +52,18 @@ class Link:
                     self.writers.discard(end)
                     end.close()
 
-    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        *,
+        has_answers: bool = False,
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := await source.read(CHUNK_BYTES):
                 await self.flowing.wait()
+                if has_answers and self.loses_answers:
+                    return
                 sink.write(data)
                 await sink.drain()
 
@@ -64,9 +73,14 @@ class Link:
         for writer in self.writers:
             writer.transport.abort()
 
+    def lose_answers(self) -> None:
+        """Lets requests pass, and closes a connection at the first answer to one."""
+        self.loses_answers = True
+
     def heal(self) -> None:
         """Lets everything pass again."""
-        self.is_cut = False
+        self.is_cut = self.loses_answers = False
+        self.loses_answers = False
         self.flowing.set()
 
 
@@ -123,6 +137,10 @@ class Links:
         """Freezes a link: connections stay open, nothing passes."""
         self._loop.call_soon_threadsafe(self._links[name].flowing.clear)
 
+    def lose_answers(self, name: str) -> None:
+        """Cuts connections between a request, which arrives, and its answer, which does not."""
+        self._loop.call_soon_threadsafe(self._links[name].lose_answers)
+
     def heal(self, name: str) -> None:
-        """Undoes either."""
+        """Undoes any of them."""
         self._loop.call_soon_threadsafe(self._links[name].heal)

@@ -41,6 +41,7 @@ def kinds(*, has_archive: bool = False) -> list[tuple[str, str]]:
         *(("model killed", worker) for worker in WORKERS),
         *(("cut off", link) for link in links),
         *(("frozen", link) for link in links),
+        *(("answers lost", link) for link in links if link.endswith(".redis")),
     ]
 
 
@@ -77,6 +78,8 @@ def _ways(world: World, fault: Fault) -> tuple[Callable[[], object], Callable[[]
         return partial(links.cut, target), partial(links.heal, target)
     if fault.kind == "frozen":
         return partial(links.freeze, target), partial(links.heal, target)
+    if fault.kind == "answers lost":
+        return partial(links.lose_answers, target), partial(links.heal, target)
     if fault.kind == "model killed":
         return partial(world.kill_model_process, target), lambda: None
     process = world.processes[target]
@@ -84,6 +87,8 @@ def _ways(world: World, fault: Fault) -> tuple[Callable[[], object], Callable[[]
         return process.pause, process.resume
 
     def serve_again() -> None:
+        if fault.kind == "killed" and target in APIS:
+            world.note_held()
         world.restart(target)
         world.wait_ready(target)
 

@@ -8,6 +8,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 import psutil
+import redis
 
 from infra.local.process import Process, answers, free_port, listens
 from infra.local.provision_servers import provision
@@ -49,6 +51,8 @@ CATALOG = """models:
 TENANTS = {"one": "acme", "two": "acme", "other": "globex"}
 """The tenants of the keys that callers have, by the name of the key. All have budgets."""
 BUDGET_USD = 10_000.0
+BUDGET_KEY = "penstock:limits:month:"
+"""Starts the names of budgets in Redis."""
 APIS = ("api-0", "api-1")
 WORKERS = ("worker-0", "worker-1")
 SERVERS = ("broker", "redis", "bigquery")
@@ -103,6 +107,8 @@ class World:
         }
         self.links = Links(targets)
         self.processes: dict[str, Process] = {}
+        self.held_usd: dict[str, float] = defaultdict(float)
+        """By budget, what API instances could have given back when one of them was killed."""
         # What it starts ends with its thread, so it lives as long as the world.
         self.healer = ThreadPoolExecutor(1)
         self._undo = ExitStack()
@@ -253,6 +259,14 @@ class World:
             partial(listens, port) if name in SERVERS else partial(answers, port, "/readyz")
         )
         self.processes[name].wait_ready(is_ready, START_LIMIT_S)
+
+    def note_held(self) -> None:
+        """Notes what API instances hold of budgets. The killed one's is known for 30 s."""
+        with redis.Redis.from_url(self.settings.redis_url, decode_responses=True) as client:
+            for key in client.keys(f"{BUDGET_KEY}*"):
+                for field, value in client.hgetall(key).items():
+                    if field.startswith("held:"):
+                        self.held_usd[key.removeprefix(BUDGET_KEY)] += float(value.split()[0])
 
     def kill_model_process(self, worker: str) -> bool:
         """Kills the process that runs the model; says whether there was one."""

@@ -40,6 +40,7 @@ from shared.transport import SubscriptionSettings
 from shared.usage.row import Row
 from tests.limits import WAIT_LIMIT_S
 from workers.job import WorkerInfo
+from workers.jobs.canary_part import CanaryPart
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import Clock, JobConsumer
 from workers.jobs.registry import JobRegistry
@@ -327,6 +328,7 @@ async def running_worker(
     times: ProcessTimes | None = None,
     preparer: Preparer | None = None,
     clock: Clock | None = None,
+    canary: CanaryPart | None = None,
 ) -> AsyncIterator[WorkerHarness]:
     """Runs a worker, on `pool` or on a fake model process that the test controls."""
     letters = pool if isinstance(pool, LetterPool) else LetterPool()
@@ -348,7 +350,7 @@ async def running_worker(
         harness = WorkerHarness(broker, letters.processes[0], rows, records, stop)
         objects = objects or ObjectStore(f"file://{folder}")
         completion = Completion(
-            model, broker, cache, records, objects, rows, WorkerInfo("w", "here", "letters")
+            model, broker, cache, records, objects, rows, WorkerInfo("w", "here", "letters"), canary
         )
         preparer = preparer or LetterPreparer()
         consumer = JobConsumer(

@@ -52,7 +52,7 @@ from shared.messages import (
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Claim, Finish
-from shared.stores.records import LATE_LOOK_S, Records
+from shared.stores.records import Records
 from shared.stores.token_streams import Delivered, TokenStreams
 from shared.tasks.text import GenerationInput
 from shared.topics import dead_letter_topic_id
@@ -462,18 +462,14 @@ class Completion:
         reply_body = body if reply is ours else encode_reply_body(reply)
         ending = asyncio.ensure_future(self._records.finish(pulled.record, state_of(ours), body))
         try:
-            is_sent, sent_s = await self.replies.publish(pulled.envelope, reply_body), time.time()
+            is_sent = await self.replies.publish(pulled.envelope, reply_body)
         finally:
             finish = await ending
         answered = answered_by(ours, finish)
         if finish is None or finish.is_ours:  # otherwise the caller took another attempt's reply
-            # If the broker took too long, the caller gave up. A result that nobody received is not
-            # charged.
-            answered = (
-                in_time(pulled, answered, sent_s - LATE_LOOK_S)
-                if is_sent
-                else undelivered(answered)
-            )
+            # The API writes rows of its own for what came too late. When the broker confirms that
+            # it has the reply says nothing of that.
+            answered = answered if is_sent else undelivered(answered)
         return answered
 
     async def _record_then_reply(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:

@@ -156,6 +156,40 @@ async def test_one_whose_creation_is_not_known_is_found_or_canceled(setup: Setup
     assert await setup.spent_usd() == pytest.approx(RESERVED_USD)
 
 
+@pytest.mark.parametrize("is_deleted", [False, True])
+async def test_one_that_was_settled_before_its_creation_is_known_is_settled_once(
+    setup: Setup, is_deleted: bool
+) -> None:
+    class Lost(Setup):
+        async def store(self, hold: Hold) -> None:
+            await super().store(hold)
+            hold.is_stored = None
+
+    await setup.create("other")
+    await Lost(setup.limiter, setup.records, setup.follower, setup.client).create("lost")
+    await setup.records.finish("lost", "succeeded", REPLY)
+    if is_deleted:
+        await setup.records.delete("lost", time.time() + 1000)
+    for _ in range(2):
+        await setup.follower.sweep()
+    assert await setup.spent_usd() == pytest.approx(RESERVED_USD + 0.003)
+
+
+async def test_creation_that_comes_late_does_not_come_to_be(setup: Setup) -> None:
+    """What it had reserved is back already, so nobody would pay for it."""
+
+    class Late(Setup):
+        async def store(self, hold: Hold) -> None:
+            hold.is_stored = None
+
+    hold = await Late(setup.limiter, setup.records, setup.follower, setup.client).create("late")
+    await setup.follower.sweep()
+    assert await setup.spent_usd() == 0
+    await setup.store(hold)
+    assert await setup.open_holds() == 0
+    assert await setup.records.read("late") is None
+
+
 async def test_canceled_one_waits_for_what_its_worker_says(setup: Setup) -> None:
     await setup.create("taken")
     await setup.create("waiting")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import calendar
 import json
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
@@ -128,8 +129,8 @@ def test_months_are_those_of_the_calendar(redis_server_url: str, at: datetime) -
     with redis.Redis.from_url(redis_server_url) as client:
         client.flushall()
         client.set("test:now_ms", int(at.timestamp() * 1000))
-        text = '[{"kind":"month","limit":0,"need":1,"extra":0,"returns":[]}]'
-        (found,) = json.loads(client.eval(script.text, 1, "m", "a", 1, text))
+        text = '[{"kind":"month","limit":0,"need":1,"extra":0,"returns":[],"operation":""}]'
+        (found,) = json.loads(client.eval(script.text, 1, "m", "a", 1, text, "", 0, 0, 0))
     assert found["period"] == at.year * 12 + at.month - 1
     following = datetime(at.year + at.month // 12, at.month % 12 + 1, 1, tzinfo=UTC)
     left_ms = int(following.timestamp() * 1000) - int(at.timestamp() * 1000)
@@ -197,6 +198,24 @@ async def test_late_requests_count_in_the_month_they_arrived_in(
     assert (await take(0.2, november)).used == pytest.approx(0.9)
     assert (await take(0.0, november + 1, [(november, 0.5)])).used == 0.9
     assert (await take(0.0, november)).used == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+async def test_call_may_be_about_two_months_of_a_budget(
+    store: LimitStore, clock: Clock, order: int
+) -> None:
+    """An instance gives back what requests of both did not need, at the turn of the month."""
+    month = (await store.take([ask(0, kind="month")]))[0].period
+    clock.set(calendar.timegm((2026, 12, 1, 0, 0, 0)) * 1000 + 10)
+    await store.take([ask(4, kind="month", month=month)])
+    await store.take([ask(3, kind="month", month=month + 1)])
+    both = [
+        ask(0, kind="month", month=of, returns=[(of, amount)])
+        for of, amount in ((month, 3), (month + 1, 1))
+    ]
+    await store.take(both[::order])
+    left = [await store.take([ask(0, kind="month", month=of)]) for of in (month, month + 1)]
+    assert [answers[0].used for answers in left] == [1, 2]
 
 
 async def test_clock_of_an_instance_may_be_ahead_a_little(store: LimitStore, clock: Clock) -> None:

@@ -1,0 +1,119 @@
+"""Mixtures of requests, of how their callers end them, and of what goes wrong meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hypothesis import strategies as st
+
+INSTANCES = 2
+RUNNER = 2
+"""The number of the process that runs batches. Those below it are instances of the API."""
+NAMES = ("one", "two", "poor", "open")
+"""Of keys."""
+
+Kind = Literal["texts", "revised", "picture", "write", "stream", "prediction", "drawing", "batch"]
+End = Literal["read", "hang up", "hang up at once", "late", "cancel", "cancel and delete", "delete"]
+PREDICTIONS = ("prediction", "drawing", "stream")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request, and how its caller ends it.
+
+    `items` choose from few texts, so that some are found in the cache, and some are joined. 7 is
+    refused by the worker, 8 fails. `repeats` chooses an Idempotency-Key, and 0 none.
+    """
+
+    kind: Kind
+    key: str = "one"
+    items: tuple[int, ...] = (0,)
+    end: End = "read"
+    repeats: int = 0
+    instance: int = 0
+    waits: bool = False
+    is_put: bool = False
+    """Whether a prediction is created under an id of the caller's own, which `repeats` chooses."""
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether it ends although model processes are held."""
+        is_canceled = self.end.startswith("cancel") and self.kind in PREDICTIONS and not self.waits
+        return is_canceled or self.end in ("late", "hang up", "hang up at once")
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Requests in flight together.
+
+    `outage`: the instances do not reach Redis, or do not get its answers. `dies`: the process that
+    is killed meanwhile. `model_dies`: the model process is, once.
+    """
+
+    asks: tuple[Ask, ...]
+    outage: Literal["", "cut off", "answers lost"] = ""
+    dies: int | None = None
+    model_dies: bool = False
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """One example. `turn`: the wave in which the month ends."""
+
+    waves: tuple[Wave, ...]
+    batches: tuple[Ask, ...] = ()
+    turn: int | None = None
+
+
+asks = st.builds(
+    Ask,
+    kind=st.sampled_from(
+        ["texts"] * 3 + ["revised"] * 2 + ["picture", "write", "stream", "prediction", "drawing"]
+    ),
+    key=st.sampled_from(NAMES),
+    items=st.lists(st.integers(0, 8), min_size=1, max_size=6).map(tuple),
+    end=st.sampled_from(["read", *get_args(End)]),
+    repeats=st.sampled_from([0, 0, 1, 2]),
+    instance=st.integers(0, INSTANCES - 1),
+    waits=st.booleans(),
+    is_put=st.booleans(),
+)
+batches = st.builds(
+    Ask,
+    kind=st.just("batch"),
+    key=st.sampled_from(NAMES),
+    items=st.lists(st.integers(0, 8), min_size=1, max_size=4).map(tuple),
+    end=st.sampled_from(["read", "cancel"]),
+)
+many_asks = st.lists(asks, min_size=2, max_size=6).map(tuple)
+waves = st.one_of(
+    st.builds(Wave, many_asks, model_dies=st.booleans()),
+    st.builds(Wave, many_asks, outage=st.sampled_from(["cut off", "answers lost"])),
+    st.builds(Wave, many_asks, dies=st.integers(0, RUNNER)),
+)
+mixtures = st.builds(
+    Mixture,
+    st.lists(waves, min_size=1, max_size=3).map(tuple),
+    st.lists(batches, max_size=1).map(tuple),
+    st.sampled_from([None, None, 0, 1]),
+)
+
+DEATHS = Mixture(
+    waves=(
+        Wave(
+            (
+                Ask("texts", items=(0, 1)),
+                Ask("revised", "two", (2, 4)),
+                Ask("prediction", items=(3,)),
+                Ask("texts", "poor", (5,), repeats=1),
+                Ask("write", instance=1),
+            ),
+            dies=0,
+        ),
+        Wave((Ask("texts", "poor", (5,), repeats=1, instance=1), Ask("revised")), dies=RUNNER),
+    ),
+    batches=(Ask("batch", items=(0, 1, 6)),),
+    turn=1,
+)
+"""An instance dies with requests of every kind, then the process of batches."""

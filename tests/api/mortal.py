@@ -1,0 +1,123 @@
+"""Processes inside the test's own that die as if they were killed.
+
+Nothing that a dead one does counts any more. It does not reach Redis, the broker drops what it
+sends and hands out anew what it held, and its rows are those that it had written. Then it is
+closed, which nobody notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+from shared.errors import Unavailable
+from shared.in_memory_broker import InMemoryBroker, InMemorySubscription
+from shared.usage.row import Row
+from tests.api.ledger import Ledger
+from tests.faults.links import Links
+from tests.limits import WAIT_LIMIT_S
+
+T = TypeVar("T")
+
+
+class Door:
+    """The door of one process to a broker in memory: a Transport and Admin that can be shut."""
+
+    def __init__(self, broker: InMemoryBroker) -> None:
+        self._broker = broker
+        self._open: set[InMemorySubscription] = set()
+        self._is_shut = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Any other operation of the broker."""
+        operation: Callable[..., Awaitable[Any]] = getattr(self._broker, name)
+
+        async def passed(*args: Any, **given: Any) -> Any:
+            self._check()
+            return await operation(*args, **given)
+
+        return passed
+
+    @asynccontextmanager
+    async def subscribe(self, subscription_id: str, **given: Any) -> AsyncIterator[Any]:
+        self._check()
+        async with self._broker.subscribe(subscription_id, **given) as subscription:
+            self._open.add(subscription)
+            yield subscription
+            self._open.discard(subscription)
+
+    async def shut(self) -> None:
+        self._is_shut = True
+        for subscription in self._open:
+            await subscription.close()
+
+    def _check(self) -> None:
+        if self._is_shut:
+            raise Unavailable("its process is dead")
+
+
+class Mortal(Generic[T]):
+    """A process that can be killed and started again.
+
+    Args:
+        name: of its link to Redis.
+        links: has that link.
+        broker: which it uses.
+        made: opens it, with its door to the broker and a list for its rows.
+        ledger: gets the lists of its rows.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        links: Links,
+        broker: InMemoryBroker,
+        made: Callable[[Any, list[Row]], AbstractAsyncContextManager[T]],
+        ledger: Ledger,
+    ) -> None:
+        self._name = name
+        self._links = links
+        self._broker = broker
+        self._made = made
+        self._ledger = ledger
+
+    async def __aenter__(self) -> Mortal[T]:
+        await self._start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._close()
+
+    async def _start(self) -> None:
+        self._door, self._stop = Door(self._broker), asyncio.Event()
+        self._rows = list[Row]()
+        self._ledger.row_lists.append(self._rows)
+        started = asyncio.get_running_loop().create_future()
+        self._life = asyncio.create_task(self._live(started))
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            await asyncio.wait([started, self._life], return_when=asyncio.FIRST_COMPLETED)
+            self.process: T = await started if started.done() else await self._life
+
+    async def _live(self, started: asyncio.Future[T]) -> Any:
+        async with self._made(self._door, self._rows) as process:
+            started.set_result(process)
+            await self._stop.wait()
+
+    async def _close(self) -> None:
+        self._stop.set()
+        await asyncio.wait_for(self._life, WAIT_LIMIT_S)
+
+    async def die(self, asked: Sequence[asyncio.Task[Any]]) -> None:
+        """Kills it, with the requests whose callers wait for it, and starts the next one."""
+        self._links.cut(self._name)
+        await self._door.shut()
+        lists = self._ledger.row_lists
+        lists[next(at for at, one in enumerate(lists) if one is self._rows)] = list(self._rows)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await self._close()
+        self._links.heal(self._name)
+        await self._start()
