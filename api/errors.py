@@ -269,11 +269,17 @@ def set_error_code(request: Request, error: Exception) -> None:
 
 def error_response(error: PenstockError) -> Response:
     """Returns the response with `error` in OpenAI's shape."""
+    status = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"]).status
+    body = encode_error(error_body(error))
+    return Response(body, status, headers_for(error), "application/json")
+
+
+def error_body(error: PenstockError) -> ErrorReply:
+    """Returns the body for `error`, which is also the event for one that ends a stream."""
     mapping = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
     # OpenAI names the limit in the type.
     kind = error.unit if type(error) is RateLimited else mapping.type
-    body = ErrorReply(ErrorDetail(error.public_message, kind, error.field, error.code))
-    return Response(encode_error(body), mapping.status, headers_for(error), "application/json")
+    return ErrorReply(ErrorDetail(error.public_message, kind, error.field, error.code))
 
 
 def encode_error(body: msgspec.Struct) -> bytes:

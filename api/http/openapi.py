@@ -80,6 +80,11 @@ _TRACEPARENT = _header_parameter(
 )
 INFERRING = [_DEADLINE, _QUEUE_LIMIT, _CACHE_CONTROL, _KEY, _LANE, _TRACEPARENT]
 PREDICTING = [*INFERRING, _PREFER, _CANCEL_AFTER]
+EVENT_IDS = _header_parameter(
+    "X-Penstock-Event-Ids",
+    "`true`: each event of a stream has an id. Default: only with an `Idempotency-Key`.",
+    {"type": "string", "enum": ["true", "false"]},
+)
 LAST_EVENT_ID = _header_parameter(
     "Last-Event-ID", "Only events after this one are sent.", {"type": "string"}
 )
@@ -282,6 +287,11 @@ _DESCRIPTIONS = {
 def inference_body(json: type[BaseModel], form: type[BaseModel] | None = None) -> Described:
     """Returns the request of an inference route: a JSON body, optionally a form, and headers."""
     return _request_body(INFERRING, json, form)
+
+
+def generation_body(json: type[BaseModel]) -> Described:
+    """Returns the request of a route that streams chats or completions."""
+    return _request_body([*INFERRING, EVENT_IDS, LAST_EVENT_ID], json)
 
 
 def prediction_body(json: type[BaseModel]) -> Described:

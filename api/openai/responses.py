@@ -13,10 +13,11 @@ with gaps.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any
 
 import msgspec
@@ -31,6 +32,7 @@ from api.http import openapi
 from api.http.fast_route import IS_HEAD, StreamedRoute
 from api.http.openapi import inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, authenticate, open_request, while_connected
+from api.openai import ids
 from api.openai.generation import (
     chat_choice,
     inputs_of,
@@ -39,6 +41,7 @@ from api.openai.generation import (
     results_of,
     shown_of,
 )
+from api.openai.ids import answer_id
 from api.openai.responses_schemas import (
     IncompleteDetails,
     InputDetails,
@@ -55,6 +58,7 @@ from api.openai.responses_schemas import (
     ResponseUsage,
     WrittenDetails,
 )
+from api.openai.stored import find_stored
 from api.predictions.creation import PredictionSnapshot
 from api.predictions.event_stream import HeldResponse
 from api.predictions.service import GRACE_S
@@ -62,9 +66,9 @@ from api.predictions.text_stream import StreamPosition
 from api.replicate.prediction_request import digest_of, new_prediction
 from api.tasks.base import Inputs
 from shared.catalog import Model
-from shared.errors import BadInput
-from shared.messages import ItemOutcome, reason_of
-from shared.predictions import EVENTS_TYPE, ended_at_s, error_of
+from shared.errors import BadInput, Canceled, PenstockError, error_for_code
+from shared.messages import ItemOutcome
+from shared.predictions import EVENTS_TYPE, ended_at_s
 from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
 from shared.usage.charge import price_of
 
@@ -90,6 +94,7 @@ class ResponseEvents:
         self._body = body
         self._chat = body.to_chat()
         self._made = made
+        self._digits = made.removeprefix(ids.RESPONSE)
         self._created = int(created_at_s)
         self._model = model
         self._after = after
@@ -165,13 +170,13 @@ class ResponseEvents:
             items.append(self._message(said, "incomplete" if is_cut else "completed"))
         return items + [
             OutputCall(
-                f"fc_{number}_{self._made}", call.id, call.function.name, call.function.arguments
+                f"fc_{self._digits}_{number}", call.id, call.function.name, call.function.arguments
             )
             for number, call in enumerate(calls)
         ]
 
     def _message(self, content: list[OutputText], status: str = "completed") -> OutputMessage:
-        return OutputMessage(f"msg_{self._made}", content, status)
+        return OutputMessage(f"msg_{self._digits}", content, status)
 
     def opening(self, index: int) -> bytes | None:
         """Returns the event for a created answer."""
@@ -218,7 +223,7 @@ class ResponseEvents:
         return self._event(number, kind, **self._place(), delta=text, logprobs=logprobs)
 
     def _place(self) -> dict[str, Any]:
-        return {"item_id": f"msg_{self._made}", "output_index": 0, "content_index": 0}
+        return {"item_id": f"msg_{self._digits}", "output_index": 0, "content_index": 0}
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
         """Returns the text held back, and the ends of items, numbered from the piece before."""
@@ -258,16 +263,17 @@ class ResponseEvents:
         event = self._event(self._last, f"response.{whole.status}", response=whole)
         return [event] if event else []
 
-    def failure(self, code: str, message: str) -> bytes:
+    def failure(self, error: PenstockError) -> bytes:
         """Returns the event for a failed answer."""
-        failed = self.failed(code, message)
+        failed = self.failed(error)
         return self._event(self._last, "response.failed", response=failed, is_kept=True)
 
-    def failed(self, code: str, message: str) -> ResponseReply:
+    def failed(self, error: PenstockError) -> ResponseReply:
         """Returns the failed answer, with its error."""
-        if code == "canceled":
+        if isinstance(error, Canceled):
             return self.reply("cancelled")
-        return self.reply("failed", error=ResponseError(code, message))
+        error = as_asked(error)
+        return self.reply("failed", error=ResponseError(error.code, error.public_message))
 
     def _event(self, number: int, kind: str, *, is_kept: bool = False, **facts: Any) -> bytes:
         """Returns an event. Empty if the reader has it."""
@@ -296,6 +302,35 @@ def _call_events(call: OutputCall, at: int) -> list[tuple[str, dict[str, Any]]]:
         ("response.function_call_arguments.done", written),
         ("response.output_item.done", {"output_index": at, "item": call}),
     ]
+
+
+_FIELDS_OF_CHATS = {
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "logprobs": "include",
+}
+"""The fields of a chat that have another name in a response."""
+
+
+def as_asked(error: PenstockError) -> PenstockError:
+    """Returns an error about a field of the chat as one about the field that was sent."""
+    field = _FIELDS_OF_CHATS.get(error.field or "")
+    if field is None:
+        return error
+    message = re.sub(rf"^{error.field}\b", field, error.public_message)
+    return error_for_code(error.code, message, field)
+
+
+@contextmanager
+def _in_own_words() -> Iterator[None]:
+    """Names the fields of a response in what the block raises, in place of those of a chat."""
+    try:
+        yield
+    except BadInput as error:
+        raise as_asked(error) from error
 
 
 router = APIRouter(route_class=StreamedRoute)
@@ -337,10 +372,11 @@ async def create_response(request: Request) -> Response:
     if body.is_kept:
         return await _create_kept(call, body, model, inputs)
     repeats = is_repeatable(chat) or seed is not None
-    made = "resp_" + call.context.request_id.removeprefix("req_")
+    made = answer_id(ids.RESPONSE, call.context.request_id)
     events = ResponseEvents(body, made, call.context.received_at_s, model)
-    async with call.inferred(model, inputs, is_repeatable=repeats) as response:
-        return _json(events.whole(response.outcomes, time.time()))
+    with _in_own_words():
+        async with call.inferred(model, inputs, is_repeatable=repeats) as response:
+            return _json(events.whole(response.outcomes, time.time()))
 
 
 @stored_router.get(
@@ -359,7 +395,7 @@ async def read_response(
         return _json(_state_of(call, snapshot))
     with ExitStack() as held:
         held.enter_context(call.dependencies.text_streams.reserved(call.tenant))
-        return _stream(call, snapshot, starting_after, held.pop_all())
+        return await _stream(call, snapshot, starting_after, held.pop_all())
 
 
 @stored_router.post(
@@ -371,10 +407,9 @@ async def read_response(
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Ends the writing of a response, unless it has ended."""
     call = authenticate(request)
-    await _find(call, response_id)
-    return _json(
-        _state_of(call, await call.dependencies.predictions.cancel(call.tenant, response_id))
-    )
+    found = await _find(call, response_id)
+    canceled = await call.dependencies.predictions.cancel(call.tenant, found.prediction.id)
+    return _json(_state_of(call, canceled))
 
 
 @stored_router.delete(
@@ -386,8 +421,8 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 async def delete_response(request: Request, response_id: str) -> Response:
     """Deletes a response that has ended."""
     call = authenticate(request)
-    await _find(call, response_id)
-    await call.dependencies.predictions.delete(call.tenant, response_id)
+    found = await _find(call, response_id)
+    await call.dependencies.predictions.delete(call.tenant, found.prediction.id)
     return _json(ResponseDeleted(response_id))
 
 
@@ -450,15 +485,13 @@ async def _create_kept(
                 left_s = new.prediction.deadline_s + GRACE_S - time.time()
                 await while_connected(call.http.receive, creation.wait(left_s), call.check_key)
         if body.stream:
-            return _stream(call, creation.snapshot, -1, held.pop_all())
+            is_new = not body.background
+            return await _stream(call, creation.snapshot, -1, held.pop_all(), is_new=is_new)
     return _json(_state_of(call, creation.snapshot))
 
 
 async def _find(call: ApiRequest, response_id: str) -> PredictionSnapshot:
-    snapshot = await call.prediction(response_id)
-    if snapshot.prediction.endpoint != PATH:
-        raise NotFound(f"there is no response {response_id[:80]!r}")
-    return snapshot
+    return await find_stored(call, ids.RESPONSE, PATH, response_id)
 
 
 def _events_of(
@@ -468,24 +501,40 @@ def _events_of(
     model = call.dependencies.catalog.find(prediction.model)
     call.use(model)
     body = ResponseBody.model_validate(prediction.input)
-    events = ResponseEvents(body, prediction.id, prediction.created_at_s, model, after)
+    made = answer_id(ids.RESPONSE, prediction.id)
+    events = ResponseEvents(body, made, prediction.created_at_s, model, after)
     return body, events
 
 
-def _stream(
-    call: ApiRequest, snapshot: PredictionSnapshot, after: int, held: ExitStack
+async def _stream(
+    call: ApiRequest,
+    snapshot: PredictionSnapshot,
+    after: int,
+    held: ExitStack,
+    *,
+    is_new: bool = False,
 ) -> Response:
-    """Returns the events behind `after`. Frees what is `held` at the end."""
+    """Returns the events behind `after`. Frees what is `held` at the end.
+
+    Raises:
+        PenstockError: a new one failed before its first event.
+    """
     with held:
         body, events = _events_of(call, snapshot, after)
         if IS_HEAD in call.http.scope:
             return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
         stays = bool(body.background or not body.stream)
         seen = [StreamPosition(*events.seen)]
-        sse = call.dependencies.text_streams.follow(
-            snapshot, events, seen, call.check_key, stays=stays
-        )
-        headers = {**_HEADERS, "location": f"{PATH}/{snapshot.prediction.id}"}
+        # Sequence numbers are what readers resume from, so the events need no other ids.
+        streams, check = call.dependencies.text_streams, call.check_key
+        if is_new:
+            beginning = streams.begin(snapshot, events, seen, check, has_ids=False)
+            with _in_own_words():
+                sse = await while_connected(call.http.receive, beginning)
+        else:
+            sse = streams.follow(snapshot, events, seen, check, stays=stays, has_ids=False)
+        made = answer_id(ids.RESPONSE, snapshot.prediction.id)
+        headers = {**_HEADERS, "location": f"{PATH}/{made}"}
         return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
 
 
@@ -495,14 +544,9 @@ def _state_of(call: ApiRequest, snapshot: PredictionSnapshot) -> ResponseReply:
     outcomes = record.reply.outcomes if record.reply is not None else []
     if record.state == "succeeded":
         return events.whole(outcomes, ended_at_s(record))
-    if record.state == "canceled":
-        return events.failed("canceled", "")
     if not record.is_over:
         return events.reply("queued" if record.state == "starting" else "in_progress")
-    failed = next((one for one in outcomes if one.error is not None), None)
-    if failed is not None and failed.error is not None:
-        return events.failed(failed.error.code, reason_of(failed))
-    return events.failed("model_failed", error_of(record) or "failed")
+    return events.failed(snapshot.failure)
 
 
 def _json(reply: msgspec.Struct) -> Response:
