@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
-from api.bodies import ErrorDetail, ErrorReply
+from api.bodies import ErrorDetail, ErrorReply, WrongField
 from shared.errors import BadInput, Canceled, InputTooLarge, Overloaded, PenstockError
 from shared.tenants.api_key import without_keys
 
@@ -179,6 +179,7 @@ ERROR_MAPPINGS = {
     "context_length_exceeded": ErrorMapping(400, "invalid_request_error"),
     "storage_quota_exceeded": ErrorMapping(400, "invalid_request_error"),
     "previous_response_not_found": ErrorMapping(400, "invalid_request_error"),
+    "conversation_locked": ErrorMapping(400, "invalid_request_error"),
     "invalid_api_key": ErrorMapping(401, "authentication_error"),
     "forbidden": ErrorMapping(403, "permission_error"),
     "link_invalid": ErrorMapping(403, "permission_error"),
@@ -309,7 +310,7 @@ def to_bad_input(error: ValidationError | RequestValidationError) -> BadInput:
     """Returns the first error of a body, by field and reason."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        return BadInput(f"the body is not valid JSON: {first['ctx']['error']}")
+        return BadInput(f"the body is not valid JSON: {_json_reason(first['ctx']['error'])}")
     if isinstance(error, RequestValidationError):
         first = first | {"loc": first["loc"][1:]}  # without `query` or `path`
     where, reason = describe(first)
@@ -323,12 +324,53 @@ def describe(wrong: Mapping[str, Any]) -> tuple[str, str]:
     places = [
         place for place in wrong["loc"] if not (isinstance(place, str) and place.endswith(":"))
     ]
+    cause = wrong.get("ctx", {}).get("error")
+    if isinstance(cause, WrongField):
+        places.append(cause.field)
     where = "".join(
         f"[{place}]" if isinstance(place, int) else f".{place}" for place in places
     ).removeprefix(".")
-    if wrong["type"] == "extra_forbidden":
-        return where, "unknown parameter"
-    return where, wrong["msg"].removeprefix("Value error, ")
+    return where, _reason_of(wrong)
+
+
+_REASONS = {
+    "extra_forbidden": "unknown parameter",
+    "none_required": "is not supported by this API; leave it out, or send null",
+    "dict_type": "Input should be an object",
+    "model_type": "Input should be an object",
+    "model_attributes_type": "Input should be an object",
+    "list_type": "Input should be a list",
+    "bool_type": "Input should be true or false, without quotes",
+    "bool_parsing": "Input should be true or false",
+    "finite_number": "Input should be a finite number",
+}
+"""The reasons for which pydantic's words are about Python or about its own types."""
+
+
+def _reason_of(wrong: Mapping[str, Any]) -> str:
+    kind, found = wrong["type"], wrong.get("ctx", {})
+    if kind in _REASONS:
+        return _REASONS[kind]
+    if kind == "literal_error":
+        return f"Input should be {_in_json(found['expected'])}"
+    if kind == "too_long" and found["field_type"] == "Dictionary":
+        return f"Object should have at most {found['max_length']} keys"
+    reason: str = wrong["msg"]
+    return reason.removeprefix("Value error, ").replace(" after validation,", ",")
+
+
+def _in_json(expected: str) -> str:
+    """Returns expected values with the names that JSON has for Python's."""
+    names = {"True": "true", "False": "false", "None": "null"}
+    return re.sub(r"\b(True|False|None)\b", lambda name: names[name[1]], expected)
+
+
+def _json_reason(reason: str) -> str:
+    """Returns why a body can't be parsed, for those who write JSON."""
+    if "hex escape" in reason:
+        at = reason.partition(" at line")[2]
+        return f"a \\u escape is half of a surrogate pair; send both halves, at line{at}"
+    return reason
 
 
 def _without_route(request: Request, error: HTTPException) -> Response:

@@ -362,6 +362,12 @@ def success(text: str, reply: type[msgspec.Struct], *headers: str) -> Described:
     }
 
 
+def any_object(text: str) -> Described:
+    """Returns a response with a JSON object of one of many forms."""
+    content = {"application/json": {"schema": {"type": "object"}}}
+    return {"description": text, "content": content, "headers": references()}
+
+
 def event_stream(*kinds: str) -> Described:
     """Returns a response that is a stream of server-sent events, with the schema of one event."""
     properties = {
