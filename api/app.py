@@ -11,6 +11,7 @@ from typing import NamedTuple
 from fastapi import FastAPI
 
 from api import openapi
+from api.anthropic import messages
 from api.batches.files import BatchFiles
 from api.batches.service import Batches
 from api.batches.store import BatchStore
@@ -144,6 +145,7 @@ def _add_routes(app: FastRouteApp) -> None:
     app.include_router(text.stored_router)
     app.include_router(responses.stored_router)
     app.include_router(conversations.router)
+    app.include_router(messages.router)
     app.mount("/docs/assets", pages.assets)
     app.mount("/console/assets", console.assets)
     for router in (prediction_routes.router, prediction_events.router, prediction_models.router):

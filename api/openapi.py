@@ -8,6 +8,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from api.anthropic.schemas import AnthropicErrorReply, MessageReply, MessagesBody
 from api.bodies import ErrorReply
 from api.chat_bodies import ChatBody, ChatReply, CompletionBody, CompletionReply
 from api.http.openapi import ANSWERED, SCHEMA_REF, Described
@@ -67,7 +68,7 @@ from api.routes.status import StatusReply
 _BODIES: tuple[type[BaseModel], ...] = (
     *(EmbeddingsBody, GenerationBody, EditForm, EditBody),
     *(ChatBody, CompletionBody, ResponseBody),
-    *(ConversationBody, ConversationChange, NewItems),
+    *(ConversationBody, ConversationChange, NewItems, MessagesBody),
     *(PredictionBody, VersionedBody, BatchBody),
 )
 
@@ -77,6 +78,7 @@ _REPLIES: tuple[type[msgspec.Struct], ...] = (
     *(ChatReply, CompletionReply),
     *(ResponseReply, ResponseDeleted, ItemsPage),
     *(ConversationReply, ConversationDeleted),
+    *(MessageReply, AnthropicErrorReply),
     *(BatchObject, BatchesPage),
     *(FileObject, FilesPage, FileDeleted),
     *(

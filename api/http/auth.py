@@ -253,6 +253,7 @@ _RULES_OF_PATHS: dict[str, tuple[str, Rule]] = {
     "/responses/{response_id}": ("GET DELETE", Rule("text", "stored")),
     "/responses/{response_id}/input_items": ("GET", Rule("text", "stored")),
     "/responses/{response_id}/cancel": ("POST", Rule("text", "stored")),
+    "/messages": ("POST", Rule("text", "named")),
     "/conversations": ("POST", Rule("text")),
     "/conversations/{conversation_id}": ("GET POST DELETE", Rule("text")),
     "/conversations/{conversation_id}/items": ("GET POST", Rule("text")),

@@ -317,10 +317,14 @@ def _request_body(
 
 
 def responses(
-    reply: type[msgspec.Struct], *statuses: int, headers: tuple[str, ...] = ()
+    reply: type[msgspec.Struct],
+    *statuses: int,
+    headers: tuple[str, ...] = (),
+    error: type[msgspec.Struct] = ErrorReply,
 ) -> Responses:
-    """Returns a route's responses in OpenAI's shape: 200 with `reply`, `headers`, and errors."""
-    return {200: success("The result.", reply, *headers)} | errors(*statuses)
+    """Returns a route's responses: 200 with `reply`, `headers`, and errors with `error`."""
+    found = _errors(statuses, error, "application/json")
+    return {200: success("The result.", reply, *headers)} | found
 
 
 def errors(*statuses: int) -> Responses:
@@ -328,9 +332,11 @@ def errors(*statuses: int) -> Responses:
     return _errors(statuses, ErrorReply, "application/json")
 
 
-def inference_responses(reply: type[msgspec.Struct], *headers: str) -> Responses:
-    """Returns the responses of an inference route."""
-    answers = responses(reply, *INFERENCE_ERRORS, headers=(*OF_INFERENCE, *headers))
+def inference_responses(
+    reply: type[msgspec.Struct], *headers: str, error: type[msgspec.Struct] = ErrorReply
+) -> Responses:
+    """Returns the responses of an inference route, with errors of the shape `error`."""
+    answers = responses(reply, *INFERENCE_ERRORS, headers=(*OF_INFERENCE, *headers), error=error)
     answers[422]["description"] = "This `Idempotency-Key` was used with another request."
     # If some items of a request fail, the others were computed and are still reported.
     computed = references(*OF_INFERENCE)

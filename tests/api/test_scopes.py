@@ -280,6 +280,11 @@ NAMED: dict[str, dict[str, Any]] = {
     "/chat/completions": {"model": "writer", "messages": [{"role": "user", "content": "a"}]},
     "/completions": {"model": "writer", "prompt": "a"},
     "/responses": {"model": "writer", "input": "a"},
+    "/messages": {
+        "model": "writer",
+        "max_tokens": 2,
+        "messages": [{"role": "user", "content": "a"}],
+    },
     "/predictions": {"version": "writer", "input": {"prompt": "a"}},
     "/predictions/{prediction_id}": {"version": "writer", "input": {"prompt": "a"}},
     "/models/{owner}/{name}/predictions": {"input": {"prompt": "a"}},
