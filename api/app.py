@@ -11,6 +11,7 @@ from typing import NamedTuple
 from fastapi import FastAPI
 
 from api import openapi
+from api.anthropic import messages
 from api.batches.files import BatchFiles
 from api.batches.service import Batches
 from api.batches.store import BatchStore
@@ -31,8 +32,9 @@ from api.inputs.image_codec import ImageCodec
 from api.inputs.source_pictures import SourcePictures
 from api.inputs.storage import Storage
 from api.limits.limiter import Limiter, open_limiter
-from api.openai import batches, embeddings, files, images, models, responses, usage
+from api.openai import batches, conversations, embeddings, files, images, models, responses, usage
 from api.openai import chat as text
+from api.predictions.conversations import Conversations
 from api.predictions.event_stream import EventStreams
 from api.predictions.follower import PredictionFollower
 from api.predictions.results import ResultFetcher
@@ -142,6 +144,8 @@ def _add_routes(app: FastRouteApp) -> None:
         app.add(routes.router)
     app.include_router(text.stored_router)
     app.include_router(responses.stored_router)
+    app.include_router(conversations.router)
+    app.include_router(messages.router)
     app.mount("/docs/assets", pages.assets)
     app.mount("/console/assets", console.assets)
     for router in (prediction_routes.router, prediction_events.router, prediction_models.router):
@@ -269,6 +273,9 @@ def _dependencies(
         readiness=readiness,
         idempotency=idempotency,
         predictions=predictions,
+        conversations=Conversations(
+            pipeline.records, keep_s=configuration.settings.prediction_keep_s
+        ),
         follower=follower,
         event_streams=EventStreams(predictions, configuration.url_signer),
         text_streams=text_streams,

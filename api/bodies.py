@@ -14,6 +14,7 @@ import msgspec
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
 )
@@ -92,6 +93,24 @@ def _is_short(options: dict[str, Any]) -> dict[str, Any]:
 
 Options = Annotated[dict[str, Any], AfterValidator(_is_short)]
 """Options that have no effect."""
+
+
+def null_is(default: Any) -> BeforeValidator:
+    """Returns what takes null for `default`: OpenAI's clients send null for what is not set."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+class WrongField(ValueError):
+    """A field is wrong for a reason that is not in it alone.
+
+    Args:
+        field: its name in the body whose validator raises this.
+        reason: with the accepted form.
+    """
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(reason)
+        self.field = field
 
 
 class Body(BaseModel):

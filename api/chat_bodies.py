@@ -23,6 +23,8 @@ from api.bodies import (
     Option,
     Options,
     Tokens,
+    WrongField,
+    null_is,
     shape_of,
 )
 
@@ -72,7 +74,20 @@ class AllowedToolChoice(Body):
     allowed_tools: AllowedTools
 
 
-AnyToolChoice = Literal["none", "auto", "required"] | ToolChoice | AllowedToolChoice
+def _choice_tag(given: Any) -> str:
+    """Returns the tag of a form, so that errors are about the one that was meant."""
+    if isinstance(given, ToolChoice) or not isinstance(given, dict | AllowedToolChoice):
+        return "named:" if isinstance(given, ToolChoice) else "mode:"
+    is_allowed = isinstance(given, AllowedToolChoice) or given.get("type") == "allowed_tools"
+    return "allowed:" if is_allowed else "named:"
+
+
+AnyToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("mode:")]
+    | Annotated[ToolChoice, Tag("named:")]
+    | Annotated[AllowedToolChoice, Tag("allowed:")],
+    Discriminator(_choice_tag),
+]
 
 
 def allowed_tools(tools: list[Tool] | None, choice: AnyToolChoice | None) -> list[Tool]:
@@ -99,10 +114,22 @@ def forced_tools(
     if isinstance(choice, ToolChoice):
         functions = [one for one in functions if one.name == choice.function.name]
     if not functions:
-        raise ValueError("tool_choice: tools has no such tool")
+        raise WrongField("tool_choice", _no_such_tool(tools, choice))
     if isinstance(choice, AllowedToolChoice) and choice.allowed_tools.mode == "auto":
         return None
     return functions
+
+
+def _no_such_tool(tools: list[Tool] | None, choice: AnyToolChoice) -> str:
+    if not tools:
+        return "needs tools; send tools, or leave tool_choice out"
+    if isinstance(choice, ToolChoice):
+        names = [choice.function.name]
+    elif isinstance(choice, AllowedToolChoice):
+        names = [tool.function.name for tool in choice.allowed_tools.tools]
+    else:
+        names = []
+    return f"tools has none named {', '.join(map(repr, names))[:200]}; name one of tools"
 
 
 class PromptDetails(msgspec.Struct):
@@ -263,6 +290,9 @@ class TextPart(Body):
 
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
+    prompt_cache_breakpoint: Options | None = Field(
+        None, exclude=True, description="Accepted, without effect."
+    )
 
 
 class FunctionCall(Body):
@@ -276,7 +306,7 @@ class ToolCall(Body):
     """A call in an earlier message of the assistant."""
 
     id: ItemId
-    type: Literal["function"] = "function"
+    type: Annotated[Literal["function"], null_is("function")] = "function"
     function: FunctionCall
 
 
@@ -296,6 +326,9 @@ class Message(Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: ItemId | None = None
     refusal: str | None = Field(None, description="The refusal of an earlier answer.")
+    reasoning_content: str | None = Field(
+        None, description="What was thought before it, for chat templates that know it."
+    )
     annotations: list[Any] | None = Field(
         None, exclude=True, description="Accepted from earlier answers, and not kept."
     )
@@ -305,9 +338,9 @@ class Message(Body):
     @model_validator(mode="after")
     def _says_something(self) -> Message:
         if self.content is None and self.refusal is None and not self.tool_calls:
-            raise ValueError("content is missing")
+            raise WrongField("content", "is missing; send a text or a list of text parts")
         if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("a message of a tool names its tool_call_id")
+            raise WrongField("tool_call_id", "is missing; name the call that this is the result of")
         return self
 
     def to_template(self) -> dict[str, Any]:
@@ -326,6 +359,8 @@ class Message(Body):
             found["tool_call_id"] = self.tool_call_id
         if self.name is not None:
             found["name"] = self.name
+        if self.reasoning_content:
+            found["reasoning_content"] = self.reasoning_content
         return found
 
     @property
@@ -364,7 +399,7 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _has_a_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to type json_schema, and that needs it")
+            raise WrongField("json_schema", "belongs to type json_schema, and that needs it")
         return self
 
     def to_schema(self) -> str:
@@ -379,7 +414,7 @@ class ResponseFormat(Body):
 class StreamOptions(Body):
     """Options of a stream."""
 
-    include_usage: bool = False
+    include_usage: Annotated[bool, null_is(False)] = False
     include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
 
 
@@ -423,7 +458,7 @@ class _SampledBody(Body):
     @model_validator(mode="after")
     def _options_are_of_a_stream(self) -> _SampledBody:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is for stream: true")
+            raise WrongField("stream_options", "is for stream: true; leave it out")
         return self
 
     @property
@@ -477,15 +512,17 @@ class ChatBody(_SampledBody):
     def _can_be_forced(self) -> ChatBody:
         is_forced = forced_tools(self.tools, self.tool_choice) is not None
         if is_forced and self.response_format is not None and self.response_format.type != "text":
-            raise ValueError("tool_choice: a forced call has no response_format")
+            raise WrongField("tool_choice", "a forced call has no response_format")
         return self
 
     @model_validator(mode="after")
     def _alternatives_need_logprobs(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise WrongField("top_logprobs", "needs logprobs: true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("give either max_tokens or max_completion_tokens")
+            raise WrongField(
+                "max_completion_tokens", "send either max_tokens or max_completion_tokens, not both"
+            )
         return self
 
 

@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
-from api.bodies import ErrorDetail, ErrorReply
+from api.bodies import ErrorDetail, ErrorReply, WrongField
 from shared.errors import BadInput, Canceled, InputTooLarge, Overloaded, PenstockError
 from shared.tenants.api_key import without_keys
 
@@ -179,6 +179,7 @@ ERROR_MAPPINGS = {
     "context_length_exceeded": ErrorMapping(400, "invalid_request_error"),
     "storage_quota_exceeded": ErrorMapping(400, "invalid_request_error"),
     "previous_response_not_found": ErrorMapping(400, "invalid_request_error"),
+    "conversation_locked": ErrorMapping(400, "invalid_request_error"),
     "invalid_api_key": ErrorMapping(401, "authentication_error"),
     "forbidden": ErrorMapping(403, "permission_error"),
     "link_invalid": ErrorMapping(403, "permission_error"),
@@ -273,11 +274,17 @@ def set_error_code(request: Request, error: Exception) -> None:
 
 def error_response(error: PenstockError) -> Response:
     """Returns the response with `error` in OpenAI's shape."""
+    status = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"]).status
+    body = encode_error(error_body(error))
+    return Response(body, status, headers_for(error), "application/json")
+
+
+def error_body(error: PenstockError) -> ErrorReply:
+    """Returns the body for `error`, which is also the event for one that ends a stream."""
     mapping = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
     # OpenAI names the limit in the type.
     kind = error.unit if type(error) is RateLimited else mapping.type
-    body = ErrorReply(ErrorDetail(error.public_message, kind, error.field, error.code))
-    return Response(encode_error(body), mapping.status, headers_for(error), "application/json")
+    return ErrorReply(ErrorDetail(error.public_message, kind, error.field, error.code))
 
 
 def encode_error(body: msgspec.Struct) -> bytes:
@@ -307,8 +314,9 @@ def to_bad_input(error: ValidationError | RequestValidationError) -> BadInput:
     """Returns the first error of a body, by field and reason."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        reason = _TOO_DEEP if _is_too_deep(first) else f"not valid JSON: {first['ctx']['error']}"
-        return BadInput(f"the body is {reason}")
+        if _is_too_deep(first):
+            return BadInput(f"the body is {_TOO_DEEP}")
+        return BadInput(f"the body is not valid JSON: {_json_reason(first['ctx']['error'])}")
     if isinstance(error, RequestValidationError):
         first = first | {"loc": first["loc"][1:]}  # without `query` or `path`
     where, reason = describe(first)
@@ -322,14 +330,55 @@ def describe(wrong: Mapping[str, Any]) -> tuple[str, str]:
     places = [
         place for place in wrong["loc"] if not (isinstance(place, str) and place.endswith(":"))
     ]
+    cause = wrong.get("ctx", {}).get("error")
+    if isinstance(cause, WrongField):
+        places.append(cause.field)
     where = "".join(
         f"[{place}]" if isinstance(place, int) else f".{place}" for place in places
     ).removeprefix(".")
-    if wrong["type"] == "extra_forbidden":
-        return where, "unknown parameter"
+    return where, _reason_of(wrong)
+
+
+_REASONS = {
+    "extra_forbidden": "unknown parameter",
+    "none_required": "is not supported by this API; leave it out, or send null",
+    "dict_type": "Input should be an object",
+    "model_type": "Input should be an object",
+    "model_attributes_type": "Input should be an object",
+    "list_type": "Input should be a list",
+    "bool_type": "Input should be true or false, without quotes",
+    "bool_parsing": "Input should be true or false",
+    "finite_number": "Input should be a finite number",
+}
+"""The reasons for which pydantic's words are about Python or about its own types."""
+
+
+def _reason_of(wrong: Mapping[str, Any]) -> str:
+    kind, found = wrong["type"], wrong.get("ctx", {})
     if _is_too_deep(wrong):
-        return where, _TOO_DEEP
-    return where, wrong["msg"].removeprefix("Value error, ")
+        return _TOO_DEEP
+    if kind in _REASONS:
+        return _REASONS[kind]
+    if kind == "literal_error":
+        return f"Input should be {_in_json(found['expected'])}"
+    if kind == "too_long" and found["field_type"] == "Dictionary":
+        return f"Object should have at most {found['max_length']} keys"
+    reason: str = wrong["msg"]
+    return reason.removeprefix("Value error, ").replace(" after validation,", ",")
+
+
+def _in_json(expected: str) -> str:
+    """Returns expected values with the names that JSON has for Python's."""
+    names = {"True": "true", "False": "false", "None": "null"}
+    return re.sub(r"\b(True|False|None)\b", lambda name: names[name[1]], expected)
+
+
+def _json_reason(reason: str) -> str:
+    """Returns why a body can't be parsed, for those who write JSON."""
+    if "hex escape" in reason:
+        at = reason.partition(" at line")[2]
+        return f"a \\u escape is half of a surrogate pair; send both halves, at line{at}"
+    return reason
 
 
 _TOO_DEEP = f"nested deeper than {MAX_BODY_DEPTH} levels"

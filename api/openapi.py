@@ -8,13 +8,22 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from api.anthropic.schemas import AnthropicErrorReply, MessageReply, MessagesBody
 from api.bodies import ErrorReply
 from api.chat_bodies import ChatBody, ChatReply, CompletionBody, CompletionReply
 from api.http.openapi import ANSWERED, SCHEMA_REF, Described
 from api.openai.batches import BatchBody, BatchesPage, BatchObject
+from api.openai.conversations import (
+    ConversationBody,
+    ConversationChange,
+    ConversationDeleted,
+    ConversationReply,
+    NewItems,
+)
 from api.openai.embeddings import EmbeddingsBody, EmbeddingsReply
 from api.openai.files import FileDeleted, FileObject, FilesPage
 from api.openai.images import EditBody, EditForm, GenerationBody, ImagesReply
+from api.openai.item_pages import ItemsPage
 from api.openai.models import ModelItem, ModelsReply
 from api.openai.responses_schemas import ResponseBody, ResponseDeleted, ResponseReply
 from api.openai.usage import UsagePage, UsageReply
@@ -59,6 +68,7 @@ from api.routes.status import StatusReply
 _BODIES: tuple[type[BaseModel], ...] = (
     *(EmbeddingsBody, GenerationBody, EditForm, EditBody),
     *(ChatBody, CompletionBody, ResponseBody),
+    *(ConversationBody, ConversationChange, NewItems, MessagesBody),
     *(PredictionBody, VersionedBody, BatchBody),
 )
 
@@ -66,7 +76,9 @@ _BODIES: tuple[type[BaseModel], ...] = (
 _REPLIES: tuple[type[msgspec.Struct], ...] = (
     *(EmbeddingsReply, ImagesReply, ModelsReply, ModelItem, ErrorReply),
     *(ChatReply, CompletionReply),
-    *(ResponseReply, ResponseDeleted),
+    *(ResponseReply, ResponseDeleted, ItemsPage),
+    *(ConversationReply, ConversationDeleted),
+    *(MessageReply, AnthropicErrorReply),
     *(BatchObject, BatchesPage),
     *(FileObject, FilesPage, FileDeleted),
     *(

@@ -18,6 +18,7 @@ from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_pictures import SourcePictures
 from api.limits.limiter import Limiter
+from api.predictions.conversations import Conversations
 from api.predictions.event_stream import EventStreams
 from api.predictions.follower import PredictionFollower
 from api.predictions.results import ResultFetcher
@@ -48,6 +49,7 @@ class Dependencies:
     readiness: Readiness
     idempotency: IdempotencyService
     predictions: Predictions
+    conversations: Conversations
     follower: PredictionFollower
     event_streams: EventStreams
     text_streams: TextStreams

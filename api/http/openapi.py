@@ -80,6 +80,11 @@ _TRACEPARENT = _header_parameter(
 )
 INFERRING = [_DEADLINE, _QUEUE_LIMIT, _CACHE_CONTROL, _KEY, _LANE, _TRACEPARENT]
 PREDICTING = [*INFERRING, _PREFER, _CANCEL_AFTER]
+EVENT_IDS = _header_parameter(
+    "X-Penstock-Event-Ids",
+    "`true`: each event of a stream has an id. Default: only with an `Idempotency-Key`.",
+    {"type": "string", "enum": ["true", "false"]},
+)
 LAST_EVENT_ID = _header_parameter(
     "Last-Event-ID", "Only events after this one are sent.", {"type": "string"}
 )
@@ -284,6 +289,11 @@ def inference_body(json: type[BaseModel], form: type[BaseModel] | None = None) -
     return _request_body(INFERRING, json, form)
 
 
+def generation_body(json: type[BaseModel]) -> Described:
+    """Returns the request of a route that streams chats or completions."""
+    return _request_body([*INFERRING, EVENT_IDS, LAST_EVENT_ID], json)
+
+
 def prediction_body(json: type[BaseModel]) -> Described:
     """Returns the request of a route that creates predictions: a JSON body and headers."""
     return _request_body(PREDICTING, json)
@@ -307,10 +317,14 @@ def _request_body(
 
 
 def responses(
-    reply: type[msgspec.Struct], *statuses: int, headers: tuple[str, ...] = ()
+    reply: type[msgspec.Struct],
+    *statuses: int,
+    headers: tuple[str, ...] = (),
+    error: type[msgspec.Struct] = ErrorReply,
 ) -> Responses:
-    """Returns a route's responses in OpenAI's shape: 200 with `reply`, `headers`, and errors."""
-    return {200: success("The result.", reply, *headers)} | errors(*statuses)
+    """Returns a route's responses: 200 with `reply`, `headers`, and errors with `error`."""
+    found = _errors(statuses, error, "application/json")
+    return {200: success("The result.", reply, *headers)} | found
 
 
 def errors(*statuses: int) -> Responses:
@@ -318,9 +332,11 @@ def errors(*statuses: int) -> Responses:
     return _errors(statuses, ErrorReply, "application/json")
 
 
-def inference_responses(reply: type[msgspec.Struct], *headers: str) -> Responses:
-    """Returns the responses of an inference route."""
-    answers = responses(reply, *INFERENCE_ERRORS, headers=(*OF_INFERENCE, *headers))
+def inference_responses(
+    reply: type[msgspec.Struct], *headers: str, error: type[msgspec.Struct] = ErrorReply
+) -> Responses:
+    """Returns the responses of an inference route, with errors of the shape `error`."""
+    answers = responses(reply, *INFERENCE_ERRORS, headers=(*OF_INFERENCE, *headers), error=error)
     answers[422]["description"] = "This `Idempotency-Key` was used with another request."
     # If some items of a request fail, the others were computed and are still reported.
     computed = references(*OF_INFERENCE)
@@ -350,6 +366,12 @@ def success(text: str, reply: type[msgspec.Struct], *headers: str) -> Described:
         "content": content,
         "headers": references(*headers),
     }
+
+
+def any_object(text: str) -> Described:
+    """Returns a response with a JSON object of one of many forms."""
+    content = {"application/json": {"schema": {"type": "object"}}}
+    return {"description": text, "content": content, "headers": references()}
 
 
 def event_stream(*kinds: str) -> Described:

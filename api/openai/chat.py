@@ -17,7 +17,6 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.bodies import ErrorDetail, ErrorReply
 from api.chat_bodies import (
     ChatBody,
     ChatChunk,
@@ -28,11 +27,13 @@ from api.chat_bodies import (
     CompletionChoice,
     CompletionReply,
 )
-from api.errors import ERROR_MAPPINGS, NotFound
+from api.errors import encode_error, error_body
 from api.http import openapi
 from api.http.fast_route import IS_HEAD, StreamedRoute
-from api.http.openapi import LAST_EVENT_ID, inference_body, inference_responses, streamed
-from api.http.request import ApiRequest, authenticate, open_request
+from api.http.openapi import LAST_EVENT_ID, generation_body, inference_responses, streamed
+from api.http.request import ApiRequest, authenticate, open_request, while_connected
+from api.http.request_options import IDEMPOTENCY_HEADER
+from api.openai import ids
 from api.openai.generation import (
     chat_choice,
     chat_logprobs,
@@ -46,14 +47,16 @@ from api.openai.generation import (
     shown_of,
     usage_of,
 )
+from api.openai.ids import answer_id
+from api.openai.stored import find_stored
 from api.predictions.creation import PredictionSnapshot, digest_of
 from api.predictions.event_stream import HeldResponse
 from api.predictions.service import PredictionNotOver
 from api.predictions.text_stream import TextShape, seen_from_id
 from api.tasks.base import Inputs
 from shared.catalog import Model
-from shared.errors import error_for_code
-from shared.messages import ItemOutcome, reason_of
+from shared.errors import BadInput, PenstockError
+from shared.messages import ItemOutcome
 from shared.predictions import EVENTS_TYPE
 from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
 
@@ -61,11 +64,9 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
-def failure_event(code: str, message: str) -> bytes:
+def failure_event(error: PenstockError) -> bytes:
     """Returns an error, as OpenAI's clients raise it."""
-    mapping = ERROR_MAPPINGS.get(code, ERROR_MAPPINGS["internal"])
-    detail = ErrorDetail(message, mapping.type, None, code)
-    return _event(ErrorReply(detail))
+    return b"data: " + encode_error(error_body(error)) + b"\n\n"
 
 
 def _event(body: msgspec.Struct) -> bytes:
@@ -127,9 +128,9 @@ class ChatEvents:
         chunk = ChatChunk(self._made, self._created, self._model.name, [], usage)
         return [_event(chunk), DONE]
 
-    def failure(self, code: str, message: str) -> bytes:
+    def failure(self, error: PenstockError) -> bytes:
         """Returns an error."""
-        return failure_event(code, message)
+        return failure_event(error)
 
     def _chunk(self, choice: ChatChunkChoice) -> bytes:
         chunk = ChatChunk(self._made, self._created, self._model.name, [choice])
@@ -180,9 +181,9 @@ class CompletionEvents:
         reply = CompletionReply(self._made, self._created, self._model.name, [], usage)
         return [_event(reply), DONE]
 
-    def failure(self, code: str, message: str) -> bytes:
+    def failure(self, error: PenstockError) -> bytes:
         """Returns an error."""
-        return failure_event(code, message)
+        return failure_event(error)
 
     def _chunk(self, choice: CompletionChoice) -> bytes:
         reply = CompletionReply(self._made, self._created, self._model.name, [choice])
@@ -194,6 +195,7 @@ class CompletionEvents:
 router = APIRouter(route_class=StreamedRoute)
 stored_router = APIRouter()
 B = TypeVar("B", ChatBody, CompletionBody)
+EVENT_IDS_HEADER = "x-penstock-event-ids"
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 StartingAfter = Annotated[
     str, Query(description="As `Last-Event-ID`: only events after this one are sent.")
@@ -210,23 +212,24 @@ class _Endpoint(NamedTuple, Generic[B]):
     events: Callable[[B, str, float, Model], TextShape]
 
 
-CHAT = _Endpoint("/v1/chat/completions", ChatBody, "chatcmpl-", chat_reply, ChatEvents)
+CHAT = _Endpoint("/v1/chat/completions", ChatBody, ids.CHAT, chat_reply, ChatEvents)
 COMPLETION = _Endpoint(
-    "/v1/completions", CompletionBody, "cmpl-", completion_reply, CompletionEvents
+    "/v1/completions", CompletionBody, ids.COMPLETION, completion_reply, CompletionEvents
 )
 
 
 @router.post(
     CHAT.path,
     summary="Continue a chat",
-    openapi_extra=inference_body(ChatBody),
+    openapi_extra=generation_body(ChatBody),
     responses=streamed(inference_responses(ChatReply)),
 )
 async def create_chat(request: Request) -> Response:
     """Answers with the complete message, or with `"stream": true` token by token.
 
-    Each event of a stream has an id. The same request with the same `Idempotency-Key` and that id
-    as `Last-Event-ID` resumes after it, on any instance.
+    With an `Idempotency-Key`, or `X-Penstock-Event-Ids: true`, each event of a stream has an id.
+    The same request with the same `Idempotency-Key` and that id as `Last-Event-ID` resumes after
+    it, on any instance.
     """
     return await _create(request, CHAT)
 
@@ -234,7 +237,7 @@ async def create_chat(request: Request) -> Response:
 @router.post(
     COMPLETION.path,
     summary="Continue a text",
-    openapi_extra=inference_body(CompletionBody),
+    openapi_extra=generation_body(CompletionBody),
     responses=streamed(inference_responses(CompletionReply)),
 )
 async def create_completion(request: Request) -> Response:
@@ -253,15 +256,13 @@ async def read_chat(
 ) -> Response:
     """The completed chat, or with `stream=true` its events, replayed from any id."""
     call = authenticate(request)
-    snapshot = await call.prediction(completion_id)
-    if snapshot.prediction.endpoint != CHAT.path:
-        raise NotFound(f"there is no chat completion {completion_id[:80]!r}")
+    snapshot = await find_stored(call, ids.CHAT, CHAT.path, completion_id)
     body = ChatBody.model_validate(snapshot.prediction.input)
     if stream:
         last_id = request.headers.get("last-event-id", "") or starting_after
         with ExitStack() as held:
             held.enter_context(call.dependencies.text_streams.reserved(call.tenant))
-            return _stream(call, CHAT, body, snapshot, last_id, held.pop_all())
+            return await _stream(call, CHAT, body, snapshot, last_id, held.pop_all())
     return _stored(call, CHAT, body, snapshot)
 
 
@@ -277,7 +278,7 @@ async def _create(request: Request, endpoint: _Endpoint[Any]) -> Response:
     if body.stream:
         return await _create_stream(call, endpoint, body, model, inputs)
     repeats = is_repeatable(body) or call.context.key_seed is not None
-    made = endpoint.id_prefix + call.context.facts.request_id.removeprefix("req_")
+    made = answer_id(endpoint.id_prefix, call.context.facts.request_id)
     async with call.inferred(model, inputs, is_repeatable=repeats) as response:
         return _json(
             endpoint.reply(body, made, call.context.facts.received_at_s, model, response.outcomes)
@@ -301,31 +302,58 @@ async def _create_stream(
         held.enter_context(call.dependencies.text_streams.reserved(call.tenant))
         async with call.created(new, waits=False) as creation:
             pass
-        return _stream(call, endpoint, body, creation.snapshot, last_id, held.pop_all())
+        return await _stream(
+            call, endpoint, body, creation.snapshot, last_id, held.pop_all(), is_new=not last_id
+        )
 
 
-def _stream(
+async def _stream(
     call: ApiRequest,
     endpoint: _Endpoint[Any],
     body: ChatBody | CompletionBody,
     snapshot: PredictionSnapshot,
     last_id: str,
     held: ExitStack,
+    *,
+    is_new: bool = False,
 ) -> Response:
-    """Returns the events behind `last_id`. Frees what is `held` at the end."""
+    """Returns the events behind `last_id`. Frees what is `held` at the end.
+
+    Raises:
+        PenstockError: a new one failed before its first event.
+    """
     with held:
         prediction, model = snapshot.prediction, _model_of(call, snapshot)
         seen = seen_from_id(last_id, _items_of(body))
         if IS_HEAD in call.http.scope:
             return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
-        shape = endpoint.events(body, prediction.id, prediction.created_at_s, model)
-        sse = call.dependencies.text_streams.follow(
-            snapshot, shape, seen, call.check_key, stays=False
-        )
-        headers = {**_HEADERS, "location": f"{CHAT.path}/{prediction.id}"}
+        made = answer_id(endpoint.id_prefix, prediction.id)
+        shape = endpoint.events(body, made, prediction.created_at_s, model)
+        streams = call.dependencies.text_streams
+        if is_new:
+            beginning = streams.begin(
+                snapshot, shape, seen, call.check_key, has_ids=_wants_ids(call)
+            )
+            sse = await while_connected(call.http.receive, beginning)
+        else:
+            sse = streams.follow(snapshot, shape, seen, call.check_key, stays=False, has_ids=True)
+        headers = {**_HEADERS, "location": f"{CHAT.path}/{made}"}
         if endpoint is not CHAT:
             del headers["location"]
         return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+
+
+def _wants_ids(call: ApiRequest) -> bool:
+    """Returns whether events have ids. OpenAI's have none, and some readers know only `data:`.
+
+    Raises:
+        BadInput: the header that asks for ids has another value than true or false.
+    """
+    headers = call.http.headers
+    asked = headers.get(EVENT_IDS_HEADER, "").strip().lower()
+    if asked not in ("", "true", "false"):
+        raise BadInput(f"{EVENT_IDS_HEADER}: send true or false", field=EVENT_IDS_HEADER)
+    return asked == "true" or (not asked and IDEMPOTENCY_HEADER in headers)
 
 
 def _items_of(body: ChatBody | CompletionBody) -> int:
@@ -347,14 +375,10 @@ def _stored(
     prediction, record = snapshot
     if not record.is_over:
         raise PredictionNotOver("the answer is being written; stream it, or ask again")
-    outcomes = record.reply.outcomes if record.reply is not None else []
-    failed = next((one for one in outcomes if one.error is not None), None)
-    if failed is not None and failed.error is not None:
-        raise error_for_code(failed.error.code, reason_of(failed))
-    if record.state != "succeeded":
-        raise error_for_code("canceled", "the request was canceled")
-    model = _model_of(call, snapshot)
-    return _json(endpoint.reply(body, prediction.id, prediction.created_at_s, model, outcomes))
+    if record.state != "succeeded" or record.reply is None:
+        raise snapshot.failure
+    model, made = _model_of(call, snapshot), answer_id(endpoint.id_prefix, prediction.id)
+    return _json(endpoint.reply(body, made, prediction.created_at_s, model, record.reply.outcomes))
 
 
 def _model_of(call: ApiRequest, snapshot: PredictionSnapshot) -> Model:

@@ -21,7 +21,7 @@ from pydantic import (
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.bodies import Body, EndUser, Text, Tokens, Usage, shape_of
+from api.bodies import Body, EndUser, Text, Tokens, Usage, null_is, shape_of
 from api.http.fast_route import FastRoute
 from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses
 from api.http.request import open_request
@@ -72,7 +72,7 @@ class EmbeddingsBody(Body):
         | Annotated[list[Tokens], Field(min_length=1, fail_fast=True), Tag("token_lists:")],
         Discriminator(shape_of),
     ]
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Annotated[Literal["float", "base64"], null_is("float")] = "float"
     dimensions: int | None = Field(
         None,
         ge=1,

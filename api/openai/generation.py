@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import re
+import secrets
 import time
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, cast
@@ -40,6 +41,7 @@ from api.chat_bodies import (
     ShownTokenLogprob,
     TextUsage,
 )
+from api.openai import ids
 from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
 from shared.catalog import Catalog, Model
 from shared.errors import BadInput, InputTooLarge, PenstockError
@@ -213,7 +215,7 @@ class ChatEndpoint(Endpoint):
     ) -> bytes:
         """Returns the answers."""
         body = cast(ChatBody, request.body)
-        made = f"line-{time.time_ns():x}"
+        made = ids.CHAT + secrets.token_hex(12)
         return msgspec.json.encode(chat_reply(body, made, time.time(), request.model, outcomes))
 
 
@@ -231,7 +233,7 @@ class CompletionEndpoint(Endpoint):
     ) -> bytes:
         """Returns the texts."""
         body = cast(CompletionBody, request.body)
-        made = f"line-{time.time_ns():x}"
+        made = ids.COMPLETION + secrets.token_hex(12)
         return msgspec.json.encode(
             completion_reply(body, made, time.time(), request.model, outcomes)
         )

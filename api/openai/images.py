@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from fastapi import APIRouter
@@ -31,6 +31,8 @@ from api.bodies import (
     EndUser,
     Option,
     SchedulerName,
+    WrongField,
+    null_is,
 )
 from api.http.fast_route import FastRoute
 from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses
@@ -73,12 +75,12 @@ class ImagesReply(msgspec.Struct):
 class _ImageBody(Body):
     prompt: str = Field(min_length=1, max_length=MAX_PROMPT_CHARS)
     model: str | None = Field(None, description="Default: the first image model of the catalog.")
-    n: int = Field(1, ge=1, le=10)
-    size: str = Field(
+    n: Annotated[int, null_is(1)] = Field(1, ge=1, le=10)
+    size: Annotated[str, null_is("auto")] = Field(
         "auto", pattern=r"^(auto|[1-9]\d{0,4}x[1-9]\d{0,4})$", description="WIDTHxHEIGHT, or auto."
     )
-    response_format: Literal["url", "b64_json"] = "b64_json"
-    output_format: Literal["png", "jpeg", "webp"] = "png"
+    response_format: Annotated[Literal["url", "b64_json"], null_is("b64_json")] = "b64_json"
+    output_format: Annotated[Literal["png", "jpeg", "webp"], null_is("png")] = "png"
     output_compression: int | None = Field(
         None, ge=0, le=100, description="Quality of jpeg and webp, from 0 to 100."
     )
@@ -97,6 +99,10 @@ class _ImageBody(Body):
     moderation: Option | None = Field(None, description="Accepted, without effect.")
     user: EndUser | None = None
     safety_identifier: EndUser | None = None
+    complexity: None = None
+    frame_count: None = None
+    frame_duration_ms: None = None
+    svg: None = None
     stream: bool | None = Field(
         None,
         description="Only false. This API does not stream images.",
@@ -116,7 +122,9 @@ class _ImageBody(Body):
     @model_validator(mode="after")
     def _png_has_no_quality(self) -> _ImageBody:
         if self.output_compression is not None and self.output_format == "png":
-            raise ValueError("output_compression is for output_format jpeg and webp")
+            raise WrongField(
+                "output_compression", "is for output_format jpeg and webp; leave it out"
+            )
         return self
 
 
@@ -143,6 +151,10 @@ class SourceImage(Body):
 
 
 def _as_form(schema: dict[str, Any]) -> None:
+    known = schema["properties"]
+    schema["properties"] = {
+        name: field for name, field in known.items() if field.get("type") != "null"
+    }
     for field in schema["properties"].values():
         # A form has no null. Absent fields are not sent.
         kinds = [kind for kind in field.pop("anyOf", ()) if kind["type"] != "null"]
@@ -164,7 +176,9 @@ class EditForm(_ImageBody):
 
     model_config = ConfigDict(json_schema_extra=_as_form)
 
-    strength: float = Field(0.8, gt=0, le=1, description="Extension: 1 ignores the source image.")
+    strength: Annotated[float, null_is(0.8)] = Field(
+        0.8, gt=0, le=1, description="Extension: 1 ignores the source image."
+    )
     input_fidelity: Option | None = Field(None, description="Accepted, without effect.")
 
 

@@ -6,12 +6,23 @@ request is converted to that of a chat.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from api.bodies import Body, CacheKey, EndUser, ItemId, Metadata, Option, Options
+from api.bodies import (
+    Body,
+    CacheKey,
+    EndUser,
+    ItemId,
+    Metadata,
+    Option,
+    Options,
+    WrongField,
+    null_is,
+)
 from api.chat_bodies import MAX_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -93,6 +104,12 @@ class IncompleteDetails(msgspec.Struct):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
+class ConversationShown(msgspec.Struct):
+    """The conversation that an answer was added to."""
+
+    id: str
+
+
 class ResponseReply(msgspec.Struct, kw_only=True):
     """An answer, complete or in progress."""
 
@@ -124,7 +141,8 @@ class ResponseReply(msgspec.Struct, kw_only=True):
     reasoning: dict[str, Any] | None = None
     safety_identifier: str | None = None
     service_tier: Literal["default"] = "default"
-    store: bool = False
+    conversation: ConversationShown | None = None
+    store: bool = True
     top_logprobs: int = 0
     user: str | None = None
     object: Literal["response"] = "response"
@@ -149,14 +167,32 @@ class InputPart(Body):
     logprobs: list[Any] | None = Field(
         None, exclude=True, description="Accepted from earlier answers, and not kept."
     )
+    prompt_cache_breakpoint: Options | None = Field(
+        None, exclude=True, description="Accepted, without effect."
+    )
+
+
+Content = Annotated[
+    Annotated[str, Tag("text:")] | Annotated[list[InputPart], Tag("list:")],
+    Discriminator(text_or_list),
+]
+
+
+class _ItemBody(Body):
+    """Fields that the client's types have and text models make nothing of."""
+
+    caller: Options | None = Field(None, exclude=True, description="Accepted, without effect.")
+    created_by: None = Field(None, exclude=True)
+    namespace: None = Field(None, exclude=True)
+    async_: None = Field(None, validation_alias=AliasChoices("async", "async_"), exclude=True)
 
 
 class InputMessage(Body):
     """A message, also one of an earlier answer."""
 
-    type: Literal["message"] = "message"
+    type: Annotated[Literal["message"], null_is("message")] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputPart]
+    content: Content
     id: ItemId | None = None
     status: Option | None = None
     phase: Option | None = Field(None, description="Accepted from earlier answers.")
@@ -166,7 +202,7 @@ class InputMessage(Body):
         return {"role": self.role, "content": _text_of(self.content)}
 
 
-class InputCall(Body):
+class InputCall(_ItemBody):
     """A call of a function in an earlier answer."""
 
     type: Literal["function_call"]
@@ -182,12 +218,13 @@ class InputCall(Body):
         return {"role": "assistant", "tool_calls": [{"id": self.call_id, "function": function}]}
 
 
-class InputResult(Body):
+class InputResult(_ItemBody):
     """The result of a function."""
 
     type: Literal["function_call_output"]
     call_id: ItemId
-    output: str | list[InputPart]
+    output: Content
+    name: None = Field(None, exclude=True)
     id: ItemId | None = None
     status: Option | None = None
 
@@ -197,20 +234,80 @@ class InputResult(Body):
         return {"role": "tool", "tool_call_id": self.call_id, "content": content}
 
 
+class ReasoningPart(Body):
+    """A part of what a model thought, or of its summary."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class InputReasoning(Body):
+    """What a model thought before an earlier answer. Chat templates that know it get it."""
+
+    type: Literal["reasoning"]
+    id: ItemId | None = None
+    summary: list[ReasoningPart] | None = None
+    content: list[ReasoningPart] | None = None
+    encrypted_content: str | None = Field(None, description="Kept, and not read.")
+    status: Option | None = None
+
+    @property
+    def text(self) -> str:
+        """What was thought, or else its summary."""
+        return "".join(part.text for part in self.content or self.summary or ())
+
+
+class ItemReference(Body):
+    """An item of a stored response, by its id."""
+
+    type: Literal["item_reference"] | None = None
+    id: ItemId
+
+
+def _messages_of(items: Sequence[StoredItem]) -> Iterator[dict[str, Any]]:
+    """Yields the messages of a chat. What was thought goes with what was said or called next."""
+    thought = ""
+    for item in items:
+        if isinstance(item, InputReasoning):
+            thought += item.text
+            continue
+        message = item.to_chat()
+        if thought and message["role"] == "assistant":
+            message["reasoning_content"] = thought
+        thought = ""
+        yield message
+
+
 def _text_of(content: str | list[InputPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _kind(given: Any) -> str:
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-    return kind if isinstance(kind, str) else "message"
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+"""The types of items that text models can do something with."""
 
 
+def _item_tag(given: Any) -> str:
+    """Returns the tag of an item's form. Without a type it is a message, or else a reference."""
+    is_dict = isinstance(given, dict)
+    kind = given.get("type") if is_dict else getattr(given, "type", None)
+    if kind is None:
+        is_reference = is_dict and "id" in given and "role" not in given
+        return "item_reference:" if is_reference else "message:"
+    return f"{kind}:"
+
+
+StoredItem = InputMessage | InputCall | InputResult | InputReasoning
 InputItem = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[InputCall, Tag("function_call")]
-    | Annotated[InputResult, Tag("function_call_output")],
-    Discriminator(_kind),
+    Annotated[InputMessage, Tag("message:")]
+    | Annotated[InputCall, Tag("function_call:")]
+    | Annotated[InputResult, Tag("function_call_output:")]
+    | Annotated[InputReasoning, Tag("reasoning:")]
+    | Annotated[ItemReference, Tag("item_reference:")],
+    Discriminator(
+        _item_tag,
+        custom_error_type="item_type",
+        custom_error_message=f"type is one of {', '.join(ITEM_TYPES)}: others are not supported",
+    ),
 ]
 
 
@@ -222,6 +319,9 @@ class ResponseTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
     strict: bool | None = None
+    allowed_callers: None = Field(None, exclude=True)
+    defer_loading: Literal[False] | None = Field(None, exclude=True)
+    output_schema: None = Field(None, exclude=True)
 
     def to_chat(self) -> dict[str, Any]:
         """Returns the tool of a chat."""
@@ -251,6 +351,22 @@ class AllowedResponseTools(Body):
     tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
+def _choice_tag(given: Any) -> str:
+    """Returns the tag of a form, so that errors are about the one that was meant."""
+    if isinstance(given, NamedTool) or not isinstance(given, dict | AllowedResponseTools):
+        return "named:" if isinstance(given, NamedTool) else "mode:"
+    is_allowed = isinstance(given, AllowedResponseTools) or given.get("type") == "allowed_tools"
+    return "allowed:" if is_allowed else "named:"
+
+
+ResponseToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("mode:")]
+    | Annotated[NamedTool, Tag("named:")]
+    | Annotated[AllowedResponseTools, Tag("allowed:")],
+    Discriminator(_choice_tag),
+]
+
+
 class TextFormat(Body):
     """The format of the text."""
 
@@ -263,7 +379,7 @@ class TextFormat(Body):
     @model_validator(mode="after")
     def _has_a_schema(self) -> TextFormat:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("schema belongs to type json_schema, and that needs it")
+            raise WrongField("schema", "belongs to type json_schema, and that needs it")
         return self
 
     def to_chat(self) -> dict[str, Any]:
@@ -285,6 +401,22 @@ class ResponseStreamOptions(Body):
     """Options of a stream."""
 
     include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
+
+
+class ConversationNamed(Body):
+    """A conversation, by its id."""
+
+    id: ItemId
+
+
+def _name_tag(given: Any) -> str:
+    return "object:" if isinstance(given, dict | ConversationNamed) else "text:"
+
+
+Conversation = Annotated[
+    Annotated[ItemId, Tag("text:")] | Annotated[ConversationNamed, Tag("object:")],
+    Discriminator(_name_tag),
+]
 
 
 class ResponseBody(Body):
@@ -311,9 +443,7 @@ class ResponseBody(Body):
     top_p: Share | None = None
     text: TextOptions | None = None
     tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedResponseTools | None = (
-        None
-    )
+    tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Accepted, without effect.")
     max_tool_calls: int | None = Field(
         None, ge=1, description="Accepted, without effect: there are no built-in tools."
@@ -333,7 +463,7 @@ class ResponseBody(Body):
     truncation: Literal["disabled"] | None = None
     reasoning: Options | None = Field(None, description="Accepted, without effect.")
     store: bool | None = Field(
-        None, description="true: it is kept, as streamed and background ones always are."
+        None, description="false: it can't be read again, and nothing can follow it. Default: true."
     )
     user: EndUser | None = None
     safety_identifier: EndUser | None = None
@@ -342,19 +472,30 @@ class ResponseBody(Body):
     prompt_cache_retention: Option | None = Field(None, description="Accepted, without effect.")
     prompt_cache_options: Options | None = Field(None, description="Accepted, without effect.")
     context_management: None = None
-    conversation: None = None
+    conversation: Conversation | None = Field(
+        None, description="Its items come before `input`. Input and output are added to it."
+    )
     moderation: None = None
     prompt: None = None
 
-    @property
-    def is_kept(self) -> bool:
-        """Returns whether it is stored as a prediction, which any instance can serve."""
-        return bool(self.stream or self.background or self.store)
+    @model_validator(mode="after")
+    def _is_read_later(self) -> ResponseBody:
+        if self.background and self.store is False:
+            raise WrongField(
+                "background",
+                "a background response is read later, so it needs store: true; leave store out, "
+                "or send true",
+            )
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise WrongField(
+                "conversation", "send either conversation or previous_response_id, not both"
+            )
+        return self
 
     @property
-    def waits(self) -> bool:
-        """Returns whether the request waits for the complete text, which is stored."""
-        return bool(self.store) and not (self.stream or self.background)
+    def is_kept(self) -> bool:
+        """Returns whether it can be read again, by id."""
+        return self.store is not False
 
     @property
     def has_logprobs(self) -> bool:
@@ -363,24 +504,46 @@ class ResponseBody(Body):
         return asked or self.top_logprobs is not None
 
     @property
-    def items(self) -> list[InputMessage | InputCall | InputResult]:
-        """Returns its input, as items."""
+    def items(self) -> list[StoredItem]:
+        """Returns its input, as items. There are no references in it any more."""
         if isinstance(self.input, str):
             return [InputMessage(role="user", content=self.input)]
-        return self.input
+        return [item for item in self.input if not isinstance(item, ItemReference)]
 
-    def after(self, earlier: ResponseBody, output: list[dict[str, Any]]) -> ResponseBody:
-        """Returns the same with an earlier request and its output before it.
+    @property
+    def references(self) -> list[str]:
+        """Returns the ids of the items that its input names."""
+        items = () if isinstance(self.input, str) else self.input
+        return [item.id for item in items if isinstance(item, ItemReference)]
+
+    def with_items(self, referenced: Mapping[str, dict[str, Any]]) -> ResponseBody:
+        """Returns the same with the items in place of the references to them."""
+        given = self.model_dump(mode="json", exclude_unset=True, by_alias=True)
+        given["input"] = [
+            referenced[item.id] if isinstance(item, ItemReference) else shown
+            for item, shown in zip(self.input, given["input"], strict=True)
+        ]
+        return ResponseBody.model_validate(given)
+
+    @property
+    def dumped_items(self) -> list[dict[str, Any]]:
+        """Returns its input as items in JSON."""
+        return [item.model_dump(mode="json", exclude_unset=True) for item in self.items]
+
+    @property
+    def conversation_id(self) -> str:
+        """The id of its conversation. Empty: none."""
+        given = self.conversation
+        return given.id if isinstance(given, ConversationNamed) else given or ""
+
+    def behind(self, items: Sequence[dict[str, Any]]) -> ResponseBody:
+        """Returns the same with items before its own.
 
         Raises:
             pydantic.ValidationError: these are too many items.
         """
-        dumped = [
-            one.model_dump(mode="json", exclude_unset=True) for one in (*earlier.items, *self.items)
-        ]
-        split = len(earlier.items)
         given = self.model_dump(mode="json", exclude_unset=True, by_alias=True)
-        given["input"] = [*dumped[:split], *output, *dumped[split:]]
+        given["input"] = [*items, *self.dumped_items]
         return ResponseBody.model_validate(given)
 
     def to_chat(self) -> ChatBody:
@@ -392,7 +555,7 @@ class ResponseBody(Body):
         said = [{"role": "system", "content": self.instructions}] if self.instructions else []
         given: dict[str, Any] = {
             "model": self.model,
-            "messages": [*said, *(item.to_chat() for item in self.items)],
+            "messages": [*said, *_messages_of(self.items)],
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,

@@ -16,7 +16,16 @@ from typing import NamedTuple
 
 from api.dispatch.job_sender import ReplyWaiter
 from shared.catalog import Catalog, Model
-from shared.errors import BadInput, DeadlineExceeded, PenstockError, UnknownModel
+from shared.errors import (
+    BadInput,
+    Canceled,
+    DeadlineExceeded,
+    ModelFailed,
+    PenstockError,
+    UnknownModel,
+    error_for_code,
+)
+from shared.messages import reason_of
 from shared.predictions import Prediction, record_of
 from shared.stores.record_state import Record
 
@@ -90,6 +99,20 @@ class PredictionSnapshot(NamedTuple):
     def is_unpublished(self) -> bool:
         """Returns whether the broker may not have the job."""
         return self.record.state == "starting" and not self.record.published
+
+    @property
+    def failure(self) -> PenstockError:
+        """The error of one that is over and did not succeed, as it left the worker."""
+        if self.record.state == "canceled":
+            return Canceled("the request was canceled")
+        reply = self.record.reply
+        for outcome in reply.outcomes if reply is not None else ():
+            if outcome.error is not None:
+                error = outcome.error
+                return error_for_code(error.code, reason_of(outcome), error.field)
+        if reply is not None and reply.error is not None:
+            return error_for_code(reply.error.code, reply.error.message, reply.error.field)
+        return ModelFailed("failed")
 
     @property
     def took_s(self) -> float | None:

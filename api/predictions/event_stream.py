@@ -32,7 +32,7 @@ from starlette.types import Receive, Scope, Send
 from api.fair_room import FairRoom, OneItem
 from api.predictions.creation import POLL_S, PredictionSnapshot
 from api.predictions.service import Predictions
-from shared.errors import Overloaded, PenstockError
+from shared.errors import Canceled, Overloaded, PenstockError
 from shared.messages import ItemOutcome
 from shared.predictions import error_of, logs_of, output_of
 from shared.stores.previews import Preview
@@ -264,8 +264,8 @@ class OutputEvents:
         """Returns the end."""
         return [encode_event("done", "{}")]
 
-    def failure(self, code: str, message: str) -> bytes:
+    def failure(self, error: PenstockError) -> bytes:
         """Returns the error that ended the text, and the end. A cancellation is not an error."""
-        if code == "canceled":
+        if isinstance(error, Canceled):
             return encode_event("done", '{"reason":"canceled"}')
-        return failure_event(message)
+        return failure_event(error.public_message)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
 
@@ -31,6 +31,7 @@ from shared.errors import (
     PenstockError,
     Unavailable,
 )
+from shared.messages import ItemOutcome, ReplyBody, encode_reply_body
 from shared.predictions import (
     Prediction,
     decode_document,
@@ -138,6 +139,35 @@ class Predictions:
         finally:
             took_s = creation.snapshot.took_s if creation is not None and creation.is_new else None
             self._admission.release(demand, answered=took_s is not None, took_s=took_s)
+
+    async def keep(
+        self, prediction: Prediction, outcomes: Sequence[ItemOutcome], keep_s: int | None
+    ) -> None:
+        """Keeps an answer that was given without a record, as a prediction that succeeded.
+
+        Args:
+            prediction: its document.
+            outcomes: of its items. All of them have results.
+            keep_s: how long it is kept, by the tenant's plan. None: the default.
+
+        Raises:
+            InputTooLarge: its document has more than DOCUMENT_MAX_BYTES.
+            KeyReused: another request had the Idempotency-Key.
+            Overloaded: the store of predictions is full.
+            Unavailable: Redis is out of reach.
+        """
+        is_kept = await self._records.keep(
+            prediction.record,
+            prediction.tenant,
+            _encode_within_bounds(prediction),
+            encode_reply_body(ReplyBody(list(outcomes), replied_at_s=time.time())),
+            created_at_s=prediction.created_at_s,
+            keep_s=self._keep_s if keep_s is None else keep_s,
+        )
+        if not is_kept:
+            found = await self.read(prediction.tenant, prediction.id)
+            if found.prediction.digest != prediction.digest:
+                raise KeyReused
 
     async def read(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
         """Reads a prediction of this tenant.
@@ -363,12 +393,7 @@ class Predictions:
         self, request: InferenceRequest, waiter: ReplyWaiter | None, hold: Hold | None
     ) -> Creation:
         prediction = request.new_record.prediction
-        document = encode_document(prediction)
-        if len(document) > DOCUMENT_MAX_BYTES:
-            raise InputTooLarge(
-                f"the request takes {len(document)} bytes in storage until its answer is read; "
-                f"at most {DOCUMENT_MAX_BYTES} bytes are allowed; send less at once"
-            )
+        document = _encode_within_bounds(prediction)
         routed = self._canaries.routed(request)
         items = routed.items()
         unfinished = await self._create_record(request, document, hold)
@@ -426,6 +451,21 @@ class Predictions:
             events = prediction.webhook_events
             await self._webhooks.try_publish(prediction.record, events, "completed")
         return PredictionSnapshot(prediction, await self._records.read(prediction.record) or record)
+
+
+def _encode_within_bounds(prediction: Prediction) -> bytes:
+    """Returns the document as its record keeps it.
+
+    Raises:
+        InputTooLarge: it has more than DOCUMENT_MAX_BYTES.
+    """
+    document = encode_document(prediction)
+    if len(document) > DOCUMENT_MAX_BYTES:
+        raise InputTooLarge(
+            f"the request takes {len(document)} bytes in storage until its answer is read; "
+            f"at most {DOCUMENT_MAX_BYTES} bytes are allowed; send less at once"
+        )
+    return document
 
 
 def _not_found(prediction_id: str) -> NotFound:

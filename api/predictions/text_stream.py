@@ -2,12 +2,12 @@
 
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 
-The id of an event has the number of tokens of each text that its reader has with it: `7` is seven
-tokens, `7f2` the second piece of the end of a text of seven tokens, `-` nothing at all, and texts
-are separated by points. So a reader that reconnects with that id, to any instance, gets each token
-once. The worker writes the tokens to Redis, and the end is in the record. The part of the text
-beyond the tokens that were read comes with the end: if Redis is out of reach for a while, the text
-is late, but complete.
+An event has an id if its reader asks for ids. The id has the number of tokens of each text that a
+reader has with it: `7` is seven tokens, `7f2` the second piece of the end of a text of seven
+tokens, `-` nothing at all, and texts are separated by points. So a reader that reconnects with that
+id, to any instance, gets each token once. The worker writes the tokens to Redis, and the end is in
+the record. The part of the text beyond the tokens that were read comes with the end: if Redis is
+out of reach for a while, the text is late, but complete.
 
 Redis is polled once for all token streams that this instance serves. No tokens are read for a slow
 reader until it has taken those it has, so memory is bounded.
@@ -31,8 +31,8 @@ from api.fair_room import FairRoom, OneItem
 from api.predictions.creation import PredictionSnapshot
 from api.predictions.service import GRACE_S, Predictions
 from shared.errors import BadInput, Overloaded, PenstockError, Unavailable
-from shared.messages import ItemOutcome, reason_of
-from shared.predictions import Prediction, ended_at_s, error_of
+from shared.messages import ItemOutcome
+from shared.predictions import Prediction, ended_at_s
 from shared.stores.token_streams import READER_S, Tokens, TokenStreams
 from shared.tasks.text import GenerationResult, TokenChunk, TokenLogprob
 
@@ -165,14 +165,17 @@ MAX_STREAMS = 2048
 """The room per instance. A stream costs a part of a round trip every READ_EVERY_S."""
 MAX_S = 290.0
 """Below the 300 s after which Cloud Run ends a response. Readers resume with another request."""
-HEARTBEAT_S, HEARTBEAT = 10.0, b": keep-alive\n"
+HEARTBEAT_S, HEARTBEAT, HEARTBEAT_BESIDE_IDS = 10.0, b": keep-alive\n\n", b": keep-alive\n"
 """After this pause a comment is sent, so that proxies keep the connection open.
 
-No empty line follows: OpenAI's client for Python takes one behind an event with an id for an event
-without data, and fails.
+Readers that split a stream at empty lines skip the whole block of a comment, so an empty line
+follows. Not if events have ids: OpenAI's client for Python takes an empty line behind an event with
+an id for an event without data, and fails.
 """
 CHECK_S = 2.0
 """Interval of the check that the reader may still read."""
+FIRST_EVENT_S = 30.0
+"""For as long a new stream has no status yet. Proxies give up silent connections after a minute."""
 CLOSE_LIMIT_S = 1.0
 LEFT_S = 30.0
 """A text without a reader for LEFT_S seconds is canceled."""
@@ -206,7 +209,7 @@ class TextShape(Protocol):
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> Sequence[bytes]:
         """Returns the last events of all. The prediction ended at `ended_at_s` (unix time)."""
 
-    def failure(self, code: str, message: str) -> bytes:
+    def failure(self, error: PenstockError) -> bytes:
         """Returns the event of an error, after which nothing comes."""
 
 
@@ -312,7 +315,7 @@ class TextStreams:
         finally:
             self._room.release(stream)
 
-    async def follow(
+    def follow(
         self,
         snapshot: PredictionSnapshot,
         shape: TextShape,
@@ -320,6 +323,7 @@ class TextStreams:
         check: Callable[[], object],
         *,
         stays: bool,
+        has_ids: bool,
     ) -> AsyncGenerator[bytes]:
         """Yields the events of a prediction's texts, for at most MAX_S.
 
@@ -332,8 +336,48 @@ class TextStreams:
             seen: the position of the reader in each text.
             check: raises PenstockError once the reader may not continue.
             stays: whether the prediction continues without a reader.
+            has_ids: whether each event has an id, after which its reader can resume.
         """
-        stream, watch = _Stream(shape, [_Text(one) for one in seen]), _Watch(check)
+        stream = _Stream(shape, [_Text(one) for one in seen], has_ids=has_ids, is_new=False)
+        return self._follow(snapshot, stream, check, stays=stays)
+
+    async def begin(
+        self,
+        snapshot: PredictionSnapshot,
+        shape: TextShape,
+        seen: Sequence[StreamPosition],
+        check: Callable[[], object],
+        *,
+        has_ids: bool,
+    ) -> AsyncGenerator[bytes]:
+        """As `follow`, for a request whose answer has not begun: waits for the first event.
+
+        So what only a worker can find wrong is an error of the request, as without a stream. After
+        FIRST_EVENT_S the answer begins without an event.
+
+        Raises:
+            PenstockError: the prediction failed before its first event.
+        """
+        stream = _Stream(shape, [_Text(one) for one in seen], has_ids=has_ids, is_new=True)
+        events = self._follow(snapshot, stream, check, stays=False)
+        until_s = time.monotonic() + FIRST_EVENT_S
+        first = await anext(events)
+        while first == stream.heartbeat and time.monotonic() < until_s:
+            first = await anext(events)
+        if stream.error is not None:
+            await events.aclose()
+            raise stream.error
+        return _behind(first, events)
+
+    async def _follow(
+        self,
+        snapshot: PredictionSnapshot,
+        stream: _Stream,
+        check: Callable[[], object],
+        *,
+        stays: bool,
+    ) -> AsyncGenerator[bytes]:
+        watch = _Watch(check)
         prediction, is_done = snapshot.prediction, False
         try:
             try:
@@ -343,7 +387,7 @@ class TextStreams:
             except PenstockError as error:
                 log_reason(error, prediction.record)
                 is_done = not watch.has_refused
-                yield stream.fail(error.code, error.public_message)
+                yield stream.fail(error)
         finally:
             if not is_done and not stays and not snapshot.record.is_over:
                 # A key that is not valid any more cannot resume the stream.
@@ -363,7 +407,7 @@ class TextStreams:
                     for event in stream.read(index, tokens.chunks):
                         yield event
                 if watch.is_heartbeat_due(is_silent=not found):
-                    yield HEARTBEAT
+                    yield stream.heartbeat
                 is_late = time.time() > prediction.deadline_s + GRACE_S
                 if is_late or any(tokens.is_over for tokens in found.values()):
                     break
@@ -384,6 +428,14 @@ class TextStreams:
         with contextlib.suppress(PenstockError):
             if not await self._streams.is_read(prediction.record):
                 await self._predictions.cancel(prediction.tenant, prediction.id)
+
+
+async def _behind(first: bytes, events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """Yields `first`, and then `events`, which it closes."""
+    async with contextlib.aclosing(events):
+        yield first
+        async for event in events:
+            yield event
 
 
 class _Watch:
@@ -417,16 +469,28 @@ class _Watch:
 
 
 class _Stream:
-    """The texts of one stream."""
+    """The texts of one stream. A new one opens no text before it has tokens: it may fail."""
 
-    def __init__(self, shape: TextShape, texts: list[_Text]) -> None:
+    def __init__(
+        self, shape: TextShape, texts: list[_Text], *, has_ids: bool, is_new: bool
+    ) -> None:
         self._shape = shape
+        self._is_new = is_new
+        self._has_ids = has_ids
         self.texts = texts
+        self.error: PenstockError | None = None
+        """What ended the stream early."""
+
+    @property
+    def heartbeat(self) -> bytes:
+        """The comment that keeps the connection open."""
+        return HEARTBEAT_BESIDE_IDS if self._has_ids else HEARTBEAT
 
     def read(self, index: int, chunks: Sequence[TokenChunk]) -> Iterator[bytes]:
         """Returns the events of the tokens written of a text."""
         text = self.texts[index]
-        yield from self._open(index)
+        if chunks or not self._is_new:
+            yield from self._open(index)
         for chunk in chunks:
             if chunk.first < text.seen.tokens < chunk.end or chunk.first != text.tokens:
                 raise StreamLost(
@@ -442,12 +506,15 @@ class _Stream:
                     yield self._with_id(event)
 
     def end(self, snapshot: PredictionSnapshot) -> Iterator[bytes]:
-        """Returns the events of the rest of the texts, and of their ends."""
+        """Returns the events of the rest of the texts, and of their ends.
+
+        Raises:
+            PenstockError: there are no texts, because the prediction failed or was canceled.
+        """
         reply = snapshot.record.reply
         outcomes = reply.outcomes if reply is not None else []
         if snapshot.record.state != "succeeded" or len(outcomes) < len(self.texts):
-            yield self.fail(*_failure(snapshot, outcomes))
-            return
+            raise snapshot.failure
         for index, outcome in enumerate(outcomes):
             result = outcome.result
             assert isinstance(result, GenerationResult), "a text model gave no text; this is a bug"
@@ -455,9 +522,10 @@ class _Stream:
         for event in self._shape.closing(outcomes, ended_at_s(snapshot.record)):
             yield self._with_id(event)
 
-    def fail(self, code: str, message: str) -> bytes:
+    def fail(self, error: PenstockError) -> bytes:
         """Returns the event of an error."""
-        return self._with_id(self._shape.failure(code, message))
+        self.error = error
+        return self._with_id(self._shape.failure(error))
 
     def _end_of(self, index: int, result: GenerationResult) -> Iterator[bytes]:
         text = self.texts[index]
@@ -488,15 +556,7 @@ class _Stream:
                 yield self._with_id(event)
 
     def _with_id(self, event: bytes) -> bytes:
+        if not self._has_ids:
+            return event
         place = ".".join(text.id for text in self.texts)
         return f"id: {place}\n".encode() + event
-
-
-def _failure(snapshot: PredictionSnapshot, outcomes: Sequence[ItemOutcome]) -> tuple[str, str]:
-    """Returns why a prediction has no texts: a code and a message."""
-    if snapshot.record.state == "canceled":
-        return "canceled", "the request was canceled"
-    failed = next((one for one in outcomes if one.error is not None), None)
-    if failed is not None and failed.error is not None:
-        return failed.error.code, reason_of(failed)
-    return "model_failed", error_of(snapshot.record) or "failed"

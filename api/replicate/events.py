@@ -129,7 +129,7 @@ async def stream(
         if _is_read_along(dependencies, prediction):
             texts, seen = dependencies.text_streams, seen_from_id(last_id, 1)
             held.enter_context(texts.reserved(prediction.tenant))
-            sse = texts.follow(snapshot, OutputEvents(), seen, check, stays=True)
+            sse = texts.follow(snapshot, OutputEvents(), seen, check, stays=True, has_ids=True)
         else:
             held.enter_context(dependencies.event_streams.reserved(prediction.tenant))
             sse = dependencies.event_streams.follow(snapshot, last_id, check, extra)

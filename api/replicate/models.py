@@ -107,7 +107,7 @@ async def list_models(request: Request, cursor: str = "") -> Response:
     """
     call = authenticate(request)
     if cursor and not _CURSOR.fullmatch(cursor):
-        raise BadInput("cursor: not a cursor of this API", field="cursor")
+        raise BadInput("cursor: not a cursor; send the one in `next` of a page", field="cursor")
     dependencies, base_url, first = call.dependencies, call.base_url, int(cursor or 0)
     models, following = call.listed_models(), first + PAGE
     shown = models[first:following]

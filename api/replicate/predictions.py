@@ -159,7 +159,7 @@ async def list_all(request: Request, cursor: Cursor = "") -> Response:
     """
     call = authenticate(request)
     if not _CURSOR.fullmatch(cursor):
-        raise BadInput("cursor: not a cursor of this API", field="cursor")
+        raise BadInput("cursor: not a cursor; send the one in `next` of a page", field="cursor")
     found, next_s = await call.dependencies.predictions.page(
         call.tenant, float(cursor) if cursor else None
     )

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from api.bodies import Body, Text
+from api.chat_bodies import text_or_list
 from api.inputs.source_pictures import PictureCaller, SourcePictures
 from api.tasks.base import ApiTask, Inputs
 from shared.catalog import Model
@@ -83,6 +84,13 @@ MAX_TEXT_BYTES = 1024 * 1024
 _VECTOR = {"type": "array", "items": {"type": "number"}}
 
 
+TextOrTexts = Annotated[
+    Annotated[Text, Tag("text:")]
+    | Annotated[list[Text], Field(min_length=1, fail_fast=True), Tag("list:")],
+    Discriminator(text_or_list),
+]
+
+
 class TextsInput(Body):
     """The input of embedding models: exactly one of `text`, `texts` and `input`."""
 
@@ -90,9 +98,7 @@ class TextsInput(Body):
     texts: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = Field(
         None, description="Several texts. The output is a list of vectors."
     )
-    input: Text | Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = Field(
-        None, description="One text or several."
-    )
+    input: TextOrTexts | None = Field(None, description="One text or several.")
     truncate: Literal["end", "start"] | None = Field(
         None, description="Which side of a too long text is cut. Without it the prediction fails."
     )

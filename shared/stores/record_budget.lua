@@ -15,3 +15,19 @@ local function ended(store, key, now, keep_s)
   local held = redis.call('HSTRLEN', key, 'document') + redis.call('HSTRLEN', key, 'reply')
   keep(store, key, tenant, held + ENTRY_BYTES, now)
 end
+
+local SMALL_SHARE = 16 -- a tenant with less than this part of the budget always finds room
+
+-- Makes room for a prediction of a tenant. Returns whether there is, and how many were dropped for it.
+local function find_room(store, tenant, wanted, budget, now)
+  if wanted > budget then return false, 0 end
+  local has_room, dropped = make_room(store, wanted, budget, now)
+  if has_room then return true, dropped end
+  local all = tonumber(redis.call('GET', store .. ':bytes') or 0) + wanted
+  local own = tonumber(redis.call('ZSCORE', store .. ':bytes_of', tenant) or 0) + wanted
+  if own > budget / SMALL_SHARE or all > 2 * budget then
+    local replaced, more = replace_own(store, tenant, wanted, now)
+    return replaced, dropped + more
+  end
+  return true, dropped
+end

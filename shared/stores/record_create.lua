@@ -9,7 +9,6 @@
 -- Predictions are promised, and Redis evicts what has a TTL when it is full (volatile-lru). So they
 -- have none, and each new prediction removes some that expired.
 
-local SMALL_SHARE = 16  -- a tenant with less than this part of the budget always finds room
 local LATE_S = 6        -- this long after its deadline a prediction is over, or a reader ends it
 local ABANDONED_S = 120 -- a prediction that has not ended this long after its deadline may go
 
@@ -20,17 +19,8 @@ drop_expired(store, now)
 if redis.call('EXISTS', KEYS[1]) == 1 then return {0, 0, 0} end
 local hold = ARGV[10] ~= '' and redis.sha1hex(ARGV[10])
 if hold and redis.call('DEL', store .. ':void:' .. hold) == 1 then return {0, 0, 0} end
-if wanted > budget then return {-1, 0, 0} end
-local has_room, dropped = make_room(store, wanted, budget, now)
-if not has_room then
-  local all = tonumber(redis.call('GET', store .. ':bytes') or 0) + wanted
-  local own = tonumber(redis.call('ZSCORE', store .. ':bytes_of', tenant) or 0) + wanted
-  if own > budget / SMALL_SHARE or all > 2 * budget then
-    local replaced, more = replace_own(store, tenant, wanted, now)
-    dropped = dropped + more
-    if not replaced then return {-1, dropped, 0} end
-  end
-end
+local has_room, dropped = find_room(store, tenant, wanted, budget, now)
+if not has_room then return {-1, dropped, 0} end
 redis.call('HSET', KEYS[1],
   'state', 'starting', 'created_at_s', now, 'keep_s', ARGV[3], 'document', document)
 keep(store, KEYS[1], tenant, wanted, deadline + ABANDONED_S)

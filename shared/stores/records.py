@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -79,6 +80,8 @@ _BUDGET = ("shared/stores/retention.lua", "shared/stores/record_budget.lua")
 _STATES = "shared/stores/record_states.lua"
 CREATE = load_script(*_BUDGET, "shared/stores/record_create.lua")
 PUBLISHED = load_script("shared/stores/record_published.lua")
+PUT_DOCUMENT = load_script(*_BUDGET, "shared/stores/document_put.lua")
+KEEP = load_script(*_BUDGET, "shared/stores/record_keep.lua")
 CLAIM = load_script(_STATES, "shared/stores/record_claim.lua")
 PROGRESS = load_script("shared/stores/record_progress.lua")
 HAND_OVER = load_script(_STATES, "shared/stores/record_hand_over.lua")
@@ -193,6 +196,75 @@ class Records(RedisStore):
             reason = "unfinished predictions leave no room for another one. Try again later."
             raise Overloaded(reason, retry_after_s=FULL_RETRY_S)
         return int(unfinished)
+
+    async def keep(
+        self,
+        record: str,
+        tenant: str,
+        document: bytes,
+        reply: bytes,
+        *,
+        created_at_s: float,
+        keep_s: int,
+    ) -> bool:
+        """Keeps an answer that was given without a record, as a prediction that succeeded.
+
+        Returns False if the record exists already. The budget is that of `create`.
+
+        Args:
+            record: its id.
+            tenant: its owner, in whose list it appears.
+            document: stored as given.
+            reply: the encoded ReplyBody.
+            created_at_s: unix time at which it was asked for.
+            keep_s: seconds to keep it.
+
+        Raises:
+            Overloaded: unfinished predictions leave no room for it.
+            Unavailable: Redis did not answer. It may have been kept.
+        """
+        keys = (self._key(record), self._store, self._of_tenant(tenant))
+        about = (time.time(), created_at_s, keep_s, tenant, record, document, reply)
+        kept, dropped = await self._commands.run_script(KEEP, keys, *about, LISTED, self._max_bytes)
+        DROPPED.inc(dropped)
+        if kept < 0:
+            raise Overloaded("unfinished predictions leave no room to keep the answer.")
+        return bool(kept)
+
+    async def put_document(
+        self,
+        record: str,
+        tenant: str,
+        document: bytes,
+        *,
+        keep_s: int | None,
+        replaces: bytes = b"",
+    ) -> bool:
+        """Stores a document that may change, in the budget of predictions.
+
+        Returns False if there is another one than `replaces`, or none any more.
+
+        Args:
+            record: its id.
+            tenant: its owner.
+            document: stored as given.
+            keep_s: seconds to keep it from now. None: as long as before.
+            replaces: the document that it takes the place of. Empty: it is new.
+
+        Raises:
+            Overloaded: unfinished predictions leave no room for it.
+            Unavailable: Redis did not answer. It may have been stored.
+        """
+        known = hashlib.sha1(replaces, usedforsecurity=False).hexdigest() if replaces else ""
+        args = (time.time(), "" if keep_s is None else keep_s, tenant, document, known)
+        keys = (self._key(record), self._store)
+        stored, dropped = await self._commands.run_script(
+            PUT_DOCUMENT, keys, *args, self._max_bytes
+        )
+        DROPPED.inc(dropped)
+        if stored < 0:
+            raise Overloaded("unfinished predictions leave no room to keep it. Try again later.")
+        return bool(stored)
 
     async def mark_published(self, record: str) -> None:
         """Notes that the broker has the job of a prediction.

@@ -18,7 +18,7 @@ from PIL import Image
 
 from shared.blob import Blob
 from shared.catalog import Model
-from shared.errors import BadInput, DeadlineExceeded, ModelFailed
+from shared.errors import BadInput, DeadlineExceeded, ModelFailed, PenstockError
 from shared.messages import (
     Item,
     ItemError,
@@ -102,6 +102,8 @@ class FakeWorker:
         self.go.set()
         self.claimed = asyncio.Event()
         self.broken = {"broken"}
+        self.refusal: PenstockError | None = None
+        """What every item fails with, as if the worker had found it wrong."""
         self.is_silent = False
         self.unreadable: set[str] = set()
         self.stores_results_in: ObjectStore | None = None
@@ -159,7 +161,7 @@ class FakeWorker:
             subscription.ack(message)  # type: ignore[arg-type]
             return
         await self.go.wait()
-        if is_prediction:
+        if is_prediction and self.refusal is None:
             await asyncio.gather(*(self._write(job, item) for item in job.body.items))
         for _ in range(self.jitter.randrange(30) if self.jitter else 0):
             await asyncio.sleep(0)
@@ -226,6 +228,8 @@ class FakeWorker:
         )
         if job.envelope.deadline_s < now_s:
             return failure(item.index, DeadlineExceeded(), receipt)
+        if self.refusal is not None:
+            return failure(item.index, self.refusal, receipt)
         # A prompt may be a list of tokens, which no set looks up.
         if getattr(item.input, "text", getattr(item.input, "prompt", "")) in [*self.broken]:
             return failure(item.index, ModelFailed("this input breaks the model"), receipt)

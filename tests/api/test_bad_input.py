@@ -99,7 +99,7 @@ async def test_embeddings(api: ApiUnderTest, body: object, param: str | None, re
         ({"prompt": "a", "stream": True}, "stream", "not streamed"),
         ({"prompt": "a", "response_format": "hex"}, "response_format", "'url' or 'b64_json'"),
         ({"prompt": "a", "output_format": "gif"}, "output_format", "'png', 'jpeg' or 'webp'"),
-        ({"prompt": "a", "output_compression": 50}, None, "jpeg and webp"),
+        ({"prompt": "a", "output_compression": 50}, "output_compression", "jpeg and webp"),
     ],
 )
 async def test_generations(api: ApiUnderTest, body: object, param: str | None, reason: str) -> None:

@@ -267,7 +267,8 @@ async def test_a_background_response_can_be_canceled(api: ApiUnderTest) -> None:
 async def test_a_failed_response_says_so(api: ApiUnderTest) -> None:
     api.worker.broken = {""}
     client = api.openai()
-    events = [one async for one in await client.responses.create(**asked(stream=True))]
+    given = asked(stream=True, background=True)
+    events = [one async for one in await client.responses.create(**given)]
     assert events[-1].type == "response.failed"
     assert "breaks the model" in events[-1].response.error.message
     again = await client.responses.retrieve(events[-1].response.id)
@@ -369,8 +370,12 @@ async def test_an_earlier_response_that_is_unknown_or_has_no_output_is_named(
             assert error["message"] == f"Previous response with id '{unknown}' not found."
         api.worker.broken = {""}
         failed = await api.http.post(
-            "/v1/responses", json=asked(store=True), headers=bearer("ours")
+            "/v1/responses", json=asked(background=True), headers=bearer("ours")
         )
+        path = f"/v1/responses/{failed.json()['id']}"
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while failed.json()["status"] in ("queued", "in_progress"):
+                failed = await api.http.get(path, headers=bearer("ours"))
         assert failed.json()["status"] == "failed"
         assert "no output" in (await after(failed.json()["id"], "ours"))["message"]
 
@@ -399,7 +404,7 @@ async def test_log_probabilities_come_as_they_are_asked_for(api: ApiUnderTest) -
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"max_output_tokens": 65}, "max_output_tokens"),
         ({"input": ""}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),

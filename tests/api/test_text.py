@@ -477,7 +477,7 @@ async def test_a_deleted_stream_of_many_texts_leaves_no_token(
     prompts = [f"say {letter} a b" for letter in "abcdefgh"]
     body = {"model": "writer", "prompt": prompts, "n": 8, "seed": 1, "stream": True}
     answer = await api.http.post("/v1/completions", json=body)
-    made = json.loads(parsed(answer.text)[0]["data"])["id"]
+    made = json.loads(parsed(answer.text)[0]["data"])["id"].replace("cmpl-", "pred_")
     with redis.Redis.from_url(redis_url) as kept:
         assert len(kept.keys(f"*tokens:{made}:*")) == 64
         assert (await api.http.delete(f"/v1/predictions/{made}")).status_code == 204

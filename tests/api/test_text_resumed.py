@@ -118,6 +118,9 @@ async def test_streams_of_one_tenant_leave_room_for_another(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("api.predictions.text_stream.MAX_STREAMS", 4)
+    # Their answers begin without tokens.
+    monkeypatch.setattr("api.predictions.text_stream.FIRST_EVENT_S", 0.0)
+    monkeypatch.setattr("api.predictions.text_stream.HEARTBEAT_S", 0.05)
     keys = keys_url(tmp_path, ours="a", theirs="b")
     async with (
         running_api(settings_for(tmp_path, redis_url=redis_url, keys_url=keys)) as api,

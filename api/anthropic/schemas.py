@@ -1,0 +1,356 @@
+"""The bodies of requests to and answers of /v1/messages.
+
+Fields are those of Anthropic's API (https://docs.claude.com/en/api/messages). A request is
+converted to that of a chat.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+
+from api.bodies import Body, EndUser, ItemId, Option, Options, WrongField
+from api.chat_bodies import MAX_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
+
+MAX_STOPS = 4
+"""As many as a chat takes."""
+
+
+class CacheControl(Body):
+    """Where a prefix ends that may be cached. All prefixes may, so it has no effect."""
+
+    type: Literal["ephemeral"]
+    ttl: Option | None = None
+
+
+class _Block(Body):
+    cache_control: CacheControl | None = Field(
+        None, exclude=True, description="Accepted, without effect."
+    )
+
+
+class TextBlock(_Block):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+    citations: list[Any] | None = Field(None, exclude=True, description="Accepted, and not kept.")
+
+
+class ToolUseBlock(_Block):
+    """A call of a tool in an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: ItemId
+    name: str
+    input: dict[str, Any]
+    caller: Options | None = Field(None, exclude=True, description="Accepted, without effect.")
+
+
+class ThinkingBlock(_Block):
+    """What a model thought before an earlier answer. Chat templates that know it get it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = Field(None, exclude=True)
+
+
+class RedactedThinkingBlock(_Block):
+    """What a model thought, and nobody can read."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+
+
+def _block_tag(given: Any) -> str:
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return f"{kind}:"
+
+
+_UNKNOWN_BLOCK = f"type is one of {', '.join(BLOCK_TYPES)}: text models read no others"
+TextContent = Annotated[
+    Annotated[str, Tag("text:")] | Annotated[list[TextBlock], Tag("list:")],
+    Discriminator(text_or_list),
+]
+
+
+class ToolResultBlock(_Block):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: ItemId
+    content: TextContent | None = None
+    is_error: bool | None = None
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("text:")]
+    | Annotated[ToolUseBlock, Tag("tool_use:")]
+    | Annotated[ToolResultBlock, Tag("tool_result:")]
+    | Annotated[ThinkingBlock, Tag("thinking:")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking:")],
+    Discriminator(_block_tag, custom_error_type="block_type", custom_error_message=_UNKNOWN_BLOCK),
+]
+MessageContent = Annotated[
+    Annotated[str, Tag("text:")] | Annotated[list[Block], Tag("list:")],
+    Discriminator(text_or_list),
+]
+
+
+class InputMessage(Body):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: MessageContent
+
+    def to_chat(self) -> Iterator[dict[str, Any]]:
+        """Yields the messages of a chat. Results of tools are messages of their own."""
+        blocks = self.content
+        if isinstance(blocks, str):
+            yield {"role": self.role, "content": blocks}
+            return
+        for block in blocks:
+            if isinstance(block, ToolResultBlock):
+                content = _text_of(block.content)
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+        text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+        calls = [_call_of(block) for block in blocks if isinstance(block, ToolUseBlock)]
+        thought = "".join(one.thinking for one in blocks if isinstance(one, ThinkingBlock))
+        message: dict[str, Any] = {"role": self.role, "content": text}
+        if calls:
+            message |= {"tool_calls": calls, "content": text or None}
+        if thought:
+            message["reasoning_content"] = thought
+        if text or calls or not any(isinstance(one, ToolResultBlock) for one in blocks):
+            yield message
+
+
+def _call_of(block: ToolUseBlock) -> dict[str, Any]:
+    function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _text_of(content: str | Sequence[TextBlock] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(block.text for block in content)
+
+
+class MessageTool(_Block):
+    """A tool that the model may call. Anthropic's own tools are not supported."""
+
+    type: Literal["custom"] | None = None
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = None
+    input_schema: dict[str, Any] = Field(description="JSON schema of its input.")
+    strict: bool | None = None
+    eager_input_streaming: bool | None = Field(None, description="Accepted, without effect.")
+    input_examples: list[Any] | None = Field(None, description="Accepted, without effect.")
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Option] | None = Field(None, description="Accepted, without effect.")
+
+    def to_chat(self) -> dict[str, Any]:
+        """Returns the tool of a chat."""
+        function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": function}
+
+
+class MessageToolChoice(Body):
+    """Whether a tool is called, and which. `any`: one of them."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = Field(None, description="Accepted, without effect.")
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> MessageToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise WrongField("name", "belongs to type tool, and that needs it")
+        return self
+
+    def to_chat(self) -> Any:
+        """Returns the `tool_choice` of a chat."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class MessageMetadata(Body):
+    """Facts about the request."""
+
+    user_id: EndUser | None = None
+
+
+class Thinking(Body):
+    """Whether the model is to think first. Accepted, without effect."""
+
+    type: Option
+    budget_tokens: int | None = None
+    display: Option | None = None
+
+
+class JsonFormat(Body):
+    """A schema that the text matches."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """The format of the text."""
+
+    format: JsonFormat | None = None
+    effort: Option | None = Field(None, description="Accepted, without effect.")
+    task_budget: Options | None = Field(None, description="Accepted, without effect.")
+
+
+class CountBody(Body):
+    """Messages whose tokens are counted."""
+
+    messages: list[InputMessage] = Field(min_length=1, max_length=2048)
+    model: str | None = Field(None, description="Default: the first text model of the catalog.")
+    system: TextContent | None = None
+    tools: list[MessageTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = Field(None, description="Accepted, without effect.")
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = Field(None, description="Accepted, without effect.")
+    context_management: None = None
+    mcp_servers: None = None
+
+    def to_chat(self, **more: Any) -> ChatBody:
+        """Returns the chat that asks for the same.
+
+        Raises:
+            pydantic.ValidationError: parts of it don't belong together.
+        """
+        system = _text_of(self.system)
+        given: dict[str, Any] = {
+            "model": self.model,
+            "messages": [
+                *([{"role": "system", "content": system}] if system else []),
+                *(chat for message in self.messages for chat in message.to_chat()),
+            ],
+            "tools": [tool.to_chat() for tool in self.tools] if self.tools else None,
+        }
+        if self.tool_choice is not None:
+            given["tool_choice"] = self.tool_choice.to_chat()
+        if self.output_config is not None and self.output_config.format is not None:
+            schema = {"name": "answer", "schema": self.output_config.format.schema_}
+            given["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return ChatBody.model_validate(given | more)
+
+
+class MessagesBody(CountBody):
+    """A conversation to continue."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "max_tokens": 16,
+                "messages": [{"role": "user", "content": "What is a mill?"}],
+                "temperature": 0,
+            }
+        },
+    )
+
+    max_tokens: int = Field(ge=1)
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Share | None = None
+    top_k: int | None = Field(None, ge=0, le=2**20)
+    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(
+        None, max_length=MAX_STOPS
+    )
+    metadata: MessageMetadata | None = None
+    service_tier: Option | None = Field(None, description="Accepted, without effect.")
+    inference_geo: Option | None = Field(None, description="Accepted, without effect.")
+    container: None = None
+
+    def to_generation(self) -> ChatBody:
+        """Returns the chat that asks for the same text.
+
+        Raises:
+            pydantic.ValidationError: parts of it don't belong together.
+        """
+        return self.to_chat(
+            max_completion_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop_sequences or None,
+            stream=bool(self.stream),
+        )
+
+
+StopReason = Literal["end_turn", "max_tokens", "tool_use"]
+
+
+class ShownText(msgspec.Struct, tag_field="type", tag="text"):
+    """The model's message."""
+
+    text: str
+    citations: None = None
+
+
+class ShownToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """A call that the model asks for."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ShownBlock = ShownText | ShownToolUse
+
+
+class MessagesUsage(msgspec.Struct):
+    """Tokens that were read and written. `input_tokens` leaves out those that were cached."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class MessageReply(msgspec.Struct):
+    """An answer."""
+
+    id: str
+    model: str
+    content: list[ShownBlock]
+    stop_reason: StopReason | None
+    usage: MessagesUsage
+    stop_sequence: None = None
+    role: Literal["assistant"] = "assistant"
+    type: Literal["message"] = "message"
+
+
+class TokenCountReply(msgspec.Struct):
+    """How many tokens the model would read."""
+
+    input_tokens: int
+
+
+class AnthropicError(msgspec.Struct):
+    """Why a request failed."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorReply(msgspec.Struct):
+    """The body of every error."""
+
+    error: AnthropicError
+    request_id: str | None = None
+    type: Literal["error"] = "error"

@@ -1,0 +1,294 @@
+"""/v1/conversations in OpenAI's shape: items that responses continue and add to."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.bodies import Body, Metadata
+from api.errors import NotFound
+from api.http import openapi
+from api.http.request import ApiRequest, authenticate
+from api.openai.item_pages import After, ItemsPage, Limit, Order, page_of
+from api.openai.responses_schemas import InputItem, ItemReference
+from api.openai.stored import referenced_items, shown_items, state_of
+from api.predictions.conversations import Conversation, ConversationBusy, Entry
+from api.predictions.creation import PredictionSnapshot
+
+MAX_NEW_ITEMS = 20
+"""OpenAI's bound."""
+PATH = "/v1/conversations"
+router = APIRouter()
+
+
+class ConversationBody(Body):
+    """A conversation to begin."""
+
+    items: Annotated[list[InputItem], Field(max_length=MAX_NEW_ITEMS)] | None = None
+    metadata: Metadata | None = None
+
+
+class ConversationChange(Body):
+    """What is to change of a conversation."""
+
+    metadata: Metadata | None
+
+
+class NewItems(Body):
+    """Items to add at the end."""
+
+    items: list[InputItem] = Field(min_length=1, max_length=MAX_NEW_ITEMS)
+
+
+class ConversationReply(msgspec.Struct):
+    """A conversation, without its items."""
+
+    id: str
+    created_at: int
+    metadata: dict[str, str]
+    object: Literal["conversation"] = "conversation"
+
+
+class ConversationDeleted(msgspec.Struct):
+    """A deleted conversation."""
+
+    id: str
+    deleted: bool = True
+    object: Literal["conversation.deleted"] = "conversation.deleted"
+
+
+@router.post(
+    PATH,
+    summary="Create a conversation",
+    openapi_extra=openapi.json_body(ConversationBody),
+    responses=openapi.responses(ConversationReply, 400, 401, 404, 408, 413, 429, 503),
+)
+async def create_conversation(request: Request) -> Response:
+    """Responses with this `conversation` continue it. Kept for as long as responses are."""
+    call = authenticate(request)
+    body = await call.read_json(ConversationBody)
+    items = await items_to_add(call, body.items or [])
+    keep_s = call.caller.plan.prediction_keep_s
+    made = await call.dependencies.conversations.create(
+        call.tenant, body.metadata or {}, items, keep_s
+    )
+    return _reply(made)
+
+
+@router.get(
+    PATH + "/{conversation_id}",
+    summary="Get a conversation",
+    openapi_extra=openapi.AUTHENTICATED,
+    responses=openapi.responses(ConversationReply, 401, 404, 503),
+)
+async def read_conversation(request: Request, conversation_id: str) -> Response:
+    """A conversation, without its items."""
+    call = authenticate(request)
+    return _reply(await call.dependencies.conversations.read(call.tenant, conversation_id))
+
+
+@router.post(
+    PATH + "/{conversation_id}",
+    summary="Change a conversation",
+    openapi_extra=openapi.json_body(ConversationChange),
+    responses=openapi.responses(ConversationReply, 400, 401, 404, 408, 413, 429, 503),
+)
+async def change_conversation(request: Request, conversation_id: str) -> Response:
+    """Replaces its metadata."""
+    call = authenticate(request)
+    body = await call.read_json(ConversationChange)
+
+    def change(found: Conversation) -> None:
+        found.metadata = body.metadata or {}
+
+    return _reply(await _changed(call, conversation_id, change))
+
+
+@router.delete(
+    PATH + "/{conversation_id}",
+    summary="Delete a conversation",
+    openapi_extra=openapi.AUTHENTICATED,
+    responses=openapi.responses(ConversationDeleted, 401, 404, 503),
+)
+async def delete_conversation(request: Request, conversation_id: str) -> Response:
+    """Deletes a conversation with its items. Its responses stay."""
+    call = authenticate(request)
+    await call.dependencies.conversations.delete(call.tenant, conversation_id)
+    return _json(ConversationDeleted(conversation_id))
+
+
+@router.get(
+    PATH + "/{conversation_id}/items",
+    summary="List the items of a conversation",
+    openapi_extra=openapi.AUTHENTICATED,
+    responses=openapi.responses(ItemsPage, 400, 401, 404, 429, 503),
+)
+async def list_items(
+    request: Request,
+    conversation_id: str,
+    limit: Limit = 20,
+    order: Order = "desc",
+    after: After = "",
+) -> Response:
+    """All items, with the output of responses that have ended."""
+    call = authenticate(request)
+    found = await settled(call, conversation_id)
+    return _json(page_of(found.items, limit, order, after))
+
+
+@router.post(
+    PATH + "/{conversation_id}/items",
+    summary="Add items to a conversation",
+    openapi_extra=openapi.json_body(NewItems),
+    responses=openapi.responses(ItemsPage, 400, 401, 404, 408, 413, 429, 503),
+)
+async def add_items(request: Request, conversation_id: str) -> Response:
+    """Adds items at the end."""
+    call = authenticate(request)
+    body = await call.read_json(NewItems)
+    items = await items_to_add(call, body.items)
+    await add_to(call, conversation_id, items)
+    return _json(page_of(items, len(items), "asc", ""))
+
+
+@router.get(
+    PATH + "/{conversation_id}/items/{item_id}",
+    summary="Get an item of a conversation",
+    openapi_extra=openapi.AUTHENTICATED,
+    responses=openapi.responses(ConversationReply, 401, 404, 429, 503)
+    | {200: openapi.any_object("The item.")},
+)
+async def read_item(request: Request, conversation_id: str, item_id: str) -> Response:
+    """An item."""
+    call = authenticate(request)
+    found = await settled(call, conversation_id)
+    item = next((one for one in found.items if one["id"] == item_id), None)
+    if item is None:
+        raise _no_item(item_id)
+    return Response(msgspec.json.encode(item), media_type="application/json")
+
+
+@router.delete(
+    PATH + "/{conversation_id}/items/{item_id}",
+    summary="Delete an item of a conversation",
+    openapi_extra=openapi.AUTHENTICATED,
+    responses=openapi.responses(ConversationReply, 400, 401, 404, 429, 503),
+)
+async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:
+    """Removes an item. The answer is the conversation."""
+    call = authenticate(request)
+    await settled(call, conversation_id)
+
+    def change(found: Conversation) -> None:
+        left = [entry for entry in found.entries if entry.item.get("id") != item_id]
+        if len(left) == len(found.entries):
+            raise _no_item(item_id)
+        found.entries = left
+
+    return _reply(await _changed(call, conversation_id, change))
+
+
+async def settled(call: ApiRequest, conversation_id: str) -> Conversation:
+    """Returns a conversation with the output of all responses that have ended.
+
+    Raises:
+        NotFound: the tenant has none of this id, or it has expired.
+        ConversationBusy: others change it all the time.
+        Unavailable: Redis is out of reach.
+    """
+    found = await call.dependencies.conversations.read(call.tenant, conversation_id)
+    outputs: dict[str, list[Entry]] = {}
+    for prediction in found.pending:
+        snapshot = await _prediction(call, prediction)
+        if snapshot is None:
+            outputs[prediction] = []
+        elif snapshot.record.is_over:
+            output = msgspec.to_builtins(state_of(call, snapshot).output)
+            outputs[prediction] = [Entry(item) for item in output]
+    if not outputs:
+        return found
+
+    def change(found: Conversation) -> None:
+        found.entries = [
+            one for entry in found.entries for one in outputs.get(entry.prediction, [entry])
+        ]
+
+    return await _changed(call, conversation_id, change)
+
+
+async def unlocked(call: ApiRequest, conversation_id: str) -> Conversation:
+    """Returns a settled conversation in which no response is being written.
+
+    Raises:
+        ConversationBusy: one is.
+    """
+    found = await settled(call, conversation_id)
+    if found.pending:
+        raise ConversationBusy(
+            "conversation: a response of it is still being written; try again when it has ended",
+            field="conversation",
+        )
+    return found
+
+
+async def add_to(
+    call: ApiRequest, conversation_id: str, items: Sequence[dict[str, Any]], prediction: str = ""
+) -> None:
+    """Adds items at the end, and the output of a prediction once it has ended."""
+    new = [Entry(item) for item in items] + [Entry(prediction=prediction)] * bool(prediction)
+
+    def change(found: Conversation) -> None:
+        found.entries = [*found.entries, *new]
+
+    await _changed(call, conversation_id, change)
+
+
+async def items_to_add(call: ApiRequest, given: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns items as they are stored: with ids, and those that are referred to."""
+    names = [item.id for item in given if isinstance(item, ItemReference)]
+    known = await referenced_items(call, names)
+    dumped = [
+        known[item.id]
+        if isinstance(item, ItemReference)
+        else item.model_dump(mode="json", exclude_unset=True)
+        for item in given
+    ]
+    return as_stored(dumped)
+
+
+def as_stored(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns items with ids."""
+    return shown_items(items, secrets.token_hex(12))
+
+
+async def _changed(call: ApiRequest, conversation_id: str, change: Any) -> Conversation:
+    keep_s = call.caller.plan.prediction_keep_s
+    return await call.dependencies.conversations.change(
+        call.tenant, conversation_id, change, keep_s
+    )
+
+
+async def _prediction(call: ApiRequest, prediction_id: str) -> PredictionSnapshot | None:
+    try:
+        return await call.dependencies.predictions.read(call.tenant, prediction_id)
+    except NotFound:
+        return None
+
+
+def _no_item(item_id: str) -> NotFound:
+    return NotFound(f"Item with id '{item_id[:80]}' not found.")
+
+
+def _reply(found: Conversation) -> Response:
+    return _json(ConversationReply(found.id, int(found.created_at_s), found.metadata))
+
+
+def _json(reply: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(reply), media_type="application/json")

@@ -1,0 +1,41 @@
+"""Pages of lists in OpenAI's shape."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import Query
+
+from shared.errors import BadInput
+
+Limit = Annotated[int, Query(ge=1, le=100, description="Items on a page.")]
+Order = Annotated[Literal["asc", "desc"], Query(description="By their place: `asc` or `desc`.")]
+After = Annotated[str, Query(description="Only items behind the one with this id.")]
+
+
+class ItemsPage(msgspec.Struct):
+    """A page of a list, with the ids of its first and its last item."""
+
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+def page_of(items: list[dict[str, Any]], limit: int, order: str, after: str) -> ItemsPage:
+    """Returns a page of items, which come oldest first.
+
+    Raises:
+        BadInput: there is no item `after`.
+    """
+    ordered = items if order == "asc" else items[::-1]
+    if after:
+        place = next((at for at, item in enumerate(ordered) if item["id"] == after), None)
+        if place is None:
+            raise BadInput("after: is not the id of an item of this list", field="after")
+        ordered = ordered[place + 1 :]
+    page = ordered[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return ItemsPage(page, first, last, has_more=len(ordered) > limit)

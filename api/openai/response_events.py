@@ -1,0 +1,291 @@
+"""A response, whole and as events. Its items and events have ids and numbers that follow from it.
+
+The sequence number of an event follows from the tokens that a reader has with it, not from the
+number of earlier events: it is the same on every instance, also if one could not read the tokens
+for a while. The first events have the numbers 0 to 3. An event with tokens has 3 plus the number of
+tokens so far. The final events are numbered after the maximum number of tokens. So numbers grow,
+with gaps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from api.openai import ids
+from api.openai.generation import chat_choice, results_of, shown_of
+from api.openai.responses_schemas import (
+    ConversationShown,
+    IncompleteDetails,
+    InputDetails,
+    LogprobOfText,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    ResponseBody,
+    ResponseError,
+    ResponseReply,
+    ResponseStatus,
+    ResponseUsage,
+    WrittenDetails,
+)
+from shared.catalog import Model
+from shared.errors import Canceled, PenstockError, error_for_code
+from shared.messages import ItemOutcome
+from shared.tasks.text import GenerationResult, TokenLogprob
+
+_ITEM, _PART = 2, 3
+"""The numbers of the events that begin a message."""
+_encode = msgspec.json.Encoder().encode
+
+
+class ResponseEvents:
+    """The answer to one request, and its events after number `after`.
+
+    Args:
+        body: the body of the request. Its `max_output_tokens` is set if events are sent.
+        made: the id of the answer.
+        created_at_s: when it was requested.
+        model: the model that generates it.
+        after: the sequence number of the last event that the reader has. -1: none.
+    """
+
+    def __init__(
+        self, body: ResponseBody, made: str, created_at_s: float, model: Model, after: int = -1
+    ) -> None:
+        self._body = body
+        self._chat = body.to_chat()
+        self._made = made
+        self._digits = made.removeprefix(ids.RESPONSE)
+        self._created = int(created_at_s)
+        self._model = model
+        self._after = after
+        self._has_tools = bool(self._chat.allowed_tools)
+        self._first_end = _PART + (body.max_output_tokens or 0) + 1
+        self._last = self._first_end
+
+    @property
+    def seen(self) -> tuple[bool, int, int]:
+        """State of a reader after event `after`: the opening, tokens, and pieces of the end."""
+        if self._after < _PART:
+            return False, 0, 0
+        if self._after < self._first_end:
+            return True, self._after - _PART, 0
+        return True, self._first_end - _PART - 1, self._after - self._first_end + 1
+
+    def reply(self, status: ResponseStatus, **facts: Any) -> ResponseReply:
+        """Returns the answer without its output."""
+        body = self._body
+        given = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        return ResponseReply(
+            id=self._made,
+            created_at=self._created,
+            model=self._model.name,
+            status=status,
+            instructions=body.instructions,
+            background=bool(body.background),
+            max_output_tokens=body.max_output_tokens,
+            previous_response_id=body.previous_response_id,
+            metadata=body.metadata or {},
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            text=given.get("text") or {"format": {"type": "text"}},
+            tool_choice=given.get("tool_choice") or "auto",
+            tools=given.get("tools") or [],
+            top_p=1.0 if body.top_p is None else body.top_p,
+            max_tool_calls=body.max_tool_calls,
+            prompt_cache_key=body.prompt_cache_key,
+            reasoning=body.reasoning,
+            safety_identifier=body.safety_identifier,
+            store=body.is_kept,
+            top_logprobs=body.top_logprobs or 0,
+            user=body.user,
+            conversation=ConversationShown(name) if (name := body.conversation_id) else None,
+            **facts,
+        )
+
+    def whole(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> ResponseReply:
+        """Returns the answer with its output, which was written until `ended_at_s`."""
+        (result,) = results_of(outcomes, self._model)
+        is_cut = result.finish_reason == "length"
+        return self.reply(
+            "incomplete" if is_cut else "completed",
+            output=self._output(result),
+            completed_at=None if is_cut else int(ended_at_s),
+            incomplete_details=IncompleteDetails() if is_cut else None,
+            usage=ResponseUsage(
+                result.input_tokens,
+                InputDetails(result.cached_tokens),
+                result.output_tokens,
+                WrittenDetails(),
+                result.input_tokens + result.output_tokens,
+            ),
+        )
+
+    def _output(self, result: GenerationResult) -> list[OutputItem]:
+        message = chat_choice(self._chat, self._made, 0, result).message
+        calls = message.tool_calls if isinstance(message.tool_calls, list) else []
+        items: list[OutputItem] = []
+        if message.content or not calls:
+            encoded = self._logprobs(result.logprobs)
+            is_cut = result.finish_reason == "length" and not calls
+            said = [OutputText(message.content or "", logprobs=encoded)]
+            items.append(self._message(said, "incomplete" if is_cut else "completed"))
+        return items + [
+            OutputCall(
+                f"fc_{self._digits}_{number}", call.id, call.function.name, call.function.arguments
+            )
+            for number, call in enumerate(calls)
+        ]
+
+    def _message(self, content: list[OutputText], status: str = "completed") -> OutputMessage:
+        return OutputMessage(f"msg_{self._digits}", content, status)
+
+    def opening(self, index: int) -> bytes | None:
+        """Returns the event for a created answer."""
+        begun = self.reply("in_progress")
+        return self._joined(
+            self._event(0, "response.created", response=begun),
+            self._event(1, "response.in_progress", response=begun),
+        )
+
+    def delta(
+        self,
+        index: int,
+        before: str,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        at: tuple[int, int],
+    ) -> bytes | None:
+        """Returns the addition to the message. A possible start of a tool call is held back."""
+        shown, now = self._shown(before), self._shown(before + text)
+        if now == shown:
+            return None
+        encoded = self._logprobs(logprobs)
+        tokens, ended = at
+        number = self._first_end + ended - 1 if ended else _PART + tokens
+        begin = [] if shown else self._begin(_ITEM, _PART)
+        return self._joined(*begin, self._delta(number, now[len(shown) :], encoded))
+
+    def _logprobs(self, given: Sequence[TokenLogprob]) -> list[LogprobOfText]:
+        """Returns the requested ones."""
+        return [_shown_logprob(one) for one in given] if self._body.has_logprobs else []
+
+    def _shown(self, text: str) -> str:
+        return shown_of(text) if self._has_tools else text
+
+    def _begin(self, item: int, part: int) -> list[bytes]:
+        added = self._message([], "in_progress")
+        return [
+            self._event(item, "response.output_item.added", output_index=0, item=added),
+            self._event(part, "response.content_part.added", **self._place(), part=OutputText("")),
+        ]
+
+    def _delta(self, number: int, text: str, logprobs: list[LogprobOfText]) -> bytes:
+        kind = "response.output_text.delta"
+        return self._event(number, kind, **self._place(), delta=text, logprobs=logprobs)
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": f"msg_{self._digits}", "output_index": 0, "content_index": 0}
+
+    def ending(self, index: int, result: GenerationResult) -> list[bytes]:
+        """Returns the text held back, and the ends of items, numbered from the piece before."""
+        events: list[tuple[str, dict[str, Any]]] = []
+        shown = self._shown(result.text)
+        for at, item in enumerate(self._output(result)):
+            if isinstance(item, OutputMessage):
+                events += self._message_end(item, shown)
+            else:
+                events += _call_events(item, at)
+        first = self._first_end + 1
+        self._last = first + len(events)
+        return [
+            self._event(first + at, kind, **facts, is_kept=True)
+            for at, (kind, facts) in enumerate(events)
+        ]
+
+    def _message_end(self, item: OutputMessage, shown: str) -> list[tuple[str, dict[str, Any]]]:
+        (part,), place = item.content, self._place()
+        events: list[tuple[str, dict[str, Any]]] = []
+        if not shown:
+            added = {"output_index": 0, "item": self._message([], "in_progress")}
+            events.append(("response.output_item.added", added))
+            events.append(("response.content_part.added", {**place, "part": OutputText("")}))
+        if rest := part.text[len(shown) :]:
+            facts = {**place, "delta": rest, "logprobs": []}
+            events.append(("response.output_text.delta", facts))
+        done = {**place, "text": part.text, "logprobs": part.logprobs}
+        events.append(("response.output_text.done", done))
+        events.append(("response.content_part.done", {**place, "part": part}))
+        events.append(("response.output_item.done", {"output_index": 0, "item": item}))
+        return events
+
+    def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
+        """Returns the whole answer."""
+        whole = self.whole(outcomes, ended_at_s)
+        event = self._event(self._last, f"response.{whole.status}", response=whole)
+        return [event] if event else []
+
+    def failure(self, error: PenstockError) -> bytes:
+        """Returns the event for a failed answer."""
+        failed = self.failed(error)
+        return self._event(self._last, "response.failed", response=failed, is_kept=True)
+
+    def failed(self, error: PenstockError) -> ResponseReply:
+        """Returns the failed answer, with its error."""
+        if isinstance(error, Canceled):
+            return self.reply("cancelled")
+        error = as_asked(error)
+        return self.reply("failed", error=ResponseError(error.code, error.public_message))
+
+    def _event(self, number: int, kind: str, *, is_kept: bool = False, **facts: Any) -> bytes:
+        """Returns an event. Empty if the reader has it."""
+        if number <= self._after and not is_kept:
+            return b""
+        event = {"type": kind, "sequence_number": number, **facts}
+        return f"event: {kind}\n".encode() + b"data: " + _encode(event) + b"\n\n"
+
+    def _joined(self, *events: bytes) -> bytes | None:
+        return b"".join(events) or None
+
+
+def _shown_logprob(one: TokenLogprob) -> LogprobOfText:
+    tops = [LogprobOfText(top.token, top.logprob, list(top.data)) for top in one.top]
+    return LogprobOfText(one.token, one.logprob, list(one.data), tops)
+
+
+def _call_events(call: OutputCall, at: int) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the events of a call, which comes in one piece."""
+    place = {"output_index": at, "item_id": call.id}
+    begun = msgspec.structs.replace(call, arguments="", status="in_progress")
+    written = {**place, "arguments": call.arguments, "name": call.name}
+    return [
+        ("response.output_item.added", {"output_index": at, "item": begun}),
+        ("response.function_call_arguments.delta", {**place, "delta": call.arguments}),
+        ("response.function_call_arguments.done", written),
+        ("response.output_item.done", {"output_index": at, "item": call}),
+    ]
+
+
+_FIELDS_OF_CHATS = {
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "logprobs": "include",
+}
+"""The fields of a chat that have another name in a response."""
+
+
+def as_asked(error: PenstockError) -> PenstockError:
+    """Returns an error about a field of the chat as one about the field that was sent."""
+    field = _FIELDS_OF_CHATS.get(error.field or "")
+    if field is None:
+        return error
+    message = re.sub(rf"^{error.field}\b", field, error.public_message)
+    return error_for_code(error.code, message, field)

@@ -1,0 +1,172 @@
+"""Finds stored chats and responses by their ids, and items of responses by theirs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from api.errors import NotFound
+from api.http.request import ApiRequest
+from api.openai.ids import CHAT, RESPONSE, answer_id
+from api.openai.response_events import ResponseEvents
+from api.openai.responses_schemas import ResponseBody, ResponseReply
+from api.predictions.creation import PredictionSnapshot
+from shared.predictions import ended_at_s
+
+PATH_OF_RESPONSES = "/v1/responses"
+MAX_REFERENCED = 64
+"""Responses that the references of one request may name."""
+_DIGITS = re.compile(r"[0-9a-f]{24}")
+_OUTPUT_ITEM = re.compile(r"(?:msg|fc)_([0-9a-f]{24})(?:_\d{1,4})?")
+_NAMES = {CHAT: "Chat completion", RESPONSE: "Response"}
+
+
+async def find_stored(
+    call: ApiRequest, prefix: str, endpoint: str, shown: str
+) -> PredictionSnapshot:
+    """Returns the prediction of an answer of the tenant.
+
+    Args:
+        call: the authenticated request.
+        prefix: of ids of such answers.
+        endpoint: the path that creates such answers.
+        shown: the id, as the caller has it.
+
+    Raises:
+        NotFound: the tenant has no such answer, or it has expired.
+        Forbidden: the key may not do this with results of that endpoint or model.
+        Unavailable: Redis is out of reach.
+    """
+    digits = shown.removeprefix(prefix)
+    if shown.startswith(prefix) and _DIGITS.fullmatch(digits):
+        try:
+            snapshot = await call.prediction(f"pred_{digits}")
+        except NotFound:
+            pass
+        else:
+            if snapshot.prediction.endpoint == endpoint:
+                return snapshot
+    raise not_found(prefix, shown)
+
+
+def not_found(prefix: str, shown: str) -> NotFound:
+    """Returns the error for an answer that is not there, in OpenAI's words."""
+    return NotFound(f"{_NAMES[prefix]} with id '{shown[:80]}' not found.")
+
+
+async def find_response(
+    call: ApiRequest, response_id: str, *, is_resumed: bool = False
+) -> PredictionSnapshot:
+    """Returns a response of the tenant that can be read again.
+
+    Args:
+        call: the authenticated request.
+        response_id: its id.
+        is_resumed: whether its stream is read on, which needs no `store`.
+
+    Raises:
+        NotFound: there is none, or it was not stored.
+        Forbidden: the key may not do this with results of responses or of the model.
+        Unavailable: Redis is out of reach.
+    """
+    snapshot = await find_stored(call, RESPONSE, PATH_OF_RESPONSES, response_id)
+    if snapshot.prediction.input.get("store") is False and not is_resumed:
+        raise not_found(RESPONSE, response_id)
+    return snapshot
+
+
+def response_of(
+    call: ApiRequest, snapshot: PredictionSnapshot, after: int = -1
+) -> tuple[ResponseBody, ResponseEvents]:
+    """Returns the request of a response, and its events after number `after`."""
+    prediction = snapshot.prediction
+    model = call.dependencies.catalog.find(prediction.model)
+    call.use(model)
+    body = ResponseBody.model_validate(prediction.input)
+    made = answer_id(RESPONSE, prediction.id)
+    return body, ResponseEvents(body, made, prediction.created_at_s, model, after)
+
+
+def state_of(call: ApiRequest, snapshot: PredictionSnapshot) -> ResponseReply:
+    """Returns a response as it is now."""
+    record = snapshot.record
+    _, events = response_of(call, snapshot)
+    if record.state == "succeeded" and record.reply is not None:
+        return events.whole(record.reply.outcomes, ended_at_s(record))
+    if not record.is_over:
+        return events.reply("queued" if record.state == "starting" else "in_progress")
+    return events.failed(snapshot.failure)
+
+
+async def referenced_items(call: ApiRequest, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns the items of stored responses, by their ids.
+
+    Raises:
+        NotFound: an item is not there. `field` is "input".
+        Unavailable: Redis is out of reach.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        if name in found:
+            continue
+        match = _OUTPUT_ITEM.fullmatch(name)
+        if match is None or len(found) > MAX_REFERENCED:
+            raise _no_item(name)
+        try:
+            snapshot = await find_response(call, RESPONSE + match[1])
+        except NotFound:
+            raise _no_item(name) from None
+        output = msgspec.to_builtins(state_of(call, snapshot).output)
+        found |= {item["id"]: item for item in output}
+        if name not in found:
+            raise _no_item(name)
+    return found
+
+
+def _no_item(name: str) -> NotFound:
+    return NotFound(
+        f"Item with id '{name[:80]}' not found. Items are not kept if `store` is false. Send the "
+        "item itself in place of its reference.",
+        field="input",
+    )
+
+
+def shown_items(given: Sequence[dict[str, Any]], digits: str) -> list[dict[str, Any]]:
+    """Returns items as lists of items show them. Those without an id get one.
+
+    Args:
+        given: as they were sent.
+        digits: make the ids unique.
+    """
+    return [_shown_item(item, f"{digits}_in{number}") for number, item in enumerate(given)]
+
+
+_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def _shown_item(given: dict[str, Any], place: str) -> dict[str, Any]:
+    kind = given.get("type") or "message"
+    shown = {
+        "id": given.get("id") or f"{_PREFIXES.get(kind, 'msg')}_{place}",
+        "type": kind,
+        "status": given.get("status") or "completed",
+    }
+    rest = {name: value for name, value in given.items() if value is not None}
+    if kind == "message":
+        rest["content"] = _parts(given["content"], is_said=given["role"] == "assistant")
+    if kind == "reasoning":
+        rest.setdefault("summary", [])
+    return rest | shown
+
+
+def _parts(content: Any, *, is_said: bool) -> list[dict[str, Any]]:
+    parts = [{"text": content}] if isinstance(content, str) else content
+    if is_said:
+        return [
+            {"type": "output_text", "text": part["text"], "annotations": [], "logprobs": []}
+            for part in parts
+        ]
+    return [{"type": "input_text", "text": part["text"]} for part in parts]

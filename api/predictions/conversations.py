@@ -1,0 +1,175 @@
+"""Conversations: items that requests add to, kept beside predictions and in their budget.
+
+A conversation is one document in Redis. It is replaced only if nobody changed it in the meantime.
+The output of a response that is still being written is a reference to its prediction. The next
+reader puts the items in its place.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from api.errors import NotFound, NotNow
+from api.predictions.service import DOCUMENT_MAX_BYTES
+from shared.errors import InputTooLarge
+from shared.stores.records import Records
+
+ID = re.compile(r"conv_[0-9a-f]{24}")
+MAX_ITEMS = 2048
+"""As many as a response may have as its input."""
+_ATTEMPTS = 10
+
+
+class Entry(msgspec.Struct, omit_defaults=True):
+    """An item, or the prediction whose output is to come."""
+
+    item: dict[str, Any] = {}
+    prediction: str = ""
+
+
+class Conversation(msgspec.Struct, kw_only=True):
+    """The document of a conversation."""
+
+    id: str
+    tenant: str
+    created_at_s: float
+    metadata: dict[str, str] = {}
+    entries: list[Entry] = []
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """Its items, oldest first."""
+        return [entry.item for entry in self.entries if entry.item]
+
+    @property
+    def pending(self) -> list[str]:
+        """The predictions whose output is to come."""
+        return [entry.prediction for entry in self.entries if entry.prediction]
+
+
+_decoder = msgspec.json.Decoder(Conversation)
+
+
+class ConversationBusy(NotNow):
+    """Other requests change the conversation."""
+
+    code = "conversation_locked"
+
+
+class Conversations:
+    """The conversations of all tenants.
+
+    Args:
+        records: stores them.
+        keep_s: seconds for which one is kept after its last change, if a plan says nothing else.
+    """
+
+    def __init__(self, records: Records, *, keep_s: int) -> None:
+        self._records = records
+        self._keep_s = keep_s
+
+    async def create(
+        self,
+        tenant: str,
+        metadata: dict[str, str],
+        items: list[dict[str, Any]],
+        keep_s: int | None,
+    ) -> Conversation:
+        """Creates a conversation.
+
+        Raises:
+            InputTooLarge: it has too many items, or too large ones.
+            Overloaded: there is no room.
+            Unavailable: Redis is out of reach.
+        """
+        made = Conversation(
+            id=f"conv_{secrets.token_hex(12)}",
+            tenant=tenant,
+            created_at_s=time.time(),
+            metadata=metadata,
+            entries=[Entry(item) for item in items],
+        )
+        await self._records.put_document(
+            made.id, tenant, _encode(made), keep_s=self._keep_s if keep_s is None else keep_s
+        )
+        return made
+
+    async def read(self, tenant: str, conversation_id: str) -> Conversation:
+        """Returns a conversation of the tenant.
+
+        Raises:
+            NotFound: the tenant has none of this id, or it has expired.
+            Unavailable: Redis is out of reach.
+        """
+        return (await self._read(tenant, conversation_id))[0]
+
+    async def change(
+        self,
+        tenant: str,
+        conversation_id: str,
+        change: Callable[[Conversation], None],
+        keep_s: int | None,
+    ) -> Conversation:
+        """Changes a conversation. `change` may be called several times, each with a new copy.
+
+        Raises:
+            NotFound: the tenant has none of this id, or it has expired.
+            InputTooLarge: it would have too many items, or too large ones.
+            ConversationBusy: others change it all the time.
+            Overloaded: there is no room.
+            Unavailable: Redis is out of reach.
+        """
+        keep_s = self._keep_s if keep_s is None else keep_s
+        for _ in range(_ATTEMPTS):
+            found, document = await self._read(tenant, conversation_id)
+            change(found)
+            if await self._records.put_document(
+                found.id, tenant, _encode(found), keep_s=keep_s, replaces=document
+            ):
+                return found
+        raise ConversationBusy(
+            "conversation: other requests change it; try again", field="conversation"
+        )
+
+    async def delete(self, tenant: str, conversation_id: str) -> None:
+        """Deletes a conversation, and no response.
+
+        Raises:
+            NotFound: the tenant has none of this id, or it has expired.
+            Unavailable: Redis is out of reach.
+        """
+        found = await self.read(tenant, conversation_id)
+        await self._records.delete(found.id, time.time())
+
+    async def _read(self, tenant: str, conversation_id: str) -> tuple[Conversation, bytes]:
+        record = None
+        if ID.fullmatch(conversation_id):
+            record = await self._records.read(conversation_id)
+        if record is not None and record.document:
+            found = _decoder.decode(record.document)
+            if found.tenant == tenant:
+                return found, record.document
+        raise NotFound(f"Conversation with id '{conversation_id[:80]}' not found.")
+
+
+def _encode(conversation: Conversation) -> bytes:
+    if len(conversation.entries) > MAX_ITEMS:
+        raise InputTooLarge(
+            f"conversation: it would have {len(conversation.entries)} items; at most {MAX_ITEMS} "
+            "are allowed",
+            field="conversation",
+        )
+    document = msgspec.json.encode(conversation)
+    if len(document) > DOCUMENT_MAX_BYTES:
+        raise InputTooLarge(
+            f"conversation: it would take {len(document)} bytes; at most {DOCUMENT_MAX_BYTES} are "
+            "allowed",
+            field="conversation",
+        )
+    return document

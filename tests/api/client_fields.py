@@ -1,0 +1,82 @@
+"""The fields of requests, as the types of the installed `openai` client have them."""
+
+from __future__ import annotations
+
+import collections.abc
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import typing_extensions
+
+MAX_DEPTH = 6
+
+
+class Field(NamedTuple):
+    """A field of a request type: whether it may be null, and a usual value of it."""
+
+    name: str
+    is_required: bool
+    is_nullable: bool
+    usual: Any
+
+
+def fields_of(kind: Any) -> list[Field]:
+    """The fields of a TypedDict of the client."""
+    hints = typing_extensions.get_type_hints(kind, include_extras=True)
+    return [
+        Field(name, name in kind.__required_keys__, _is_nullable(hint), usual_value(hint))
+        for name, hint in hints.items()
+    ]
+
+
+def params_of(*kinds: Any) -> list[Field]:
+    """The fields of several request types that are one request, each once."""
+    found = {field.name: field for kind in reversed(kinds) for field in fields_of(kind)}
+    return list(found.values())
+
+
+def _plain(hint: Any) -> Any:
+    while get_origin(hint) in (
+        typing.Annotated,
+        typing_extensions.Required,
+        typing_extensions.NotRequired,
+    ):
+        hint = get_args(hint)[0]
+    return getattr(hint, "__value__", hint)
+
+
+def _members(hint: Any) -> Iterator[Any]:
+    hint = _plain(hint)
+    if get_origin(hint) in (Union, types.UnionType):
+        for member in get_args(hint):
+            yield from _members(member)
+    else:
+        yield hint
+
+
+def _is_nullable(hint: Any) -> bool:
+    return type(None) in _members(hint)
+
+
+def usual_value(hint: Any, depth: int = 0) -> Any:
+    """A value of a type that a caller might send: the first of several forms."""
+    hint = next((one for one in _members(hint) if one is not type(None)), type(None))
+    origin = get_origin(hint)
+    if origin is Literal:
+        return get_args(hint)[0]
+    if typing_extensions.is_typeddict(hint):
+        if depth > MAX_DEPTH:
+            return {}
+        hints = typing_extensions.get_type_hints(hint, include_extras=True)
+        return {name: usual_value(hints[name], depth + 1) for name in hint.__required_keys__}
+    if origin in (dict, collections.abc.Mapping):
+        value = get_args(hint)[1]
+        return {"a": usual_value(value, depth + 1)}
+    if origin is not None and issubclass(origin, collections.abc.Iterable):
+        return [usual_value(get_args(hint)[0], depth + 1)]
+    return _SCALARS.get(hint, "x")
+
+
+_SCALARS: dict[Any, Any] = {bool: True, int: 1, float: 0.5, str: "x", object: {}, bytes: "x"}

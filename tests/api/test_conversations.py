@@ -1,0 +1,135 @@
+"""/v1/conversations as OpenAI's client calls them, and responses that continue them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.test_responses import asked
+from tests.api.test_stored_responses import prompt_of
+from tests.keys import bearer, keys_url
+from tests.limits import WAIT_LIMIT_S
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def api(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
+    async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
+        yield api
+
+
+async def texts_of(client: Any, conversation: str) -> list[str]:
+    pages = client.conversations.items.list(conversation, order="asc", limit=2)
+    return [item.content[0].text async for item in pages]
+
+
+async def test_responses_continue_a_conversation_and_add_to_it(api: ApiUnderTest) -> None:
+    client = api.openai()
+    begun = await client.conversations.create(
+        items=[{"role": "system", "content": "be short"}], metadata={"night": "monday"}
+    )
+    first = await client.responses.create(**asked("say one", conversation=begun.id))
+    assert first.conversation.id == begun.id
+    async with client.responses.stream(**asked("say two", conversation={"id": begun.id})) as stream:
+        async for _ in stream:
+            pass
+    await client.responses.create(**asked("say three", conversation=begun.id))
+    said = [one["content"] for one in prompt_of(api)]
+    assert said == ["be short", "say one", "one", "say two", "two", "say three"]
+    assert await texts_of(client, begun.id) == [*said, "three"]
+    found = await client.conversations.retrieve(begun.id)
+    assert found.metadata == {"night": "monday"}
+
+
+async def test_items_are_added_read_and_removed(api: ApiUnderTest) -> None:
+    client = api.openai()
+    begun = await client.conversations.create()
+    added = await client.conversations.items.create(
+        begun.id, items=[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    )
+    one = await client.conversations.items.retrieve(added.data[0].id, conversation_id=begun.id)
+    assert one.content[0].text == "a"
+    await client.conversations.items.delete(added.data[0].id, conversation_id=begun.id)
+    assert await texts_of(client, begun.id) == ["b"]
+    with pytest.raises(openai.NotFoundError):
+        await client.conversations.items.delete(added.data[0].id, conversation_id=begun.id)
+    changed = await client.conversations.update(begun.id, metadata={"a": "b"})
+    assert changed.metadata == {"a": "b"}
+    deleted = await client.conversations.delete(begun.id)
+    assert deleted.deleted
+    with pytest.raises(openai.NotFoundError, match="Conversation with id"):
+        await client.conversations.retrieve(begun.id)
+
+
+async def test_an_item_of_the_conversation_can_be_referred_to(api: ApiUnderTest) -> None:
+    client = api.openai()
+    begun = await client.conversations.create(items=[{"role": "user", "content": "a"}])
+    (item,) = (await client.conversations.items.list(begun.id)).data
+    given = [{"type": "item_reference", "id": item.id}, {"role": "user", "content": "say b"}]
+    await client.responses.create(**asked(given, conversation=begun.id))
+    assert [one["content"] for one in prompt_of(api)] == ["a", "a", "say b"]
+
+
+async def test_a_conversation_waits_for_the_response_that_is_being_written(
+    api: ApiUnderTest,
+) -> None:
+    api.worker.written = asyncio.Semaphore(0)
+    client = api.openai()
+    begun = await client.conversations.create()
+    late = await client.responses.create(**asked("say one", conversation=begun.id, background=True))
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.responses.create(**asked("say two", conversation=begun.id))
+    assert refused.value.code == "conversation_locked"
+    api.worker.written.release()
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while late.status in ("queued", "in_progress"):
+            late = await client.responses.retrieve(late.id)
+    assert await texts_of(client, begun.id) == ["say one", "one"]
+
+
+async def test_changes_at_a_time_are_all_kept(api: ApiUnderTest) -> None:
+    client = api.openai()
+    begun = await client.conversations.create()
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(5):
+            items = [{"role": "user", "content": str(number)}]
+            tasks.create_task(client.conversations.items.create(begun.id, items=items))
+    assert sorted(await texts_of(client, begun.id)) == [str(number) for number in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"items": [{"role": "user", "content": "x"}] * 21}, "items"),
+        ({"metadata": {"a": 5}}, "metadata"),
+        ({"items": [{"type": "web_search_call"}]}, "items"),
+    ],
+)
+async def test_what_is_wrong_is_named(api: ApiUnderTest, body: dict[str, Any], param: str) -> None:
+    answer = await api.http.post("/v1/conversations", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_either_a_conversation_or_an_earlier_response(api: ApiUnderTest) -> None:
+    body = asked(conversation="conv_1", previous_response_id="resp_1")
+    answer = await api.http.post("/v1/responses", json=body)
+    assert answer.status_code == 400
+    assert "not both" in answer.json()["error"]["message"]
+
+
+async def test_another_tenant_has_no_part_in_it(redis_url: str, tmp_path: Path) -> None:
+    keys = keys_url(tmp_path, ours="a", theirs="b")
+    async with running_api(settings_for(tmp_path, redis_url=redis_url, keys_url=keys)) as api:
+        begun = await api.http.post("/v1/conversations", json={}, headers=bearer("ours"))
+        path = f"/v1/conversations/{begun.json()['id']}"
+        for method, rest in (("GET", ""), ("DELETE", ""), ("GET", "/items")):
+            answer = await api.http.request(method, path + rest, headers=bearer("theirs"))
+            assert answer.status_code == 404, (method, rest)
+        body = asked(conversation=begun.json()["id"])
+        answer = await api.http.post("/v1/responses", json=body, headers=bearer("theirs"))
+        assert answer.status_code == 404
