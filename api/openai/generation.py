@@ -42,7 +42,7 @@ from api.chat_bodies import (
 )
 from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
 from shared.catalog import Catalog, Model
-from shared.errors import BadInput, InputTooLarge, PenstockError
+from shared.errors import BadInput, PenstockError
 from shared.messages import ItemOutcome
 from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
 
@@ -265,7 +265,7 @@ def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[Generatio
 
     Raises:
         BadInput: the model can't generate that many tokens.
-        InputTooLarge: the prompt is too long for the model.
+        ContextLengthExceeded: the prompt is far too long for the model.
     """
     first = _first_of(body, model)
     # One seed for greedy decoding: the seed has no effect.
@@ -280,12 +280,7 @@ def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[Generatio
         for number in range(body.n or 1)
     ]
     for one in made:
-        if (tokens := one.estimate_work() - one.max_tokens) > 8 * model.generation.context_tokens:
-            raise InputTooLarge(
-                f"about {tokens} tokens; the context of {model.name} has at most "
-                f"{model.generation.context_tokens}, generated tokens included",
-                field="prompt" if isinstance(body, CompletionBody) else "messages",
-            )
+        one.check_length(model.generation.context_tokens)
     return made
 
 
@@ -309,6 +304,7 @@ def _first_of(body: TextBody, model: Model) -> GenerationInput:
     made = GenerationInput(
         max_tokens=asked or limits.default_tokens,
         seed=0,
+        ends_with_context=asked is None,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=body.top_k or 0,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,70 @@ async def test_what_is_wrong_is_named(api: ApiUnderTest, wrong: dict[str, Any], 
     answer = await api.http.post("/v1/chat/completions", json=chat(**wrong))
     assert answer.status_code in (400, 404), answer.text
     assert field in (answer.json()["error"]["param"] or "") + answer.json()["error"]["message"]
+
+
+FAR_ABOVE = 20_000
+"""Words: many contexts of the model."""
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "field"),
+    [
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x " * FAR_ABOVE}]},
+            "messages",
+        ),
+        ("completions", {"prompt": "x " * FAR_ABOVE}, "prompt"),
+        ("completions", {"prompt": [5] * FAR_ABOVE}, "prompt"),
+        ("predictions", {"version": "writer", "input": {"prompt": "x " * FAR_ABOVE}}, "prompt"),
+        ("responses", {"input": "x " * FAR_ABOVE}, ""),
+    ],
+    ids=["chat", "completion", "tokens", "prediction", "response"],
+)
+async def test_prompt_far_above_the_context_is_refused_in_openais_words(
+    api: ApiUnderTest, path: str, given: dict[str, Any], field: str
+) -> None:
+    """Proxies match the sentence, whatever the length of the prompt. No worker sees it."""
+    model = {} if path == "predictions" else {"model": "writer", "stream": True}
+    answer = await api.http.post(f"/v1/{path}", json=model | given)
+    assert answer.status_code in (400, 422), answer.text
+    found = answer.json()
+    error = found.get("error", found)
+    assert field in str(found)
+    assert "context_length_exceeded" in answer.text
+    sentence = (
+        r"This model's maximum context length is (\d+) tokens\. However, you requested (\d+) "
+        r"tokens \((\d+) in the \w+, (\d+) in the completion\)\. Please reduce the length of the "
+        r"\w+ or completion\."
+    )
+    matched = re.search(sentence, str(error))
+    assert matched, answer.text
+    limit, asked, prompt, written = map(int, matched.groups())
+    assert asked == prompt + written > limit
+    assert not api.worker.items
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "predictions", "responses"])
+async def test_only_max_tokens_that_were_asked_for_are_demanded(
+    api: ApiUnderTest, path: str
+) -> None:
+    text = "say the mill"
+    given: dict[str, Any] = {
+        "chat/completions": {"model": "writer", "messages": SAY},
+        "completions": {"model": "writer", "prompt": text},
+        "predictions": {"version": "writer", "input": {"prompt": text}},
+        "responses": {"model": "writer", "input": text, "store": False},
+    }[path]
+    name = "max_output_tokens" if path == "responses" else "max_tokens"
+    place = given["input"] if path == "predictions" else given
+    for asked in ({}, {name: 16}):
+        place |= asked
+        answer = await api.http.post(f"/v1/{path}", json=given, headers={"prefer": "wait"})
+        assert answer.status_code in (200, 201), answer.text
+        (*_, last) = api.worker.items
+        assert isinstance(last.input, GenerationInput)
+        assert getattr(last.input, "ends_with_context", None) == (not asked)
 
 
 NULLS = [

@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from shared.catalog import Model
-from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
+from shared.errors import BadInput, ConfigurationError
 from shared.tasks import Input
 from shared.tasks.text import GenerationInput
 from workers.models.base import PreparedItem, PreparedPrompt
@@ -298,19 +298,16 @@ class PromptPreparer:
     def _prepare(self, value: Input) -> PreparedPrompt:
         if not isinstance(value, GenerationInput):
             raise BadInput("a text model takes messages or a prompt", field="messages")
-        field = "messages" if value.messages else "prompt"
         ids = self._read_messages(value) if value.messages else self._read_prompt(value.prompt)
         if not ids:
-            raise BadInput("the prompt has no tokens", field=field)
-        length = len(ids) + value.max_tokens
-        if length > self._context_tokens:
-            raise _too_long(len(ids), value.max_tokens, self._context_tokens, field)
+            raise BadInput("the prompt has no tokens", field=value.field)
+        max_tokens = value.room(len(ids), self._context_tokens)
         self._check_schema(value.json_schema)
         return PreparedPrompt(
             key="",
-            length=length,
+            length=len(ids) + max_tokens,
             ids=np.array(ids, _IDS).tobytes(),
-            max_tokens=value.max_tokens,
+            max_tokens=max_tokens,
             seed=value.seed,
             temperature=value.temperature,
             top_p=value.top_p,
@@ -416,16 +413,6 @@ class _Marks:
             number, _, rest = other.partition("\ue001")
             parts += [(self._texts[int(number)], True), (rest, False)]
         return [part for part in parts if part[0]]
-
-
-def _too_long(prompt: int, written: int, limit: int, field: str) -> ContextLengthExceeded:
-    """Starts like OpenAI's message, because clients and proxies look for it."""
-    return ContextLengthExceeded(
-        f"This model's maximum context length is {limit} tokens. However, you requested "
-        f"{prompt + written} tokens ({prompt} in the {field}, {written} in the completion). "
-        f"Please reduce the length of the {field} or completion.",
-        field=field,
-    )
 
 
 def _read_template(vocabulary: Vocabulary) -> ChatTemplate | None:

@@ -173,6 +173,17 @@ def test_a_prompt_and_its_continuation_fit_the_context(preparer: PromptPreparer)
     assert (refused.value.field, refused.value.code) == ("prompt", "context_length_exceeded")
 
 
+def test_text_without_max_tokens_ends_with_the_context(preparer: PromptPreparer) -> None:
+    """What a caller did not ask for is no reason to refuse a prompt."""
+    for prompt_tokens, written in ((100, 16), (144, 16), (145, 15), (159, 1)):
+        found = prepare(preparer, prompt=[5] * prompt_tokens, max_tokens=16, ends_with_context=True)
+        assert found.max_tokens == written
+        assert found.length == prompt_tokens + written
+    with pytest.raises(ContextLengthExceeded) as refused:
+        prepare(preparer, prompt=[5] * 160, max_tokens=16, ends_with_context=True)
+    assert "you requested 161 tokens (160 in the prompt, 1 in the" in refused.value.message
+
+
 def test_one_bad_input_spoils_no_other(preparer: PromptPreparer) -> None:
     found = preparer.prepare(
         [GenerationInput(1, 1, prompt=""), GenerationInput(1, 1, prompt="a"), TextInput("a")]
