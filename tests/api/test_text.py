@@ -128,7 +128,8 @@ async def test_prompt_far_above_the_context_is_refused_in_openais_words(
     api: ApiUnderTest, path: str, given: dict[str, Any], field: str
 ) -> None:
     """Proxies match the sentence, whatever the length of the prompt. No worker sees it."""
-    model = {} if path == "predictions" else {"model": "writer", "stream": True}
+    model: dict[str, Any] = {"model": "writer", "stream": True}
+    model = {} if path == "predictions" else model
     answer = await api.http.post(f"/v1/{path}", json=model | given)
     assert answer.status_code in (400, 422), answer.text
     found = answer.json()
@@ -152,21 +153,22 @@ async def test_only_max_tokens_that_were_asked_for_are_demanded(
     api: ApiUnderTest, path: str
 ) -> None:
     text = "say the mill"
-    given: dict[str, Any] = {
+    bodies: dict[str, dict[str, Any]] = {
         "chat/completions": {"model": "writer", "messages": SAY},
         "completions": {"model": "writer", "prompt": text},
         "predictions": {"version": "writer", "input": {"prompt": text}},
         "responses": {"model": "writer", "input": text, "store": False},
-    }[path]
+    }
+    given = bodies[path]
     name = "max_output_tokens" if path == "responses" else "max_tokens"
-    place = given["input"] if path == "predictions" else given
+    place: dict[str, Any] = given["input"] if path == "predictions" else given
     for asked in ({}, {name: 16}):
         place |= asked
         answer = await api.http.post(f"/v1/{path}", json=given, headers={"prefer": "wait"})
         assert answer.status_code in (200, 201), answer.text
         (*_, last) = api.worker.items
         assert isinstance(last.input, GenerationInput)
-        assert getattr(last.input, "ends_with_context", None) == (not asked)
+        assert last.input.ends_with_context == (not asked)
 
 
 NULLS = [

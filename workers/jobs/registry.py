@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
+from shared.stores.record_state import Release
 from shared.stores.records import Records
 from workers import metrics
 from workers.job import PulledJob
@@ -28,6 +29,8 @@ class JobRegistry:
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self.is_leaving = False
+        """Whether the worker was told to go. Its end is then no job's fault."""
 
     def add(self, pulled: PulledJob) -> None:
         """Holds `pulled` until it is acked or handed back."""
@@ -47,9 +50,25 @@ class JobRegistry:
     def hand_back(self, pulled: PulledJob) -> None:
         """Nacks an unfinished job, so that the broker delivers it again."""
         metrics.HANDED_BACK.inc()
-        self.spawn(self._records.release(pulled.record))
+        claims = 0 if pulled.is_released else 1
+        self.spawn(self._records.release([Release(pulled.record, claims, int(pulled.is_alone))]))
         pulled.subscription.nack(pulled.message)
         self._remove(pulled)
+
+    async def leave(self) -> None:
+        """Releases all claims, as the worker was told to go: it may be killed before it is done."""
+        self.is_leaving = True
+        await self.release_claims(self._jobs)
+
+    async def release_claims(self, pulled_jobs: Iterable[PulledJob]) -> None:
+        """Releases the claims of jobs that stay here. They count no more if the worker dies."""
+        released = []
+        for pulled in pulled_jobs:
+            if pulled.is_claimed and not pulled.is_released:
+                released.append(Release(pulled.record, 1, int(pulled.is_alone), is_back=False))
+                pulled.is_released, pulled.is_alone = True, False
+        if released:
+            await self._records.release(released)
 
     async def hand_back_all(self) -> None:
         """Cancels all tasks and hands all jobs back, at the end of the worker.
