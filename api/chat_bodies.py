@@ -475,9 +475,8 @@ class ChatBody(_SampledBody):
 
     @model_validator(mode="after")
     def _can_be_forced(self) -> ChatBody:
-        is_forced = forced_tools(self.tools, self.tool_choice) is not None
-        if is_forced and self.response_format is not None and self.response_format.type != "text":
-            raise ValueError("tool_choice: a forced call has no response_format")
+        # A forced call is no message, so a response_format has no part in it.
+        forced_tools(self.tools, self.tool_choice)
         return self
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ A forced call has the form of Llama 3.1, with `arguments`, for every family.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -35,11 +36,13 @@ from api.chat_bodies import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionReply,
+    FunctionTool,
     PromptDetails,
     ShownLogprob,
     ShownTokenLogprob,
     TextUsage,
 )
+from api.openai.call_schemas import call_schema
 from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
 from shared.catalog import Catalog, Model
 from shared.errors import BadInput, PenstockError
@@ -52,6 +55,8 @@ _SIGN = re.compile("|".join(map(re.escape, _WITHIN)))
 _WHOLE_CALL = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?=\{)")
 _CLOSING = re.compile(r"\s*</tool_call>")
 _SPACE = re.compile(r"\s*")
+_CUT_CALL = re.compile(r'\s*+(?:\[\s*+)?\{\s*+"name"\s*+:\s*+"(?P<name>[\w-]{1,64})"')
+_ARGUMENTS = re.compile(r'\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+')
 _decoder = json.JSONDecoder()
 
 
@@ -108,40 +113,32 @@ def shown_of(text: str) -> str:
     return text.rstrip()
 
 
-def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
-    """Returns the JSON schema, as JSON, of a call of one of these tools.
+def read_cut_call(
+    text: str, names: Collection[str], id_seed: str, *, is_whole: bool
+) -> tuple[str, CalledTool | None]:
+    """Splits a text that was cut into what comes before the call at its end, and this call.
 
     Args:
-        tools: the name of each, and the schema of its arguments.
+        text: what `read_tool_calls` left of a text.
+        names: the tools that the caller has.
+        id_seed: the seed for the id of the call.
+        is_whole: whether the text may be a call from its beginning on.
+
+    Returns:
+        The text as it is and None, if the name of a tool is not there yet.
     """
-    forms = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": name},
-                "arguments": {"$ref": f"#/$defs/{name}"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for name, _ in tools
-    ]
-    # A schema inside another one refers to its own parts by a longer way.
-    parts = {name: _moved(given or {"type": "object"}, f"#/$defs/{name}") for name, given in tools}
-    whole = forms[0] if len(forms) == 1 else {"anyOf": forms}
-    return json.dumps({**whole, "$defs": parts})
-
-
-def _moved(schema: Any, place: str) -> Any:
-    if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, place) for key, value in schema.items()}
-    target = schema.get("$ref")
-    if isinstance(target, str) and target.startswith("#"):
-        moved["$ref"] = place + target.removeprefix("#")
-    return moved
+    before = _WHOLE_CALL.match(text) if is_whole else None
+    signs = [(sign.start(), sign.end()) for sign in _SIGN.finditer(text)]
+    start, at = (0, before.end()) if before else (signs or [(0, -1)])[-1]
+    found = _CUT_CALL.match(text, at) if at >= 0 else None
+    if found is None or found["name"] not in names:
+        return text, None
+    arguments = _ARGUMENTS.match(text, found.end())
+    written = text[arguments.end() :] if arguments else ""
+    with contextlib.suppress(ValueError, RecursionError):  # whole, and others were to follow
+        written = written[: _decoder.raw_decode(written)[1]]
+    call = CalledTool(_id_of(id_seed), CalledFunction(found["name"], written))
+    return text[:start].rstrip(), call
 
 
 def _find_whole(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
@@ -322,7 +319,16 @@ def _first_of(body: TextBody, model: Model) -> GenerationInput:
     made.json_schema = "" if body.response_format is None else body.response_format.to_schema()
     if forced := body.forced_tools:
         made.json_schema = call_schema([(tool.name, tool.parameters) for tool in forced])
+        made.schema_field = _parameters_field(body, forced)
     return made
+
+
+def _parameters_field(body: ChatBody, forced: Sequence[FunctionTool]) -> str:
+    """The field that the schema of a call comes from."""
+    if len(forced) > 1:
+        return "tools"
+    functions = [tool.function for tool in body.tools or ()]
+    return f"tools[{functions.index(forced[0])}].function.parameters"
 
 
 def tools_of(body: ChatBody) -> list[dict[str, object]]:
@@ -362,13 +368,20 @@ def chat_reply(
 
 def chat_choice(body: ChatBody, made: str, index: int, result: GenerationResult) -> ChatChoice:
     """Returns one answer, with the tool calls in its text."""
-    text, calls = result.text, list[CalledTool]()
+    text, calls, cut = result.text, list[CalledTool](), None
     if names := {tool.function.name for tool in body.allowed_tools}:
-        text, calls = read_tool_calls(text, names, f"{made}:{index}")
-    message = ChatMessage(text if text or not calls else None)
+        seed = f"{made}:{index}"
+        text, calls = read_tool_calls(text, names, seed)
+        if result.finish_reason == "length":
+            seed, is_whole = f"{seed}:{len(calls)}", not calls
+            text, cut = read_cut_call(text, names, seed, is_whole=is_whole)
+            calls += [cut] if cut is not None else []
+            if body.forced_tools and not calls and text.lstrip().startswith(_WHOLE):
+                text = ""  # not even the name of the tool is there
+    message = ChatMessage(text or None if calls or body.forced_tools else text)
     if calls:
         message.tool_calls = calls
-    finish_reason = "tool_calls" if calls else result.finish_reason
+    finish_reason = "tool_calls" if calls and cut is None else result.finish_reason
     logprobs = chat_logprobs(result.logprobs) if body.logprobs else None
     return ChatChoice(index, message, finish_reason, logprobs)
 

@@ -68,6 +68,7 @@ TOOLS_INDENTED = 2
 """Maximum growth of the JSON of tools, which templates write with spaces or indented."""
 TOKEN_BYTES = 8
 """The size of a token in a reply: its text, escaped."""
+RESPONSE_FORMAT = "response_format"
 FAR_ABOVE = 8
 """A prompt of this many contexts, as estimated, is refused without being tokenized."""
 LOGPROB_BYTES = 48
@@ -134,6 +135,8 @@ class GenerationInput(TaskInput, tag="generation"):
     """The number of alternatives reported for each token. -1: no log probabilities at all."""
     json_schema: str = ""
     """The schema, as JSON, that the text must match. Empty: none."""
+    schema_field: str = RESPONSE_FORMAT
+    """The field of the request that the schema comes from. Any other one: it is that of a call."""
     is_streamed: bool = False
     """Whether tokens are reported as they come (shared/stores/token_streams.py)."""
 

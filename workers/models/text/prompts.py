@@ -1,7 +1,5 @@
 """Converts conversations and prompts to token ids, in the I/O process.
 
-The size of a JSON schema is bounded, because all texts of a batch pay for it at each token.
-
 The chat template of a model folder is code by strangers, so it is bounded and runs in a sandbox.
 Its environment is that of transformers' apply_chat_template, without its import of 60 MB.
 """
@@ -11,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,8 +25,9 @@ from jinja2.visitor import NodeTransformer
 from shared.catalog import Model
 from shared.errors import BadInput, ConfigurationError
 from shared.tasks import Input
-from shared.tasks.text import GenerationInput
+from shared.tasks.text import RESPONSE_FORMAT, GenerationInput
 from workers.models.base import PreparedItem, PreparedPrompt
+from workers.models.text.schemas import NO_SCHEMA, GrammarSchema, read_schema
 from workers.models.text.vocabulary import Vocabulary
 
 MAX_TEXT_CHARS = 4 * 1024 * 1024
@@ -210,56 +209,6 @@ def _to_json(
     )
 
 
-MAX_BYTES = 32 * 1024
-"""The size of the schema as JSON. One of this size takes up to about 0.2 s to read."""
-MAX_CHARACTERS = 4096
-"""The limit for a constant, a pattern or a name, as JSON has it: a control character is six of
-them. One of this length takes 2 ms at each token, and one of 60,000 takes 35 ms."""
-_NOT_MATCHED = frozenset({"description", "title", "$comment", "$id", "$schema"})
-
-
-def check_size(json_schema: str) -> None:
-    """Checks the size of a schema.
-
-    Raises:
-        ValueError: the schema, or a text in it, is too large, or it is not JSON.
-    """
-    size_bytes = len(json_schema.encode())
-    if size_bytes > MAX_BYTES:
-        raise ValueError(f"it has {size_bytes} bytes, and at most {MAX_BYTES} are supported")
-    try:
-        longest = max(map(_json_length, _matched_texts(json.loads(json_schema))), default=0)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if longest > MAX_CHARACTERS:
-        raise ValueError(
-            f"a constant, pattern or name in it has {longest} characters as JSON, and "
-            f"at most {MAX_CHARACTERS} are supported"
-        )
-
-
-def _json_length(text: str) -> int:
-    return len(json.dumps(text, ensure_ascii=False)) - len('""')
-
-
-def _matched_texts(schema: Any) -> Iterator[str]:
-    """All texts of a schema but those that only explain it."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, str):
-            yield part
-        elif isinstance(part, list):
-            waiting += part
-        elif isinstance(part, dict):
-            yield from part
-            waiting += [
-                value
-                for name, value in part.items()
-                if not (name in _NOT_MATCHED and isinstance(value, str))
-            ]
-
-
 _IDS = np.dtype("<u4")
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _SCHEMAS_KEPT = 64
@@ -283,7 +232,7 @@ class PromptPreparer:
         self._context_tokens = entry.generation.context_tokens
         self._vocabulary = Vocabulary(folder)
         self._template = _read_template(self._vocabulary)
-        self._checked: dict[str, str] = {}
+        self._read: dict[tuple[str, bool], GrammarSchema | str] = {}
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedItem | BadInput]:
         """One outcome per input, in order."""
@@ -302,7 +251,7 @@ class PromptPreparer:
         if not ids:
             raise BadInput("the prompt has no tokens", field=value.field)
         max_tokens = value.room(len(ids), self._context_tokens)
-        self._check_schema(value.json_schema)
+        schema = self._read_schema(value)
         return PreparedPrompt(
             key="",
             length=len(ids) + max_tokens,
@@ -316,7 +265,9 @@ class PromptPreparer:
             presence_penalty=value.presence_penalty,
             stop=value.stop,
             logprobs=value.logprobs,
-            json_schema=value.json_schema,
+            json_schema=schema.followed,
+            checked_schema=schema.checked,
+            schema_field=value.schema_field,
             is_streamed=value.is_streamed,
         )
 
@@ -366,22 +317,23 @@ class PromptPreparer:
             raise BadInput(f"the text can't be tokenized: {error}", field=field) from error
         return found
 
-    def _check_schema(self, schema: str) -> None:
+    def _read_schema(self, value: GenerationInput) -> GrammarSchema:
         """Raises BadInput for a schema that can't be used. Answers are kept, because it is slow."""
-        if not schema:
-            return
-        if schema not in self._checked:
+        given = value.json_schema
+        if not given:
+            return NO_SCHEMA
+        is_call = value.schema_field != RESPONSE_FORMAT
+        if (given, is_call) not in self._read:
+            if len(self._read) >= _SCHEMAS_KEPT:
+                self._read.pop(next(iter(self._read)))
             try:
-                check_size(schema)
-                self._vocabulary.matcher(schema)
-                reason = ""
+                self._read[given, is_call] = read_schema(given, self._vocabulary, is_call=is_call)
             except ValueError as error:
-                reason = str(error)
-            if len(self._checked) >= _SCHEMAS_KEPT:
-                self._checked.pop(next(iter(self._checked)))
-            self._checked[schema] = reason
-        if reason := self._checked[schema]:
-            raise BadInput(f"the JSON schema can't be used: {reason}", field="response_format")
+                self._read[given, is_call] = str(error)
+        found = self._read[given, is_call]
+        if isinstance(found, str):
+            raise BadInput(f"the JSON schema can't be used: {found}", field=value.schema_field)
+        return found
 
 
 class _Marks:

@@ -268,8 +268,10 @@ class VllmTextModel:
                 self._follow(key, written)
         except (ValueError, self._vllm.exceptions.VLLMClientError) as error:
             if item.json_schema:
-                reason = f"the JSON schema can't be used: {error}"
-                raise BadInput(reason, field="response_format") from error
+                reason = (
+                    "the JSON schema can't be used: it is too complex for the engine of this model"
+                )
+                raise BadInput(reason, field=item.schema_field) from error
             raise ModelFailed(f"vLLM refused the text: {error}") from error
 
     def _follow(self, key: str, written: list[int]) -> None:

@@ -16,6 +16,7 @@ from shared.errors import BadInput, ModelFailed
 from shared.tasks.text import FinishReason, GenerationResult, TokenChunk, TokenLogprob
 from workers.models.base import PreparedPrompt
 from workers.models.text.sampling import Row, choose, largest, log_probabilities, penalize
+from workers.models.text.schemas import why_not_matched
 from workers.models.text.vocabulary import Vocabulary
 
 MAX_DIGITS = 20
@@ -176,15 +177,18 @@ class Writing:
 
     def _cannot_follow(self) -> BadInput:
         """It contradicts itself, or takes more work than a token may: llguidance has limits."""
-        reason = self._matcher.get_error() if self._matcher is not None else ""
-        reason = reason.split("\n")[0] or "no token continues the text"
-        return BadInput(f"the JSON schema can't be followed: {reason}", field="response_format")
+        return BadInput(
+            "the JSON schema can't be followed: no text goes on from here, or finding one takes "
+            "too long; make the schema simpler",
+            field=self._item.schema_field,
+        )
 
     def add(self, token: int) -> None:
         """Takes a token in, and finds out whether the text ends with it.
 
         Raises:
             BadInput: the schema does not allow it.
+            ModelFailed: the text has ended, and does not match the schema.
         """
         self.ids.append(token)
         if self._matcher is not None and not self._matcher.consume_token(token):
@@ -197,10 +201,20 @@ class Writing:
         if ended or len(self.ids) >= self._item.max_tokens:
             self._text += self._characters.decode(b"", final=True)
             self.finish = "stop" if ended else "length"
+            if ended and self._item.checked_schema:
+                self._check_whole()
         stop = self._stops.find(self._text, known)
         if stop is not None:
             self._text = self._text[:stop]
             self.finish = "stop"
+
+    def _check_whole(self) -> None:
+        reason = why_not_matched(self._text, self._item.checked_schema)
+        if reason:
+            raise ModelFailed(
+                f"the model wrote a text that does not match the JSON schema: {reason}. Ask again, "
+                "or with another seed"
+            )
 
     def take_chunk(self) -> TokenChunk | None:
         """Returns what is new since the last call. None if nothing."""
@@ -249,4 +263,4 @@ def _matcher(item: PreparedPrompt, vocabulary: Vocabulary) -> LLMatcher | None:
     try:
         return vocabulary.matcher(item.json_schema)
     except ValueError as error:
-        raise BadInput(str(error), field="response_format") from error
+        raise BadInput(str(error), field=item.schema_field) from error
