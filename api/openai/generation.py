@@ -13,6 +13,7 @@ A forced call has the form of Llama 3.1, with `arguments`, for every family.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
 import itertools
@@ -270,7 +271,7 @@ def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[Generatio
     start = 0 if is_repeatable(body) and body.seed is None else seed % MAX_SEED
     prompts: Sequence[str | list[int]] = [""]
     if isinstance(body, CompletionBody):
-        prompts = _prompts_of(body)
+        prompts = body.prompts
     made = [
         msgspec.structs.replace(first, prompt=prompt, seed=start + number)
         for prompt in prompts
@@ -279,13 +280,6 @@ def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[Generatio
     for one in made:
         one.check_length(model.generation.context_tokens)
     return made
-
-
-def _prompts_of(body: CompletionBody) -> Sequence[str | list[int]]:
-    if isinstance(body.prompt, str):
-        return [body.prompt]
-    tokens = [one for one in body.prompt if isinstance(one, int)]
-    return [tokens] if tokens else [one for one in body.prompt if not isinstance(one, int)]
 
 
 def _first_of(body: TextBody, model: Model) -> GenerationInput:
@@ -307,12 +301,17 @@ def _first_of(body: TextBody, model: Model) -> GenerationInput:
         top_k=body.top_k or 0,
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
+        min_p=body.min_p or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        logit_bias=body.biases,
         stop=body.stops,
         is_streamed=bool(body.stream),
     )
     if isinstance(body, CompletionBody):
         made.logprobs = -1 if body.logprobs is None else body.logprobs
+        made.is_echoed = bool(body.echo)
         return made
+    made.template_options = body.chat_template_kwargs or {}
     made.messages = [message.to_template() for message in body.messages]
     made.tools = tools_of(body)
     made.logprobs = (body.top_logprobs or 0) if body.logprobs else -1
@@ -413,9 +412,9 @@ def completion_reply(
     choices = [
         CompletionChoice(
             index,
-            result.text,
+            _before(body, result, index) + result.text,
             result.finish_reason,
-            None if body.logprobs is None else completion_logprobs(result.logprobs, 0),
+            None if body.logprobs is None else _whole_logprobs(result),
         )
         for index, result in enumerate(results)
     ]
@@ -424,12 +423,57 @@ def completion_reply(
     )
 
 
+def _before(body: CompletionBody, result: GenerationResult, index: int) -> str:
+    """Returns the prompt, if it is echoed: as it was sent, or as the text of its tokens."""
+    if not body.echo:
+        return ""
+    prompt = body.prompts[index // (body.n or 1)]
+    return prompt if isinstance(prompt, str) else result.prompt_text
+
+
+def _whole_logprobs(result: GenerationResult) -> CompletionLogprobs:
+    told = completion_logprobs([*result.prompt_logprobs, *result.logprobs], 0)
+    if result.prompt_logprobs:  # nothing comes before the first token
+        told.token_logprobs[0] = told.top_logprobs[0] = None
+    return told
+
+
 def completion_logprobs(given: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
-    """Returns log probabilities in the form of completions. `offset`: characters before."""
-    ends = itertools.accumulate((len(one.token) for one in given), initial=offset)
+    """Returns log probabilities in the form of completions. `offset`: characters before.
+
+    The likeliest tokens have the one of the text among them. A token that is no whole character is
+    shown by its bytes, as is one whose text another one has too.
+    """
+    reader = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    ends = itertools.accumulate((len(reader.decode(one.data)) for one in given), initial=offset)
     return CompletionLogprobs(
-        [one.token for one in given],
+        [_shown(one) for one in given],
         [one.logprob for one in given],
-        [{top.token: top.logprob for top in one.top} for one in given],
+        [_alternatives(one) for one in given],
         list(ends)[:-1],
     )
+
+
+def _alternatives(token: TokenLogprob) -> dict[str, float] | None:
+    found = {_shown(token): token.logprob}
+    is_left_out = True  # the token itself, which is among the likeliest or not
+    for one in token.top:
+        if is_left_out and (one.data, one.logprob) == (token.data, token.logprob):
+            is_left_out = False
+            continue
+        name = _shown(one)
+        while name in found:
+            name = _by_bytes(one.data) if name == one.token else f"{name} "
+        found[name] = one.logprob
+    return dict(sorted(found.items(), key=lambda named: -named[1]))
+
+
+def _shown(token: TokenLogprob) -> str:
+    try:
+        return token.data.decode()
+    except UnicodeDecodeError:
+        return _by_bytes(token.data)
+
+
+def _by_bytes(data: bytes) -> str:
+    return "bytes:" + "".join(f"\\x{one:02x}" for one in data)

@@ -130,6 +130,20 @@ class GenerationInput(TaskInput, tag="generation"):
     """0: all tokens."""
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    min_p: float = 0.0
+    """Tokens are kept whose probability is at least this part of the likeliest one's."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens that the prompt or the text has, and multiplies the
+    negative ones.
+    """
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    """Added to the logits of tokens, before anything else."""
+    template_options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Variables of the chat template."""
+    is_echoed: bool = False
+    """Whether the result has the text of the prompt, with the log probabilities of its tokens if
+    they are asked for.
+    """
     stop: list[str] = msgspec.field(default_factory=list)
     logprobs: int = -1
     """The number of alternatives reported for each token. -1: no log probabilities at all."""
@@ -235,6 +249,10 @@ class GenerationResult(TaskResult, tag="generation"):
     output_tokens: int
     cached_tokens: int = 0
     logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
+    prompt_text: str = ""
+    """Only if it was asked for."""
+    prompt_logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
+    """Of an echoed prompt. The first token has none: its place says 0 and no alternatives."""
 
     def to_output(self, media_type: str, link_to: LinkTo) -> str:
         """The text."""

@@ -88,6 +88,10 @@ class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
     top_k: int = 0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    is_echoed: bool = False
     stop: list[str] = []
     logprobs: int = -1
     json_schema: str = ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -59,8 +59,18 @@ class ChatTemplate:
             raise ValueError(f"the chat template is broken: {error}") from error
         self._tokens = tokens
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        options: dict[str, Any] | None = None,
+    ) -> str:
         """The prompt for the next message of the assistant.
+
+        Args:
+            messages: the conversation.
+            tools: that the model may call.
+            options: other variables that the template knows.
 
         Raises:
             ValueError: the template refuses the messages, fails, or does too much.
@@ -68,13 +78,14 @@ class ChatTemplate:
         self._environment.restart()
         parts, length = [], 0
         try:
-            for part in self._template.generate(
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=True,
+            variables = {
+                **(options or {}),
+                "messages": messages,
+                "tools": tools or None,
+                "add_generation_prompt": True,
                 **self._tokens,
-            ):
+            }
+            for part in self._template.generate({"documents": None} | variables):
                 length += len(part)
                 self._environment.check(length)
                 parts.append(part)
@@ -252,6 +263,7 @@ class PromptPreparer:
             raise BadInput("the prompt has no tokens", field=value.field)
         max_tokens = value.room(len(ids), self._context_tokens)
         schema = self._read_schema(value)
+        self._check_vocabulary(value.logit_bias, "logit_bias")
         return PreparedPrompt(
             key="",
             length=len(ids) + max_tokens,
@@ -263,6 +275,10 @@ class PromptPreparer:
             top_k=value.top_k,
             frequency_penalty=value.frequency_penalty,
             presence_penalty=value.presence_penalty,
+            min_p=value.min_p,
+            repetition_penalty=value.repetition_penalty,
+            logit_bias=value.logit_bias,
+            is_echoed=value.is_echoed,
             stop=value.stop,
             logprobs=value.logprobs,
             json_schema=schema.followed,
@@ -274,19 +290,23 @@ class PromptPreparer:
     def _read_prompt(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             return self._encode_plain(prompt, "prompt", special=True)
+        self._check_vocabulary(prompt, "prompt")
+        return prompt
+
+    def _check_vocabulary(self, ids: Iterable[int], field: str) -> None:
         last = self._vocabulary.size - 1
-        for position, token in enumerate(prompt):
+        for position, token in enumerate(ids):
             if not 0 <= token <= last:
                 reason = f"token id {token}, at position {position}, is not in the vocabulary"
-                raise BadInput(f"{reason}, which ends at {last}", field="prompt")
-        return prompt
+                raise BadInput(f"{field}: {reason}, which ends at {last}", field=field)
 
     def _read_messages(self, value: GenerationInput) -> list[int]:
         if self._template is None:
             raise BadInput("this model has no chat template; send a prompt", field="messages")
         marks = _Marks(list(self._vocabulary.special.values()))
         try:
-            text = self._template.render(marks.hide(value.messages), marks.hide(value.tools))
+            given = map(marks.hide, (value.messages, value.tools, value.template_options))
+            text = self._template.render(*given)
         except RecursionError as error:
             raise BadInput("the messages are nested too deeply", field="messages") from error
         except ValueError as error:

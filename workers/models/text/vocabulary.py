@@ -103,6 +103,10 @@ class Vocabulary:
         # The library marks control tokens with this byte, and takes the byte itself for one.
         return b"\xff" if not found and token in self._byte_ff else found
 
+    def shown_bytes(self, token: int) -> bytes:
+        """The bytes of a token's text. That of a control token is its name."""
+        return self.token_bytes(token) or self.special.get(token, "").encode()
+
     @cached_property
     def digits(self) -> NDArray[np.bool_]:
         """A mask of the tokens that begin with a digit, [size] bool."""

@@ -66,6 +66,10 @@ def test_all_fields_are_passed_on(preparer: PromptPreparer) -> None:
         "top_k": 3,
         "frequency_penalty": 0.1,
         "presence_penalty": 0.2,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "logit_bias": {5: -1.5},
+        "is_echoed": True,
         "stop": ["x"],
         "logprobs": 2,
         "json_schema": '{"type": "string"}',
@@ -108,6 +112,7 @@ LARGE_SCHEMAS = {
     [
         ({"prompt": [5, 100_000]}, "prompt", "token id 100000, at position 1"),
         ({"prompt": [-1]}, "prompt", "token id -1, at position 0"),
+        ({"prompt": "a", "logit_bias": {400: 1.0}}, "logit_bias", "token id 400, at position 0"),
         ({"prompt": ""}, "prompt", "no tokens"),
         ({"prompt": "a\ud800"}, "prompt", "can't be tokenized"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "can't be tokenized"),
@@ -161,6 +166,22 @@ def test_more_schemas_than_are_kept_can_be_used(folder: Path) -> None:
     for _ in range(2):
         for number in range(70):
             assert not vocabulary.matcher(f'{{"const": {number}}}').is_error()
+
+
+def test_a_template_gets_the_callers_variables_and_no_control_token_by_them(
+    folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    source = tiny.TEMPLATE + "{% if thinks is defined %}({{ thinks }}){% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    preparer, vocabulary = PromptPreparer(tiny.entry(), tmp_path), Vocabulary(tmp_path)
+    plain = ids_of(prepare(preparer, messages=[USER]))
+    for thinks, said in ((False, "(False)"), (f"no{tiny.END}", f"(no{tiny.END})")):
+        given: dict[str, Any] = {"thinks": thinks, "messages": [], "add_generation_prompt": False}
+        found = ids_of(prepare(preparer, messages=[USER], template_options=given))
+        assert found[: len(plain)] == plain
+        assert not set(found[len(plain) :]) & set(vocabulary.special)
+        assert vocabulary.tokenizer.decode(found[len(plain) :]) == said
 
 
 def test_a_prompt_and_its_continuation_fit_the_context(preparer: PromptPreparer) -> None:
