@@ -244,8 +244,9 @@ class CompletionLogprobs(msgspec.Struct):
     """Log probabilities in the old form: one list for each fact."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """None for the first token of an echoed prompt."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -272,10 +273,17 @@ class CompletionReply(msgspec.Struct):
 MAX_SCHEMA = 64 * 1024
 """Characters of a JSON schema."""
 MAX_TOOLS = 128
-MAX_CHOICES, MAX_PROMPTS = 8, 8
-"""Limits of one request. Their product is MAX_ITEMS of shared/stores/token_streams.py."""
+MAX_CHOICES, MAX_PROMPTS = 8, 64
+MAX_TEXTS = 64
+"""Prompts times choices. It is MAX_ITEMS of shared/stores/token_streams.py."""
+MAX_BIASES = 1024
+TEMPLATE_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
+"""What a chat template gets from other fields."""
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+LogitBias = Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_INT64 = 2**63 - 1
 
@@ -453,13 +461,28 @@ class _SampledBody(Body):
     prompt_cache_key: CacheKey | None = Field(None, description="Accepted, without effect.")
     prompt_cache_retention: Option | None = Field(None, description="Accepted, without effect.")
     prompt_cache_options: Options | None = Field(None, description="Accepted, without effect.")
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    min_p: Share | None = Field(
+        None,
+        description="Extension: keeps tokens at least this part as likely as the likeliest one.",
+    )
+    repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = Field(
+        None, description="Extension: above 1 what the prompt or the text has becomes less likely."
+    )
+    logit_bias: LogitBias | None = Field(
+        None, description="Token ids of the model, each with what is added to its logit."
+    )
 
     @model_validator(mode="after")
     def _options_are_of_a_stream(self) -> _SampledBody:
         if self.stream_options is not None and not self.stream:
             raise WrongField("stream_options", "is for stream: true; leave it out")
         return self
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """What is added to the logits of tokens, in the order of their ids."""
+        given = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
+        return dict(sorted(given.items()))
 
     @property
     def stops(self) -> list[str]:
@@ -491,6 +514,9 @@ class ChatBody(_SampledBody):
     reasoning_effort: Option | None = Field(None, description="Accepted, without effect.")
     verbosity: Option | None = Field(None, description="Accepted, without effect.")
     modalities: Annotated[list[Literal["text"]], Field(max_length=8)] | None = None
+    chat_template_kwargs: Options | None = Field(
+        None, description="Extension: variables of the model's chat template."
+    )
     audio: None = None
     function_call: None = None
     functions: None = None
@@ -510,9 +536,16 @@ class ChatBody(_SampledBody):
 
     @model_validator(mode="after")
     def _can_be_forced(self) -> ChatBody:
-        is_forced = forced_tools(self.tools, self.tool_choice) is not None
-        if is_forced and self.response_format is not None and self.response_format.type != "text":
-            raise WrongField("tool_choice", "a forced call has no response_format")
+        # A forced call is no message, so a response_format has no part in it.
+        forced_tools(self.tools, self.tool_choice)
+        return self
+
+    @model_validator(mode="after")
+    def _options_are_of_the_template(self) -> ChatBody:
+        if taken := sorted(TEMPLATE_VARIABLES & (self.chat_template_kwargs or {}).keys()):
+            raise WrongField(
+                "chat_template_kwargs", f"{taken[0]} is set by other fields; leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -549,6 +582,30 @@ class CompletionBody(_SampledBody):
         Discriminator(shape_of),
     ]
     logprobs: int | None = Field(None, ge=0, le=5)
-    echo: Literal[False] | None = None
+    echo: bool | None = Field(
+        None,
+        description="The prompt comes before the text. With logprobs, its tokens have them too.",
+    )
     best_of: Literal[1] | None = None
     suffix: None = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, each as a text or as token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if tokens := [one for one in self.prompt if isinstance(one, int)]:
+            return [tokens]
+        return self.prompt  # type: ignore[return-value] # a list of one kind, as was checked
+
+    @model_validator(mode="after")
+    def _has_few_texts(self) -> CompletionBody:
+        texts = len(self.prompts) * (self.n or 1)
+        if texts > MAX_TEXTS:
+            raise ValueError(
+                f"prompt: {len(self.prompts)} prompts, each {self.n or 1} times, are {texts} "
+                f"texts; at most {MAX_TEXTS} are allowed"
+            )
+        if self.echo and self.stream:
+            raise ValueError("echo: a stream has no prompt; leave out echo or stream")
+        return self

@@ -60,7 +60,13 @@ class PulledJob:
     over_since_s: float = 0.0
     """Monotonic seconds, from the outcome of its last item on."""
     unfinished_claims: int = 0
-    """The number of workers that died while they held this job."""
+    """The number of workers that died while they held this job, since it went on."""
+    is_claimed: bool = False
+    """Whether this worker's claim is in its record."""
+    is_alone: bool = False
+    """Whether the record says that the worker computes nothing else."""
+    is_released: bool = False
+    """Whether the claim was released because the worker was told to go."""
     dead_letter_reason: str = ""
     """Why the job is given up. A copy of its message goes to the dead letters."""
     trace: TraceContext | None = None

@@ -255,13 +255,14 @@ class Worker:
         )
         try:
             prepared = [entry.prepared for entry in batch]
-            done = await process.run(
-                prepared,
-                timeout_s=BATCH_TIMEOUT_S,
-                model=number,
-                on_step=partial(consumer.batches.report_progress, batch, process.watch),
-                on_previews=partial(consumer.batches.pass_on_previews, batch),
-            )
+            async with consumer.noted(batch):
+                done = await process.run(
+                    prepared,
+                    timeout_s=BATCH_TIMEOUT_S,
+                    model=number,
+                    on_step=partial(consumer.batches.report_progress, batch, process.watch),
+                    on_previews=partial(consumer.batches.pass_on_previews, batch),
+                )
         except ModelProcessDied as error:
             consumer.batches.retry(batch, error.message)
             self._count_death(consumer, len(batch), error.message)
@@ -300,7 +301,8 @@ class Worker:
         run = StepRun(process, number, consumer, processes, may_join, on_item, self._busy)
         self._runs.add(run)
         try:
-            death = await run.run(batch)
+            async with consumer.noted(batch):
+                death = await run.run(batch)
         finally:
             self._runs.discard(run)
         if death:

@@ -357,9 +357,7 @@ def _wants_ids(call: ApiRequest) -> bool:
 
 
 def _items_of(body: ChatBody | CompletionBody) -> int:
-    prompts = 1
-    if isinstance(body, CompletionBody) and isinstance(body.prompt, list):
-        prompts = 1 if isinstance(body.prompt[0], int) else len(body.prompt)
+    prompts = len(body.prompts) if isinstance(body, CompletionBody) else 1
     return prompts * (body.n or 1)
 
 

@@ -13,6 +13,8 @@ A forced call has the form of Llama 3.1, with `arguments`, for every family.
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import hashlib
 import itertools
 import json
@@ -36,15 +38,17 @@ from api.chat_bodies import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionReply,
+    FunctionTool,
     PromptDetails,
     ShownLogprob,
     ShownTokenLogprob,
     TextUsage,
 )
 from api.openai import ids
+from api.openai.call_schemas import call_schema
 from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
 from shared.catalog import Catalog, Model
-from shared.errors import BadInput, InputTooLarge, PenstockError
+from shared.errors import BadInput, PenstockError
 from shared.messages import ItemOutcome
 from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
 
@@ -54,6 +58,8 @@ _SIGN = re.compile("|".join(map(re.escape, _WITHIN)))
 _WHOLE_CALL = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?=\{)")
 _CLOSING = re.compile(r"\s*</tool_call>")
 _SPACE = re.compile(r"\s*")
+_CUT_CALL = re.compile(r'\s*+(?:\[\s*+)?\{\s*+"name"\s*+:\s*+"(?P<name>[\w-]{1,64})"')
+_ARGUMENTS = re.compile(r'\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+')
 _decoder = json.JSONDecoder()
 
 
@@ -110,40 +116,32 @@ def shown_of(text: str) -> str:
     return text.rstrip()
 
 
-def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
-    """Returns the JSON schema, as JSON, of a call of one of these tools.
+def read_cut_call(
+    text: str, names: Collection[str], id_seed: str, *, is_whole: bool
+) -> tuple[str, CalledTool | None]:
+    """Splits a text that was cut into what comes before the call at its end, and this call.
 
     Args:
-        tools: the name of each, and the schema of its arguments.
+        text: what `read_tool_calls` left of a text.
+        names: the tools that the caller has.
+        id_seed: the seed for the id of the call.
+        is_whole: whether the text may be a call from its beginning on.
+
+    Returns:
+        The text as it is and None, if the name of a tool is not there yet.
     """
-    forms = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": name},
-                "arguments": {"$ref": f"#/$defs/{name}"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for name, _ in tools
-    ]
-    # A schema inside another one refers to its own parts by a longer way.
-    parts = {name: _moved(given or {"type": "object"}, f"#/$defs/{name}") for name, given in tools}
-    whole = forms[0] if len(forms) == 1 else {"anyOf": forms}
-    return json.dumps({**whole, "$defs": parts})
-
-
-def _moved(schema: Any, place: str) -> Any:
-    if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, place) for key, value in schema.items()}
-    target = schema.get("$ref")
-    if isinstance(target, str) and target.startswith("#"):
-        moved["$ref"] = place + target.removeprefix("#")
-    return moved
+    before = _WHOLE_CALL.match(text) if is_whole else None
+    signs = [(sign.start(), sign.end()) for sign in _SIGN.finditer(text)]
+    start, at = (0, before.end()) if before else (signs or [(0, -1)])[-1]
+    found = _CUT_CALL.match(text, at) if at >= 0 else None
+    if found is None or found["name"] not in names:
+        return text, None
+    arguments = _ARGUMENTS.match(text, found.end())
+    written = text[arguments.end() :] if arguments else ""
+    with contextlib.suppress(ValueError, RecursionError):  # whole, and others were to follow
+        written = written[: _decoder.raw_decode(written)[1]]
+    call = CalledTool(_id_of(id_seed), CalledFunction(found["name"], written))
+    return text[:start].rstrip(), call
 
 
 def _find_whole(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
@@ -267,7 +265,7 @@ def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[Generatio
 
     Raises:
         BadInput: the model can't generate that many tokens.
-        InputTooLarge: the prompt is too long for the model.
+        ContextLengthExceeded: the prompt is far too long for the model.
     """
     first = _first_of(body, model)
     # One seed for greedy decoding: the seed has no effect.
@@ -275,27 +273,15 @@ def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[Generatio
     start = 0 if is_repeatable(body) and body.seed is None else seed % MAX_SEED
     prompts: Sequence[str | list[int]] = [""]
     if isinstance(body, CompletionBody):
-        prompts = _prompts_of(body)
+        prompts = body.prompts
     made = [
         msgspec.structs.replace(first, prompt=prompt, seed=start + number)
         for prompt in prompts
         for number in range(body.n or 1)
     ]
     for one in made:
-        if (tokens := one.estimate_work() - one.max_tokens) > 8 * model.generation.context_tokens:
-            raise InputTooLarge(
-                f"about {tokens} tokens; the context of {model.name} has at most "
-                f"{model.generation.context_tokens}, generated tokens included",
-                field="prompt" if isinstance(body, CompletionBody) else "messages",
-            )
+        one.check_length(model.generation.context_tokens)
     return made
-
-
-def _prompts_of(body: CompletionBody) -> Sequence[str | list[int]]:
-    if isinstance(body.prompt, str):
-        return [body.prompt]
-    tokens = [one for one in body.prompt if isinstance(one, int)]
-    return [tokens] if tokens else [one for one in body.prompt if not isinstance(one, int)]
 
 
 def _first_of(body: TextBody, model: Model) -> GenerationInput:
@@ -311,24 +297,39 @@ def _first_of(body: TextBody, model: Model) -> GenerationInput:
     made = GenerationInput(
         max_tokens=asked or limits.default_tokens,
         seed=0,
+        ends_with_context=asked is None,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=body.top_k or 0,
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
+        min_p=body.min_p or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        logit_bias=body.biases,
         stop=body.stops,
         is_streamed=bool(body.stream),
     )
     if isinstance(body, CompletionBody):
         made.logprobs = -1 if body.logprobs is None else body.logprobs
+        made.is_echoed = bool(body.echo)
         return made
+    made.template_options = body.chat_template_kwargs or {}
     made.messages = [message.to_template() for message in body.messages]
     made.tools = tools_of(body)
     made.logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     made.json_schema = "" if body.response_format is None else body.response_format.to_schema()
     if forced := body.forced_tools:
         made.json_schema = call_schema([(tool.name, tool.parameters) for tool in forced])
+        made.schema_field = _parameters_field(body, forced)
     return made
+
+
+def _parameters_field(body: ChatBody, forced: Sequence[FunctionTool]) -> str:
+    """The field that the schema of a call comes from."""
+    if len(forced) > 1:
+        return "tools"
+    functions = [tool.function for tool in body.tools or ()]
+    return f"tools[{functions.index(forced[0])}].function.parameters"
 
 
 def tools_of(body: ChatBody) -> list[dict[str, object]]:
@@ -368,13 +369,20 @@ def chat_reply(
 
 def chat_choice(body: ChatBody, made: str, index: int, result: GenerationResult) -> ChatChoice:
     """Returns one answer, with the tool calls in its text."""
-    text, calls = result.text, list[CalledTool]()
+    text, calls, cut = result.text, list[CalledTool](), None
     if names := {tool.function.name for tool in body.allowed_tools}:
-        text, calls = read_tool_calls(text, names, f"{made}:{index}")
-    message = ChatMessage(text if text or not calls else None)
+        seed = f"{made}:{index}"
+        text, calls = read_tool_calls(text, names, seed)
+        if result.finish_reason == "length":
+            seed, is_whole = f"{seed}:{len(calls)}", not calls
+            text, cut = read_cut_call(text, names, seed, is_whole=is_whole)
+            calls += [cut] if cut is not None else []
+            if body.forced_tools and not calls and text.lstrip().startswith(_WHOLE):
+                text = ""  # not even the name of the tool is there
+    message = ChatMessage(text or None if calls or body.forced_tools else text)
     if calls:
         message.tool_calls = calls
-    finish_reason = "tool_calls" if calls else result.finish_reason
+    finish_reason = "tool_calls" if calls and cut is None else result.finish_reason
     logprobs = chat_logprobs(result.logprobs) if body.logprobs else None
     return ChatChoice(index, message, finish_reason, logprobs)
 
@@ -406,9 +414,9 @@ def completion_reply(
     choices = [
         CompletionChoice(
             index,
-            result.text,
+            _before(body, result, index) + result.text,
             result.finish_reason,
-            None if body.logprobs is None else completion_logprobs(result.logprobs, 0),
+            None if body.logprobs is None else _whole_logprobs(result),
         )
         for index, result in enumerate(results)
     ]
@@ -417,12 +425,57 @@ def completion_reply(
     )
 
 
+def _before(body: CompletionBody, result: GenerationResult, index: int) -> str:
+    """Returns the prompt, if it is echoed: as it was sent, or as the text of its tokens."""
+    if not body.echo:
+        return ""
+    prompt = body.prompts[index // (body.n or 1)]
+    return prompt if isinstance(prompt, str) else result.prompt_text
+
+
+def _whole_logprobs(result: GenerationResult) -> CompletionLogprobs:
+    told = completion_logprobs([*result.prompt_logprobs, *result.logprobs], 0)
+    if result.prompt_logprobs:  # nothing comes before the first token
+        told.token_logprobs[0] = told.top_logprobs[0] = None
+    return told
+
+
 def completion_logprobs(given: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
-    """Returns log probabilities in the form of completions. `offset`: characters before."""
-    ends = itertools.accumulate((len(one.token) for one in given), initial=offset)
+    """Returns log probabilities in the form of completions. `offset`: characters before.
+
+    The likeliest tokens have the one of the text among them. A token that is no whole character is
+    shown by its bytes, as is one whose text another one has too.
+    """
+    reader = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    ends = itertools.accumulate((len(reader.decode(one.data)) for one in given), initial=offset)
     return CompletionLogprobs(
-        [one.token for one in given],
+        [_shown(one) for one in given],
         [one.logprob for one in given],
-        [{top.token: top.logprob for top in one.top} for one in given],
+        [_alternatives(one) for one in given],
         list(ends)[:-1],
     )
+
+
+def _alternatives(token: TokenLogprob) -> dict[str, float] | None:
+    found = {_shown(token): token.logprob}
+    is_left_out = True  # the token itself, which is among the likeliest or not
+    for one in token.top:
+        if is_left_out and (one.data, one.logprob) == (token.data, token.logprob):
+            is_left_out = False
+            continue
+        name = _shown(one)
+        while name in found:
+            name = _by_bytes(one.data) if name == one.token else f"{name} "
+        found[name] = one.logprob
+    return dict(sorted(found.items(), key=lambda named: -named[1]))
+
+
+def _shown(token: TokenLogprob) -> str:
+    try:
+        return token.data.decode()
+    except UnicodeDecodeError:
+        return _by_bytes(token.data)
+
+
+def _by_bytes(data: bytes) -> str:
+    return "bytes:" + "".join(f"\\x{one:02x}" for one in data)

@@ -62,6 +62,7 @@ class TextApi(ApiTask):
         made = GenerationInput(
             max_tokens=parsed.max_tokens or limits.default_tokens,
             seed=seed if is_repeatable else secrets.randbelow(MAX_SEED),
+            ends_with_context=parsed.max_tokens is None,
             messages=[message.to_template() for message in parsed.messages or ()],
             prompt=parsed.prompt or "",
             temperature=parsed.temperature,
@@ -71,6 +72,7 @@ class TextApi(ApiTask):
             # Anyone who has the link of a prediction may read its stream.
             is_streamed=True,
         )
+        made.check_length(limits.context_tokens)
         return Inputs([made], _shown(given), is_list=False, is_repeatable=is_repeatable)
 
 

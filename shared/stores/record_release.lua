@@ -1,11 +1,17 @@
--- Releases a claim, so that the job does not count as one that killed its worker.
+-- Releases claims, so that the jobs do not count as ones that killed their worker.
 -- Follows record_states.lua.
 --
--- KEYS: record
+-- KEYS: records
+-- ARGV: for each: claims to release (0 or 1), how many of them are alone, 1 if the job goes back to
+-- the broker
 
-local f = redis.call('HMGET', KEYS[1], 'state', 'open')
-if not f[1] or is_over(f[1]) then return 0 end
-local open = math.max(0, tonumber(f[2] or 0) - 1)
-redis.call('HSET', KEYS[1], 'open', open)
-if open == 0 then redis.call('HSET', KEYS[1], 'state', 'starting') end
+for i, key in ipairs(KEYS) do
+  local f = redis.call('HMGET', key, 'state', 'open', 'alone')
+  if f[1] and not is_over(f[1]) then
+    local open = math.max(0, tonumber(f[2] or 0) - ARGV[3 * i - 2])
+    redis.call('HSET', key,
+      'open', open, 'alone', math.max(0, tonumber(f[3] or 0) - ARGV[3 * i - 1]))
+    if open == 0 and ARGV[3 * i] == '1' then redis.call('HSET', key, 'state', 'starting') end
+  end
+end
 return 1

@@ -26,13 +26,28 @@ class Claim(NamedTuple):
 
     `state` is `processing` if the job is to be done. Otherwise it is over, and `reply` is the first
     reply, or None if it was canceled without one. `attempt` counts claims from 1. `unfinished`
-    counts earlier claims that did not end.
+    counts earlier claims that did not end, since the job went on. `alone` are those of them whose
+    workers computed nothing else when they died.
     """
 
     state: State
     attempt: int
     unfinished: int
     reply: bytes | None
+    alone: int = 0
+
+
+class Release(NamedTuple):
+    """A claim that is released.
+
+    `claims`: 1, or 0 if it was before. `alone`: 1 if the job is noted as the only one that its
+    worker computes. `is_back`: whether the job goes back to the broker.
+    """
+
+    record: str
+    claims: int = 1
+    alone: int = 0
+    is_back: bool = True
 
 
 class Finish(NamedTuple):

@@ -10,11 +10,12 @@ The first `finish` ends a record. A later one gets the first reply. A claim that
 finished nor released was held by a worker that died, or that lost its lease.
 
 A record is a hash. Its fields are `state`, `attempts` (claims so far), `open` (claims neither
-finished nor released), `reply` (the encoded ReplyBody), `step`, `steps`, and `*_at_s` (unix
-seconds). A prediction also has `document`, `keep_s` and `published`, and counts toward a budget of
-bytes (shared/retention.py). Only the scripts next to this file (record_*.lua) write records. Claims
-and finishes come in large numbers, so their scripts take several records: one script for 100
-records costs little more than one for a single record.
+finished nor released, since the job went on), `alone` (those of them whose worker computes nothing
+else), `reply` (the encoded ReplyBody), `step`, `steps`, and `*_at_s` (unix seconds). A prediction
+also has `document`, `keep_s` and `published`, and counts toward a budget of bytes
+(shared/retention.py). Only the scripts next to this file (record_*.lua) write records. Claims and
+finishes come in large numbers, so their scripts take several records: one script for 100 records
+costs little more than one for a single record.
 """
 
 from __future__ import annotations
@@ -34,7 +35,15 @@ from shared.errors import Overloaded, Unavailable
 from shared.retention import BUDGET_BYTES
 from shared.stores.holds import Holds
 from shared.stores.previews import PreviewStore
-from shared.stores.record_state import Claim, Finish, Record, State, receipts_of, record_from_fields
+from shared.stores.record_state import (
+    Claim,
+    Finish,
+    Record,
+    Release,
+    State,
+    receipts_of,
+    record_from_fields,
+)
 from shared.stores.redis_client import RedisLink, RedisStore, load_script
 from shared.stores.token_streams import TokenStreams
 from shared.stores.waiting_line import WaitingLines
@@ -85,6 +94,7 @@ KEEP = load_script(*_BUDGET, "shared/stores/record_keep.lua")
 CLAIM = load_script(_STATES, "shared/stores/record_claim.lua")
 PROGRESS = load_script("shared/stores/record_progress.lua")
 HAND_OVER = load_script(_STATES, "shared/stores/record_hand_over.lua")
+ALONE = load_script("shared/stores/record_alone.lua")
 RELEASE = load_script(_STATES, "shared/stores/record_release.lua")
 CANCEL = load_script(*_BUDGET, _STATES, "shared/stores/record_cancel.lua")
 DELETE = load_script(*_BUDGET, _STATES, "shared/stores/record_delete.lua")
@@ -379,10 +389,22 @@ class Records(RedisStore):
         answers = await self._finishes.call([(record, state, reply)]) if self.is_up else None
         return None if answers is None else answers[0]
 
-    async def release(self, record: str) -> None:
-        """Lets a claim go: the job goes back to the broker from a worker that lives."""
+    async def release(self, released: Sequence[Release]) -> None:
+        """Lets claims go: if their worker dies now, the jobs are not the reason."""
+        args = [part for one in released for part in (one.claims, one.alone, int(one.is_back))]
         with contextlib.suppress(Unavailable):
-            await self._commands.run_script(RELEASE, [self._key(record)])
+            keys = [self._key(one.record) for one in released]
+            await self._commands.run_script(RELEASE, keys, *args)
+
+    async def note_alone(self, record: str, *, begins: bool) -> bool:
+        """Notes that its worker computes nothing else but a claimed job, or that this has ended.
+
+        Returns whether Redis has it.
+        """
+        with contextlib.suppress(Unavailable):
+            change = 1 if begins else -1
+            return bool(await self._commands.run_script(ALONE, [self._key(record)], change))
+        return False
 
     async def hand_over(self, record: str) -> None:
         """Lets all claims go: another revision of the model is to do the job."""
@@ -422,8 +444,8 @@ class Records(RedisStore):
         keys = [self._key(record) for record in records]
         answers = await self._link.run_script(CLAIM, keys, (time.time(), JOB_KEEP_S))
         return [
-            Claim(cast(State, state.decode()), attempts, unfinished, reply or None)
-            for state, attempts, unfinished, reply in answers
+            Claim(cast(State, state.decode()), attempts, unfinished, reply or None, alone)
+            for state, attempts, unfinished, reply, alone in answers
         ]
 
     async def _send_finishes(self, ends: list[tuple[str, str, bytes]]) -> list[Finish]:

@@ -1,4 +1,5 @@
--- Appends tokens to streams, each only for the worker that holds the record.
+-- Appends tokens to streams, each only for the worker that holds the record. A text that went on is
+-- not what killed the workers before, so their claims do not count any more.
 --
 -- KEYS: for each: record, stream
 -- ARGV: seconds to keep streams; for each: attempt, tokens before, tokens with these, chunk, and of
@@ -9,7 +10,7 @@ local out = {}
 for i = 1, #KEYS / 2 do
   local record, stream, at = KEYS[2 * i - 1], KEYS[2 * i], 5 * i - 3
   local attempt, first, last = tonumber(ARGV[at]), tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
-  local held = redis.call('HMGET', record, 'state', 'attempts')
+  local held = redis.call('HMGET', record, 'state', 'attempts', 'open')
   if held[1] ~= 'processing' or tonumber(held[2] or 0) > attempt then
     out[i] = -1
   else
@@ -18,6 +19,7 @@ for i = 1, #KEYS / 2 do
     if has == first and last > first then
       redis.call('XADD', stream, last .. '-0', 'c', ARGV[at + 3])
       redis.call('EXPIRE', stream, ARGV[1])
+      if tonumber(held[3] or 0) > 1 then redis.call('HSET', record, 'open', 1, 'alone', 0) end
       if first == 0 then
         redis.call('HSET', record, 'prompt_' .. string.match(stream, '%d+$'), ARGV[at + 4])
       end

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 import msgspec
 
 from shared.catalog_entry import CatalogEntry, Tolerance
+from shared.errors import ContextLengthExceeded
 from shared.tasks.base import (
     ExampleRequest,
     FirstGuesses,
@@ -67,6 +68,9 @@ TOOLS_INDENTED = 2
 """Maximum growth of the JSON of tools, which templates write with spaces or indented."""
 TOKEN_BYTES = 8
 """The size of a token in a reply: its text, escaped."""
+RESPONSE_FORMAT = "response_format"
+FAR_ABOVE = 8
+"""A prompt of this many contexts, as estimated, is refused without being tokenized."""
 LOGPROB_BYTES = 48
 """The size of one alternative in a reply."""
 
@@ -111,6 +115,10 @@ class GenerationInput(TaskInput, tag="generation"):
 
     max_tokens: int
     seed: int
+    ends_with_context: bool = False
+    """Whether a prompt that leaves less than `max_tokens` of the context gets a shorter text. If
+    not, it is refused.
+    """
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
     prompt: str | list[int] = ""
@@ -122,13 +130,66 @@ class GenerationInput(TaskInput, tag="generation"):
     """0: all tokens."""
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    min_p: float = 0.0
+    """Tokens are kept whose probability is at least this part of the likeliest one's."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens that the prompt or the text has, and multiplies the
+    negative ones.
+    """
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    """Added to the logits of tokens, before anything else."""
+    template_options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Variables of the chat template."""
+    is_echoed: bool = False
+    """Whether the result has the text of the prompt, with the log probabilities of its tokens if
+    they are asked for.
+    """
     stop: list[str] = msgspec.field(default_factory=list)
     logprobs: int = -1
     """The number of alternatives reported for each token. -1: no log probabilities at all."""
     json_schema: str = ""
     """The schema, as JSON, that the text must match. Empty: none."""
+    schema_field: str = RESPONSE_FORMAT
+    """The field of the request that the schema comes from. Any other one: it is that of a call."""
     is_streamed: bool = False
     """Whether tokens are reported as they come (shared/stores/token_streams.py)."""
+
+    @property
+    def field(self) -> Literal["messages", "prompt"]:
+        """The field that has the prompt, for errors."""
+        return "messages" if self.messages else "prompt"
+
+    def check_length(self, context_tokens: int) -> None:
+        """Refuses a prompt that is far too long, before it takes the time of a tokenizer.
+
+        Raises:
+            ContextLengthExceeded: it is. Its number of tokens is estimated from its size.
+        """
+        prompt = self._estimate_prompt()
+        if prompt > FAR_ABOVE * context_tokens:
+            raise self.too_long(prompt, context_tokens)
+
+    def room(self, prompt_tokens: int, context_tokens: int) -> int:
+        """How many tokens may be written after a prompt.
+
+        Raises:
+            ContextLengthExceeded: too few.
+        """
+        left = context_tokens - prompt_tokens
+        if left < (1 if self.ends_with_context else self.max_tokens):
+            raise self.too_long(prompt_tokens, context_tokens)
+        return min(self.max_tokens, left)
+
+    def too_long(self, prompt_tokens: int, context_tokens: int) -> ContextLengthExceeded:
+        """The error in OpenAI's words, because clients and proxies look for them."""
+        written = 1 if self.ends_with_context else self.max_tokens
+        return ContextLengthExceeded(
+            f"This model's maximum context length is {context_tokens} tokens. However, you "
+            f"requested {prompt_tokens + written} tokens ({prompt_tokens} in the {self.field}, "
+            f"{written} in the completion). Please reduce the length of the {self.field} or "
+            "completion.",
+            field=self.field,
+        )
 
     def estimate_work(self) -> int:
         """Tokens: those of the prompt from its length, and all that may be written."""
@@ -188,6 +249,10 @@ class GenerationResult(TaskResult, tag="generation"):
     output_tokens: int
     cached_tokens: int = 0
     logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
+    prompt_text: str = ""
+    """Only if it was asked for."""
+    prompt_logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
+    """Of an echoed prompt. The first token has none: its place says 0 and no alternatives."""
 
     def to_output(self, media_type: str, link_to: LinkTo) -> str:
         """The text."""

@@ -279,9 +279,13 @@ def _result(given: Input) -> Result:
         said = words_of(given)
         is_stopped = bool(said) and said[-1].strip() == LAST_WORD
         reason: Literal["stop", "length"] = "stop" if is_stopped else "length"
-        return GenerationResult(
+        result = GenerationResult(
             "".join(said), reason, 7 + len(said), 7, len(said), 3, _logprobs(given, said)
         )
+        if given.is_echoed:
+            read = [f"<{one}>" for one in given.prompt]
+            result.prompt_text, result.prompt_logprobs = "".join(read), _logprobs(given, read)
+        return result
     if isinstance(given, SimilarityInput):
         text, query = (vector_of(TextInput(one)) for one in (given.text, given.query))
         return SimilarityResult(float(np.clip(text @ query, -1, 1)), 4)

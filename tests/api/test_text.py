@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,13 @@ async def test_a_completion_is_answered_as_the_client_reads_it(api: ApiUnderTest
         ({"messages": [{"role": "user"}]}, "messages[0]"),
         ({"temperature": 3}, "temperature"),
         ({"n": 9}, "n"),
-        ({"logit_bias": {"50256": -100}}, "logit_bias"),
+        ({"logit_bias": {"fifty": -100}}, "logit_bias"),
+        ({"logit_bias": {"50": -101}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, "logit_bias"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": "b" * 2000}}, "chat_template_kwargs"),
         ({"top_logprobs": 2}, ""),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"stream_options": {"include_usage": True}}, ""),
@@ -102,6 +109,72 @@ async def test_what_is_wrong_is_named(api: ApiUnderTest, wrong: dict[str, Any], 
     answer = await api.http.post("/v1/chat/completions", json=chat(**wrong))
     assert answer.status_code in (400, 404), answer.text
     assert field in (answer.json()["error"]["param"] or "") + answer.json()["error"]["message"]
+
+
+FAR_ABOVE = 20_000
+"""Words: many contexts of the model."""
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "field"),
+    [
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x " * FAR_ABOVE}]},
+            "messages",
+        ),
+        ("completions", {"prompt": "x " * FAR_ABOVE}, "prompt"),
+        ("completions", {"prompt": [5] * FAR_ABOVE}, "prompt"),
+        ("predictions", {"version": "writer", "input": {"prompt": "x " * FAR_ABOVE}}, "prompt"),
+        ("responses", {"input": "x " * FAR_ABOVE}, ""),
+    ],
+    ids=["chat", "completion", "tokens", "prediction", "response"],
+)
+async def test_prompt_far_above_the_context_is_refused_in_openais_words(
+    api: ApiUnderTest, path: str, given: dict[str, Any], field: str
+) -> None:
+    """Proxies match the sentence, whatever the length of the prompt. No worker sees it."""
+    model: dict[str, Any] = {"model": "writer", "stream": True}
+    model = {} if path == "predictions" else model
+    answer = await api.http.post(f"/v1/{path}", json=model | given)
+    assert answer.status_code in (400, 422), answer.text
+    found = answer.json()
+    error = found.get("error", found)
+    assert field in str(found)
+    assert "context_length_exceeded" in answer.text
+    sentence = (
+        r"This model's maximum context length is (\d+) tokens\. However, you requested (\d+) "
+        r"tokens \((\d+) in the \w+, (\d+) in the completion\)\. Please reduce the length of the "
+        r"\w+ or completion\."
+    )
+    matched = re.search(sentence, str(error))
+    assert matched, answer.text
+    limit, asked, prompt, written = map(int, matched.groups())
+    assert asked == prompt + written > limit
+    assert not api.worker.items
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "predictions", "responses"])
+async def test_only_max_tokens_that_were_asked_for_are_demanded(
+    api: ApiUnderTest, path: str
+) -> None:
+    text = "say the mill"
+    bodies: dict[str, dict[str, Any]] = {
+        "chat/completions": {"model": "writer", "messages": SAY},
+        "completions": {"model": "writer", "prompt": text},
+        "predictions": {"version": "writer", "input": {"prompt": text}},
+        "responses": {"model": "writer", "input": text, "store": False},
+    }
+    given = bodies[path]
+    name = "max_output_tokens" if path == "responses" else "max_tokens"
+    place: dict[str, Any] = given["input"] if path == "predictions" else given
+    for asked in ({}, {name: 16}):
+        place |= asked
+        answer = await api.http.post(f"/v1/{path}", json=given, headers={"prefer": "wait"})
+        assert answer.status_code in (200, 201), answer.text
+        (*_, last) = api.worker.items
+        assert isinstance(last.input, GenerationInput)
+        assert last.input.ends_with_context == (not asked)
 
 
 NULLS = [
@@ -175,6 +248,64 @@ async def test_refusals_of_earlier_answers_are_what_was_said(api: ApiUnderTest) 
     item = api.worker.items[-1].input
     assert isinstance(item, GenerationInput)
     assert [one["content"] for one in item.messages[1:3]] == ["no", "never"]
+
+
+async def test_options_of_sampling_reach_the_worker(api: ApiUnderTest) -> None:
+    given = {
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"50": -100, "7": 2.5},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    answer = await api.http.post("/v1/chat/completions", json=chat(**given))
+    assert answer.status_code == 200, answer.text
+    item = api.worker.items[-1].input
+    assert isinstance(item, GenerationInput)
+    assert (item.min_p, item.repetition_penalty) == (0.1, 1.2)
+    assert list(item.logit_bias.items()) == [(7, 2.5), (50, -100)]
+    assert item.template_options == {"enable_thinking": False}
+
+
+ECHOED = {"model": "writer", "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
+
+
+async def test_an_echo_is_what_lm_eval_reads(api: ApiUnderTest) -> None:
+    """Its client sends token ids, and skips those of the context and the one that was written."""
+    prompts = [[1, 2, 3], [4, 5]]
+    given = {**ECHOED, "prompt": prompts, "seed": 1234}
+    reply = (await api.http.post("/v1/completions", json=given)).json()
+    for choice, ids in zip(reply["choices"], prompts, strict=True):
+        told = choice["logprobs"]
+        assert told["tokens"][:-1] == [f"<{one}>" for one in ids]
+        assert told["token_logprobs"][0] is None
+        assert told["top_logprobs"][0] is None
+        assert choice["text"].startswith("".join(told["tokens"][:-1]))
+        assert told["text_offset"] == [3 * place for place in range(len(ids) + 1)]
+        chances, tops = told["token_logprobs"][1:-1], told["top_logprobs"][1:-1]
+        assert chances == [-0.5] * (len(ids) - 1)
+        assert all(one in top.values() for one, top in zip(chances, tops, strict=True))
+
+
+async def test_an_echo_of_a_text_is_the_text(api: ApiUnderTest) -> None:
+    given = {**ECHOED, "prompt": ["say mill", "say the"], "logprobs": None, "n": 2}
+    reply = (await api.http.post("/v1/completions", json=given)).json()
+    texts = [choice["text"] for choice in reply["choices"]]
+    assert texts == ["say millmill"] * 2 + ["say thethe"] * 2
+    answer = await api.http.post("/v1/completions", json={**given, "stream": True, "n": 1})
+    assert answer.status_code == 400
+    assert "echo" in answer.text
+
+
+async def test_prompts_are_as_many_as_texts_may_be(api: ApiUnderTest) -> None:
+    prompts = [f"say p{number}" for number in range(64)]
+    reply = (
+        await api.http.post("/v1/completions", json={"model": "writer", "prompt": prompts})
+    ).json()
+    assert [choice["text"] for choice in reply["choices"]] == [one[4:] for one in prompts]
+    for wrong in ({"prompt": [*prompts, "a"]}, {"prompt": prompts[:33], "n": 2}):
+        answer = await api.http.post("/v1/completions", json={"model": "writer", **wrong})
+        assert answer.status_code == 400
+        assert "64" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

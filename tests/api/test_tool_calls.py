@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 from hypothesis import given as for_all
 from hypothesis import strategies as st
@@ -12,7 +13,9 @@ from llguidance import LLMatcher
 from openai import pydantic_function_tool
 from pydantic import BaseModel
 
-from api.openai.generation import call_schema, read_tool_calls, shown_of
+from api.openai.call_schemas import call_schema
+from api.openai.generation import read_cut_call, read_tool_calls, shown_of
+from shared.errors import BadInput
 from shared.tasks.text import GenerationInput
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 
@@ -81,6 +84,110 @@ def test_the_schema_of_a_forced_call_takes_parts_of_schemas_along(others: list[A
     assert LLMatcher.validate_grammar(grammar) == ""
 
 
+def takes(schema: str, arguments: Any) -> bool:
+    """Whether a call of `f` with these arguments matches."""
+    given = {"name": "f", "arguments": arguments}
+    return bool(jsonschema_rs.validator_for(json.loads(schema), offline=True).is_valid(given))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "right", "wrong"),
+    [
+        (None, {}, {"a": 1}),
+        ({}, {}, {"a": 1}),
+        ({"type": "object"}, {}, {"a": 1}),
+        ({"type": "object", "properties": {}}, {}, {"a": 1}),
+        ({"properties": {"a": {}}}, {"a": 1}, [1]),
+        ({"properties": {"a": {"properties": {"b": {}}}}}, {"a": {"b": 1}}, {"a": {"c": 1}}),
+        ({"properties": {"a": {"type": "object"}}}, {"a": {"any": 1}}, {"b": 1}),
+        ({"properties": {"a": {}}, "additionalProperties": True}, {"a": 1, "b": 2}, 5),
+        (
+            {"properties": {"a": {"$ref": "#/$defs/p"}}, "$defs": {"p": {"properties": {"b": {}}}}},
+            {"a": {"b": 1}},
+            {"a": {"c": 1}},
+        ),
+        (
+            {"properties": {"a": {"anyOf": [{"properties": {"b": {}}}, {"type": "null"}]}}},
+            {"a": {"b": 1}},
+            {"a": {"c": 1}},
+        ),
+        # Properties that are listed in several places
+        (
+            {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}, {"required": ["c"]}]},
+            {"a": 1, "b": 2},
+            5,
+        ),
+        (
+            {
+                "allOf": [{"$ref": "#/$defs/p"}, {"properties": {"b": {}}}],
+                "$defs": {"p": {"properties": {"a": {}}, "required": ["a"]}},
+            },
+            {"a": 1, "b": 2},
+            {"b": 2},
+        ),
+        # What looks like a schema, and names of resources
+        ({"properties": {"a": {"const": {"$ref": "#/b"}}}}, {"a": {"$ref": "#/b"}}, {"a": {}}),
+        (
+            {"properties": {"a": {"enum": [{"properties": {}}]}}},
+            {"a": {"properties": {}}},
+            {"a": 1},
+        ),
+        (
+            {"properties": {"properties": {"type": "integer"}}},
+            {"properties": 1},
+            {"properties": {}},
+        ),
+        (
+            {
+                "properties": {"a": {"$ref": "#here"}, "b": {"$ref": "#/$defs/p"}},
+                "$defs": {"p": {"$anchor": "here", "type": "integer"}},
+            },
+            {"a": 1, "b": 2},
+            {"a": "x"},
+        ),
+        (
+            {
+                "$id": "https://example.com/f",
+                "properties": {"a": {"$ref": "https://example.com/f#/$defs/p"}},
+                "$defs": {"p": {"type": "integer"}},
+            },
+            {"a": 1},
+            {"a": "x"},
+        ),
+    ],
+    ids=lambda given: str(given)[:60],
+)
+@pytest.mark.parametrize(
+    "others",
+    [
+        [],
+        [
+            (
+                "other",
+                {"properties": {"x": {"$ref": "#/$defs/p"}}, "$defs": {"p": {"type": "string"}}},
+            )
+        ],
+    ],
+)
+def test_a_forced_call_takes_what_the_tool_does_and_nothing_made_up(
+    parameters: dict[str, Any] | None, right: Any, wrong: Any, others: list[Any]
+) -> None:
+    before = json.dumps(parameters)
+    schema = call_schema([("f", parameters), *others])
+    assert takes(schema, right)
+    assert not takes(schema, wrong)
+    assert json.dumps(parameters) == before
+    grammar = LLMatcher.grammar_from_json_schema(schema)
+    assert LLMatcher.validate_grammar(grammar) == ""
+
+
+def test_schemas_of_one_name_are_told_apart_or_refused() -> None:
+    one, other = ({"$id": "p", "properties": {"a": {"type": kind}}} for kind in ("string", "null"))
+    assert takes(call_schema([("f", one), ("g", one)]), {"a": "x"})
+    with pytest.raises(BadInput, match="two schemas have the \\$id 'p'"):
+        call_schema([("f", one), ("g", other)])
+
+
 @pytest.fixture
 async def api(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
     async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
@@ -97,6 +204,7 @@ def asked(text: str, **options: Any) -> dict[str, Any]:
     }
 
 
+WRITTEN_CALL = '{"name": "Weather", "arguments": {"place": {"city": "Bern"}}}'
 PARSED = '<tool_call>{"name": "Weather", "arguments": {"place": {"city": "Bern"}}}</tool_call>'
 
 
@@ -148,7 +256,6 @@ async def test_a_call_can_be_forced(api: ApiUnderTest, choice: Any) -> None:
     [
         {"tool_choice": {"type": "function", "function": {"name": "other"}}},
         {"tool_choice": "required", "tools": []},
-        {"tool_choice": "required", "response_format": {"type": "json_object"}},
     ],
 )
 async def test_a_call_that_can_not_be_forced_is_refused(
@@ -157,6 +264,64 @@ async def test_a_call_that_can_not_be_forced_is_refused(
     answer = await api.http.post("/v1/chat/completions", json=asked("a", **wrong))
     assert answer.status_code == 400
     assert "tool_choice" in answer.json()["error"]["message"]
+
+
+@pytest.mark.anyio
+async def test_a_forced_call_may_come_with_a_response_format(api: ApiUnderTest) -> None:
+    """OpenAI takes it. A call is no message, so its form is that of the tool."""
+    wanted = {"tool_choice": "required", "response_format": {"type": "json_object"}}
+    reply = await api.openai().chat.completions.create(**asked(WRITTEN_CALL, **wanted))
+    assert reply.choices[0].message.tool_calls[0].function.name == "Weather"
+    (item,) = api.worker.items
+    assert isinstance(item.input, GenerationInput)
+    assert "arguments" in item.input.json_schema
+    assert item.input.schema_field == "tools[0].function.parameters"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("choice", ["required", "auto"])
+@pytest.mark.parametrize(
+    ("said", "name", "arguments"),
+    [
+        ('{"name": "Weather", "arguments": {"place": {"ci', "Weather", '{"place": {"ci'),
+        ('{"name": "Weather", "argu', "Weather", ""),
+        ('{"name": "Wea', None, None),
+    ],
+)
+async def test_a_call_that_was_cut_is_a_call(
+    api: ApiUnderTest, choice: str, said: str, name: str | None, arguments: str | None
+) -> None:
+    """As with OpenAI: `finish_reason` says that its arguments are not all there."""
+    if name is None and choice == "auto":
+        return  # a text that is no call stays a text
+    given = asked(said, tool_choice=choice)
+    client = api.openai()
+    (whole,) = (await client.chat.completions.create(**given)).choices
+    async with await client.chat.completions.create(**given, stream=True) as stream:
+        chunks = [chunk.choices[0] async for chunk in stream if chunk.choices]
+    assert whole.finish_reason == "length"
+    assert whole.message.content is None
+    assert not any(chunk.delta.content for chunk in chunks)
+    assert chunks[-1].finish_reason == "length"
+    streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    for calls in (whole.message.tool_calls or (), streamed):
+        called = [(call.function.name, call.function.arguments) for call in calls]
+        assert called == ([] if name is None else [(name, arguments)])
+
+
+def test_a_cut_call_comes_behind_the_whole_ones() -> None:
+    text, calls = read_tool_calls(
+        f"so <tool_call>{CALL}</tool_call> and <tool_call>{CALL[:-9]}", {"weather"}, "s"
+    )
+    assert (text, len(calls)) == ("so  and <tool_call>" + CALL[:-9], 1)
+    rest, cut = read_cut_call(text, {"weather"}, "t", is_whole=False)
+    assert rest == "so  and"
+    assert cut is not None
+    assert cut.function.arguments == '{"city":'
+    listed = f"[TOOL_CALLS] [{CALL}, {CALL[:-5]}"
+    rest, cut = read_cut_call(listed, {"weather"}, "t", is_whole=True)
+    assert cut is not None
+    assert (rest, cut.function.arguments) == ("", '{"city": "Bern"}')
 
 
 @pytest.mark.anyio

@@ -27,7 +27,7 @@ from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from shared.messages import ReplyBody
 from shared.stores.previews import KEPT_S, MAX_KEPT
-from shared.stores.record_state import OVER, Claim, Finish, State, record_id
+from shared.stores.record_state import OVER, Claim, Finish, Release, State, record_id
 from shared.stores.records import Records
 from tests.tiers import examples
 
@@ -46,6 +46,7 @@ class Expected:
     state: State | None = None
     attempts: int = 0
     open: int = 0
+    alone: int = 0
     reply: bytes | None = None
 
     @property
@@ -90,7 +91,7 @@ class Transitions(RuleBasedStateMachine):
             if one.state in OVER:
                 assert claim == Claim(one.state, one.attempts, one.open, one.reply)
                 continue
-            assert claim == Claim("processing", one.attempts + 1, one.open, None)
+            assert claim == Claim("processing", one.attempts + 1, one.open, None, one.alone)
             one.state, one.attempts, one.open = "processing", one.attempts + 1, one.open + 1
 
     @rule(name=NAMES, state=st.sampled_from(["succeeded", "failed", "canceled"]))
@@ -109,11 +110,27 @@ class Transitions(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def release(self, name: str) -> None:
-        self.runner.run(self.records.release(name))
+        self.runner.run(self.records.release([Release(name)]))
         one = self.expected[name]
         if one.state is not None and not one.is_over:
             one.open = max(0, one.open - 1)
             one.state = one.state if one.open else "starting"
+
+    @rule(name=NAMES, alone=st.integers(0, 1))
+    def stay_innocent(self, name: str, alone: int) -> None:
+        released = Release(name, 1, alone, is_back=False)
+        self.runner.run(self.records.release([released]))
+        one = self.expected[name]
+        if one.state is not None and not one.is_over:
+            one.open, one.alone = max(0, one.open - 1), max(0, one.alone - alone)
+
+    @rule(name=NAMES, begins=st.booleans())
+    def note_alone(self, name: str, begins: bool) -> None:
+        one = self.expected[name]
+        is_noted = self.runner.run(self.records.note_alone(name, begins=begins))
+        assert is_noted == (one.state == "processing")
+        if is_noted:
+            one.alone = max(0, one.alone + (1 if begins else -1))
 
     @rule(name=NAMES)
     def cancel(self, name: str) -> None:
@@ -235,7 +252,7 @@ async def test_redis_away_fails_promises_and_never_work(own_redis: RedisServer) 
         own_redis.kill()
         assert await records.claim(["req_1"]) == [None]
         assert await records.finish("req_1", "succeeded", encoded("w")) is None
-        await records.release("req_1")
+        await records.release([Release("req_1")])
         with pytest.raises(Unavailable, match="store of predictions"):
             await records.read("req_1")
         with pytest.raises(Unavailable, match="store of predictions"):
@@ -292,7 +309,7 @@ async def test_place_in_line_is_by_deadline_among_the_tenants_own(records: Recor
     assert position == 2
     assert estimated_s is not None
     assert 0 < estimated_s < 30
-    await records.release("b")
+    await records.release([Release("b")])
     assert (await place("c", 40) or (0,))[0] in (2, 3)
     await records.cancel("a")
     assert (await place("c", 40) or (0,))[0] == 1

@@ -57,6 +57,20 @@ async def test_only_the_latest_claim_may_append(redis_url: str) -> None:
         assert is_over
 
 
+async def test_a_text_that_went_on_is_not_what_killed_the_workers_before(redis_url: str) -> None:
+    async with Records(redis_url) as records:
+        record, streams = await claimed(records, times=3), records.tokens
+        await records.note_alone(record, begins=True)
+        assert await streams.append([Written(record, 0, 3, chunk(0, 1))]) == [1]
+        (claim,) = await records.claim([record])
+        assert claim is not None
+        assert (claim.attempt, claim.unfinished, claim.alone) == (4, 1, 0)
+        assert await streams.append([Written(record, 0, 4, chunk(0, 1))]) == [1], "nothing new"
+        (claim,) = await records.claim([record])
+        assert claim is not None
+        assert claim.unfinished == 2
+
+
 async def test_a_deleted_prediction_leaves_no_tokens(redis_url: str) -> None:
     async with Records(redis_url) as records:
         record, streams = await claimed(records), records.tokens

@@ -382,17 +382,25 @@ async def test_a_text_whose_worker_died_joins_others_but_not_after_a_third_death
         assert found["died"].receipt.batch_size == company
 
 
-async def test_a_text_that_four_workers_died_with_is_given_up(
-    redis_url: str, tmp_path: Path
+@pytest.mark.parametrize("deaths_alone", [0, 1, 2])
+async def test_only_a_text_that_workers_died_with_while_it_was_alone_is_given_up(
+    redis_url: str, tmp_path: Path, deaths_alone: int
 ) -> None:
     async with spelling(redis_url, tmp_path) as harness:
         await harness.records.create("died", "t", b"{}", deadline_s=4e9, keep_s=60)
-        for _ in range(4):
+        for number in range(4):
             await harness.records.claim(["died"])
+            if number < deaths_alone:
+                await harness.records.note_alone("died", begins=True)
         await publish(harness, "died", GenerationInput(4, 0, prompt="xyz"))
         _, found = await outcome(harness)
+        if deaths_alone < 2:
+            assert found.status == "succeeded"
+            return
         assert found.error is not None
-        assert found.error.message == "4 workers died while they held this job"
+        assert found.error.message == (
+            "4 workers died while they held this job, 2 of them while it ran alone"
+        )
 
 
 async def test_an_item_without_room_waits_until_others_have_left(

@@ -5,14 +5,16 @@ nobody else pays.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import redis.asyncio as redis
 
 from infra.local.redis_server import RedisServer
-from shared.errors import ModelFailed
+from shared.errors import BadInput, ModelFailed
 from shared.messages import ReplyBody, encode_reply_body, failure
+from shared.tasks import Input
 from shared.tasks.image import ImageResult
 from shared.topics import (
     WEBHOOKS_SUBSCRIPTION_ID,
@@ -25,9 +27,11 @@ from tests.workers.worker_harness import (
     LARGE_IMAGE,
     MODEL,
     FailingStore,
+    LetterPreparer,
     WorkerHarness,
     running_worker,
 )
+from workers.models.base import PreparedText
 from workers.worker import FAILED_BATCHES_MAX
 
 pytestmark = pytest.mark.anyio
@@ -136,16 +140,116 @@ async def test_late_attempt_repeats_the_first_answer_in_its_rows(
 
 
 async def test_job_that_three_workers_died_with_is_given_up(redis_url: str, tmp_path: Path) -> None:
+    """As an item whose model processes died: three deaths, two of them alone."""
     async with running_worker(redis_url, tmp_path) as harness:
-        for _ in range(3):
+        for number in range(3):
             await harness.records.claim(["req"])
+            if number:
+                await harness.records.note_alone("req", begins=True)
         harness.process.gate.clear()
-        await harness.send("cat")
+        await harness.send("cat", age_s=10)
         error = (await harness.reply()).body.outcomes[0].error
         assert error is not None
-        assert error.message == "3 workers died while they held this job"
+        assert (
+            error.message == "3 workers died while they held this job, 2 of them while it ran alone"
+        )
         dead = await first_message(harness, dead_letter_subscription_id(MODEL.name))
         assert dead.attributes["penstock_reason"] == error.message
+
+
+async def test_jobs_whose_workers_died_with_all_of_them_succeed(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """What five workers died with is not what killed them, if each had twenty jobs in hand."""
+    names = [f"req{number}" for number in range(20)]
+    async with running_worker(redis_url, tmp_path) as harness:
+        for _ in range(5):
+            await harness.records.claim(names)
+        for number, name in enumerate(names):
+            await harness.send("a" * (number + 1), request_id=name, age_s=10)
+        statuses = [(await harness.reply()).body.outcomes[0].status for _ in names]
+        assert statuses == ["succeeded"] * 20
+        assert all(len(batch) == 1 for batch in harness.process.batches)
+
+
+async def deaths_if_killed_now(harness: WorkerHarness, record: str) -> tuple[int, int]:
+    """What the next worker would know: deaths with the job in hand, and with it alone."""
+    (claim,) = await harness.records.claim([record])
+    assert claim is not None
+    return claim.unfinished, claim.alone
+
+
+async def test_death_counts_against_the_job_that_runs_alone(redis_url: str, tmp_path: Path) -> None:
+    async with running_worker(redis_url, tmp_path) as harness:
+        await harness.records.claim(["runs", "waits"])
+        harness.process.gate.clear()
+        await harness.send("runs", request_id="runs", age_s=10)
+        await harness.process.started.wait()
+        await harness.send("waits", request_id="waits", age_s=10)
+        await queued(harness)
+        await claimed(harness, "waits")
+        assert await deaths_if_killed_now(harness, "runs") == (2, 1)
+        assert (await deaths_if_killed_now(harness, "waits"))[1] == 0
+        harness.process.gate.set()
+        for _ in range(2):
+            assert (await harness.reply()).body.outcomes[0].status == "succeeded"
+
+
+async def test_job_that_kills_its_worker_while_it_is_prepared_counts(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """Such as one whose tokens take all the memory. It never gets to a model process."""
+    found = []
+    noted = asyncio.Event()
+
+    class Preparing(LetterPreparer):
+        def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
+            if any(getattr(one, "text", "") == "poison" for one in inputs):
+                found.append([getattr(one, "text", "") for one in inputs])
+                noted.set()
+            return super().prepare(inputs)
+
+    async with running_worker(redis_url, tmp_path, preparer=Preparing()) as harness:
+        await harness.records.claim(["poison"])
+        notes = []
+        note_alone = harness.records.note_alone
+
+        async def noting(record: str, *, begins: bool) -> bool:
+            notes.append((record, begins, noted.is_set()))
+            return await note_alone(record, begins=begins)
+
+        harness.records.note_alone = noting  # type: ignore[method-assign]
+        await harness.send("other", request_id="other")
+        await harness.send("poison", request_id="poison", age_s=10)
+        for _ in range(2):
+            assert (await harness.reply()).body.outcomes[0].status == "succeeded"
+        assert found == [["poison"]], "by itself"
+        assert notes[:2] == [("poison", True, False), ("poison", False, True)]
+
+
+async def test_worker_that_was_told_to_go_accuses_no_job(redis_url: str, tmp_path: Path) -> None:
+    """Nodes are killed soon after their workers were told, whether these are done or not."""
+    async with running_worker(redis_url, tmp_path, drain_s=WAIT_LIMIT_S) as harness:
+        await harness.records.claim(["alone"])
+        harness.process.gate.clear()
+        await harness.send("alone", request_id="alone", age_s=10)
+        await harness.process.started.wait()
+        await harness.send("waits", request_id="waits")
+        await queued(harness)
+        await claimed(harness, "waits")
+        harness.stop.set()
+        async with redis.Redis.from_url(redis_url) as client, asyncio.timeout(WAIT_LIMIT_S):
+            for name, others in (("alone", b"1"), ("waits", b"0")):
+                while await client.hget(f"penstock:record:{name}", "open") != others:
+                    pass
+        record = await harness.records.read("alone")
+        assert record is not None
+        assert record.state == "processing", "it goes on while there is time"
+        assert await deaths_if_killed_now(harness, "alone") == (1, 0)
+        assert await deaths_if_killed_now(harness, "waits") == (0, 0)
+        harness.process.gate.set()
+        for _ in range(2):
+            assert (await harness.reply()).body.outcomes[0].status == "succeeded"
 
 
 async def test_job_that_a_worker_died_with_runs_alone(redis_url: str, tmp_path: Path) -> None:

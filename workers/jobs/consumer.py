@@ -15,7 +15,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import msgspec
@@ -239,9 +240,9 @@ class Preprocessor:
             return [ModelFailed("the input could not be prepared")]
 
 
-UNFINISHED_MAX = 3
-"""The number of workers that may die while they hold a job before it is given up. A text is
-suspected later, and has at least one worker in which it runs alone.
+UNFINISHED_MAX, ALONE_MAX = 3, 2
+"""A job is given up after so many workers died while they held it, if it was alone in so many of
+them. As with model processes: a death with another cause, or over another job, accuses nobody.
 """
 
 
@@ -269,20 +270,48 @@ class Claims:
         if repeated:
             await self._claim(repeated)
 
+    @contextlib.asynccontextmanager
+    async def noted_alone(self, pulled_jobs: Iterable[PulledJob]) -> AsyncIterator[None]:
+        """Notes of those that workers died with that this one computes nothing else meanwhile.
+
+        So if it dies as well, that counts against them. One that is over needs no note.
+        """
+        noted = []
+        for pulled in pulled_jobs:
+            if pulled.unfinished_claims and not self._completion.registry.is_leaving:
+                pulled.is_alone = await self._records.note_alone(pulled.record, begins=True)
+                noted.append(pulled)
+        try:
+            yield
+        finally:
+            for pulled in noted:
+                if pulled.is_alone and len(pulled.outcomes) < len(pulled.items):
+                    pulled.is_alone = False
+                    self._completion.registry.spawn(self._is_not_alone(pulled))
+
+    async def _is_not_alone(self, pulled: PulledJob) -> None:
+        await self._records.note_alone(pulled.record, begins=False)
+
     async def _claim(self, pulled_jobs: Sequence[PulledJob]) -> None:
         claims = await self._records.claim([pulled.record for pulled in pulled_jobs])
         for pulled, claim in zip(pulled_jobs, claims, strict=True):
             if claim is None:  # no Redis; the broker's count includes jobs that were handed back
                 pulled.unfinished_claims = max(0, pulled.message.delivery_attempt - 1)
             elif not pulled.is_over:
+                pulled.is_claimed = claim.state == "processing"
                 self._apply(pulled, claim)
+        if self._completion.registry.is_leaving:
+            await self._completion.registry.release_claims(pulled_jobs)
 
     def _apply(self, pulled: PulledJob, claim: Claim) -> None:
         pulled.envelope.attempt = max(pulled.envelope.attempt, claim.attempt)
         if claim.state != "processing":
             self._completion.repeat(pulled, claim)
-        elif claim.unfinished >= max(UNFINISHED_MAX, pulled.tolerated_crashes + 2):
-            error = ModelFailed(f"{claim.unfinished} workers died while they held this job")
+        elif claim.unfinished >= UNFINISHED_MAX and claim.alone >= ALONE_MAX:
+            error = ModelFailed(
+                f"{claim.unfinished} workers died while they held this job, "
+                f"{claim.alone} of them while it ran alone"
+            )
             pulled.dead_letter_reason = error.message
             for item in pulled.items:
                 self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
@@ -378,8 +407,16 @@ class JobConsumer:
         self._pulling = [asyncio.create_task(self._pull(one)) for one in subscriptions]
         return [*self._pulling, asyncio.create_task(self._admit_all())]
 
+    def noted(self, batch: Sequence[QueuedItem]) -> AbstractAsyncContextManager[None]:
+        """Notes that a suspect is computed by itself, until the end of the context."""
+        is_alone = len(batch) == 1 and batch[0].is_suspect
+        return self._claims.noted_alone(
+            [pulled for pulled, _ in batch[0].open_waiters()] if is_alone else ()
+        )
+
     async def drain(self) -> None:
-        """Stops pulling, and returns when no job is left."""
+        """Stops pulling, and returns when no job is left. The worker was told to go."""
+        await self._registry.leave()
         for subscription in self._subscriptions:
             await subscription.stop()
         await asyncio.gather(*self._pulling)
@@ -479,11 +516,25 @@ class JobConsumer:
         return found | await self._cache.get_many(in_redis) if in_redis else found
 
     async def _enqueue(self, missing: list[tuple[PulledJob, Item]]) -> None:
+        """Prepares inputs and queues them. A job that a worker died with is prepared by itself."""
+        parts: dict[PulledJob | None, list[tuple[PulledJob, Item]]] = {}
+        for pulled, item in missing:
+            parts.setdefault(pulled if pulled.unfinished_claims else None, []).append(
+                (pulled, item)
+            )
+        for suspect, part in parts.items():
+            await self._enqueue_part(part, [suspect] if suspect is not None else [])
+        self.queue.on_queued()
+
+    async def _enqueue_part(
+        self, missing: list[tuple[PulledJob, Item]], suspects: list[PulledJob]
+    ) -> None:
         """Prepares all inputs in one call and queues them.
 
         An input that can't be prepared fails alone.
         """
-        prepared = await self._preprocessor.prepare([item for _, item in missing])
+        async with self._claims.noted_alone(suspects):
+            prepared = await self._preprocessor.prepare([item for _, item in missing])
         written = await self.tokens.resume(missing, prepared)
         for (pulled, item), ready, before in zip(missing, prepared, written, strict=True):
             if isinstance(ready, PenstockError):
@@ -492,4 +543,3 @@ class JobConsumer:
                 pulled, item
             ):  # an identical item of this admission may be queued by now
                 self.queue.add(ready, pulled, item, before)
-        self.queue.on_queued()

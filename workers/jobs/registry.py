@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
+from shared.stores.record_state import Release
 from shared.stores.records import Records
 from shared.transport import SmoothedDuration
 from workers import metrics
@@ -32,6 +33,8 @@ class JobRegistry:
         self._idle.set()
         self.completion = SmoothedDuration()
         """From the outcome of a job's last item to its ack."""
+        self.is_leaving = False
+        """Whether the worker was told to go. Its end is then no job's fault."""
 
     def add(self, pulled: PulledJob) -> None:
         """Holds `pulled` until it is acked or handed back."""
@@ -52,9 +55,25 @@ class JobRegistry:
     def hand_back(self, pulled: PulledJob) -> None:
         """Nacks an unfinished job, so that the broker delivers it again."""
         metrics.HANDED_BACK.inc()
-        self.spawn(self._records.release(pulled.record))
+        claims = 0 if pulled.is_released else 1
+        self.spawn(self._records.release([Release(pulled.record, claims, int(pulled.is_alone))]))
         pulled.subscription.nack(pulled.message)
         self._remove(pulled)
+
+    async def leave(self) -> None:
+        """Releases all claims, as the worker was told to go: it may be killed before it is done."""
+        self.is_leaving = True
+        await self.release_claims(self._jobs)
+
+    async def release_claims(self, pulled_jobs: Iterable[PulledJob]) -> None:
+        """Releases the claims of jobs that stay here. They count no more if the worker dies."""
+        released = []
+        for pulled in pulled_jobs:
+            if pulled.is_claimed and not pulled.is_released:
+                released.append(Release(pulled.record, 1, int(pulled.is_alone), is_back=False))
+                pulled.is_released, pulled.is_alone = True, False
+        if released:
+            await self._records.release(released)
 
     async def hand_back_all(self) -> None:
         """Cancels all tasks and hands all jobs back, at the end of the worker.

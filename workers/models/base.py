@@ -13,7 +13,7 @@ import msgspec
 
 from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.tasks import Input, Result
-from shared.tasks.text import TokenChunk, TokenLogprob
+from shared.tasks.text import RESPONSE_FORMAT, TokenChunk, TokenLogprob
 
 
 class Prepared(msgspec.Struct, kw_only=True):
@@ -73,7 +73,8 @@ class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
     `ids` and `written_ids` are token ids as little-endian uint32. `written_ids` were written before
     another worker died, or before the text was preempted. The model goes on from there.
     `written_text` is what readers were shown of them, and `written_cached_tokens` what they were
-    told about the prompt. The other fields are those of GenerationInput.
+    told about the prompt. `json_schema` is what the tokens are held to, and `checked_schema`, if
+    any, what the whole text must match. The other fields are those of GenerationInput.
 
     `owner`: only prompts of the same owner share keys and values of equal beginnings, because
     `cached_tokens` reveals them. Empty: it shares nothing.
@@ -87,9 +88,15 @@ class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
     top_k: int = 0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    is_echoed: bool = False
     stop: list[str] = []
     logprobs: int = -1
     json_schema: str = ""
+    checked_schema: str = ""
+    schema_field: str = RESPONSE_FORMAT
     is_streamed: bool = False
     owner: str = ""
     written_ids: bytes = b""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,8 @@ from workers.models.text.writing import IDS, Writing
 _MATCHED_TOKENS = 3
 """That must be equal. Two occur by chance too often, and a wrong guess costs time."""
 _FIRST_GUESS_TOKENS = 4
+_ECHO_TOKENS = 32
+"""Of a prompt whose tokens get log probabilities. Each has logits of 0.2 to 1 MB."""
 
 
 class Lookup:
@@ -131,6 +134,15 @@ class _Text:
         """True if there is more of its prompt to read."""
         return self.row is not None and (self.unread > 1 or not self.writing.ids)
 
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether all tokens of the prompt get log probabilities."""
+        return self.item.is_echoed and self.item.logprobs >= 0
+
+    def chunk_tokens(self, most: int) -> int:
+        """How many tokens of the prompt are read at a time: those of `most` that memory is for."""
+        return min(most, _ECHO_TOKENS) if self.echoes_logprobs else most
+
     def guess(self, capacity: int) -> list[int]:
         """Returns tokens that may come next, after the one that the model chooses."""
         room = min(capacity - len(self.ids), self.item.max_tokens - len(self.writing.ids) - 1)
@@ -212,7 +224,9 @@ class TextModel:
     def _give_row(self, text: _Text) -> None:
         """A row that begins as the text does, if there is one."""
         owner = "*" if self._shares_with_all else text.item.owner
-        row, source, shared = self._rows.find(text.ids[:-1], owner)
+        # What is shared is not computed, so it has no log probabilities.
+        known = [] if text.echoes_logprobs else text.ids[:-1]
+        row, source, shared = self._rows.find(known, owner)
         if source is not None:
             self._decoder.slots.copy(source.number, row.number, shared)
         self._rows.take(row, text.ids[:shared], owner)
@@ -258,11 +272,11 @@ class TextModel:
             assert text.row is not None, "this is a bug"
             self._turns.took(text.item.owner)
             start = len(text.row.ids)
-            part = text.ids[start : start + left]
+            part = text.ids[start : start + text.chunk_tokens(left)]
             left -= len(part)
             ends = start + len(part) == len(text.ids)
             try:
-                logits = self._decoder.read(text.row.number, start, np.array(part), ends=ends)
+                logits = self._read_part(text, start, part, ends=ends)
             except OutOfMemory as error:
                 self._make_room(end, error)
                 break
@@ -272,6 +286,16 @@ class TextModel:
                 has_first = True
                 self._add_token(text, logits, end)
         return has_first
+
+    def _read_part(self, text: _Text, start: int, part: list[int], *, ends: bool) -> Any:
+        """Reads a part of a prompt. Returns the logits behind it if it ends. None otherwise."""
+        assert text.row is not None, "this is a bug"
+        if not text.echoes_logprobs:
+            return self._decoder.read(text.row.number, start, np.array(part), ends=ends)
+        logits = self._decoder.read_all(text.row.number, start, np.array(part))
+        following = text.ids[start + 1 : min(start + len(part) + 1, text.prompt_tokens)]
+        text.writing.echo(logits[: len(following)], following)
+        return logits[-1] if ends else None
 
     def _write(self, end: StepEnd) -> None:
         """Writes one token of each text whose prompt was read."""

@@ -1,19 +1,15 @@
 """Converts conversations and prompts to token ids, in the I/O process.
 
-The size of a JSON schema is bounded, because all texts of a batch pay for it at each token.
-
 The chat template of a model folder is code by strangers, so it is bounded and runs in a sandbox.
 Its environment is that of transformers' apply_chat_template, without its import of 60 MB.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,10 +23,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from shared.catalog import Model
-from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
+from shared.errors import BadInput, ConfigurationError
 from shared.tasks import Input
-from shared.tasks.text import GenerationInput
+from shared.tasks.text import RESPONSE_FORMAT, GenerationInput
 from workers.models.base import PreparedItem, PreparedPrompt
+from workers.models.text.schemas import NO_SCHEMA, GrammarSchema, read_schema
 from workers.models.text.vocabulary import Vocabulary
 
 MAX_TEXT_CHARS = 4 * 1024 * 1024
@@ -62,8 +59,18 @@ class ChatTemplate:
             raise ValueError(f"the chat template is broken: {error}") from error
         self._tokens = tokens
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        options: dict[str, Any] | None = None,
+    ) -> str:
         """The prompt for the next message of the assistant.
+
+        Args:
+            messages: the conversation.
+            tools: that the model may call.
+            options: other variables that the template knows.
 
         Raises:
             ValueError: the template refuses the messages, fails, or does too much.
@@ -71,13 +78,14 @@ class ChatTemplate:
         self._environment.restart()
         parts, length = [], 0
         try:
-            for part in self._template.generate(
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=True,
+            variables = {
+                **(options or {}),
+                "messages": messages,
+                "tools": tools or None,
+                "add_generation_prompt": True,
                 **self._tokens,
-            ):
+            }
+            for part in self._template.generate({"documents": None} | variables):
                 length += len(part)
                 self._environment.check(length)
                 parts.append(part)
@@ -212,67 +220,6 @@ def _to_json(
     )
 
 
-MAX_BYTES = 32 * 1024
-"""The size of the schema as JSON. One of this size takes up to about 0.2 s to read."""
-MAX_CHARACTERS = 4096
-"""The limit for a constant, a pattern or a name, as JSON has it: a control character is six of
-them. One of this length takes 2 ms at each token, and one of 60,000 takes 35 ms."""
-MAX_DEPTH = 100
-"""Objects and lists of a schema within each other. The matcher takes 124."""
-_BRACKETS = {"{": 1, "[": 1, "}": -1, "]": -1}
-_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_NOT_MATCHED = frozenset({"description", "title", "$comment", "$id", "$schema"})
-
-
-def check_size(json_schema: str) -> None:
-    """Checks the size of a schema.
-
-    Raises:
-        ValueError: the schema, or a text in it, is too large or too deep, or it is not JSON.
-    """
-    size_bytes = len(json_schema.encode())
-    if size_bytes > MAX_BYTES:
-        raise ValueError(f"it has {size_bytes} bytes, and at most {MAX_BYTES} are supported")
-    # Before it is read: how deep Python's own parser goes depends on the version and the stack.
-    depth = _depth(json_schema)
-    if depth > MAX_DEPTH:
-        raise ValueError(f"it is nested {depth} levels deep, and at most {MAX_DEPTH} are supported")
-    longest = max(map(_json_length, _matched_texts(json.loads(json_schema))), default=0)
-    if longest > MAX_CHARACTERS:
-        raise ValueError(
-            f"a constant, pattern or name in it has {longest} characters as JSON, and "
-            f"at most {MAX_CHARACTERS} are supported"
-        )
-
-
-def _depth(text: str) -> int:
-    """The most objects and lists within each other in JSON, which is not parsed for it."""
-    levels = itertools.accumulate(_BRACKETS.get(letter, 0) for letter in _STRING.sub("", text))
-    return max(levels, default=0)
-
-
-def _json_length(text: str) -> int:
-    return len(json.dumps(text, ensure_ascii=False)) - len('""')
-
-
-def _matched_texts(schema: Any) -> Iterator[str]:
-    """All texts of a schema but those that only explain it."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, str):
-            yield part
-        elif isinstance(part, list):
-            waiting += part
-        elif isinstance(part, dict):
-            yield from part
-            waiting += [
-                value
-                for name, value in part.items()
-                if not (name in _NOT_MATCHED and isinstance(value, str))
-            ]
-
-
 _IDS = np.dtype("<u4")
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _SCHEMAS_KEPT = 64
@@ -296,7 +243,7 @@ class PromptPreparer:
         self._context_tokens = entry.generation.context_tokens
         self._vocabulary = Vocabulary(folder)
         self._template = _read_template(self._vocabulary)
-        self._checked: dict[str, str] = {}
+        self._read: dict[tuple[str, bool], GrammarSchema | str] = {}
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedItem | BadInput]:
         """One outcome per input, in order."""
@@ -311,47 +258,55 @@ class PromptPreparer:
     def _prepare(self, value: Input) -> PreparedPrompt:
         if not isinstance(value, GenerationInput):
             raise BadInput("a text model takes messages or a prompt", field="messages")
-        field = "messages" if value.messages else "prompt"
         ids = self._read_messages(value) if value.messages else self._read_prompt(value.prompt)
         if not ids:
-            raise BadInput("the prompt has no tokens", field=field)
-        length = len(ids) + value.max_tokens
-        if length > self._context_tokens:
-            raise _too_long(len(ids), value.max_tokens, self._context_tokens, field)
-        self._check_schema(value.json_schema)
+            raise BadInput("the prompt has no tokens", field=value.field)
+        max_tokens = value.room(len(ids), self._context_tokens)
+        schema = self._read_schema(value)
+        self._check_vocabulary(value.logit_bias, "logit_bias")
         return PreparedPrompt(
             key="",
-            length=length,
+            length=len(ids) + max_tokens,
             ids=np.array(ids, _IDS).tobytes(),
-            max_tokens=value.max_tokens,
+            max_tokens=max_tokens,
             seed=value.seed,
             temperature=value.temperature,
             top_p=value.top_p,
             top_k=value.top_k,
             frequency_penalty=value.frequency_penalty,
             presence_penalty=value.presence_penalty,
+            min_p=value.min_p,
+            repetition_penalty=value.repetition_penalty,
+            logit_bias=value.logit_bias,
+            is_echoed=value.is_echoed,
             stop=value.stop,
             logprobs=value.logprobs,
-            json_schema=value.json_schema,
+            json_schema=schema.followed,
+            checked_schema=schema.checked,
+            schema_field=value.schema_field,
             is_streamed=value.is_streamed,
         )
 
     def _read_prompt(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             return self._encode_plain(prompt, "prompt", special=True)
+        self._check_vocabulary(prompt, "prompt")
+        return prompt
+
+    def _check_vocabulary(self, ids: Iterable[int], field: str) -> None:
         last = self._vocabulary.size - 1
-        for position, token in enumerate(prompt):
+        for position, token in enumerate(ids):
             if not 0 <= token <= last:
                 reason = f"token id {token}, at position {position}, is not in the vocabulary"
-                raise BadInput(f"{reason}, which ends at {last}", field="prompt")
-        return prompt
+                raise BadInput(f"{field}: {reason}, which ends at {last}", field=field)
 
     def _read_messages(self, value: GenerationInput) -> list[int]:
         if self._template is None:
             raise BadInput("this model has no chat template; send a prompt", field="messages")
         marks = _Marks(list(self._vocabulary.special.values()))
         try:
-            text = self._template.render(marks.hide(value.messages), marks.hide(value.tools))
+            given = map(marks.hide, (value.messages, value.tools, value.template_options))
+            text = self._template.render(*given)
         except RecursionError as error:
             raise BadInput("the messages are nested too deeply", field="messages") from error
         except ValueError as error:
@@ -382,22 +337,23 @@ class PromptPreparer:
             raise BadInput(f"the text can't be tokenized: {error}", field=field) from error
         return found
 
-    def _check_schema(self, schema: str) -> None:
+    def _read_schema(self, value: GenerationInput) -> GrammarSchema:
         """Raises BadInput for a schema that can't be used. Answers are kept, because it is slow."""
-        if not schema:
-            return
-        if schema not in self._checked:
+        given = value.json_schema
+        if not given:
+            return NO_SCHEMA
+        is_call = value.schema_field != RESPONSE_FORMAT
+        if (given, is_call) not in self._read:
+            if len(self._read) >= _SCHEMAS_KEPT:
+                self._read.pop(next(iter(self._read)))
             try:
-                check_size(schema)
-                self._vocabulary.matcher(schema)
-                reason = ""
+                self._read[given, is_call] = read_schema(given, self._vocabulary, is_call=is_call)
             except ValueError as error:
-                reason = str(error)
-            if len(self._checked) >= _SCHEMAS_KEPT:
-                self._checked.pop(next(iter(self._checked)))
-            self._checked[schema] = reason
-        if reason := self._checked[schema]:
-            raise BadInput(f"the JSON schema can't be used: {reason}", field="response_format")
+                self._read[given, is_call] = str(error)
+        found = self._read[given, is_call]
+        if isinstance(found, str):
+            raise BadInput(f"the JSON schema can't be used: {found}", field=value.schema_field)
+        return found
 
 
 class _Marks:
@@ -429,16 +385,6 @@ class _Marks:
             number, _, rest = other.partition("\ue001")
             parts += [(self._texts[int(number)], True), (rest, False)]
         return [part for part in parts if part[0]]
-
-
-def _too_long(prompt: int, written: int, limit: int, field: str) -> ContextLengthExceeded:
-    """Starts like OpenAI's message, because clients and proxies look for it."""
-    return ContextLengthExceeded(
-        f"This model's maximum context length is {limit} tokens. However, you requested "
-        f"{prompt + written} tokens ({prompt} in the {field}, {written} in the completion). "
-        f"Please reduce the length of the {field} or completion.",
-        field=field,
-    )
 
 
 def _read_template(vocabulary: Vocabulary) -> ChatTemplate | None:

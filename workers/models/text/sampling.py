@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from workers.models.base import PreparedPrompt
 
+IdArray = npt.NDArray[np.int64]
 Row = npt.NDArray[np.float32]
 """One number per token of the vocabulary."""
 _FIRST_TRY = 64
@@ -29,23 +30,43 @@ def uniform(seed: int, place: int) -> float:
     return float(np.random.Generator(numbers).random())
 
 
-def penalize(logits: Row, written: Sequence[int], item: PreparedPrompt) -> Row:
-    """The logits less the penalties for tokens that were written before.
+def adjust(logits: Row, written: Sequence[int], prompt: IdArray, item: PreparedPrompt) -> Row:
+    """The logits with the bias and the penalties of an item, in vLLM's order.
 
-    As OpenAI defines them: count * frequency_penalty + (count > 0) * presence_penalty.
+    First logit_bias is added. Then repetition_penalty divides or multiplies the logits of tokens
+    that the prompt or the text has (Keskar et al., CTRL, 2019, section 4.1). Last go OpenAI's
+    penalties for tokens of the text: count * frequency_penalty + (count > 0) * presence_penalty.
+
+    Args:
+        logits: float32 [vocabulary].
+        written: the tokens of the text so far.
+        prompt: the tokens of the prompt, each once.
+        item: what is asked for.
     """
-    if not written or not (item.frequency_penalty or item.presence_penalty):
+    repeats = item.repetition_penalty != 1
+    penalizes = bool(written) and bool(item.frequency_penalty or item.presence_penalty)
+    if not (item.logit_bias or repeats or penalizes):
         return logits
-    tokens, counts = np.unique(np.asarray(written, np.int64), return_counts=True)
     logits = logits.copy()
-    logits[tokens] -= (item.frequency_penalty * counts + item.presence_penalty).astype(np.float32)
+    if item.logit_bias:
+        biased = np.fromiter(item.logit_bias, np.int64, len(item.logit_bias))
+        logits[biased] += np.fromiter(item.logit_bias.values(), np.float32, len(biased))
+    tokens, counts = np.unique(np.asarray(written, np.int64), return_counts=True)
+    if repeats:
+        seen = np.union1d(prompt, tokens)
+        values, penalty = logits[seen], np.float32(item.repetition_penalty)
+        logits[seen] = np.where(values < 0, values * penalty, values / penalty)
+    if penalizes:
+        less = item.frequency_penalty * counts + item.presence_penalty
+        logits[tokens] -= less.astype(np.float32)
     return logits
 
 
 def choose(logits: Row, item: PreparedPrompt, place: int) -> int:
     """The token for `place`. Tokens that are not allowed have logits of -inf.
 
-    top_k is applied first, then top_p to what it leaves, as vLLM and transformers do.
+    top_k is applied first, then top_p to what it leaves, then min_p, as transformers does. (vLLM
+    applies min_p first.)
     """
     if item.temperature == 0 or item.top_k == 1:
         return int(np.argmax(logits))
@@ -57,6 +78,8 @@ def choose(logits: Row, item: PreparedPrompt, place: int) -> int:
     if item.top_p < 1:
         kept = _top_p(weights, item.top_p)
         tokens, weights = kept if tokens is None else tokens[kept], weights[kept]
+    if item.min_p > 0:
+        weights = np.where(weights >= item.min_p * weights.max(), weights, 0.0)
     sums = np.cumsum(weights)
     # A token without weight is never chosen: its sum does not exceed that of the one before.
     at = int(np.searchsorted(sums, uniform(item.seed, place) * sums[-1], side="right"))

@@ -162,12 +162,13 @@ class _Text:
         self._has_begun = True
         if not self.item.written_ids:
             self.cached_tokens = min(output.num_cached_tokens or 0, self.prompt_tokens)
+        if is_first and output.prompt_logprobs:
+            self.writing.echo_chosen(list(map(_chances, output.prompt_logprobs)))
         (given,) = output.outputs
         logprobs = given.logprobs or [None] * len(given.token_ids)
         for token, chances in zip(given.token_ids, logprobs, strict=True):
             if self.writing.finish is None:
-                logs = None if chances is None else {t: one.logprob for t, one in chances.items()}
-                self.writing.add_chosen(token, logs)
+                self.writing.add_chosen(token, _chances(chances))
         if output.finished and self.writing.finish is None:
             raise ModelFailed(f"vLLM ended the text: {given.finish_reason}")
         read = self.prompt_tokens - self.cached_tokens if is_first else 0
@@ -179,6 +180,11 @@ class _Text:
         if chunk is not None and not chunk.first:
             chunk.input_tokens, chunk.cached_tokens = self.prompt_tokens, self.cached_tokens
         return chunk
+
+
+def _chances(given: Any) -> dict[int, float] | None:
+    """Log probabilities as vLLM tells them."""
+    return None if given is None else {token: one.logprob for token, one in given.items()}
 
 
 class VllmTextModel:
@@ -268,8 +274,10 @@ class VllmTextModel:
                 self._follow(key, written)
         except (ValueError, self._vllm.exceptions.VLLMClientError) as error:
             if item.json_schema:
-                reason = f"the JSON schema can't be used: {error}"
-                raise BadInput(reason, field="response_format") from error
+                reason = (
+                    "the JSON schema can't be used: it is too complex for the engine of this model"
+                )
+                raise BadInput(reason, field=item.schema_field) from error
             raise ModelFailed(f"vLLM refused the text: {error}") from error
 
     def _follow(self, key: str, written: list[int]) -> None:
@@ -311,6 +319,10 @@ class VllmTextModel:
             seed=(item.seed + _SEED_STEP * written) % 2**63,
             frequency_penalty=item.frequency_penalty,
             presence_penalty=item.presence_penalty,
+            repetition_penalty=item.repetition_penalty,
+            min_p=item.min_p,
+            logit_bias=item.logit_bias or None,
+            prompt_logprobs=item.logprobs if item.is_echoed and item.logprobs >= 0 else None,
             logprobs=None if item.logprobs < 0 else item.logprobs,
             structured_outputs=schema,
             # Ends and stops are looked for in `Writing`.

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 
 from shared.errors import ConfigurationError
 
-_WHITESPACE = r"(\n[ \t]{0,40}|[ ]{0,2})"
+_WHITESPACE = r"(\n(\t{0,8}|[ ]{0,40})|[ ]{0,2})"
 """Between the parts of JSON: a new line with its indent, or up to two spaces. A model that repeats
-itself would write line after line until its tokens end.
+itself would write line after line until its tokens end. A schema may have another one.
 """
 _MATCHERS_KEPT = 64
 _OPTIONAL = frozenset({"generation_config.json", "tokenizer_config.json"})
@@ -103,6 +103,10 @@ class Vocabulary:
         # The library marks control tokens with this byte, and takes the byte itself for one.
         return b"\xff" if not found and token in self._byte_ff else found
 
+    def shown_bytes(self, token: int) -> bytes:
+        """The bytes of a token's text. That of a control token is its name."""
+        return self.token_bytes(token) or self.special.get(token, "").encode()
+
     @cached_property
     def digits(self) -> NDArray[np.bool_]:
         """A mask of the tokens that begin with a digit, [size] bool."""
@@ -135,7 +139,7 @@ class Vocabulary:
     def _make_matcher(self, json_schema: str) -> LLMatcher:
         try:
             grammar = LLMatcher.grammar_from_json_schema(
-                json_schema, overrides={"whitespace_pattern": _WHITESPACE}
+                json_schema, defaults={"whitespace_pattern": _WHITESPACE}
             )
         except (TypeError, KeyError) as error:
             raise ValueError(f"the schema is not a JSON object: {error}") from error
@@ -145,7 +149,7 @@ class Vocabulary:
             if trial.is_error():
                 matcher = trial
         if matcher.is_error():
-            raise ValueError(matcher.get_error().split("\n")[0])
+            raise ValueError(matcher.get_error())
         return matcher
 
     def _try_token(self, matcher: LLMatcher) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher
@@ -15,7 +16,8 @@ from llguidance import LLMatcher
 from shared.errors import BadInput, ModelFailed
 from shared.tasks.text import FinishReason, GenerationResult, TokenChunk, TokenLogprob
 from workers.models.base import PreparedPrompt
-from workers.models.text.sampling import Row, choose, largest, log_probabilities, penalize
+from workers.models.text.sampling import IdArray, Row, adjust, choose, largest, log_probabilities
+from workers.models.text.schemas import why_not_matched
 from workers.models.text.vocabulary import Vocabulary
 
 MAX_DIGITS = 20
@@ -107,6 +109,13 @@ class Writing:
         if self._matcher is not None:
             self._mask = np.empty(-(-vocabulary.grammar_size // 32), np.uint32)
         self._number = NumberLength()
+        self._prompt_ids: list[int] = []
+        self._prompt: IdArray = np.empty(0, np.int64)
+        """Its tokens, each once."""
+        self._prompt_logprobs: list[TokenLogprob] = []
+        if item.is_echoed or item.repetition_penalty != 1:
+            self._prompt_ids = np.frombuffer(item.ids, IDS).tolist()
+            self._prompt = np.unique(np.array(self._prompt_ids, np.int64))
         self.ids: list[int] = []
         self._text = ""
         self._logprobs = list(item.written_logprobs)
@@ -132,13 +141,37 @@ class Writing:
         logits = logits[: self._vocabulary.size]
         if not np.isfinite(logits.max()) or np.isnan(logits).any():
             raise ModelFailed("the model computed no numbers for this text")
-        token = choose(self._allowed(penalize(logits, self.ids, self._item)), self._item, self._at)
+        adjusted = adjust(logits, self.ids, self._prompt, self._item)
+        token = choose(self._allowed(adjusted), self._item, self._at)
         if self._item.logprobs >= 0 and token not in self._vocabulary.ends:
-            row = log_probabilities(logits)
-            best = largest(row, self._item.logprobs).tolist() if self._item.logprobs > 0 else []
-            self._logprobs.append(self._logprob_of(row, token, best))
+            self._logprobs.append(self._logprob_in(log_probabilities(logits), token))
         self.add(token)
         return token
+
+    def echo(self, logits: Any, tokens: Sequence[int]) -> None:
+        """Takes in log probabilities of the prompt.
+
+        Args:
+            logits: float32 [tokens, vocabulary], from which the tokens follow.
+            tokens: the next ones of the prompt.
+        """
+        for row, token in zip(logits, tokens, strict=True):
+            chances = log_probabilities(row[: self._vocabulary.size])
+            self._prompt_logprobs.append(self._logprob_in(chances, token))
+
+    def echo_chosen(self, chances: Sequence[dict[int, float] | None]) -> None:
+        """Takes in log probabilities of the prompt, as an engine gives them.
+
+        Args:
+            chances: for each token those of the likeliest ones and of itself. The first has none.
+        """
+        for token, found in zip(self._prompt_ids, chances, strict=False):
+            if found is not None:
+                self._prompt_logprobs.append(self._chosen(token, found))
+
+    def _logprob_in(self, row: Row, token: int) -> TokenLogprob:
+        most = self._item.logprobs
+        return self._logprob_of(row, token, largest(row, most).tolist() if most > 0 else [])
 
     def add_chosen(self, token: int, chances: dict[int, float] | None) -> None:
         """Takes in a token that an engine chose.
@@ -148,9 +181,12 @@ class Writing:
             chances: the log probabilities of the likeliest tokens and of this one. None: not asked.
         """
         if chances is not None and token not in self._vocabulary.ends:
-            best = sorted(chances, key=lambda one: (-chances[one], one))[: self._item.logprobs]
-            self._logprobs.append(self._logprob_of(chances, token, best))
+            self._logprobs.append(self._chosen(token, chances))
         self.add(token)
+
+    def _chosen(self, token: int, chances: dict[int, float]) -> TokenLogprob:
+        best = sorted(chances, key=lambda one: (-chances[one], one))[: self._item.logprobs]
+        return self._logprob_of(chances, token, best)
 
     @property
     def _at(self) -> int:
@@ -176,15 +212,18 @@ class Writing:
 
     def _cannot_follow(self) -> BadInput:
         """It contradicts itself, or takes more work than a token may: llguidance has limits."""
-        reason = self._matcher.get_error() if self._matcher is not None else ""
-        reason = reason.split("\n")[0] or "no token continues the text"
-        return BadInput(f"the JSON schema can't be followed: {reason}", field="response_format")
+        return BadInput(
+            "the JSON schema can't be followed: no text goes on from here, or finding one takes "
+            "too long; make the schema simpler",
+            field=self._item.schema_field,
+        )
 
     def add(self, token: int) -> None:
         """Takes a token in, and finds out whether the text ends with it.
 
         Raises:
             BadInput: the schema does not allow it.
+            ModelFailed: the text has ended, and does not match the schema.
         """
         self.ids.append(token)
         if self._matcher is not None and not self._matcher.consume_token(token):
@@ -197,10 +236,20 @@ class Writing:
         if ended or len(self.ids) >= self._item.max_tokens:
             self._text += self._characters.decode(b"", final=True)
             self.finish = "stop" if ended else "length"
+            if ended and self._item.checked_schema:
+                self._check_whole()
         stop = self._stops.find(self._text, known)
         if stop is not None:
             self._text = self._text[:stop]
             self.finish = "stop"
+
+    def _check_whole(self) -> None:
+        reason = why_not_matched(self._text, self._item.checked_schema)
+        if reason:
+            raise ModelFailed(
+                f"the model wrote a text that does not match the JSON schema: {reason}. Ask again, "
+                "or with another seed"
+            )
 
     def take_chunk(self) -> TokenChunk | None:
         """Returns what is new since the last call. None if nothing."""
@@ -229,7 +278,21 @@ class Writing:
             output_tokens=len(self.ids),
             cached_tokens=cached_tokens,
             logprobs=self._logprobs,
+            prompt_text=self._prompt_text() if self._item.is_echoed else "",
+            prompt_logprobs=self._echoed(),
         )
+
+    def _prompt_text(self) -> str:
+        data = b"".join(map(self._vocabulary.shown_bytes, self._prompt_ids))
+        return data.decode(errors="replace")
+
+    def _echoed(self) -> list[TokenLogprob]:
+        if not self._item.is_echoed or self._item.logprobs < 0:
+            return []
+        return [
+            self._named({self._prompt_ids[0]: 0.0}, self._prompt_ids[0]),
+            *self._prompt_logprobs,
+        ]
 
     def _logprob_of(self, row: Row | dict[int, float], token: int, best: list[int]) -> TokenLogprob:
         found = self._named(row, token)
@@ -237,9 +300,7 @@ class Writing:
         return found
 
     def _named(self, row: Row | dict[int, float], token: int) -> TokenLogprob:
-        data = (
-            self._vocabulary.token_bytes(token) or self._vocabulary.special.get(token, "").encode()
-        )
+        data = self._vocabulary.shown_bytes(token)
         return TokenLogprob(data.decode(errors="replace"), float(row[token]), data)
 
 
@@ -249,4 +310,4 @@ def _matcher(item: PreparedPrompt, vocabulary: Vocabulary) -> LLMatcher | None:
     try:
         return vocabulary.matcher(item.json_schema)
     except ValueError as error:
-        raise BadInput(str(error), field="response_format") from error
+        raise BadInput(str(error), field=item.schema_field) from error

@@ -1,6 +1,7 @@
 """One tiny model for all tests here."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def reference(folder: Path) -> tiny.Generate:
 
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def generate(ids: list[int], tokens: int) -> tuple[list[int], torch.Tensor]:
+    def generate(ids: list[int], tokens: int, **options: Any) -> tuple[list[int], torch.Tensor]:
         """The greedy continuation, and the log probabilities of each step."""
         out = loaded.generate(
             torch.tensor([ids]),
@@ -43,6 +44,7 @@ def reference(folder: Path) -> tiny.Generate:
             output_logits=True,
             return_dict_in_generate=True,
             pad_token_id=0,
+            **options,
         )
         return out.sequences[0, len(ids) :].tolist(), torch.stack(out.logits)[:, 0].log_softmax(-1)
 

@@ -66,6 +66,10 @@ def test_all_fields_are_passed_on(preparer: PromptPreparer) -> None:
         "top_k": 3,
         "frequency_penalty": 0.1,
         "presence_penalty": 0.2,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "logit_bias": {5: -1.5},
+        "is_echoed": True,
         "stop": ["x"],
         "logprobs": 2,
         "json_schema": '{"type": "string"}',
@@ -110,6 +114,7 @@ LARGE_SCHEMAS = {
     [
         ({"prompt": [5, 100_000]}, "prompt", "token id 100000, at position 1"),
         ({"prompt": [-1]}, "prompt", "token id -1, at position 0"),
+        ({"prompt": "a", "logit_bias": {400: 1.0}}, "logit_bias", "token id 400, at position 0"),
         ({"prompt": ""}, "prompt", "no tokens"),
         ({"prompt": "a\ud800"}, "prompt", "can't be tokenized"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "can't be tokenized"),
@@ -167,6 +172,22 @@ def test_more_schemas_than_are_kept_can_be_used(folder: Path) -> None:
             assert not vocabulary.matcher(f'{{"const": {number}}}').is_error()
 
 
+def test_a_template_gets_the_callers_variables_and_no_control_token_by_them(
+    folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    source = tiny.TEMPLATE + "{% if thinks is defined %}({{ thinks }}){% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    preparer, vocabulary = PromptPreparer(tiny.entry(), tmp_path), Vocabulary(tmp_path)
+    plain = ids_of(prepare(preparer, messages=[USER]))
+    for thinks, said in ((False, "(False)"), (f"no{tiny.END}", f"(no{tiny.END})")):
+        given: dict[str, Any] = {"thinks": thinks, "messages": [], "add_generation_prompt": False}
+        found = ids_of(prepare(preparer, messages=[USER], template_options=given))
+        assert found[: len(plain)] == plain
+        assert not set(found[len(plain) :]) & set(vocabulary.special)
+        assert vocabulary.tokenizer.decode(found[len(plain) :]) == said
+
+
 def test_a_prompt_and_its_continuation_fit_the_context(preparer: PromptPreparer) -> None:
     prepare(preparer, prompt=[5] * 151)
     with pytest.raises(ContextLengthExceeded) as refused:
@@ -175,6 +196,17 @@ def test_a_prompt_and_its_continuation_fit_the_context(preparer: PromptPreparer)
         "This model's maximum context length is 160 tokens. However, you requested 161 tokens"
     )
     assert (refused.value.field, refused.value.code) == ("prompt", "context_length_exceeded")
+
+
+def test_text_without_max_tokens_ends_with_the_context(preparer: PromptPreparer) -> None:
+    """What a caller did not ask for is no reason to refuse a prompt."""
+    for prompt_tokens, written in ((100, 16), (144, 16), (145, 15), (159, 1)):
+        found = prepare(preparer, prompt=[5] * prompt_tokens, max_tokens=16, ends_with_context=True)
+        assert found.max_tokens == written
+        assert found.length == prompt_tokens + written
+    with pytest.raises(ContextLengthExceeded) as refused:
+        prepare(preparer, prompt=[5] * 160, max_tokens=16, ends_with_context=True)
+    assert "you requested 161 tokens (160 in the prompt, 1 in the" in refused.value.message
 
 
 def test_one_bad_input_spoils_no_other(preparer: PromptPreparer) -> None:

@@ -1,14 +1,25 @@
 """Sampling beside a plain reference that sorts the whole vocabulary."""
 
+import itertools
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from tests.tiers import examples
 from tests.workers.models.text.tiny import prompt
-from workers.models.text.sampling import choose, largest, log_probabilities, penalize, uniform
+from workers.models.text.sampling import adjust, choose, largest, log_probabilities, uniform
 
 pytestmark = pytest.mark.slow
 
@@ -77,9 +88,83 @@ def test_randomness_depends_on_seed_and_place_alone() -> None:
     assert 0.4 < float(np.mean(drawn)) < 0.6
 
 
+NO_PROMPT = np.empty(0, np.int64)
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(
+    st.integers(2, 60),
+    st.dictionaries(st.integers(0, 1), st.floats(-100, 100, width=32), max_size=2),
+    st.sampled_from([0.5, 1.0, 1.3]),
+    st.sampled_from([0, 3]),
+    st.sampled_from([0.5, 1.0]),
+    st.sampled_from([0.0, 0.05, 0.4, 1.0]),
+    st.integers(0, 2**64 - 1),
+)
+def test_the_choice_is_that_of_transformers(
+    size: int,
+    bias: dict[int, float],
+    repetition_penalty: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+) -> None:
+    """With the processors that generate() makes of the same options, in its order."""
+    logits = np.random.default_rng(seed).normal(0, 3, size).astype(np.float32)
+    item = prompt(
+        [0, 1],
+        temperature=0.7,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        logit_bias=bias,
+        repetition_penalty=repetition_penalty,
+    )
+    processors = [
+        *([SequenceBiasLogitsProcessor([[[one], bias[one]] for one in bias])] if bias else []),
+        RepetitionPenaltyLogitsProcessor(repetition_penalty),
+        TemperatureLogitsWarper(0.7),
+        *([TopKLogitsWarper(top_k)] if top_k else []),
+        *([TopPLogitsWarper(top_p)] if top_p < 1 else []),
+        MinPLogitsWarper(min_p),
+    ]
+    ids, scores = torch.tensor([[0, 1, 1]]), torch.tensor(logits)[None]
+    for processor in processors:
+        scores = processor(ids, scores)
+    chances = scores[0].double().softmax(-1).numpy()
+    adjusted = adjust(logits, [1], np.array([0, 1]), item)
+    # Where equal weights or sums meet a limit, either token is right.
+    assume(_is_clear(adjusted, top_k, top_p, min_p))
+    token = choose(adjusted, item, 4)
+    sums = np.cumsum(chances)
+    assert chances[token] > 0
+    assert sums[token] - chances[token] - 1e-4 <= uniform(seed, 4) <= sums[token] + 1e-4
+
+
+def _is_clear(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> bool:
+    weights = np.sort(np.exp((logits.astype(np.float64) - logits.max()) / 0.7))[::-1]
+    if top_k and len(weights) > top_k and np.isclose(weights[top_k - 1], weights[top_k]):
+        return False
+    kept = weights[: top_k or None]
+    sums = np.cumsum(kept) / kept.sum()
+    has_level = any(np.isclose(one, other) for one, other in itertools.pairwise(kept))
+    near_p = np.isclose(sums, top_p, rtol=1e-4, atol=1e-5).any() or has_level
+    return not (top_p < 1 and near_p) and not np.isclose(kept, min_p, rtol=1e-4).any()
+
+
+def test_a_bias_bans_a_token_or_asks_for_it() -> None:
+    logits = np.array([5, 4, 0], np.float32)
+    for bias, wanted in (({0: -100.0}, 1), ({2: 100.0}, 2), ({}, 0)):
+        item = prompt([1], logit_bias=bias)
+        assert choose(adjust(logits, [], NO_PROMPT, item), item, 0) == wanted
+    assert logits.tolist() == [5, 4, 0]
+
+
 def test_penalties_are_those_of_openai() -> None:
     item = prompt([1], frequency_penalty=0.5, presence_penalty=0.25)
-    found = penalize(np.zeros(4, np.float32), [2, 2, 3], item)
+    found = adjust(np.zeros(4, np.float32), [2, 2, 3], NO_PROMPT, item)
     assert found.tolist() == [0, 0, -1.25, -0.75]
 
 

@@ -52,6 +52,58 @@ def test_greedy_text_and_its_likelihoods_are_those_of_generate(
         )
 
 
+def test_bias_and_repetition_penalty_are_those_of_generate(
+    model: TextModel, reference: Generate, folder: Path
+) -> None:
+    plain, _ = reference(PROMPTS[1], 20)
+    bias = {plain[0]: -5.0, plain[1]: -100.0, 7: 2.5}
+    options = {
+        "sequence_bias": [[[token], value] for token, value in bias.items()],
+        "repetition_penalty": 1.4,
+    }
+    tokens, _ = reference(PROMPTS[1], 20, **options)
+    item = tiny.prompt(PROMPTS[1], 20, logit_bias=bias, repetition_penalty=1.4)
+    (found,) = tiny.run(model, item)
+    assert tokens != plain
+    assert found.text == Vocabulary(folder).tokenizer.decode(tokens)
+    assert tiny.interrupted(model, item, 5) == found
+
+
+@pytest.mark.parametrize("ids", PROMPTS, ids=len)
+def test_an_echoed_prompt_has_the_log_probabilities_of_its_tokens(
+    model: TextModel, folder: Path, ids: list[int]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        chances = loaded(torch.tensor([ids])).logits[0].log_softmax(-1)
+    item = tiny.prompt(ids, 1, logprobs=2, is_echoed=True, owner="t")
+    tiny.run(model, tiny.prompt(ids, 1, owner="t"))  # whose keys and values could be shared
+    beside = tiny.prompt(PROMPTS[1], 9)
+    found, other = tiny.run(model, item, beside)
+    assert other == tiny.run(model, beside)[0]
+    vocabulary = Vocabulary(folder)
+    assert found.prompt_text.encode() == b"".join(map(vocabulary.shown_bytes, ids))
+    assert found.cached_tokens == 0
+    assert [one.data for one in found.prompt_logprobs] == list(map(vocabulary.shown_bytes, ids))
+    assert found.prompt_logprobs[0].top == []
+    for token, row, told in zip(ids[1:], chances, found.prompt_logprobs[1:], strict=False):
+        assert told.logprob == pytest.approx(row[token].item(), abs=1e-3)
+        best = row.topk(2).values.tolist()
+        assert [one.logprob for one in told.top] == pytest.approx(best, abs=1e-3)
+    assert len(found.logprobs) <= 1
+
+
+def test_an_echo_without_log_probabilities_is_the_text_alone(model: TextModel) -> None:
+    ids = PROMPTS[1]
+    (found,) = tiny.run(model, tiny.prompt(ids, 4, is_echoed=True))
+    (plain,) = tiny.run(model, tiny.prompt(ids, 4))
+    assert (found.text, found.prompt_logprobs) == (plain.text, [])
+    assert found.prompt_text
+    assert not plain.prompt_text
+
+
 def test_texts_in_company_are_those_alone(model: TextModel) -> None:
     items = [
         tiny.prompt(ids, 20, temperature=t, seed=n)

@@ -74,6 +74,23 @@ def test_greedy_texts_are_those_of_the_torch_model(model: VllmTextModel, folder:
             assert [top.token for top in told.top] == [top.token for top in wanted.top]
 
 
+def test_sampling_options_and_echo_are_those_of_the_torch_model(
+    model: VllmTextModel, folder: Path
+) -> None:
+    plain = tiny.run(model, *(tiny.prompt(ids, 12) for ids in PROMPTS))
+    options = {"repetition_penalty": 1.4, "logit_bias": {9: -3.0, 7: 8.0}, "min_p": 0.3}
+    items = [tiny.prompt(ids, 12, logprobs=2, is_echoed=True, **options) for ids in PROMPTS]
+    expected = tiny.run(tiny.open_model(folder), *items)
+    found = tiny.run(model, *items)
+    assert [one.text for one in found] != [one.text for one in plain]
+    for one, other in zip(found, expected, strict=True):
+        assert (one.text, one.prompt_text) == (other.text, other.prompt_text)
+        for told, wanted in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True):
+            assert told.token == wanted.token
+            assert told.logprob == pytest.approx(wanted.logprob, abs=1e-3)
+            assert [top.token for top in told.top] == [top.token for top in wanted.top]
+
+
 def test_a_text_joins_between_steps_and_leaves_when_it_is_done(model: VllmTextModel) -> None:
     alone = tiny.run(model, tiny.prompt([9, 9], 4))[0]
     model.admit(0, tiny.prompt([5, 6, 7], 60, stop=["never"]))

@@ -24,8 +24,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
 CONTEXT_TOKENS = 160
-Generate = Callable[[list[int], int], tuple[list[int], torch.Tensor]]
-"""From a prompt and a number to greedy tokens, and the log probabilities of each step."""
+Generate = Callable[..., tuple[list[int], torch.Tensor]]
+"""From a prompt, a number and options to greedy tokens, and the log probabilities of each step."""
 
 
 def write_folder(folder: Path, config: LlamaConfig | None = None) -> Path:

@@ -147,6 +147,11 @@ class LLMEngine:
             torch.tensor(request.ids[request.prompt_tokens :], dtype=torch.int64),
             minlength=len(logits),
         )
+        for biased, bias in (params.logit_bias or {}).items():
+            logits[biased] += bias
+        seen = torch.tensor(sorted(set(request.ids)))
+        repeated, penalty = logits[seen], params.repetition_penalty
+        logits[seen] = torch.where(repeated < 0, repeated * penalty, repeated / penalty)
         logits -= params.frequency_penalty * written + params.presence_penalty * (written > 0)
         constraint = request.structured_output_request
         if constraint is not None:
@@ -155,6 +160,7 @@ class LLMEngine:
             token = int(logits.argmax())
         else:
             weights = (logits / params.temperature).softmax(-1)
+            weights[weights < params.min_p * weights.max()] = 0
             token = int(torch.multinomial(weights, 1, generator=request.generator))
         request.ids.append(token)
         if constraint is not None:
@@ -175,7 +181,17 @@ class LLMEngine:
             outputs=[given],
             finished=reason is not None,
             num_cached_tokens=request.cached_tokens,
+            prompt_logprobs=self._prompt_logprobs(request) if count == 1 else None,
         )
+
+    def _prompt_logprobs(self, request: _Request) -> list[dict[int, Any] | None] | None:
+        most = request.params.prompt_logprobs
+        if most is None:
+            return None
+        ids = request.ids[: request.prompt_tokens]
+        chances = self._model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        followed = zip(chances, ids[1:], strict=False)
+        return [None, *(_told(row, token, most) for row, token in followed)]
 
 
 def _same_start(one: list[int], other: list[int]) -> int:

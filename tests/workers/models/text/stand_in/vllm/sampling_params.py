@@ -25,6 +25,10 @@ class SamplingParams:
     seed: int
     frequency_penalty: float
     presence_penalty: float
+    repetition_penalty: float
+    min_p: float
+    logit_bias: dict[int, float] | None
+    prompt_logprobs: int | None
     logprobs: int | None
     structured_outputs: StructuredOutputsParams | None
     ignore_eos: bool
