@@ -14,22 +14,15 @@ from api.inputs import storage as module
 from api.inputs.files import Files
 from api.inputs.storage import KEEP_S, RESERVED_S, Quota, Storage, owner_of
 from shared.stores.objects import ObjectStore
+from tests.clock import Clock
 
 pytestmark = pytest.mark.anyio
 BOUND = 100_000
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = time.time()
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(time.time())
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Calls of tools: read out of texts, forced, and streamed, as OpenAI's own client reads them."""
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from pydantic import BaseModel
 
 from api.openai.generation import call_schema, read_tool_calls, shown_of
 from shared.tasks.text import GenerationInput
-from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.harness import ApiUnderTest, api_with_redis
 
 CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
 PARAMETERS = '{"name": "weather", "parameters": {"city": "Bern"}}'
@@ -81,10 +79,7 @@ def test_the_schema_of_a_forced_call_takes_parts_of_schemas_along(others: list[A
     assert LLMatcher.validate_grammar(grammar) == ""
 
 
-@pytest.fixture
-async def api(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
-    async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
-        yield api
+api = api_with_redis()
 
 
 def asked(text: str, **options: Any) -> dict[str, Any]:

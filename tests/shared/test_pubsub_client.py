@@ -17,9 +17,9 @@ from shared.pubsub.client import PubSubTransport
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
 from shared.topics import slot_filter
-from shared.transport import Admin, Message, Subscription, SubscriptionSettings, Transport
+from shared.transport import Admin, SubscriptionSettings, Transport
 from tests.fakes import InMemoryTransport
-from tests.limits import WAIT_LIMIT_S
+from tests.shared.receiving import take
 
 pytestmark = pytest.mark.anyio
 
@@ -78,12 +78,6 @@ async def broker(request: pytest.FixtureRequest) -> AsyncIterator[Broker]:
         PubSubAdmin(project, endpoint) as admin,
     ):
         yield Broker(request.param, transport, admin)
-
-
-async def take(subscription: Subscription, count: int) -> list[Message]:
-    messages = aiter(subscription)
-    async with asyncio.timeout(WAIT_LIMIT_S):
-        return [await anext(messages) for _ in range(count)]
 
 
 async def test_message_arrives_as_it_was_sent(broker: Broker) -> None:
