@@ -5,9 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := api,worker,functions,optimize,local,simulation,dev
-# More workers than cores, as tests wait; those that share a stack or a model stay on one of them (tests/groups.py).
+# More workers than cores, as tests wait, slow ones most; those that share a stack or a model stay on one (tests/groups.py).
 PYTEST_WORKERS ?= 3
-PYTEST := $(BIN)/pytest -q -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
+SLOW_PYTEST_WORKERS ?= 4
+PYTEST := $(BIN)/pytest -q --dist loadfile --no-loadscope-reorder --durations=10
 SOURCES := api workers shared infra models bench examples tests
 # Each has a pyproject.toml, a Makefile and tests of its own.
 EMULATORS := emulators/bigquery emulators/pubsub
@@ -16,7 +17,7 @@ EMULATORS := emulators/bigquery emulators/pubsub
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup text demo up doctor bench bench-peers faults clients clients-lock test test-slow slow-unit test-emulators check lint format types imports terraform-check deploy-check unit constraints clean
+.PHONY: help setup text demo up doctor bench bench-peers faults clients clients-lock test test-slow slow-unit test-emulators $(EMULATORS:=/test) check lint format types imports terraform-check deploy-check unit constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,15 +55,19 @@ clients-lock: $(STAMP) ## write anew what is pinned for them
 test: lint ## what every change is tried with: the checks that run nothing, and the quick tests beside them
 	@$(MAKE) --no-print-directory --jobs=2 unit types imports
 
-test-emulators: $(STAMP) ## the suites of the embedded Pub/Sub and BigQuery
-	$(call timed,emulators/bigquery,$(MAKE) --no-print-directory -C emulators/bigquery unit BIN=$(CURDIR)/$(BIN))
-	$(call timed,emulators/pubsub,$(MAKE) --no-print-directory -C emulators/pubsub unit BIN=$(CURDIR)/$(BIN))
+test-emulators: $(EMULATORS:=/test) ## the suites of the embedded Pub/Sub and BigQuery
+
+# Their output comes at the end: other tests run beside them.
+$(EMULATORS:=/test): $(STAMP)
+	$(call timed,$(@D),out=$$($(MAKE) --no-print-directory -C $(@D) unit BIN=$(CURDIR)/$(BIN) 2>&1); status=$$?; echo "$$out"; (exit $$status))
+
+# What takes longest first, and the emulators one after the other beside it.
+test-slow: $(STAMP) ## the other tests: whole stacks, kills, fuzz, oracles, real models, outside tools, both emulators
+	@$(MAKE) --no-print-directory --jobs=2 slow-unit terraform-check $(EMULATORS:=/test)
 
 # Property tests stand in `make test` with few examples; here they get many.
-test-slow: terraform-check slow-unit test-emulators ## the other tests: whole stacks, kills, fuzz, oracles, real models, outside tools, both emulators
-
 slow-unit: $(STAMP)
-	$(call timed,pytest of slow tests,$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=many)
+	$(call timed,pytest of slow tests,$(PYTEST) -n $(SLOW_PYTEST_WORKERS) -m "slow or hypothesis" --hypothesis-profile=many)
 
 check: lint types imports ## the checks that run nothing
 
@@ -93,7 +98,7 @@ deploy-check: $(STAMP) ## schemas and policies of manifests and Terraform, insta
 	$(call timed,images,PYTHON=$(PYTHON) infra/docker/check.sh)
 
 unit: $(STAMP) ## pytest without the slow tests
-	$(call timed,pytest of quick tests,$(PYTEST) -m "not slow")
+	$(call timed,pytest of quick tests,$(PYTEST) -n $(PYTEST_WORKERS) -m "not slow")
 
 constraints: ## write constraints.txt anew for pyproject.toml, with hashes; UPGRADE=1: with the newest versions
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

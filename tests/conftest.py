@@ -7,7 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import pytest
 import redis
@@ -23,10 +23,15 @@ from infra.local.stack_processes import RabbitServer
 from shared.stores.cache import ResultCache
 from shared.stores.key_stores import KeyRedis
 from shared.stores.records import Records
-from tests.groups import SHARING, GroupScheduling, group_of
+from tests.groups import GroupScheduling, longest_first
 from tests.limits import REDIS_LIMIT_S, START_LIMIT_S, TEST_LIMIT_S
 from tests.rabbitmq import needs_rabbitmq
 from tests.tiers import QUICK_EXAMPLES, QuickTests, has_none_of
+
+if TYPE_CHECKING:
+    # OpenTelemetry, which each process of a run would import, and few tests need.
+    from tests.kept_spans import KeptSpans
+    from tests.otlp import Collector
 
 # The same examples each time, so that a failure is the change's own. A quick run takes few,
 # `make test-slow` takes many for these tests too; `--hypothesis-profile=explore` tries others.
@@ -74,18 +79,13 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     return f"{argname}-{len(val)}-bytes" if isinstance(val, bytes) else None
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts slow tests first, whole folders of them before others, and gives async tests a loop."""
+    """Puts what takes longest first, and gives async tests a loop."""
     for item in items:
         if isinstance(item, pytest.Function) and "anyio_backend" in item.fixturenames:
             item.fixturenames.insert(0, "_one_event_loop")
-    # What takes longest begins first, so that no worker is left alone with it.
-    items.sort(
-        key=lambda item: (
-            item.get_closest_marker("slow") is None,
-            group_of(item.nodeid) not in SHARING,
-        )
-    )
+    items[:] = longest_first(items)
 
 
 @pytest.fixture(scope="session")
@@ -118,6 +118,16 @@ def _patient_redis(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
+def artifacts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where workers keep which backend they chose, for all processes of this run.
+
+    The first of them measures, for some ten seconds, and others need not.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "artifacts"
+
+
+@pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     folder = tmp_path_factory.mktemp("redis")
     with RedisServer(folder, folder) as server:
@@ -139,6 +149,23 @@ def pubsub_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command = [sys.executable, "-m", "pubsub_emulator", "--port", str(port)]
     with _running("pubsub", command, port, tmp_path_factory.mktemp("pubsub")):
         yield f"127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="session")
+def collector() -> "Iterator[Collector]":
+    from tests.otlp import running_collector
+
+    with running_collector() as made:
+        yield made
+
+
+@pytest.fixture
+def kept() -> "Iterator[KeptSpans]":
+    """The spans that this process makes during the test."""
+    from tests.kept_spans import keeping_spans
+
+    with keeping_spans() as spans:
+        yield spans
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,11 @@
 """Which tests stay together on one worker of pytest-xdist, because they share what takes long to
-start.
+start, and which of them begin first.
 """
 
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
 from xdist.scheduler import LoadFileScheduling
 
 SHARING = ("tests/end_to_end/", "tests/workers/models/")
@@ -17,6 +21,30 @@ class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no ty
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
+
+
+SLOW_S, QUICK_S = 1.0, 0.1
+"""About how long a test takes, on a quiet machine of two cores, unless its mark says so:
+`pytest.mark.slow(about_s=60)`. Only the order comes from it.
+"""
+
+
+def about_s(item: pytest.Item) -> float:
+    """About how many seconds a test takes."""
+    slow = item.get_closest_marker("slow")
+    return QUICK_S if slow is None else float(slow.kwargs.get("about_s", SLOW_S))
+
+
+def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Sorts tests: groups that take longest first, so that no worker is left alone with one.
+
+    Tests of a group keep their order.
+    """
+    groups: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        groups[group_of(item.nodeid)].append(item)
+    by_length = sorted(groups.values(), key=lambda group: -sum(map(about_s, group)))
+    return [item for group in by_length for item in group]
 
 
 def group_of(nodeid: str) -> str:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.groups import group_of
+from tests.groups import QUICK_S, SLOW_S, about_s, group_of, longest_first
 from tests.limits import START_LIMIT_S
+
+pytest_plugins = "pytester"
 
 ROOT = Path(__file__).parents[1]
 FILES = ("tests/shared/test_days.py", "tests/shared/test_webhooks.py")
@@ -41,3 +43,17 @@ def test_a_file_stays_on_one_worker() -> None:
 )
 def test_a_folder_that_shares_is_one_group(nodeid: str, group: str) -> None:
     assert group_of(nodeid) == group
+
+
+def test_what_takes_longest_begins_first(pytester: pytest.Pytester) -> None:
+    texts = {
+        "test_a": "def test_1(): pass\ndef test_2(): pass",
+        "test_b": "@slow(about_s=30)\ndef test_1(): pass\ndef test_2(): pass",
+        "test_c": "pytestmark = slow\ndef test_1(): pass",
+    }
+    head = "import pytest\nslow = pytest.mark.slow\n"
+    pytester.makepyfile(**{name: head + text for name, text in texts.items()})
+    items, _ = pytester.inline_genitems()
+    assert [about_s(item) for item in items] == [QUICK_S, QUICK_S, 30, QUICK_S, SLOW_S]
+    names = [item.nodeid.replace(".py::test_", " ") for item in longest_first(items)]
+    assert names == ["test_b 1", "test_b 2", "test_c 1", "test_a 1", "test_a 2"]

@@ -4,10 +4,13 @@ test brings one.
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shared.stores.records import Records
 from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.inboxes import Broker, embedded, in_memory
 
 
 @pytest.fixture
@@ -16,3 +19,25 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
         yield running
         await running.until_idle()
         assert running.dependencies.dispatcher.in_flight == 0
+
+
+@pytest.fixture
+async def page(api: ApiUnderTest) -> dict[str, Any]:
+    """The OpenAPI document, as it is served."""
+    found: dict[str, Any] = (await api.http.get("/openapi.json")).json()
+    return found
+
+
+@pytest.fixture
+async def records(redis_url: str) -> AsyncIterator[Records]:
+    async with Records(redis_url) as opened:
+        yield opened
+
+
+@pytest.fixture(params=["memory", "embedded"])
+async def broker(request: pytest.FixtureRequest) -> AsyncIterator[Broker]:
+    if request.param == "memory":
+        yield in_memory()
+    else:
+        async with embedded(request.getfixturevalue("pubsub_endpoint")) as opened:
+            yield opened

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 import openai
+import pytest
 import uvicorn
 from fastapi import FastAPI
 
@@ -139,6 +140,17 @@ async def running_api(
                 await client.close()
         lacking = sorted(set(declared.undeclared))
         assert not lacking, f"the OpenAPI document lacks: {lacking}"
+
+
+def api_with_redis(**settings: object) -> Any:
+    """A fixture: an API with these settings, and with an empty Redis."""
+
+    @pytest.fixture
+    async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
+        async with running_api(settings_for(tmp_path, redis_url=redis_url, **settings)) as running:
+            yield running
+
+    return api
 
 
 @asynccontextmanager

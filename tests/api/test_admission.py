@@ -16,21 +16,15 @@ from shared.catalog import Model, read_catalog
 from shared.errors import Overloaded
 from shared.service_rate import ServiceRate
 from shared.tasks.base import FirstGuesses
+from tests.clock import Clock
 
 # Names of their own: gauges of this process show what others' tests left in flight.
 TEXT, IMAGE = (
     model.model_copy(update={"name": f"admitted {model.name}"})
     for model in read_catalog(Path("models.yaml")).models
 )
+
 GUESS_S = FirstGuesses().gap_s
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def bounded(model: Model, items: int) -> Model:
@@ -95,7 +89,7 @@ def measured(
     item_s: float, *, max_in_flight: int = 10_000, service_s: float = 0.05
 ) -> tuple[Admission, Clock]:
     """An admission that saw items leave every `item_s` while others waited; 100 are in flight."""
-    clock = Clock()
+    clock = Clock(100.0)
     admission = Admission(max_in_flight, [bounded(TEXT, max_in_flight)], clock)
     admission.admit(Demand(TEXT.name, 1100))
     for _ in range(1000):
@@ -174,7 +168,7 @@ def test_who_finds_nothing_before_it_is_let_in() -> None:
 
 
 def test_bursts_of_replies_are_no_measure_of_a_single_one() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     admission = Admission(10_000, [bounded(TEXT, 10_000)], clock)
     admission.admit(Demand(TEXT.name, 64))
     for _ in range(100):
@@ -190,7 +184,7 @@ def test_slow_arrivals_do_not_look_like_a_slow_worker() -> None:
     """Ten workers, one request a second at first; then ten at once, which ten workers do side by
     side.
     """
-    clock = Clock()
+    clock = Clock(100.0)
     admission = Admission(1000, [IMAGE], clock)
     for burst in (10, 10):
         for _ in range(burst):
@@ -294,7 +288,7 @@ def test_overload_leaves_the_workers_busy_and_answers_in_time(
     """Workers take up to `batch` items each `batch_s`, and are offered `load` times what they can
     do.
     """
-    clock = Clock()
+    clock = Clock(100.0)
     admission = Admission(1_000_000, [bounded(TEXT, 1_000_000)], clock)
     deadline_s, capacity = deadline_turns * batch_s, servers * batch / batch_s
     gap_s, until_s = 1 / (load * capacity), clock.now_s + 16 * deadline_s

@@ -20,8 +20,10 @@ from api.inputs import codec_pool
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
+from tests.metrics import metric
 
 pytestmark = pytest.mark.anyio
+WAITING = "penstock_api_pictures_waiting"
 
 
 @pytest.fixture
@@ -66,10 +68,6 @@ def _ends(end: str) -> float:
     return REGISTRY.get_sample_value("penstock_api_pictures_total", {"end": end}) or 0.0
 
 
-def _waiting() -> float:
-    return REGISTRY.get_sample_value("penstock_api_pictures_waiting") or 0.0
-
-
 async def _until(is_so: object) -> None:
     async with asyncio.timeout(WAIT_LIMIT_S):
         while not is_so():  # type: ignore[operator]  # noqa: ASYNC110 - the product has no use for an event here
@@ -92,9 +90,9 @@ async def _in_line(
     api: ApiUnderTest, prompt: str, **headers: str
 ) -> "asyncio.Task[httpx.Response]":
     """A request whose picture waits for its turn."""
-    before = _waiting()
+    before = metric(WAITING)
     sent = asyncio.create_task(_edit(api, prompt, **headers))
-    await _until(lambda: _waiting() == before + 1 or sent.done())
+    await _until(lambda: metric(WAITING) == before + 1 or sent.done())
     return sent
 
 
@@ -143,7 +141,7 @@ async def test_picture_of_a_caller_that_hung_up_is_not_begun(api: ApiUnderTest) 
     gone, abandoned = await _in_line(api, "gone"), _ends("abandoned_waiting")
     gone.cancel()
     await _until(lambda: _ends("abandoned_waiting") == abandoned + 1)
-    assert not _waiting()
+    assert not metric(WAITING)
     process.resume()
     assert (await first).status_code == 200
     assert _prompts(api) == ["first", "in hand"]

@@ -27,6 +27,7 @@ from tests.api.dispatcher_harness import (
 from tests.api.fake_worker import vector_of
 from tests.api.harness import TEXT_MODEL
 from tests.limits import WAIT_LIMIT_S
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 StartHarness = Callable[..., AbstractAsyncContextManager[DispatcherHarness]]
@@ -154,7 +155,7 @@ async def test_last_who_hangs_up_frees_everything_at_once(harness: DispatcherHar
     assert harness.is_idle()
     # The worker answers all the same: nobody waits, and the replies are dropped.
     harness.worker.go.set()
-    await _until(lambda: unknown._value.get() == before + 2)
+    await until(lambda: unknown._value.get() == before + 2)
     # Rows of results that the worker writes all the same don't count beside these.
     assert [(row.cache, row.error_code) for row in harness.rows] == [("none", "canceled")] * 3
     assert {(row.attempt, row.charged_share) for row in harness.rows} == {(None, 0.0)}
@@ -399,7 +400,7 @@ async def test_any_mix_of_asking_and_hanging_up_answers_right_and_leaves_nothing
         for texts, ask in asks:
             assert ask.done()
             assert ask.cancelled() or texts_right(ask.result(), *texts)
-        await _until(harness.is_idle)
+        await until(harness.is_idle)
         by_api = [row.row_id for row in harness.rows]
         by_worker = [
             f"{job.envelope.request_id}:{item.index}"
@@ -415,9 +416,3 @@ async def test_any_mix_of_asking_and_hanging_up_answers_right_and_leaves_nothing
                 assert computed <= set(by_api), "what the worker writes must not count"
             else:
                 assert items == computed ^ (items & set(by_api)), "each has one row"
-
-
-async def _until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_LIMIT_S):
-        while not holds():  # noqa: ASYNC110 - nothing in the product tells when
-            await asyncio.sleep(0)

@@ -22,12 +22,6 @@ OF_BOTH_APIS = {"/v1/files", "/v1/files/{file_id}", "/v1/models"}
 """Paths of OpenAI's API that Replicate's has too."""
 
 
-@pytest.fixture
-async def page(api: ApiUnderTest) -> dict[str, Any]:
-    found: dict[str, Any] = (await api.http.get("/openapi.json")).json()
-    return found
-
-
 def operations(page: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for path, methods in page["paths"].items():
         for method, operation in methods.items():

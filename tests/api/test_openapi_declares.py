@@ -17,12 +17,6 @@ OF_BODIES = {"408", "413"}
 """What the server answers to a body that is too slow or too large (api/http/middleware.py)."""
 
 
-@pytest.fixture
-async def page(api: ApiUnderTest) -> dict[str, Any]:
-    found: dict[str, Any] = (await api.http.get("/openapi.json")).json()
-    return found
-
-
 async def test_routes_with_bodies_declare_what_the_server_says_of_them(
     page: dict[str, Any],
 ) -> None:

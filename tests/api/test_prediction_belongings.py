@@ -38,12 +38,6 @@ async def client(api: ApiUnderTest) -> AsyncIterator[Any]:
     await made._async_client.aclose()
 
 
-@pytest.fixture
-async def records(redis_url: str) -> AsyncIterator[Records]:
-    async with Records(redis_url) as opened:
-        yield opened
-
-
 async def made(api: ApiUnderTest, body: dict[str, Any] = TEXT) -> str:
     answer = (await api.http.post("/v1/predictions", json=body, headers=WAIT)).json()
     assert answer["status"] == "succeeded"

@@ -4,7 +4,6 @@ shape.
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,18 @@ from shared.stores.objects import ObjectStore
 from shared.tasks.embedding import TextInput
 from shared.tasks.image import ImageInput
 from tests.api.fake_worker import png_of, vector_of
-from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.harness import (
+    IMAGE_MODEL,
+    TEXT_MODEL,
+    ApiUnderTest,
+    api_with_redis,
+)
 from tests.api.predicting import TEXT, WAIT, data_of
 
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
-    async with running_api(settings_for(tmp_path, redis_url=redis_url, secret="s")) as running:
-        yield running
+api = api_with_redis(secret="s")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ promised.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,14 @@ import pytest
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from shared.in_memory_broker import InMemoryBroker
-from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, admitted, until_over
 from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
-    async with running_api(settings_for(tmp_path, redis_url=redis_url, secret="s")) as running:
-        yield running
+api = api_with_redis(secret="s")
 
 
 async def test_who_hangs_up_does_not_cancel(api: ApiUnderTest) -> None:

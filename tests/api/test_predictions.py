@@ -4,7 +4,6 @@ followed.
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -13,7 +12,14 @@ import pytest
 from shared.stores.records import Records
 from shared.tasks.embedding import TextInput
 from tests.api.fake_worker import MAX_PROMPT_WORDS, vector_of
-from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.harness import (
+    IMAGE_MODEL,
+    TEXT_MODEL,
+    ApiUnderTest,
+    api_with_redis,
+    running_api,
+    settings_for,
+)
 from tests.api.predicting import TEXT, WAIT, admitted, until_over
 from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
@@ -21,10 +27,7 @@ from tests.limits import WAIT_LIMIT_S
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
-    async with running_api(settings_for(tmp_path, redis_url=redis_url, secret="s")) as running:
-        yield running
+api = api_with_redis(secret="s")
 
 
 async def test_prediction_is_answered_at_once_and_found_when_it_is_over(api: ApiUnderTest) -> None:

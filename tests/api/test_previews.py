@@ -11,23 +11,14 @@ import httpx
 import pytest
 
 from shared.stores.records import Records
-from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.harness import IMAGE_MODEL, ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 BODY = {"version": IMAGE_MODEL.name, "input": {"prompt": "a"}}
 
 
-@pytest.fixture
-async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
-    async with running_api(settings_for(tmp_path, redis_url=redis_url, secret="s")) as running:
-        yield running
-
-
-@pytest.fixture
-async def records(redis_url: str) -> AsyncIterator[Records]:
-    async with Records(redis_url) as opened:
-        yield opened
+api = api_with_redis(secret="s")
 
 
 async def being_drawn(api: ApiUnderTest) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Callers are told where their predictions stand in line, Replicate's client among them."""
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,14 @@ from replicate.client import Client
 
 from shared.stores.record_state import Release
 from shared.stores.records import Records
-from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.harness import TEXT_MODEL, ApiUnderTest, api_with_redis
 from tests.api.predicting import TEXT, until_over
 from tests.api.test_previews import events
 
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
-    async with running_api(settings_for(tmp_path, redis_url=redis_url, secret="s")) as running:
-        yield running
+api = api_with_redis(secret="s")
 
 
 async def waiting(api: ApiUnderTest, records: Records, count: int) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@ over the embedded Pub/Sub, with a real Redis.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from shared.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from shared.in_memory_broker import InMemoryBroker
 from shared.topics import make_inbox
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest
-from tests.api.inboxes import Broker, counted, embedded, in_memory, next_inbox, until
+from tests.api.inboxes import Broker, counted, in_memory, next_inbox, until
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -29,15 +28,6 @@ OUTCOMES = ("unknown", "duplicate", "undecodable", "delivered")
 def replies(request: pytest.FixtureRequest) -> Replies:
     chosen: Replies = request.param
     return chosen
-
-
-@pytest.fixture(params=["memory", "embedded"])
-async def broker(request: pytest.FixtureRequest) -> AsyncIterator[Broker]:
-    if request.param == "memory":
-        yield in_memory()
-    else:
-        async with embedded(request.getfixturevalue("pubsub_endpoint")) as opened:
-            yield opened
 
 
 async def test_reply_reaches_its_waiter(broker: Broker, replies: Replies) -> None:

@@ -3,7 +3,6 @@ embedded Pub/Sub, with a real Redis. What callers may expect is in test_reply_de
 """
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, AsyncExitStack
 from functools import partial
 
@@ -19,15 +18,6 @@ from tests.api.inboxes import Broker, counted, embedded, in_memory, next_inbox
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(params=["memory", "embedded"])
-async def broker(request: pytest.FixtureRequest) -> AsyncIterator[Broker]:
-    if request.param == "memory":
-        yield in_memory()
-    else:
-        async with embedded(request.getfixturevalue("pubsub_endpoint")) as opened:
-            yield opened
 
 
 def waiting_at_slot(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,13 @@ import redis
 
 from api.predictions.service import DOCUMENT_MAX_BYTES
 from shared.stores.records import Records
-from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.harness import (
+    IMAGE_MODEL,
+    TEXT_MODEL,
+    ApiUnderTest,
+    api_with_redis,
+    settings_for,
+)
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -46,10 +51,7 @@ BOUNDED = [
 ]
 
 
-@pytest.fixture
-async def api(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
-    async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
-        yield api
+api = api_with_redis()
 
 
 @pytest.mark.parametrize(("path", "body", "field", "most", "too_much"), BOUNDED)

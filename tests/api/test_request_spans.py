@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -15,23 +14,11 @@ from shared.errors import Unavailable
 from shared.tracing.spans import TraceContext, entered
 from tests.api.dispatcher_harness import running_dispatcher
 from tests.api.harness import TEXT_MODEL, ApiUnderTest
-from tests.kept_spans import KeptSpans, keeping_spans, new_trace
-from tests.limits import WAIT_LIMIT_S
+from tests.kept_spans import KeptSpans, new_trace
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 MODEL = TEXT_MODEL.name
-
-
-@pytest.fixture
-def kept() -> Iterator[KeptSpans]:
-    with keeping_spans() as spans:
-        yield spans
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_LIMIT_S):
-        while not holds():  # noqa: ASYNC110  (no event says that a span has begun)
-            await asyncio.sleep(0)
 
 
 async def post(api: ApiUnderTest, text: str, trace: TraceContext | None = None) -> httpx.Response:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from pydantic import BaseModel
 
 from shared.tasks.text import GenerationInput
 from tests.api.fake_worker import LAST_WORD
-from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.api.test_text import TEXT, parsed
 from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
@@ -41,10 +40,7 @@ CALLS = (
 )
 
 
-@pytest.fixture
-async def api(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
-    async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
-        yield api
+api = api_with_redis()
 
 
 def asked(text: Any = SAY, **options: Any) -> dict[str, Any]:

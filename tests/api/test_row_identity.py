@@ -3,7 +3,6 @@ caller's own is beside.
 """
 
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from shared.errors import Unavailable
 from shared.messages import ItemOutcome, Job, Receipt
 from shared.predictions import iso
 from shared.usage.row import Row, row_of
-from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.harness import TEXT_MODEL, ApiUnderTest, api_with_redis
 from tests.api.predicting import TEXT
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import Server, writer
@@ -24,10 +23,7 @@ HASHED = re.compile(r"sha256:[0-9a-f]{32}")
 MAX_ITEMS = 2048
 
 
-@pytest.fixture
-async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
-    async with running_api(settings_for(tmp_path, redis_url=redis_url, secret="s")) as running:
-        yield running
+api = api_with_redis(secret="s")
 
 
 def rows_by_worker(job: Job) -> list[Row]:

@@ -18,11 +18,11 @@ from prometheus_client import REGISTRY
 from shared.catalog import Catalog
 from shared.catalog_entry import Generation
 from shared.stores.token_streams import TokenStreams
-from tests.api.harness import WRITER, ApiUnderTest, running_api, settings_for
+from tests.api.harness import WRITER, ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.api.test_text import chat, events_of, parsed, said
 from tests.limits import WAIT_LIMIT_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+pytestmark = [pytest.mark.slow(about_s=5), pytest.mark.anyio]
 TOKENS = 64
 COUNT = [{"role": "user", "content": "count"}]
 COUNTED = "".join(f"3-{number} " for number in range(TOKENS))
@@ -34,10 +34,7 @@ KEY_S = 600
 """Longer than this takes, so that no key runs out before it is looked at."""
 
 
-@pytest.fixture
-async def api(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
-    async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
-        yield api
+api = api_with_redis()
 
 
 @pytest.fixture

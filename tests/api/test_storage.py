@@ -23,22 +23,15 @@ from api.inputs.storage import (
     owner_of,
 )
 from shared.stores.objects import ObjectStore, StoredObject
+from tests.clock import Clock
 
 pytestmark = pytest.mark.anyio
 BOUND = 100_000
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = time.time()
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(time.time())
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Every task as the API serves it: its example, its schemas, and the predictions of similarity."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +9,13 @@ from shared.catalog import Model
 from shared.tasks.embedding import TextInput
 from shared.tasks.similarity import SimilarityInput
 from tests.api.fake_worker import vector_of
-from tests.api.harness import CATALOG, PAIRS_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.harness import CATALOG, PAIRS_MODEL, ApiUnderTest, api_with_redis
 from tests.api.predicting import WAIT
 
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
-    async with running_api(settings_for(tmp_path, redis_url=redis_url, secret="s")) as running:
-        yield running
+api = api_with_redis(secret="s")
 
 
 async def ask(api: ApiUnderTest, given: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import redis
 
 from api.predictions import text_stream
 from shared.tasks.text import GenerationInput
-from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
 
@@ -24,10 +23,7 @@ SAY = [{"role": "user", "content": "say the mill turns all night"}]
 TEXT = "the mill turns all night"
 
 
-@pytest.fixture
-async def api(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
-    async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
-        yield api
+api = api_with_redis()
 
 
 def chat(**given: Any) -> dict[str, Any]:

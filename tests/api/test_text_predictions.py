@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from replicate.client import Client
 
-from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.api.test_text import parsed
 from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
@@ -17,11 +17,7 @@ pytestmark = pytest.mark.anyio
 TEXT = "the mill\nturns  all\n\nnight"
 
 
-@pytest.fixture
-async def api(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
-    settings = settings_for(tmp_path, redis_url=redis_url, secret="s")
-    async with running_api(settings) as api:
-        yield api
+api = api_with_redis(secret="s")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from msgspec import structs
 
 from shared.errors import Unavailable
 from shared.stores.token_streams import TokenStreams
-from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.api.test_text import TEXT, chat, events_of, parsed, said
 from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
@@ -20,10 +19,7 @@ from tests.limits import WAIT_LIMIT_S
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-async def api(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
-    async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
-        yield api
+api = api_with_redis()
 
 
 async def test_the_end_of_a_text_comes_behind_its_last_token_and_once(

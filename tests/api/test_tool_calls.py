@@ -1,8 +1,6 @@
 """Calls of tools: read out of texts, forced, and streamed, as OpenAI's own client reads them."""
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -17,7 +15,7 @@ from api.openai.call_schemas import call_schema
 from api.openai.generation import read_cut_call, read_tool_calls, shown_of
 from shared.errors import BadInput
 from shared.tasks.text import GenerationInput
-from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.harness import ApiUnderTest, api_with_redis
 
 CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
 PARAMETERS = '{"name": "weather", "parameters": {"city": "Bern"}}'
@@ -188,10 +186,7 @@ def test_schemas_of_one_name_are_told_apart_or_refused() -> None:
         call_schema([("f", one), ("g", other)])
 
 
-@pytest.fixture
-async def api(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
-    async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
-        yield api
+api = api_with_redis()
 
 
 def asked(text: str, **options: Any) -> dict[str, Any]:

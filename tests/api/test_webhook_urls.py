@@ -2,7 +2,6 @@
 computed.
 """
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from shared.webhooks import WebhookUrlForbidden, parse_webhook_url
-from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.api.predicting import TEXT
 
 pytestmark = pytest.mark.anyio
@@ -41,10 +40,7 @@ UNDELIVERABLE = [
 ]
 
 
-@pytest.fixture
-async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
-    async with running_api(settings_for(tmp_path, redis_url=redis_url, secret="s")) as running:
-        yield running
+api = api_with_redis(secret="s")
 
 
 @pytest.mark.parametrize("name", ["webhook", "webhook_completed"])

@@ -13,7 +13,7 @@ from bench.bad_neighbor.rounds import measure
 from bench.bad_neighbor.world import serving
 from infra.local.stack import Stack
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(about_s=20)
 
 SECONDS = 4.0
 RECEIVERS = 40

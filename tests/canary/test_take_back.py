@@ -8,7 +8,7 @@ import pytest
 from api.dispatch.canary_comparison import TENANT
 from tests.canary.world import CANARY, MODEL, CanaryWorld, Fault, running_world
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+pytestmark = [pytest.mark.slow(about_s=5), pytest.mark.anyio]
 AT_ONCE = 20
 MAX_ROUNDS = 200
 

@@ -20,7 +20,7 @@ from tests.end_to_end.rows import Rows
 from tests.end_to_end.told import Told, receiver
 from tests.keys import key_for, keys_url
 from tests.limits import WAIT_LIMIT_S
-from tests.otlp import Collector, running_collector
+from tests.otlp import Collector
 from tests.rabbitmq import needs_rabbitmq
 
 EMBEDDER = "all-MiniLM-L6-v2"
@@ -33,12 +33,6 @@ LOAD_KEYS = {"load-1": key_for("load_1"), "load-2": key_for("load_2")}
 """By their tenants, whose rows a test spoils."""
 
 Embed = Callable[[str], NDArray[np.float32]]
-
-
-@pytest.fixture(scope="session")
-def collector() -> Iterator[Collector]:
-    with running_collector() as made:
-        yield made
 
 
 @pytest.fixture(scope="session")

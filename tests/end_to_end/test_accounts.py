@@ -14,7 +14,7 @@ from shared.usage.charge import list_price_usd, price_of
 from tests.end_to_end.conftest import EMBEDDER, KEY, REPORTING_KEY
 from tests.end_to_end.rows import Rows
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(about_s=20)
 
 REQUESTS = 300
 IN_FLIGHT = 64

@@ -18,7 +18,7 @@ from tests.end_to_end.rows import Rows, eventually
 from tests.end_to_end.told import Told
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(about_s=15)
 
 OVER = {"completed", "failed", "expired", "cancelled"}
 LINES = 2000

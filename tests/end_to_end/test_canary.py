@@ -22,7 +22,7 @@ from tests.limits import WAIT_LIMIT_S
 from tests.workers.optimize.tiny_bert import make_tiny_bert
 from workers.optimize.calibration import calibration_texts
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(about_s=30)
 
 ENTRY = """\
 models:

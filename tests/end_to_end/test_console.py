@@ -3,21 +3,20 @@ try.
 """
 
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import openai
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from infra.local.stack import Stack
+from tests.browser import needs_chromium, running_browser
 from tests.end_to_end.conftest import EMBEDDER, KEY
 from tests.limits import WAIT_LIMIT_S
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
+pytestmark = [pytest.mark.slow, needs_chromium]
 PICTURES = "stable-diffusion-tiny"
 REFUSED = re.compile("status of 40[13]")
 MARKER = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -31,18 +30,15 @@ class Told:
     urls: list[str] = field(default_factory=list)
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        # The sandbox needs rights that containers lack. The only page is our own.
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def seen() -> Told:
     return Told()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with running_browser() as browser:
+        yield browser
 
 
 @pytest.fixture

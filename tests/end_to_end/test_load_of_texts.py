@@ -18,7 +18,7 @@ from tests.faults.world import APIS, World
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.text import tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(about_s=20)
 
 MODEL = "tiny-text"
 PRICE = {

@@ -29,7 +29,7 @@ from tests.end_to_end.conftest import EMBEDDER
 from tests.end_to_end.rows import Rows, eventually
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(about_s=8)
 
 WORKER = f"worker-{EMBEDDER}"
 

@@ -9,7 +9,7 @@ from tests.end_to_end.conftest import EMBEDDER
 from tests.end_to_end.rows import Rows, eventually
 from tests.limits import START_LIMIT_S
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(about_s=15)
 
 REPORTS = (
     "SELECT * FROM `{dataset}.worker_hours_deduplicated` "

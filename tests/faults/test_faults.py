@@ -11,7 +11,7 @@ from tests.faults.suite import run
 from tests.faults.world import BrokerKind, RowsKind
 from tests.rabbitmq import needs_rabbitmq
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(about_s=60)
 
 FAULTS = 7
 REQUESTS = 500

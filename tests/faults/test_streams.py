@@ -12,7 +12,7 @@ from tests.faults.text_catalog import text_catalog
 from tests.faults.world import World
 from tests.workers.models.text import tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(about_s=50)
 
 MODEL = "tiny-text"
 STREAMS, KILLS, EVERY_S = 40, 2, 0.5

@@ -1,12 +1,22 @@
 """What tests of the local stack share."""
 
+from pathlib import Path
+
 import pytest
 
 
 @pytest.fixture
-def servers(redis_url: str, pubsub_endpoint: str, bigquery_endpoint: str) -> dict[str, str]:
-    """Settings that put running servers in the place of the stack's own."""
-    return {
+def kept_choices(artifacts_dir: Path) -> dict[str, str]:
+    """Settings with which a worker uses the backend that an earlier one chose."""
+    return {"PENSTOCK_ARTIFACTS_DIR": str(artifacts_dir)}
+
+
+@pytest.fixture
+def servers(
+    kept_choices: dict[str, str], redis_url: str, pubsub_endpoint: str, bigquery_endpoint: str
+) -> dict[str, str]:
+    """The same, and those that put running servers in the place of the stack's own."""
+    return kept_choices | {
         "PENSTOCK_REDIS_URL": redis_url,
         "PENSTOCK_PUBSUB_ENDPOINT": pubsub_endpoint,
         "PENSTOCK_BIGQUERY_ENDPOINT": bigquery_endpoint,

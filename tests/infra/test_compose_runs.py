@@ -26,7 +26,7 @@ from tests.infra.deploy.test_compose import FOLDER, filled, variables
 from tests.infra.running_up import MINI, catalog
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(about_s=25)
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {"penstock": [sys.executable, "-m", "infra.cli.main"], "python": [sys.executable]}

@@ -17,7 +17,7 @@ from tests.infra.running_up import running_up
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow(about_s=10),
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
 ]
 
@@ -151,8 +151,8 @@ def test_what_tests_started_ends_with_the_run(
         wait_gone(label)
 
 
-def test_each_part_of_a_stack_ends_with_it(tmp_path: Path) -> None:
-    with running_up(tmp_path, {}) as up:
+def test_each_part_of_a_stack_ends_with_it(tmp_path: Path, kept_choices: dict[str, str]) -> None:
+    with running_up(tmp_path, kept_choices) as up:
         parts = psutil.Process(up.process.pid).children(recursive=True)
         assert {"redis-server", "penstock-model"} <= {one.name() for one in parts}, up.said
         up.process.kill()

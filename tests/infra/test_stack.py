@@ -20,7 +20,7 @@ from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.tls import make_certificate
 from tests.workers.optimize.tiny_bert import ENTRY, make_tiny_bert
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(about_s=20)
 
 
 def all_ports(ports: Ports) -> list[int]:
@@ -127,8 +127,8 @@ def test_every_worker_may_have_all_cores(tmp_path: Path, servers: dict[str, str]
 
 
 @pytest.fixture
-def up(tmp_path: Path) -> Iterator[Up]:
-    with running_up(tmp_path, {}) as started:
+def up(tmp_path: Path, kept_choices: dict[str, str]) -> Iterator[Up]:
+    with running_up(tmp_path, kept_choices) as started:
         yield started
 
 

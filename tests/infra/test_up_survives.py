@@ -19,7 +19,7 @@ from tests.infra.running_up import Up, running_up, wait_until
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow(about_s=45),
     pytest.mark.skipif(sys.platform != "linux", reason="finds the parts in /proc"),
 ]
 PARTS = {
@@ -132,8 +132,10 @@ def is_vector(body: bytes) -> bool:
     return len(found["embedding"]) == 384
 
 
-def test_every_part_comes_back_while_requests_go_on(tmp_path: Path) -> None:
-    own = {"PENSTOCK_ARTIFACTS_DIR": str(tmp_path / "artifacts"), "PENSTOCK_PROCESSES": "1"}
+def test_every_part_comes_back_while_requests_go_on(
+    tmp_path: Path, kept_choices: dict[str, str]
+) -> None:
+    own = kept_choices | {"PENSTOCK_PROCESSES": "1"}
     own |= {"PENSTOCK_ROWS_URL": f"file://{tmp_path}/rows", "PENSTOCK_ARCHIVE_EVERY_S": "1"}
     with running_up(tmp_path, own) as up:
         url = f"http://127.0.0.1:{up.ports.api}"

@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.empty_pb2 import Empty
 from google.pubsub_v1.types import pubsub
 
+from shared.pubsub.client import PubSubTransport
 from tests.limits import WAIT_LIMIT_S
 
 UNARY = {"Publish": "Publisher", "Acknowledge": "Subscriber", "ModifyAckDeadline": "Subscriber"}
@@ -92,6 +93,10 @@ class ScriptedPubSub:
         async with self._arrived:
             self.requests[method].append(request)
             self._arrived.notify_all()
+
+
+Opened = tuple[ScriptedPubSub, PubSubTransport]
+"""A server, and a transport that is connected to it."""
 
 
 @asynccontextmanager

@@ -20,6 +20,7 @@ from shared.rabbitmq.client import RabbitTransport
 from shared.topics import BATCH_FILTER, INTERACTIVE_FILTER, slot_filter
 from shared.transport import Admin, ReceivedMessage, Subscription, SubscriptionSettings, Transport
 from tests.limits import WAIT_LIMIT_S
+from tests.shared.receiving import take
 
 pytestmark = pytest.mark.anyio
 
@@ -78,12 +79,6 @@ async def broker(request: pytest.FixtureRequest) -> AsyncIterator[Broker]:
         PubSubAdmin(project, endpoint) as admin,
     ):
         yield Broker(request.param, transport, admin)
-
-
-async def take(subscription: Subscription, count: int) -> list[ReceivedMessage]:
-    messages = aiter(subscription)
-    async with asyncio.timeout(WAIT_LIMIT_S):
-        return [await anext(messages) for _ in range(count)]
 
 
 async def test_message_arrives_as_it_was_sent(broker: Broker) -> None:

@@ -8,12 +8,13 @@ import anyio
 import msgspec
 import pytest
 import redis.asyncio
-from prometheus_client import REGISTRY
 
 from shared.blob import Blob
 from shared.stores.cache import VALUE_LIMIT_BYTES, ResultCache
 from shared.tasks.embedding import EmbeddingResult
 from shared.tasks.image import ImageResult
+from tests.clock import Clock
+from tests.metrics import metric
 
 pytestmark = pytest.mark.anyio
 
@@ -23,18 +24,6 @@ BIG_MEMORY = 1 << 20
 
 def vector(fill: bytes = b"v", tokens: int = 3) -> EmbeddingResult:
     return EmbeddingResult(fill * 16, tokens)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = time.time()
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def metric(name: str, **labels: str) -> float:
-    return REGISTRY.get_sample_value(name, labels) or 0.0
 
 
 async def test_get_many_names_the_level(redis_url: str) -> None:
@@ -90,7 +79,7 @@ async def test_callers_at_once_get_their_own(redis_url: str) -> None:
 
 
 async def test_entries_expire_in_both_levels(redis_url: str) -> None:
-    clock = Clock()
+    clock = Clock(time.time())
     async with (
         ResultCache(redis_url, BIG_MEMORY, clock=clock) as cache,
         ResultCache(redis_url, BIG_MEMORY) as other,
@@ -105,7 +94,7 @@ async def test_entries_expire_in_both_levels(redis_url: str) -> None:
 
 
 async def test_what_came_from_redis_expires_with_it(redis_url: str) -> None:
-    clock = Clock()
+    clock = Clock(time.time())
     async with (
         ResultCache(redis_url, BIG_MEMORY) as writer,
         ResultCache(redis_url, BIG_MEMORY, clock=clock) as reader,

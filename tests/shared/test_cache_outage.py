@@ -11,7 +11,6 @@ from pathlib import Path
 import anyio
 import pytest
 import redis.asyncio
-from prometheus_client import REGISTRY
 
 from infra.local.process import free_port
 from infra.local.redis_server import RedisServer
@@ -21,6 +20,7 @@ from shared.stores.cache import ResultCache
 from shared.stores.records import Records
 from shared.tasks.embedding import EmbeddingResult
 from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
+from tests.metrics import metric
 
 pytestmark = pytest.mark.anyio
 
@@ -36,10 +36,6 @@ def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
     """A server that a test may stop and pause."""
     with RedisServer(tmp_path, tmp_path) as server:
         yield server
-
-
-def metric(name: str, **labels: str) -> float:
-    return REGISTRY.get_sample_value(name, labels) or 0.0
 
 
 async def wait_for(condition: Callable[[], Awaitable[bool]]) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -10,17 +9,9 @@ import pytest
 from shared.errors import BadInput, ConfigurationError, Overloaded, Unavailable
 from shared.pubsub import client
 from shared.pubsub.client import PubSubTransport
-from tests.shared.scripted_pubsub import ScriptedPubSub, scripted_pubsub
+from tests.shared.scripted_pubsub import Opened, scripted_pubsub
 
 pytestmark = pytest.mark.anyio
-
-Opened = tuple[ScriptedPubSub, PubSubTransport]
-
-
-@pytest.fixture
-async def opened() -> AsyncIterator[Opened]:
-    async with scripted_pubsub() as script, PubSubTransport("p", script.endpoint) as transport:
-        yield script, transport
 
 
 def publishing(transport: PubSubTransport, data: bytes, key: str = "") -> "asyncio.Task[str]":

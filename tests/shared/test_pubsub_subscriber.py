@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import grpc
@@ -15,28 +14,16 @@ from shared.pubsub import client as pubsub
 from shared.pubsub import subscriber as pubsub_subscribe
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
-from shared.transport import ReceivedMessage, Subscription, SubscriptionSettings
+from shared.transport import Subscription, SubscriptionSettings
 from tests.limits import WAIT_LIMIT_S
-from tests.shared.scripted_pubsub import ScriptedPubSub, scripted_pubsub
+from tests.shared.receiving import take
+from tests.shared.scripted_pubsub import Opened
 
 pytestmark = pytest.mark.anyio
 
-Opened = tuple[ScriptedPubSub, PubSubTransport]
 SHORT_LEASE_S, LEASE_S = 1, 3
 """Shorter than the service allows, so that a test sees leases run out, or kept for longer than one.
 """
-
-
-@pytest.fixture
-async def opened() -> AsyncIterator[Opened]:
-    async with scripted_pubsub() as script, PubSubTransport("p", script.endpoint) as transport:
-        yield script, transport
-
-
-async def take(subscription: Subscription, count: int) -> list[ReceivedMessage]:
-    messages = aiter(subscription)
-    async with asyncio.timeout(WAIT_LIMIT_S):
-        return [await anext(messages) for _ in range(count)]
 
 
 async def test_first_request_says_what_we_can_hold(opened: Opened) -> None:

@@ -23,9 +23,10 @@ from shared.rabbitmq.connection import broker_url
 from shared.rabbitmq.subscriber import AckRuns
 from shared.rabbitmq.topology import binding_key, delays_between, message_keys
 from shared.topics import BATCH_FILTER, INTERACTIVE_FILTER, slot_filter
-from shared.transport import ReceivedMessage, Subscription, SubscriptionSettings
+from shared.transport import SubscriptionSettings
 from tests.limits import WAIT_LIMIT_S
 from tests.rabbitmq import needs_rabbitmq
+from tests.shared.receiving import take
 
 JOBS = 100
 MANY = 256
@@ -48,12 +49,6 @@ async def rabbit(rabbitmq_server: RabbitServer) -> AsyncIterator[Pair]:
 async def make(admin: RabbitAdmin, name: str = "jobs", **settings: object) -> None:
     await admin.ensure_topic(name)
     await admin.ensure_subscription(name, SubscriptionSettings(name, **settings))  # type: ignore[arg-type]
-
-
-async def take(subscription: Subscription, count: int) -> list[ReceivedMessage]:
-    messages = aiter(subscription)
-    async with asyncio.timeout(WAIT_LIMIT_S):
-        return [await anext(messages) for _ in range(count)]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from shared.rabbitmq import connection
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
 from shared.rabbitmq.topology import exchange_name, queue_name
-from shared.transport import ReceivedMessage, Subscription, SubscriptionSettings
+from shared.transport import SubscriptionSettings
 from tests.amqp_link import (
     CONFIRMATION,
     CONSUME_OK,
@@ -26,6 +26,7 @@ from tests.amqp_link import (
     Method,
 )
 from tests.limits import WAIT_LIMIT_S
+from tests.shared.receiving import take
 
 pytestmark = pytest.mark.anyio
 
@@ -61,12 +62,6 @@ async def linked(rabbitmq_server: RabbitServer) -> AsyncIterator[Linked]:
         delays = {"retry_min_s": SOON_S, "retry_max_s": SOON_S, "push_endpoint": "http://function"}
         await admin.ensure_subscription("jobs", SubscriptionSettings("jobs", **delays))  # type: ignore[arg-type]
         yield Linked(project, link, admin)
-
-
-async def take(subscription: Subscription, count: int) -> list[ReceivedMessage]:
-    messages = aiter(subscription)
-    async with asyncio.timeout(WAIT_LIMIT_S):
-        return [await anext(messages) for _ in range(count)]
 
 
 async def test_message_whose_confirmation_is_lost_is_sent_again_with_its_id(

@@ -5,9 +5,8 @@ Redis may be away.
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import anyio
@@ -238,12 +237,6 @@ async def test_workers_are_told_of_cancellations(records: Records) -> None:
         await records.cancel("req_1")
         assert await anext(told) == "req_1"
         await told.aclose()
-
-
-@pytest.fixture
-def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path, tmp_path, persist=True) as server:
-        yield server
 
 
 async def test_redis_away_fails_promises_and_never_work(own_redis: RedisServer) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,6 @@ from infra.local.redis_server import RedisServer
 from shared.stores.records import Records
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path, tmp_path, persist=True) as server:
-        yield server
 
 
 def commands(server: RedisServer) -> dict[str, int]:

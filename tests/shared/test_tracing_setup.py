@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -16,17 +15,11 @@ from shared.tracing.setup import DEFAULT_RATIO, traced
 from shared.tracing.spans import TraceContext, begin, is_recorded, record
 from tests.kept_spans import new_trace
 from tests.limits import START_LIMIT_S
-from tests.otlp import Collector, ReceivedSpan, running_collector
+from tests.otlp import Collector, ReceivedSpan
 
 ROOT = Path(__file__).parents[2]
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 TRACES = 4000
-
-
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with running_collector() as made:
-        yield made
 
 
 @pytest.fixture

@@ -8,17 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.clock import Clock
 from workers.scheduling.busy_ratio import FADE_S, BusyRatio, Lane
-
-
-class Clock:
-    """Monotonic seconds that a test moves."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def test_worker_without_work_is_idle() -> None:

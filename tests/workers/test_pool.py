@@ -29,7 +29,7 @@ from workers.runtime.pool import (
 from workers.runtime.protocol import HEADER, Ready, decode_server_message, encode_run
 from workers.tasks import preparer_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+pytestmark = [pytest.mark.slow(about_s=3), pytest.mark.anyio]
 
 UNHEARD_OF = 10**6
 """A token id that no model has; it gets past no preparer, so it stands for any item that breaks a
@@ -52,12 +52,6 @@ async def pool(anyio_backend: str, entry: Model, folder: Path) -> AsyncIterator[
     """One pool for all tests: what a test kills is there again for the next."""
     async with ModelPool([HostedModel(entry, folder)], device="cpu", processes=1) as pool:
         yield pool
-
-
-@pytest.fixture
-async def process(pool: ModelPool) -> PooledProcess:
-    await pool.processes[0].ready()
-    return pool.processes[0]
 
 
 @pytest.fixture(scope="module")

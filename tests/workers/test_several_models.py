@@ -48,7 +48,7 @@ from workers.runtime.resident_models import weights_bytes
 from workers.tasks import preparer_for
 from workers.worker import Worker
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+pytestmark = [pytest.mark.slow(about_s=4), pytest.mark.anyio]
 
 LARGE, SMALL = 0, 1
 LONG_TEXT = "the mill wheel turns " * 60
@@ -101,12 +101,6 @@ async def pool(anyio_backend: str, hosted: list[HostedModel]) -> AsyncIterator[M
         hosted, device="cpu", processes=1, memory_budget_bytes=budget_bytes
     ) as pool:
         yield pool
-
-
-@pytest.fixture
-async def process(pool: ModelPool) -> PooledProcess:
-    await pool.processes[0].ready()
-    return pool.processes[0]
 
 
 def prepared(hosted: HostedModel, *texts: str) -> list[Prepared]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,16 +9,10 @@ from prometheus_client import REGISTRY
 from prometheus_client.openmetrics.exposition import generate_latest
 
 from shared.topics import inbox_topic_id
-from tests.kept_spans import KeptSpans, keeping_spans, new_trace
+from tests.kept_spans import KeptSpans, new_trace
 from tests.workers.worker_harness import MODEL, WorkerHarness, running_worker
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def kept() -> Iterator[KeptSpans]:
-    with keeping_spans() as spans:
-        yield spans
 
 
 async def acked(harness: WorkerHarness, rows: int) -> None:

@@ -26,7 +26,7 @@ from workers.models.source import resolve
 from workers.runtime.pool import HostedModel, ModelPool, ModelProcessDied, PooledProcess
 from workers.runtime.template import MODEL_PROCESS_NAME, TEMPLATE_NAME, Template
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+pytestmark = [pytest.mark.slow(about_s=4), pytest.mark.anyio]
 
 TEXT = PreparedText(key="", length=4, ids=np.array([101, 4937, 4937, 102], "<u4").tobytes())
 
@@ -41,12 +41,6 @@ async def pool(anyio_backend: str) -> AsyncIterator[ModelPool]:
     """Torch on two threads, which are begun after the fork."""
     async with ModelPool([hosted("embedding")], device="cpu", processes=1, threads=2) as pool:
         yield pool
-
-
-@pytest.fixture
-async def process(pool: ModelPool) -> PooledProcess:
-    await pool.processes[0].ready()
-    return pool.processes[0]
 
 
 @pytest.fixture

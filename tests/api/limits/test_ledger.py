@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -28,7 +27,6 @@ from api.limits.limited_request import Hold, LimitedRequest, highest_cost_usd
 from api.limits.limiter import Limiter
 from api.limits.store import LimitStore
 from api.predictions.follower import PredictionFollower
-from infra.local.redis_server import RedisServer
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Generation, Price
 from shared.errors import Unavailable
@@ -355,13 +353,6 @@ class Ledger(RuleBasedStateMachine):
             before = float(found[b"used_before"])
             assert before == pytest.approx(self.rows[newest - 1], abs=1e-9)
         assert not self.redis.hgetall("penstock:predictions:holds")
-
-
-@pytest.fixture(scope="module")
-def server_url(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder: Path = tmp_path_factory.mktemp("redis")
-    with RedisServer(folder, folder) as server:
-        yield server.url
 
 
 def test_counter_is_the_sum_of_the_rows(server_url: str) -> None:

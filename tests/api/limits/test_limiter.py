@@ -23,13 +23,6 @@ INSTANCES = 10
 
 
 @pytest.fixture
-async def clock(redis_url: str) -> AsyncIterator[Clock]:
-    made = Clock(redis_url)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 async def ten(redis_url: str, clock: Clock) -> AsyncIterator[list[Limiter]]:
     async with limiters(redis_url, clock, INSTANCES) as made:
         yield made

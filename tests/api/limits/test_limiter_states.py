@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from api.errors import BudgetExceeded, RateLimited
 from api.limits.limiter import Limiter, RequestDemand, Reservation
 from api.limits.store import Answer
-from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from shared.tenants.plan import Caller, Limits, Plan
 from tests.api.limits.clocks import Clock, limiters
@@ -167,13 +165,6 @@ class Limited(RuleBasedStateMachine):
 
 async def _unavailable(asks: object) -> list[Answer]:
     raise Unavailable("the test says so")
-
-
-@pytest.fixture(scope="module")
-def server_url(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder: Path = tmp_path_factory.mktemp("redis")
-    with RedisServer(folder, folder) as server:
-        yield server.url
 
 
 @pytest.mark.hypothesis

@@ -22,13 +22,6 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def clock(redis_url: str) -> AsyncIterator[Clock]:
-    made = Clock(redis_url)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 async def store(redis_url: str, clock: Clock) -> AsyncIterator[LimitStore]:
     async with LimitStore(redis_url, "a", clock=CLOCK, timeout_s=REDIS_LIMIT_S) as made:
         yield made

@@ -24,6 +24,7 @@ from shared.tenants.api_key import ApiKey, parse_key
 from shared.tenants.directory import Directory, Document, KeyState, StoredTenant, encode_document
 from shared.tenants.key_store import Act, KeysReadOnly, KeyStore, NoDirectory
 from shared.tenants.plan import Limits, Plan
+from tests.clock import Clock
 from tests.keys import key_for, stored
 
 pytestmark = pytest.mark.anyio
@@ -40,16 +41,9 @@ async def store(
         yield opened
 
 
-class Clock:
-    now_s = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1_000_000.0)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from workers.models.artifact import (
 )
 from workers.models.base import PreparedText
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+pytestmark = [pytest.mark.slow(about_s=6), pytest.mark.anyio]
 
 WORDS = 9
 ENTRY = Model.model_validate(

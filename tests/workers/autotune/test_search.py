@@ -40,7 +40,7 @@ from workers.models.embedding.encoder_onnx import OnnxEncoder
 from workers.models.embedding.model_folder import read_sentence_folder
 from workers.optimize.embedding import export_graph, load_transformer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(about_s=3)
 
 WIDTH, VOCABULARY = 32, 50
 ENTRY = Model.model_validate(

@@ -14,6 +14,7 @@ from shared.errors import Unavailable
 from shared.usage.spool import Fields
 from shared.usage.webhook_delivery import TABLE, WebhookDelivery
 from shared.webhooks import WebhookUrlForbidden
+from tests.clock import Clock
 from workers.functions.deliveries import RETRY_S, Deliveries
 from workers.functions.dependencies import RowTable
 from workers.functions.settings import FunctionSettings
@@ -33,13 +34,6 @@ class Table:
         if not self.is_up:
             raise Unavailable("BigQuery is away")
         self.rows += rows
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def delivery() -> WebhookDelivery:

@@ -1,5 +1,6 @@
 """The two real models of the catalog, and a tiny Stable Diffusion XL, each loaded once."""
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from shared.catalog import Catalog, read_catalog
 from tests.workers.models.batches import model_for
 from workers.models.base import InferenceModel, Preparer
 from workers.models.source import resolve
+from workers.runtime.pool import HostedModel, ModelPool, PooledProcess
 from workers.tasks import preparer_for
 
 
@@ -53,6 +55,14 @@ def tiny(catalog: Catalog, tiny_folder: Path) -> InferenceModel:
     model.setup()
     model.warmup()
     return model
+
+
+@pytest.fixture(scope="session")
+async def process(catalog: Catalog, tiny_folder: Path) -> AsyncIterator[PooledProcess]:
+    """A process of its own that draws with the shipped image model."""
+    hosted = HostedModel(catalog.default("image"), tiny_folder)
+    async with ModelPool([hosted], device="cpu", processes=1) as pool:
+        yield pool.processes[0]
 
 
 class TinyPipeline(NamedTuple):

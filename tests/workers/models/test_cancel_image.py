@@ -3,17 +3,14 @@ it is at.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
-from shared.catalog import Catalog
 from shared.errors import Canceled
 from shared.tasks.image import ImageInput, ImageResult
 from tests.limits import START_LIMIT_S
 from workers.models.base import Prepared, Preparer
-from workers.runtime.pool import HostedModel, ModelPool, PooledProcess
+from workers.runtime.pool import PooledProcess
 from workers.runtime.protocol import BatchResult
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
@@ -24,13 +21,6 @@ def asked(preparer: Preparer, steps: int, count: int = 1) -> list[Prepared]:
     prepared = preparer.prepare(inputs)
     assert all(isinstance(one, Prepared) for one in prepared)
     return list(prepared)  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-async def process(catalog: Catalog, tiny_folder: Path) -> AsyncIterator[PooledProcess]:
-    hosted = HostedModel(catalog.default("image"), tiny_folder)
-    async with ModelPool([hosted], device="cpu", processes=1) as pool:
-        yield pool.processes[0]
 
 
 @pytest.mark.parametrize("images", [1, 2])

@@ -2,16 +2,14 @@
 for all that.
 """
 
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
-from shared.catalog import Catalog
 from shared.tasks.image import ImageInput, ImageResult
 from tests.limits import START_LIMIT_S
 from workers.models.base import Prepared, Preparer
-from workers.runtime.pool import HostedModel, ModelPool, PooledProcess
+from workers.runtime.pool import PooledProcess
 from workers.runtime.protocol import Previews
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
@@ -39,13 +37,6 @@ async def drawn(
     )
     assert all(isinstance(result, ImageResult) for result in done.outcomes), done.outcomes
     return [result.image.data for result in done.results if isinstance(result, ImageResult)], seen
-
-
-@pytest.fixture(scope="module")
-async def process(catalog: Catalog, tiny_folder: Path) -> AsyncIterator[PooledProcess]:
-    hosted = HostedModel(catalog.default("image"), tiny_folder)
-    async with ModelPool([hosted], device="cpu", processes=1) as pool:
-        yield pool.processes[0]
 
 
 async def test_watched_places_are_shown_and_pictures_are_the_same(

@@ -1,0 +1,8 @@
+"""What the metrics of this process say."""
+
+from prometheus_client import REGISTRY
+
+
+def metric(name: str, **labels: str) -> float:
+    """The value of a sample; 0 for one that was never set."""
+    return REGISTRY.get_sample_value(name, labels) or 0.0

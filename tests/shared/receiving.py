@@ -1,0 +1,12 @@
+"""How tests of brokers take messages."""
+
+import asyncio
+
+from shared.transport import ReceivedMessage, Subscription
+from tests.limits import WAIT_LIMIT_S
+
+
+async def take(subscription: Subscription, count: int) -> list[ReceivedMessage]:
+    messages = aiter(subscription)
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        return [await anext(messages) for _ in range(count)]

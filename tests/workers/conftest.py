@@ -1,0 +1,12 @@
+"""What tests of processes that run models share."""
+
+import pytest
+
+from workers.runtime.pool import ModelPool, PooledProcess
+
+
+@pytest.fixture
+async def process(pool: ModelPool) -> PooledProcess:
+    """The first process of the file's own pool, once it is ready."""
+    await pool.processes[0].ready()
+    return pool.processes[0]
