@@ -184,7 +184,7 @@ SURFACES = (
     Surface("uploads", 0.1, Quiet.uploads),
     Surface("reports", 0.25, Quiet.reports),
     Surface("streams", 0.1, Quiet.streams),
-    Surface("webhooks", 0.1, Quiet.webhooks),
+    Surface("webhooks", 0.2, Quiet.webhooks),
 )
 """In this order: what webhooks of the bad tenant are left comes again later, so they are last.
 
