@@ -177,7 +177,7 @@ class Surface(NamedTuple):
 
 
 SURFACES = (
-    Surface("texts", 0.05, Quiet.texts),
+    Surface("texts", 0.1, Quiet.texts),
     Surface("images", 0.5, Quiet.images),
     Surface("generations", 0.1, Quiet.generations),
     Surface("batches", 0.5, Quiet.batches),
