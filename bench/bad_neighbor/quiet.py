@@ -182,7 +182,7 @@ SURFACES = (
     Surface("generations", 0.1, Quiet.generations),
     Surface("batches", 0.5, Quiet.batches),
     Surface("uploads", 0.1, Quiet.uploads),
-    Surface("reports", 0.25, Quiet.reports),
+    Surface("reports", 0.5, Quiet.reports),
     Surface("streams", 0.1, Quiet.streams),
     Surface("webhooks", 0.2, Quiet.webhooks),
 )
