@@ -27,6 +27,7 @@ from api import metrics
 from api.dispatch.request import RequestOptions
 from api.errors import BodyTooLarge, TooSlow, error_response
 from api.fair_room import FairRoom, OneItem
+from api.http.body_turns import BodyTurns
 from shared.errors import BadInput, Overloaded, PenstockError
 from shared.messages import RequestFacts
 from shared.stores.objects import MEMORY_BYTES
@@ -57,6 +58,8 @@ class BodyBudget:
     """The limit of all bodies together. Above it only small bodies are accepted."""
     arriving: FairRoom
     """The connections whose bodies are still arriving."""
+    turns: BodyTurns = field(default_factory=BodyTurns)
+    """In which pieces of large bodies are handled."""
     held_bytes: int = 0
     held_of: Counter[str] = field(default_factory=Counter)
     """The same by tenant."""
@@ -263,6 +266,8 @@ class _Exchange:
             )
         self._body_ended = not message.get("more_body", False)
         self._hold_connection()
+        if self._body_bytes > SMALL_BODY_BYTES:
+            await self._bodies.turns.take(self._holder)
         return message
 
     def _hold_connection(self) -> None:

@@ -11,18 +11,30 @@ import hashlib
 import re
 import secrets
 import time
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
 
 from api.errors import NotFound
-from api.inputs.storage import KEEP_S, KEPT_FILES, LATEST_S, LISTED, Storage, StorageQuota, owner_of
+from api.inputs.storage import (
+    KEEP_S,
+    KEPT_FILES,
+    LATEST_S,
+    LISTED,
+    Storage,
+    StorageQuota,
+    StorageReservation,
+    owner_of,
+)
 from shared.errors import BadInput
 from shared.stores.objects import ObjectStore
 
 MAX_BYTES = 64 * 1024 * 1024
 MAX_LISTED = 100
 _METADATA_LIMIT_BYTES = 64 * 1024
+_FACTS_BYTES = 1024
+"""Of a document, in addition to the name and the metadata that its caller sent."""
 _ID = re.compile(r"file_[0-9a-f]{24}")
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}")
 
@@ -67,6 +79,7 @@ class Files:
         content_type: str,
         metadata: dict[str, Any] | None = None,
         keep_s: float = KEEP_S,
+        reservation: StorageReservation | None = None,
     ) -> File:
         """Stores a file.
 
@@ -77,6 +90,7 @@ class Files:
             content_type: the caller's media type.
             metadata: stored with it.
             keep_s: seconds until it expires, KEEP_S at most.
+            reservation: of `receiving`. None: room is reserved here.
 
         Raises:
             BadInput: the metadata is too large.
@@ -106,11 +120,35 @@ class Files:
             raise BadInput(
                 f"metadata: name and metadata together are above {_METADATA_LIMIT_BYTES} bytes"
             )
-        async with self._storage.reserved(quota, len(data) + len(encoded)):
-            await self._objects.put(file.key, data, media_type)
-            await self._objects.put(_document_key(file), encoded, "application/json")
+        size_bytes = len(data) + len(encoded)
+        if reservation is None:
+            async with self._storage.reserved(quota, size_bytes):
+                await self._write(file, data, encoded)
+        else:
+            await reservation.cover(size_bytes)
+            await self._write(file, data, encoded)
         await self._objects.put(_listed_key(file), b"", "application/json")
         return file
+
+    def receiving(
+        self, quota: StorageQuota, body_bytes: int | None
+    ) -> AbstractAsyncContextManager[StorageReservation]:
+        """Reserves room for the file of a request before its body is read.
+
+        Args:
+            quota: of its owner.
+            body_bytes: the size of the body, with the file in it. None: not known.
+
+        Raises:
+            StorageFull: the tenant has no room for it.
+            Unavailable: the object store is out of reach.
+        """
+        most_bytes = None if body_bytes is None else body_bytes + _FACTS_BYTES
+        return self._storage.reserved(quota, most_bytes)
+
+    async def _write(self, file: File, data: bytes, document: bytes) -> None:
+        await self._objects.put(file.key, data, file.content_type)
+        await self._objects.put(_document_key(file), document, "application/json")
 
     async def newest(self, tenant: str) -> list[File]:
         """Returns the files of this tenant, newest first, MAX_LISTED at most.

@@ -227,17 +227,22 @@ async def create_file(request: Request) -> Response:
     """
     call = authenticate(request)
     call.check_charset()
-    async with closed_form(request, max_files=2, max_fields=MAX_EDIT_FIELDS) as form:
+    files, quota = call.dependencies.files, call.storage_quota("content")
+    async with (
+        files.receiving(quota, call.body_bytes) as reservation,
+        closed_form(request, max_files=2, max_fields=MAX_EDIT_FIELDS) as form,
+    ):
         content, metadata = form.get("content"), form.get("metadata")
         if not isinstance(content, UploadFile):
             raise BadInput("content: a file is needed", field="content")
         text = await metadata.read() if isinstance(metadata, UploadFile) else metadata
-        file = await call.dependencies.files.add(
-            call.storage_quota("content"),
+        file = await files.add(
+            quota,
             await content.read(),
             name=content.filename or "file",
             content_type=content.content_type or "",
             metadata=object_in(text, "metadata") if text else {},
+            reservation=reservation,
         )
     return _json(_shown(call, file), 201)
 

@@ -140,7 +140,7 @@ class Bad:
             "uploads": [self._file] * 4 + [self._content] * 4 + [self._trickle] * 16,
             "reports": [self._usage] * 8 + [self._costs] * 8 + [self._report] * 8,
             "streams": [self._slow_reader] * self._order.streams + [self._long_text],
-            "webhooks": [self._unheard] * 8,
+            "webhooks": [self._unheard] * 8 + [self._short_text],
         }
         return worst[name]
 
@@ -182,6 +182,12 @@ class Bad:
         """Work of the same lane as batches, whose answer tells how long a batch of it takes."""
         body = {"model": EMBEDDER, "input": [text(200) for _ in range(8)]}
         return await self._post("/v1/embeddings", body, BATCH_LANE, limit_s=300.0)
+
+    async def _short_text(self) -> int:
+        """A text like those of its predictions. Its answer tells how long their batches take."""
+        status = await self._post("/v1/embeddings", {"model": EMBEDDER, "input": text(4)}, PATIENT)
+        await asyncio.sleep(AFTER_REFUSAL_S)
+        return status
 
     async def _hang_up(self) -> int:
         body = {"model": EMBEDDER, "input": [text(20) for _ in range(16)]}

@@ -5,8 +5,9 @@ The p99 beside the bad tenant is at most `RATIO * max(alone, same CPU) + unit`:
 - `alone` is the p99 of the quiet tenant alone, and `same CPU` that beside the same CPU load of
   nobody's requests (cpu_load.py). With enough cores they are equal.
 - `unit` is what can't be interrupted of the bad tenant's work, or is computed together with it. A
-  text, an image or a line of a batch waits for one batch. A text that is written has one step for
-  its prompt and one for each token, which also compute a token of each of the other's texts.
+  text, an image, a line of a batch or a prediction waits for one batch. A text that is written has
+  one step for its prompt and one for each token, which also compute a token of each of the other's
+  texts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from bench.report import Figure, Outcome
 from infra import text_table
 
 RATIO = 2.0
-WAITS_FOR_A_BATCH = frozenset({"texts", "images", "batches"})
+WAITS_FOR_A_BATCH = frozenset({"texts", "images", "batches", "webhooks"})
 WRITES_IN_STEPS = frozenset({"generations", "streams"})
 EVERYTHING = "all at once"
 

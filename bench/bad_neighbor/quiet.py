@@ -177,14 +177,14 @@ class Surface(NamedTuple):
 
 
 SURFACES = (
-    Surface("texts", 0.05, Quiet.texts),
+    Surface("texts", 0.1, Quiet.texts),
     Surface("images", 0.5, Quiet.images),
     Surface("generations", 0.1, Quiet.generations),
     Surface("batches", 0.5, Quiet.batches),
     Surface("uploads", 0.1, Quiet.uploads),
-    Surface("reports", 0.25, Quiet.reports),
+    Surface("reports", 0.5, Quiet.reports),
     Surface("streams", 0.1, Quiet.streams),
-    Surface("webhooks", 0.1, Quiet.webhooks),
+    Surface("webhooks", 0.2, Quiet.webhooks),
 )
 """In this order: what webhooks of the bad tenant are left comes again later, so they are last.
 

@@ -33,7 +33,7 @@ from infra.local.stack import Stack
 
 SECONDS, ROUNDS = 20.0, 3
 QUICK_SECONDS, QUICK_ROUNDS = 4.0, 2
-LEAD_S = 2.0
+LEAD_S = 1.5
 """The bad tenant, and the same CPU load, begin so much earlier."""
 RECEIVERS, QUICK_RECEIVERS = 200, 40
 STREAMS = 100

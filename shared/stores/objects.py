@@ -115,10 +115,8 @@ SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 THREADS = 8
 """An owner has at most half of them, so that a tenant's uploads keep nobody from the store."""
 OWNER_SEGMENTS = 3
-"""Keys of what belongs to a tenant begin with two folders and its digest, which alone has the
-turns, whatever the folders are. Other keys name a content within so many segments, so each of them
-has turns of its own.
-"""
+"""Keys of what belongs to a tenant begin with two folders and its digest, which has the same turns
+in all folders. Other keys name a content within so many segments, so each has turns of its own."""
 LIST_CHUNK = 1000
 
 ERRORS = Counter(

@@ -13,6 +13,7 @@ import pytest
 from shared.tenants.plan import Plan
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.test_codec_pool import PNG
+from tests.api.test_slow_and_endless import peer_of
 from tests.keys import bearer, keys_url
 
 pytestmark = pytest.mark.anyio
@@ -113,6 +114,28 @@ async def test_deleted_file_leaves_no_bytes(api: ApiUnderTest, tmp_path: Path) -
     deleted = await api.http.delete(f"/v1/files/{made}", headers=bearer("a"))
     assert deleted.status_code == 204
     assert stored_bytes(tmp_path / "objects") == 0
+
+
+@pytest.mark.parametrize(("field", "status"), [("file", 400), ("content", 422)])
+async def test_upload_without_room_is_refused_before_its_body_arrives(
+    api: ApiUnderTest, field: str, status: int
+) -> None:
+    form = (
+        "--b\r\n"
+        f'content-disposition: form-data; name="{field}"; filename="a"\r\n\r\n'
+        '{"custom_id": "1"}'
+    ).encode()
+    head = (
+        "POST /v1/files HTTP/1.1\r\nhost: a\r\n"
+        f"authorization: {bearer('a')['authorization']}\r\n"
+        "content-type: multipart/form-data; boundary=b\r\n"
+        f"content-length: {2 * MIB}\r\n\r\n"
+    ).encode()
+    async with peer_of(api) as peer:
+        await peer.send(head + form)  # and nothing more
+        answered, said = await peer.answer()
+    assert answered == status
+    assert says_what_to_do(said.decode())
 
 
 @pytest.mark.parametrize(("size_bytes", "status"), [(len(PART), 200), (3 * len(PART), 400)])

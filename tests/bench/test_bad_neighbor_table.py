@@ -58,9 +58,9 @@ def test_rounds_add_up() -> None:
     ("surface", "limit_ms"),
     [
         ("uploads", 22.0),
-        ("webhooks", 22.0),
         ("texts", 22.0 + 7.0),
         ("batches", 22.0 + 7.0),
+        ("webhooks", 22.0 + 7.0),
         ("generations", 22.0 + (1 + TOKENS) * 0.5),
         ("streams", 22.0 + (1 + TOKENS) * 0.5),
     ],
