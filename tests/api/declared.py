@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 from fastapi import FastAPI
@@ -32,10 +32,23 @@ def _pattern(place: str) -> re.Pattern[str]:
 class Declared:
     """What the document of an app declares."""
 
+    _document: ClassVar[dict[str, Any]] = {}
+    """Of the first app that was asked.
+
+    It takes a third of a second, and all apps have the same: no setting and no model is in it
+    (tests/api/test_openapi.py).
+    """
+
     def __init__(self, app: FastAPI) -> None:
         self._app = app
-        self.document: dict[str, Any] = {}
         self.undeclared: list[str] = []
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The OpenAPI document."""
+        if not Declared._document:
+            Declared._document = self._app.openapi()
+        return Declared._document
 
     async def check(self, response: httpx.Response) -> None:
         """Notes what the document does not have. An event hook of httpx."""
@@ -68,7 +81,6 @@ class Declared:
 
     def _operation(self, method: str, path: str) -> dict[str, Any] | None:
         """The operation of a request. None where the document has none."""
-        self.document = self.document or self._app.openapi()
         verb = "get" if method == "HEAD" else method.lower()
         # Paths without parameters come before those with some.
         for place in sorted(self.document["paths"], key=lambda one: one.count("{")):

@@ -3,6 +3,7 @@ taken as they stand.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +12,9 @@ import pytest
 from api.errors import ERROR_MAPPINGS
 from api.openai.embeddings import EmbeddingsBody
 from api.openai.images import EditBody, GenerationBody
-from tests.api.harness import ApiUnderTest
+from shared.catalog import Catalog
+from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
+from tests.keys import bearer, keys_url
 
 pytestmark = pytest.mark.anyio
 NOT_KEYED = {"/healthz", "/readyz", "/v1/objects/{key}"}
@@ -107,3 +110,13 @@ def _references(node: object) -> set[str]:
         own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
         return own.union(*(_references(value) for value in node.values()))
     return set().union(*(_references(value) for value in node)) if isinstance(node, list) else set()
+
+
+async def test_no_setting_and_no_model_is_in_it(
+    page: dict[str, Any], tmp_path: Path, redis_url: str
+) -> None:
+    """So all tests of a process compare answers with the same one (tests/api/declared.py)."""
+    keys = keys_url(tmp_path, a="acme")
+    other = settings_for(tmp_path, redis_url=redis_url, secret="s", keys_url=keys)
+    async with running_api(other, catalog=Catalog((TEXT_MODEL,))) as api:
+        assert (await api.http.get("/openapi.json", headers=bearer("a"))).json() == page

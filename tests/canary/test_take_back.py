@@ -71,7 +71,7 @@ async def test_hanging_revision_leaves_the_other_one_time(redis_url: str, tmp_pa
     async with running_world(redis_url, tmp_path) as world:
         await world.until_serving()
         world.workers[CANARY.name].process.fault = "hangs"
-        answers = await world.ask_many(AT_ONCE, x_penstock_deadline_ms="3000")
+        answers = await world.ask_many(AT_ONCE, x_penstock_deadline_ms="6000")
         assert {answer.status_code for answer in answers} == {200}
         assert {answer.headers["x-penstock-revision"] for answer in answers} == {"1"}
         world.workers[CANARY.name].process.released.set()

@@ -67,6 +67,7 @@ async def own_server(tmp_path: Path) -> AsyncIterator[RabbitServer]:
         yield server
 
 
+@pytest.mark.slow(about_s=10)
 @pytest.mark.anyio
 async def test_node_killed_while_messages_pass_loses_none(own_server: RabbitServer) -> None:
     """What was confirmed comes, and what was not is published when the node is back."""

@@ -1,6 +1,8 @@
 """Long queries and what is asked for meanwhile: order of events, not times."""
 
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,6 +18,8 @@ LONG = (
     " UNNEST(GENERATE_ARRAY(1, 1000000)) AS b WHERE MOD(a * b, 7) = 3"
 )
 
+PAUSE_S = 0.02
+
 pytestmark = pytest.mark.usefixtures("dataset")
 
 
@@ -25,8 +29,8 @@ def test_long_queries_keep_nobody_from_tables_and_rows(client: bigquery.Client) 
     running = [client.query(LONG) for _ in range(9)]
     try:
         # A job whose bytes are known is at its rows, or waits for a thread to get at them.
-        while sum(_is_at_its_rows(client, job) for job in running) < 8:
-            assert not any(job.done() for job in running)
+        _wait_until(lambda: sum(_is_at_its_rows(client, job) for job in running) == 8)
+        assert not any(job.done() for job in running)
         assert client.insert_rows_json("d.t", [{"a": 1}], timeout=WAIT_LIMIT_S) == []
         assert client.get_table("d.t", timeout=WAIT_LIMIT_S).num_rows == 1
         assert [row["a"] for row in client.list_rows("d.t", timeout=WAIT_LIMIT_S)] == [1]
@@ -162,5 +166,13 @@ def _make_table(client: bigquery.Client) -> None:
 
 
 def _wait_until_running(client: bigquery.Client, job: bigquery.QueryJob) -> None:
-    while (state := client.get_job(job.job_id).state) != "RUNNING":
-        assert state == "PENDING"
+    _wait_until(lambda: client.get_job(job.job_id).state != "PENDING")
+    assert client.get_job(job.job_id).state == "RUNNING"
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    """Returns once it holds. Pauses between looks: what it waits for needs the cores too."""
+    deadline_s = time.monotonic() + WAIT_LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(PAUSE_S)
