@@ -93,7 +93,7 @@ async def test_embeddings(api: ApiUnderTest, body: object, param: str | None, re
         ({"prompt": "a", "scheduler": "magic"}, "scheduler", "'magic' is not a scheduler; known: "),
         ({"prompt": "a", "guidance_scale": -0.5}, "guidance_scale", "greater than or equal to 0"),
         ({"prompt": "a", "seed": -1}, "seed", "greater than or equal to 0"),
-        ({"prompt": "a", "size": "64"}, "size", "match pattern"),
+        ({"prompt": "a", "size": "64"}, "size", "only base64 data: URIs are accepted"),
         ({"prompt": "a", "size": "60x64"}, "size", "multiples of 8"),
         ({"prompt": "a", "size": "1024x1024"}, "size", "at most 262144 are allowed"),
         ({"prompt": "a", "stream": True}, "stream", "not streamed"),
@@ -196,7 +196,7 @@ async def test_edits(
     ("images", "reason"),
     [
         ([], "at least 1 item"),
-        ([{"image_url": "https://example.com/a.png"}], "match pattern"),
+        ([{"image_url": "https://example.com/a.png"}], "only base64 data: URIs are accepted"),
         ([{"image_url": "data:image/png;base64,%%%"}], "not valid base64"),
         ([{"image_url": "data:image/png,abc"}], "only base64 data: URIs"),
         ([{"file_id": "file-1"}], "Field required"),
