@@ -128,7 +128,9 @@ def convert(path: Path, folder: Path) -> None:
 
 def _end_with_parent(folder: Path) -> None:
     """Waits for the end of standard input. Then removes the folder, and ends this process."""
-    sys.stdin.buffer.read()
+    # Not sys.stdin, whose lock the interpreter wants at its end.
+    while os.read(0, 4096):
+        pass
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
@@ -136,7 +138,7 @@ def _end_with_parent(folder: Path) -> None:
 def main() -> None:
     """Converts the file that the first argument names into the folder that the second names."""
     path, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    if not sys.stdin.isatty() and folder.name.startswith(_PARTIAL):
+    if folder.name.startswith(_PARTIAL):
         threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     convert(path, folder)
 

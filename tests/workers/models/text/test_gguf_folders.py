@@ -132,6 +132,23 @@ def test_what_a_killed_conversion_left_is_removed(
     assert names(folder.parent) == [".making-young", folder.name]
 
 
+ENDS = """
+from workers.models.text import gguf
+gguf.convert = lambda path, folder: None
+gguf.main()
+"""
+
+
+def test_conversion_that_is_done_ends_while_its_worker_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDS, str(tmp_path / "a.gguf"), str(tmp_path / ".making-it")]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.wait(START_LIMIT_S) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+
+
 WAITS = """
 import time
 from workers.models.text import gguf
