@@ -15,6 +15,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import re
 import socket
 from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -30,6 +31,15 @@ class WebhookUrlForbidden(BadInput):
     """The URL leads where webhooks must not go."""
 
     code = "webhook_forbidden"
+
+
+MAX_HOST_CHARS = 253
+_LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.I)
+"""https://www.rfc-editor.org/rfc/rfc1123#section-2.1, and the underscores of many a real host."""
+_NEVER_PUBLIC = frozenset({"invalid", "internal", "local", "localhost", "onion"})
+"""https://www.iana.org/assignments/special-use-domain-names, and ICANN's .internal. The domains for
+documents and tests stay, as people try with them.
+"""
 
 
 def parse_webhook_url(given: str, *, allow_private: bool) -> URL:
@@ -59,9 +69,29 @@ def parse_webhook_url(given: str, *, allow_private: bool) -> URL:
             "a webhook URL must not have credentials. Verify the signature instead.",
             field="webhook",
         )
-    if not allow_private and (address := _address_in(host)) is not None and not is_public(address):
+    address = _address_in(host)
+    if address is None and (reason := _impossible(url.raw_host or "", allow_private=allow_private)):
+        raise WebhookUrlForbidden(f"{host} {reason}", field="webhook")
+    if not allow_private and address is not None and not is_public(address):
         raise WebhookUrlForbidden(f"{host} is {address}, which is not public", field="webhook")
     return url
+
+
+def _impossible(host: str, *, allow_private: bool) -> str:
+    """Why no public host can have this name, if it is so. Empty: one can."""
+    labels = host.removesuffix(".").split(".")
+    if len(host) > MAX_HOST_CHARS or not all(map(_LABEL.fullmatch, labels)):
+        return (
+            "is no host: parts of 1 to 63 letters, digits and hyphens, with dots between them, "
+            f"{MAX_HOST_CHARS} characters at most"
+        )
+    if labels[-1].isdigit():
+        return "is neither a name nor an address of four numbers up to 255"
+    if not allow_private and len(labels) == 1:
+        return "has no domain, so it is not public"
+    if not allow_private and (labels[-1] in _NEVER_PUBLIC or labels[-2:] == ["home", "arpa"]):
+        return f"is never public: no domain of the internet ends in .{labels[-1]}"
+    return ""
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:

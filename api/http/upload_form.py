@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from email.errors import HeaderParseError
+from email.header import decode_header, make_header
 from typing import TYPE_CHECKING
+from urllib.parse import unquote_to_bytes
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.datastructures import FormData
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
@@ -19,11 +26,53 @@ from shared.errors import BadInput
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
-from contextlib import aclosing, asynccontextmanager
 
-from starlette.datastructures import FormData
-from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartException, MultiPartParser
+_QUOTED = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_EXTENDED_NAME = re.compile(rb"""; *filename\* *= *(?:([\w.-]*)'[^']*')?([^;]*)""", re.I)
+_ENCODED_WORD = re.compile(rb"=\?[\w.-]+\?[BQbq]\?[^?]*\?=")
+
+
+def plain_disposition(header: bytes) -> bytes:
+    """A Content-Disposition whose file's name is plain UTF-8 in `filename`.
+
+    Clients that send other letters than ASCII put them into `filename*` (RFC 8187), alone or beside
+    a `filename` for old servers, or into an encoded word (RFC 2047).
+    """
+    extended = _EXTENDED_NAME.search(_QUOTED.sub(b'""', header))
+    _, options = parse_options_header(header)
+    given = options.get(b"filename", b"")
+    if extended is not None:
+        name = _decoded(unquote_to_bytes(extended[2].strip()), extended[1] or b"")
+    elif _ENCODED_WORD.fullmatch(given):
+        try:
+            name = str(make_header(decode_header(given.decode("ascii", "replace"))))
+        except (HeaderParseError, LookupError, ValueError):
+            return header
+    else:
+        return header
+    field = options.get(b"name", b"")
+    return b'form-data; name="%s"; filename="%s"' % (_escaped(field), _escaped(name.encode()))
+
+
+def _decoded(name: bytes, charset: bytes) -> str:
+    try:
+        return name.decode(charset.decode("ascii") or "utf-8", "replace")
+    except (LookupError, UnicodeError):
+        return name.decode("utf-8", "replace")
+
+
+def _escaped(text: bytes) -> bytes:
+    return text.replace(b"\\", b"\\\\").replace(b'"', b'\\"')
+
+
+class _FormParser(MultiPartParser):
+    """Starlette's, which also knows the other forms of a file's name."""
+
+    def on_headers_finished(self) -> None:
+        part = self._current_part
+        part.content_disposition = plain_disposition(part.content_disposition or b"")
+        super().on_headers_finished()
+
 
 MAX_EDIT_FIELDS = 64
 
@@ -45,7 +94,7 @@ async def closed_form(request: Request, **limits: int) -> AsyncIterator[FormData
         yield FormData()
         return
     async with aclosing(request.stream()) as stream:
-        parser = MultiPartParser(request.headers, stream, **limits)
+        parser = _FormParser(request.headers, stream, **limits)
         try:
             form = await parser.parse()
         except MultiPartException as error:
@@ -145,7 +194,7 @@ class UploadForm:
         self._header = (b"", b"")
 
     def _end_headers(self) -> None:
-        _, options = parse_options_header(self._disposition)
+        _, options = parse_options_header(plain_disposition(self._disposition))
         name = options.get(b"name", b"").decode("utf-8", "replace")
         if name == self._file_field:
             if self.filename is not None:

@@ -12,6 +12,7 @@ import struct
 import traceback
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 from PIL import ExifTags, Image, ImageChops, ImageStat
 from PIL.JpegImagePlugin import JpegImageFile
@@ -54,6 +55,14 @@ _UNDECODABLE = (
     Image.DecompressionBombError,
 )
 _SMALL_MODES = {"1": 1, "L": 1, "P": 1, "I;16": 2}
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_PNG_CHUNKS = (b"tRNS", b"eXIf")
+"""Of what a PNG may have besides pixels and palette, what decides how it looks. Critical chunks
+begin with a capital letter: https://www.w3.org/TR/png-3/#5Chunk-naming-conventions
+"""
+_TO_8_BITS = [(value * 255 + 32767) // 65535 for value in range(65536)]
+_DEPTHS = {"L;2": 3, "L;4": 15}
+"""Highest samples of PNGs whose samples Pillow stretches to 8 bits, by its names."""
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -68,6 +77,10 @@ _SIDEWAYS = (5, 6, 7, 8)
 
 class _TooLargeError(Exception):
     """Too many pixels, or too much memory."""
+
+
+class _NotDrawnError(Exception):
+    """A picture of a kind that can't be drawn right. Says which."""
 
 
 def run_command(
@@ -89,6 +102,8 @@ def run_command(
         return CodecError(
             "input_too_large", str(error) or "it takes more memory to decode than there is"
         ), b""
+    except _NotDrawnError as error:
+        return CodecError("invalid_input", str(error)), b""
     except ConnectionError:  # the API hung up during `reserve`
         raise
     except Exception as error:
@@ -113,8 +128,9 @@ def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> f
 
 def _prepared(data: bytes, command: PrepareSource, reserve: Callable[[int], None]) -> Image.Image:
     """Returns the image in `data`, upright, in RGB, and resized to the output size."""
-    with _opened(data, SOURCE_FORMATS) as picture:
+    with _opened(_without_metadata(data), SOURCE_FORMATS) as picture:
         shape = picture.size
+        _scale_transparent_color(picture)
         # The orientation of a PNG may follow its pixels. Until it is known, assume upright.
         target = command.size or size_like(*shape, command.limits)
         if isinstance(picture, JpegImageFile):
@@ -150,8 +166,56 @@ def _opened(data: bytes, formats: tuple[str, ...]) -> Image.Image:
     return picture
 
 
+def _without_metadata(data: bytes) -> bytes:
+    """Returns a PNG without the chunks that change nothing: what is wrong in one spoils no picture.
+
+    Other files are returned as they are.
+    """
+    if not data.startswith(_PNG_SIGNATURE):
+        return data
+    kept: list[bytes | memoryview] = [_PNG_SIGNATURE]
+    at, is_shorter = len(_PNG_SIGNATURE), False
+    while at + 12 <= len(data):
+        size_bytes, kind = struct.unpack_from(">I4s", data, at)
+        end = at + 12 + size_bytes
+        if kind[:1].isupper() or kind in _PNG_CHUNKS:
+            kept.append(memoryview(data)[at:end])
+        else:
+            is_shorter = True
+        at = end
+    return b"".join(kept) if is_shorter else data
+
+
+def _scale_transparent_color(picture: Image.Image) -> None:
+    """Gives the transparent color of a PNG (tRNS) the depth that its pixels will have.
+
+    Raises:
+        _NotDrawnError: it has 16 bits a channel, of which Pillow keeps eight, so that others
+            would be transparent too.
+    """
+    tile: Any = next(iter(getattr(picture, "tile", ())), None)
+    if picture.format != "PNG" or tile is None or "transparency" not in picture.info:
+        return
+    if tile.args == "RGB;16B":
+        raise _NotDrawnError(
+            "a PNG with 16 bits a channel and a transparent color (tRNS); send it with an alpha "
+            "channel, or with 8 bits"
+        )
+    if highest := _DEPTHS.get(tile.args):
+        picture.info["transparency"] = picture.info["transparency"] * 255 // highest
+
+
 def _orientation(picture: Image.Image) -> int:
-    return int(picture.getexif().get(ExifTags.Base.Orientation, 1))
+    """Returns the orientation that EXIF names, from 1 to 8. 1: upright, or nothing that says so."""
+    try:
+        found = picture.getexif().get(ExifTags.Base.Orientation, 1)
+        # A number of another type than the standard's comes as bytes or in a tuple.
+        (found,) = found if isinstance(found, bytes | tuple) else (found,)
+        orientation = int(found)
+    except Exception:
+        # The boundary to Pillow's reader of metadata, which never decides whether a picture is one.
+        return 1
+    return orientation if orientation in _TURNS else 1
 
 
 def _target(
@@ -220,10 +284,26 @@ def _reduced(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 def _flat(picture: Image.Image) -> Image.Image:
     """Returns the image on a white background, without transparency."""
+    if picture.mode.startswith("I;16"):
+        picture = _with_8_bits(picture)
     if not picture.has_transparency_data:
         return picture.convert("RGB")
     layer = picture.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+
+
+def _with_8_bits(picture: Image.Image) -> Image.Image:
+    """Returns a gray picture of 16 bits with 8, and with alpha if one of its grays is transparent.
+
+    Pillow itself would make all above 255 white.
+    """
+    wide = picture.convert("I")  # the mode that takes tables of 65,536
+    gray = wide.point(_TO_8_BITS, "L")
+    clear = picture.info.get("transparency")
+    if clear is None:
+        return gray
+    alpha = wide.point([0 if value == clear else 255 for value in range(65536)], "L")
+    return Image.merge("LA", (gray, alpha))
 
 
 def _saved(picture: Image.Image, output_format: str, **options: int) -> bytes:

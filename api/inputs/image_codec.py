@@ -144,20 +144,27 @@ class ImageCodec:
 async def data_of_uri(uri: str, where: str, *, field: str) -> bytes:
     """Decodes a base64 data: URI (RFC 2397). Errors name it by `where` and `field`.
 
+    The base64 may be wrapped into lines, and may lack its padding, as many encoders leave it.
+
     Raises:
         BadInput: it is not one.
     """
     header, comma, text = uri.partition(",")
-    if not comma or not header.startswith("data:") or not header.endswith(";base64"):
+    if not comma or not header.startswith("data:") or not header.lower().endswith(";base64"):
         raise BadInput(f"{where}: only base64 data: URIs are accepted", field=field)
-    chunks = []
+    chunks, rest, text = [], "", text.rstrip()
     try:
         if 0 <= text.find("=") < len(text) - 2:
             raise ValueError("padding before the end")
         for start in range(0, len(text), BASE64_CHUNK):
-            chunks.append(binascii.a2b_base64(text[start : start + BASE64_CHUNK], strict_mode=True))
+            rest += "".join(text[start : start + BASE64_CHUNK].split())
+            whole = len(rest) // 4 * 4
+            chunks.append(binascii.a2b_base64(rest[:whole], strict_mode=True))
+            rest = rest[whole:]
             if len(text) > BASE64_CHUNK:
                 await asyncio.sleep(0)
+        padding = "=" * (-len(rest) % 4) if len(rest) > 1 and "=" not in rest else ""
+        chunks.append(binascii.a2b_base64(rest + padding, strict_mode=True))
     except ValueError as error:
         raise BadInput(f"{where}: not valid base64: {error}", field=field) from error
     return b"".join(chunks)

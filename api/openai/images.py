@@ -146,8 +146,16 @@ class SourceImage(Body):
     """A source image inside a JSON body."""
 
     image_url: str = Field(
-        pattern=r"^data:", description="A base64 data: URI. Other URLs are not fetched."
+        description="A base64 data: URI. Other URLs are not fetched.",
+        json_schema_extra={"pattern": "^data:"},
     )
+
+    @field_validator("image_url")
+    @classmethod
+    def _is_data(cls, given: str) -> str:
+        if not given.startswith("data:"):
+            raise ValueError("only base64 data: URIs are accepted; other URLs are not fetched")
+        return given
 
 
 def _as_form(schema: dict[str, Any]) -> None:

@@ -37,6 +37,21 @@ UNDELIVERABLE = [
     "https://localhost/",
     "https://LOCALHOST./",
     "https://app.localhost/",
+    "https://receiver/",
+    "https://receiver./",
+    "https://receiver..example/",
+    "https://-receiver.example/",
+    "https://receiver-.example/",
+    f"https://{'a' * 64}.example/",
+    f"https://{'a.' * 127}example/",
+    "https://1.2.3.400/",
+    "https://1.2.3.4.5/",
+    "https://receiver.123/",
+    "https://receiver.invalid/",
+    "https://receiver.LOCAL/",
+    "https://metadata.google.internal/computeMetadata/v1/",
+    "https://router.home.arpa/",
+    "https://abcdef.onion/",
 ]
 
 
@@ -61,6 +76,9 @@ async def test_undeliverable_webhooks_are_refused_by_field_and_reason(
     [
         "https://receiver.example/hook?a=b",
         "https://93.184.216.34:8443/",
+        "https://my_hook.receiver.example./",
+        "https://b\u00fccher.example/",
+        f"https://{'a' * 63}.example/",
         "https://[2606:2800:220:1::1]/",
     ],
 )
@@ -74,6 +92,9 @@ async def test_one_machine_takes_its_own(tmp_path: Path, redis_url: str) -> None
         for url, status in (
             ("http://127.0.0.1:9000/hook", 201),
             ("http://a:b@127.0.0.1:9000/", 422),
+            ("http://receiver:9000/hook", 201),
+            ("http://receiver.internal/hook", 201),
+            ("http://receiver..internal/hook", 422),
         ):
             assert (
                 await api.http.post("/v1/predictions", json=TEXT | {"webhook": url})

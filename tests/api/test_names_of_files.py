@@ -1,0 +1,121 @@
+"""The name of a file in a form, in each way that clients write it, and source images in JSON."""
+
+import base64
+import io
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from infra.local.redis_server import RedisServer
+from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
+
+pytestmark = pytest.mark.anyio
+LINE = {
+    "custom_id": "a",
+    "method": "POST",
+    "url": "/v1/embeddings",
+    "body": {"model": "m", "input": "a"},
+}
+NAMES = {
+    b'filename="plain.jsonl"': "plain.jsonl",
+    b"filename*=UTF-8''na%C3%AFve%20a.jsonl": "naïve a.jsonl",
+    b"filename*=utf-8'en'na%C3%AFve.jsonl": "naïve.jsonl",
+    b"filename*=iso-8859-1''na%EFve.jsonl": "naïve.jsonl",
+    b"filename*=nonsense''na%C3%AFve.jsonl": "naïve.jsonl",
+    b"filename*=plain.jsonl": "plain.jsonl",
+    b"filename*=UTF-8''a%22b%5Cc%3B.jsonl": 'a"b\\c;.jsonl',
+    b"filename=\"old.jsonl\"; filename*=UTF-8''na%C3%AFve.jsonl": "naïve.jsonl",
+    b"filename*=UTF-8''na%C3%AFve.jsonl; filename=\"old.jsonl\"": "naïve.jsonl",
+    b"filename=\"=?utf-8?B?bmHDr3ZlLmpzb25s?=\"; filename*=utf-8''na%C3%AFve.jsonl": "naïve.jsonl",
+    b'filename="=?utf-8?B?bmHDr3ZlLmpzb25s?="': "naïve.jsonl",
+    b'filename="=?utf-8?Q?na=C3=AFve.jsonl?="': "naïve.jsonl",
+    b'filename="=?nonsense?B?bmHDr3Zl?="': "=?nonsense?B?bmHDr3Zl?=",
+    'filename="naïve.jsonl"'.encode(): "naïve.jsonl",
+    b"filename=\"filename*=UTF-8''x.jsonl\"": "filename*=UTF-8''x.jsonl",
+    b"filename=\"a; filename*=UTF-8''x.jsonl\"": "a; filename*=UTF-8''x.jsonl",
+}
+
+
+@pytest.fixture(scope="module")
+async def api(
+    tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer, anyio_backend: str
+) -> AsyncIterator[ApiUnderTest]:
+    folder: Path = tmp_path_factory.mktemp("api")
+    async with running_api(settings_for(folder, redis_url=redis_server.url)) as running:
+        yield running
+
+
+def form(name: bytes, written: bytes, content: bytes, **fields: str) -> dict[str, object]:
+    parts = [
+        b'content-disposition: form-data; name="%s"\r\n\r\n%s' % (key.encode(), value.encode())
+        for key, value in fields.items()
+    ]
+    parts.append(
+        b'content-disposition: form-data; name="%s"; %s\r\n\r\n%s' % (name, written, content)
+    )
+    body = b"".join(b"--b0\r\n" + part + b"\r\n" for part in parts) + b"--b0--\r\n"
+    return {
+        "content": body,
+        "headers": {"content-type": "multipart/form-data; boundary=b0"},
+    }
+
+
+def picture() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(buffer, "png")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(("written", "name"), NAMES.items(), ids=str)
+async def test_file_of_a_batch_has_the_name_it_was_sent_with(
+    api: ApiUnderTest, written: bytes, name: str
+) -> None:
+    sent = form(b"file", written, json.dumps(LINE).encode(), purpose="batch")
+    response = await api.http.post("/v1/files", **sent)  # type: ignore[arg-type]
+    assert response.status_code == 200, response.text
+    assert response.json()["filename"] == name
+
+
+@pytest.mark.parametrize("written", NAMES, ids=str)
+async def test_file_of_a_prediction_is_a_file_however_it_is_named(
+    api: ApiUnderTest, written: bytes
+) -> None:
+    response = await api.http.post("/v1/files", **form(b"content", written, picture()))  # type: ignore[arg-type]
+    assert response.status_code == 201, response.text
+
+
+@pytest.mark.parametrize("written", NAMES, ids=str)
+async def test_source_image_is_a_file_however_it_is_named(
+    api: ApiUnderTest, written: bytes
+) -> None:
+    sent = form(b"image", written, picture(), prompt="a", size="64x64", model=IMAGE_MODEL.name)
+    response = await api.http.post("/v1/images/edits", **sent)  # type: ignore[arg-type]
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("url", ["https://example.com/a.png", "", "/a.png", "file:///a.png"])
+async def test_source_image_elsewhere_is_refused_in_words(api: ApiUnderTest, url: str) -> None:
+    body = {"prompt": "a", "images": [{"image_url": url}]}
+    error = (await api.http.post("/v1/images/edits", json=body)).json()["error"]
+    assert error["param"] == "images"
+    assert error["message"] == (
+        "images[0].image_url: only base64 data: URIs are accepted; other URLs are not fetched"
+    )
+
+
+@pytest.mark.parametrize("wrap", [base64.b64encode, base64.encodebytes])
+@pytest.mark.parametrize("end", ["", "=\n"])
+async def test_source_image_may_be_wrapped_and_lack_its_padding(
+    api: ApiUnderTest, wrap: object, end: str
+) -> None:
+    text = wrap(picture()).decode().rstrip(end)  # type: ignore[operator]
+    body = {
+        "prompt": f"{wrap} {end}",
+        "size": "64x64",
+        "images": [{"image_url": f"data:image/png;base64,{text}"}],
+    }
+    response = await api.http.post("/v1/images/edits", json=body)
+    assert response.status_code == 200, response.text
