@@ -139,9 +139,9 @@ class RequestContext:
     """The id in the answer: that of the caller if it has allowed characters, else ours."""
     request_id: str
     """The id in messages and rows. Always ours, since callers may send long or duplicate ids."""
+    received_at_s: float
     client_request_id: str = ""
     """The `x-request-id` of the caller for rows, at most 128 characters. Empty without one."""
-    received_at_s: float = field(default_factory=time.time)
     started_s: float = field(default_factory=time.perf_counter)
     tenant: str = ""
     """The authenticated tenant. Empty before authentication."""
@@ -228,6 +228,7 @@ class _Exchange:
         context = self.context = scope["penstock.context"] = RequestContext(
             shown_id=given if is_shown else own_id,
             request_id=own_id,
+            received_at_s=time.time(),
             client_request_id=given if is_shown or not given else _digest_of(given),
         )
         self._span = begin_span(scope, context.received_at_s)
