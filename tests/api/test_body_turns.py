@@ -32,7 +32,7 @@ class Uploads:
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         context = context_of(request)
-        context.tenant, context.streamed_max_bytes = scope["tenant"], 2**30
+        context.facts.tenant, context.streamed_max_bytes = scope["tenant"], 2**30
         async for piece in request.stream():
             if piece:
                 self.handled.append(scope["tenant"])

@@ -10,6 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -33,7 +34,9 @@ ALONE = 4
 """Requests at the end, one after the other: what only a next message would wake is seen with
 nothing behind it.
 """
-PREDICTION_SHARE, CANCEL_SHARE, REPEAT_SHARE = 0.1, 0.1, 0.02
+PREDICTION_SHARE, CANCEL_SHARE, REPEAT_SHARE, HANG_UP_SHARE = 0.1, 0.1, 0.02, 0.05
+PATIENCE_S = 0.2
+"""Of those who hang up, at most."""
 TRANSIENT = frozenset({409, 429, 500, 502, 503, 504})
 
 Vector = NDArray[np.float32]
@@ -143,9 +146,25 @@ class Traffic:
         while next(self._numbers, None) is not None or goes_on():
             self.tally.sent += 1
             number, key, began_s = self._random.randrange(TEXTS), str(uuid4()), time.monotonic()
-            is_prediction = self._random.random() < PREDICTION_SHARE
-            await (self._predict if is_prediction else self._embed)(number, key)
+            drawn = self._random.random()
+            if drawn < HANG_UP_SHARE:
+                await self._hang_up(number)
+            else:
+                is_prediction = drawn < HANG_UP_SHARE + PREDICTION_SHARE
+                await (self._predict if is_prediction else self._embed)(number, key)
             self.tally.longest_s = max(self.tally.longest_s, time.monotonic() - began_s)
+
+    async def _hang_up(self, number: int) -> None:
+        """Asks once, and is gone if there is no answer soon. Only the rows say what it cost."""
+        url, limit_s = self._urls[next(self._next_url) % len(self._urls)], PATIENCE_S
+        timeout = aiohttp.ClientTimeout(total=self._random.uniform(0.0, limit_s))
+        headers = {"Cache-Control": "no-store"} | _key_of(number)
+        with suppress(aiohttp.ClientError, TimeoutError):
+            async with self._session.post(
+                f"{url}/v1/embeddings", json=_body(number), headers=headers, timeout=timeout
+            ) as response:
+                await response.read()
+        self.tally.answered["hung up or not"] += 1
 
     async def _embed(self, number: int, key: str) -> None:
         # Most are computed each time; the others may be found in the cache or joined.
