@@ -19,74 +19,65 @@ from tests.test_process import process
 
 KILLS = 20
 ROWS = 25
-Change = Callable[[bigquery.Client, range], None]
-
-
-def by_insert_all(client: bigquery.Client, ids: range) -> None:
-    assert client.insert_rows_json("p.d.t", [{"id": one} for one in ids]) == []
-
-
-def by_load(client: bigquery.Client, ids: range) -> None:
-    job = client.load_table_from_file(
-        io.BytesIO("".join(f"{one}\n" for one in ids).encode()),
-        "p.d.t",
-        job_config=bigquery.LoadJobConfig(
-            source_format="CSV", write_disposition="WRITE_APPEND", schema=SCHEMA
-        ),
-    )
-    job.result(timeout=WAIT_LIMIT_S)
-
-
-def by_insert(client: bigquery.Client, ids: range) -> None:
-    values = ", ".join(f"({one})" for one in ids)
-    rows_of(client, f"INSERT INTO d.t (id) VALUES {values}")
-
-
-def by_merge(client: bigquery.Client, ids: range) -> None:
-    rows_of(
-        client,
-        f"MERGE d.t USING UNNEST(GENERATE_ARRAY({ids[0]}, {ids[-1]})) AS one ON id = one"
-        " WHEN MATCHED THEN DELETE WHEN NOT MATCHED THEN INSERT (id) VALUES (one)",
-    )
-
-
 SCHEMA = [bigquery.SchemaField("id", "INT64")]
+Change = Callable[[bigquery.Client, int, set[int]], set[int]]
+"""Changes the table for the so many-th time, and returns what was in it as what is in it now."""
 
 
-@pytest.mark.parametrize("change", [by_insert_all, by_load, by_insert, by_merge])
-def test_what_an_answer_confirmed_is_there_once(tmp_path: Path, change: Change) -> None:
+def by_insert_all(client: bigquery.Client, kill: int, ids: set[int]) -> set[int]:
+    added = fresh(kill)
+    assert client.insert_rows_json("p.d.t", [{"id": one} for one in added]) == []
+    return {*ids, *added}
+
+
+def by_load(client: bigquery.Client, kill: int, ids: set[int]) -> set[int]:
+    added = fresh(kill)
+    config = bigquery.LoadJobConfig(
+        source_format="CSV", write_disposition="WRITE_APPEND", schema=SCHEMA
+    )
+    lines = io.BytesIO("".join(f"{one}\n" for one in added).encode())
+    client.load_table_from_file(lines, "p.d.t", job_config=config).result(timeout=WAIT_LIMIT_S)
+    return {*ids, *added}
+
+
+def by_statement(client: bigquery.Client, kill: int, ids: set[int]) -> set[int]:
+    added = fresh(kill)
+    if kill % 4 == 0:
+        rows_of(client, f"INSERT INTO d.t (id) VALUES {', '.join(f'({one})' for one in added)}")
+        return {*ids, *added}
+    if kill % 4 == 1:
+        rows_of(client, "UPDATE d.t SET id = -id WHERE MOD(id, 2) = 0")
+        return {-one if one % 2 == 0 else one for one in ids}
+    if kill % 4 == 2:
+        rows_of(
+            client,
+            f"MERGE d.t USING UNNEST(GENERATE_ARRAY({added[0]}, {added[-1]})) AS one ON id = -one"
+            " WHEN NOT MATCHED BY TARGET THEN INSERT (id) VALUES (one)"
+            " WHEN NOT MATCHED BY SOURCE AND id < 0 THEN DELETE",
+        )
+        return {*(one for one in ids if one >= 0), *added}
+    rows_of(client, "DELETE FROM d.t WHERE MOD(id, 3) = 1")
+    return {one for one in ids if one % 3 != 1}
+
+
+def fresh(kill: int) -> range:
+    """Numbers that no kill before had."""
+    return range(1 + kill * ROWS, 1 + (kill + 1) * ROWS)
+
+
+@pytest.mark.parametrize("change", [by_insert_all, by_load, by_statement])
+def test_what_an_answer_confirmed_is_so_after_a_kill(tmp_path: Path, change: Change) -> None:
     port, data_dir = free_port(), tmp_path / "data"
-    endpoint = f"http://127.0.0.1:{port}"
+    ids: set[int] = set()
     for kill in range(KILLS + 1):
         with process(port, tmp_path, data_dir) as running:
             running.wait_ready(lambda: listens(port), START_LIMIT_S)
-            with connected(endpoint, "p") as client:
+            with connected(f"http://127.0.0.1:{port}", "p") as client:
                 if kill == 0:
                     client.create_dataset("d")
                     client.create_table(bigquery.Table("p.d.t", SCHEMA))
-                found = sorted(one for (one,) in rows_of(client, "SELECT id FROM d.t"))
-                assert found == list(range(kill * ROWS))
+                found = [row.id for row in client.list_rows("p.d.t")]
+                assert sorted(found) == sorted(ids)
                 if kill < KILLS:
-                    change(client, range(kill * ROWS, (kill + 1) * ROWS))
-                    running.kill()
-
-
-def test_what_an_update_and_a_delete_confirmed_is_so(tmp_path: Path) -> None:
-    port, data_dir = free_port(), tmp_path / "data"
-    endpoint = f"http://127.0.0.1:{port}"
-    for kill in range(KILLS + 1):
-        with process(port, tmp_path, data_dir) as running:
-            running.wait_ready(lambda: listens(port), START_LIMIT_S)
-            with connected(endpoint, "p") as client:
-                if kill == 0:
-                    client.create_dataset("d")
-                    client.create_table(bigquery.Table("p.d.t", SCHEMA))
-                    by_insert(client, range(KILLS))
-                found = sorted(one for (one,) in rows_of(client, "SELECT id FROM d.t"))
-                # Odd ones are removed, the others get another number.
-                changed = [-one - 1 for one in range(0, kill, 2)]
-                assert found == sorted([*changed, *range(kill, KILLS)])
-                if kill < KILLS:
-                    sql = "DELETE FROM d.t" if kill % 2 else "UPDATE d.t SET id = -id - 1"
-                    rows_of(client, f"{sql} WHERE id = {kill}")
+                    ids = change(client, kill, ids)
                     running.kill()

@@ -7,6 +7,7 @@ import logging
 import re
 
 _log = logging.getLogger(__name__)
+_KIND = re.compile(r"^[A-Z]\w*(?: \w+)* Error: ")
 _OUT_OF_RANGE = "A value is out of range"
 _FALLBACK = "A value is out of range, or of a form that the query can't work on"
 _RULES = tuple(
@@ -47,7 +48,13 @@ _RULES = tuple(
         ),
         (r"^Malformed JSON", "Invalid JSON value"),
         (
-            r"^(bad repetition operator|missing|invalid|unexpected|no argument).*",
+            r"^(?:invalid )?(?:date|timestamp|time) field (?:format|value out of range): (.*?),"
+            r" exp.*",
+            r"Invalid date or time: \1",
+        ),
+        (
+            r"^(?:bad repetition operator|missing [\])]|no argument for repetition|trailing \\\\"
+            r"|unexpected \)|invalid (?:character class|escape|named capture|repetition)).*",
             r"Cannot parse regular expression: \g<0>",
         ),
     )
@@ -63,6 +70,19 @@ _OWN_WORDS = re.compile(
 def is_of_the_database(text: str) -> bool:
     """Whether a message has a word that only this server knows."""
     return text == _FALLBACK or _OWN_WORDS.search(text) is not None
+
+
+def message_of(error: Exception) -> str:
+    """Returns what an error of DuckDB says, without its kind, in words that users know.
+
+    Args:
+        error: any of `duckdb.Error`, or the UnicodeDecodeError that stands for one whose message
+            DuckDB cut inside of a letter.
+    """
+    text = str(error)
+    if isinstance(error, UnicodeDecodeError):
+        text = error.object.decode("utf-8", "replace")
+    return in_googlesql(_KIND.sub("", text.split("\n")[0]))
 
 
 def in_googlesql(text: str) -> str:

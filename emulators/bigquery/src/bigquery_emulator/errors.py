@@ -15,16 +15,14 @@ Source: https://docs.cloud.google.com/bigquery/docs/error-messages
 """
 
 import logging
-import re
 from typing import Any
 
 import duckdb
 
-from bigquery_emulator.duckdb_words import in_googlesql
+from bigquery_emulator.duckdb_words import message_of
 
 log = logging.getLogger(__name__)
 _NO_SPACE = "No space left on device"
-_KIND = re.compile(r"^[A-Z]\w*(?: \w+)* Error: ")
 
 
 class ServiceError(Exception):
@@ -181,6 +179,6 @@ def as_service_error(error: Exception) -> ServiceError:
         log.warning("the data can't be written or read: %s", text)
         reason = "no space left on the disk" if _NO_SPACE in text else "see the server's log"
         return UnavailableError(f"The data can't be written or read: {reason}")
-    if isinstance(error, duckdb.DataError | duckdb.IntegrityError):
-        return InvalidError(f"A value does not fit: {in_googlesql(_KIND.sub('', text))}")
+    if isinstance(error, duckdb.DataError | duckdb.IntegrityError | UnicodeDecodeError):
+        return InvalidError(f"A value does not fit: {message_of(error)}")
     return BugError(f"This is a bug in the embedded BigQuery: {error!r}")

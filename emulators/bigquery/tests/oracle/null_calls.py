@@ -85,6 +85,7 @@ _LITERALS = {
     **dict.fromkeys(("format_timestamp", "parse_timestamp"), "'%Y'"),
     **dict.fromkeys(("format_time", "parse_time"), "'%H'"),
 }
+_WITH_PATHS = frozenset({"json_remove", "json_set"})
 _PATTERNS = frozenset(
     f"regexp_{name}"
     for name in ("contains", "extract", "extract_all", "instr", "replace", "substr")
@@ -149,6 +150,10 @@ def _kind(name: str, place: int, argument: Any) -> tuple[str, list[str]] | None:
     if argument.type.type_kind == types.TYPE_ENUM:
         part = "UNNAMED" if "DateTimestampPart" not in str(argument) else _PARTS.get(name, "DAY")
         return None if part == "UNNAMED" else ("", [part])
+    if argument.type.type_kind == types.TYPE_INTERVAL:
+        return "", ["INTERVAL 0 DAY", "INTERVAL 1 DAY"]
+    if place and name in _WITH_PATHS and argument.type.type_kind == types.TYPE_STRING:
+        return "STRING", ["'$.a'"]
     if place == 0 and name in _LITERALS:
         return "", [_LITERALS[name]]
     if place == 1 and name in _PATTERNS:
@@ -161,7 +166,8 @@ def _kind(name: str, place: int, argument: Any) -> tuple[str, list[str]] | None:
     shown = str(argument)
     if "ARRAY_TYPE_ANY" in shown or "ARG_ARRAY_TYPE" in shown:
         return _ARRAY
-    return _VALUES[types.TYPE_INT64] if "ARG_TYPE_ANY" in shown else None
+    is_any = "ARG_TYPE_ANY" in shown or "ARG_TYPE_ARBITRARY" in shown
+    return _VALUES[types.TYPE_INT64] if is_any else None
 
 
 def _written(name: str, arguments: Sequence[str]) -> str:

@@ -3,7 +3,6 @@
 Source: https://docs.cloud.google.com/bigquery/docs/loading-data-cloud-storage-parquet
 """
 
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import IO
 
 import duckdb
 
-from bigquery_emulator.duckdb_words import in_googlesql
+from bigquery_emulator.duckdb_words import message_of
 from bigquery_emulator.errors import InvalidError, UnsupportedError
 from bigquery_emulator.store import Cursor, Store
 from bigquery_emulator.tables.schema import (
@@ -113,9 +112,8 @@ class ParquetFile:
             yield
         except duckdb.InterruptException:
             raise
-        except duckdb.Error as error:
-            text = str(error).split("\n")[0].replace(str(self._path), "the file")
-            text = in_googlesql(re.sub(r"^[A-Z]\w*(?: \w+)* Error: ", "", text))
+        except (duckdb.Error, UnicodeDecodeError) as error:
+            text = message_of(error).replace(str(self._path), "the file")
             raise InvalidError(f"Error while reading data, error message: {text}") from error
 
 

@@ -291,7 +291,6 @@ CREATE OR REPLACE MACRO bq.text_timestamp(v) AS CASE
     WHEN v IS NOT NULL THEN CAST(bq.fail_timestamp('Invalid timestamp: ''' || v || '''') AS TIMESTAMPTZ) END;
 
 CREATE OR REPLACE MACRO bq.text_timestamp_at(v, zone) AS CASE
-    WHEN zone IS NULL THEN NULL
     WHEN regexp_full_match(v, '[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([ Tt]([01]?[0-9]|2[0-3]):[0-9]{1,2}:[0-9]{1,2}(\.[0-9]{1,6})?)?') THEN bq.at_zone(zone, CAST(replace(v, 't', 'T') AS TIMESTAMP))
     WHEN bq.text_timestamp(v) IS NOT NULL THEN CAST(bq.fail_timestamp('Timezone is not allowed in "' || v || '"') AS TIMESTAMPTZ) END;
 
@@ -502,6 +501,7 @@ CREATE OR REPLACE MACRO bq.generate_numbers(a, b, step) AS CASE
     ELSE bq.stepped(a, b, step) END;
 
 CREATE OR REPLACE MACRO bq.generate_floats(a, b, step) AS CASE
+    WHEN a IS NULL OR b IS NULL OR step IS NULL THEN NULL
     WHEN isnan(a) OR isnan(b) OR isnan(step) THEN [a + bq.fail('Sequence start, end, and step cannot be NaN.')]
     WHEN isinf(step) THEN [a + bq.fail('Sequence step cannot be +/-inf.')]
     WHEN isinf(a) AND (b > a) <> (step > 0) THEN []
@@ -547,12 +547,14 @@ CREATE OR REPLACE MACRO bq.trunc_at(unit, v, shift, zone) AS CASE
 
 -- Where the bucket begins that a moment is in. Buckets are counted from an origin.
 CREATE OR REPLACE MACRO bq.bucket_us(v, us, origin) AS CASE
+    WHEN v IS NULL OR origin IS NULL THEN NULL
     WHEN us <= 0 THEN bq.fail('Bucket width must be positive')
     ELSE epoch_us(v) - ((epoch_us(v) - epoch_us(origin)) % us + us) % us END;
 
 CREATE OR REPLACE MACRO bq.months_between(v, origin) AS (year(v) - year(origin)) * 12 + month(v) - month(origin);
 
 CREATE OR REPLACE MACRO bq.months_bucket(v, months, origin) AS CASE
+    WHEN v IS NULL OR origin IS NULL THEN NULL
     WHEN months <= 0 THEN make_timestamp(bq.fail('Bucket width must be positive'))
     WHEN origin + to_months(CAST(bq.months_between(v, origin) - (bq.months_between(v, origin) % months + months) % months AS INTEGER)) > v
       THEN origin + to_months(CAST(bq.months_between(v, origin) - (bq.months_between(v, origin) % months + months) % months - months AS INTEGER))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import duckdb
 
+from bigquery_emulator.duckdb_words import message_of
 from bigquery_emulator.errors import InvalidError
 from bigquery_emulator.store import Cursor
 from bigquery_emulator.tables.resources import PARTITION_TIME, TableResource
@@ -139,4 +140,4 @@ def refusal(error: duckdb.Error) -> str:
         return f"Required field {match.group(1)} cannot be null"
     if match := _CHECK.search(text):
         return f"A value is outside the limits of its column's type: {match.group(1)}"
-    return re.sub(r"^[A-Z]\w*(?: \w+)* Error: ", "", text)
+    return message_of(error)

@@ -158,15 +158,17 @@ def _timestamp(call: Call) -> str:
         return f"CAST({call.sql[0]} AS TIMESTAMPTZ)"
     if len(kinds) == 1:
         return f"bq.text_timestamp({call.sql[0]})"
+    if kinds[0] not in (types.TYPE_STRING, _DATE, _DATETIME):
+        raise call.refused()
+    value, zone = call.sql[0], call.zone(1)
+    if zone.startswith("bq.zone("):
+        # What is no zone fails, and so does what is no time, but neither does beside a NULL.
+        zone = f"bq.zone(CASE WHEN {value} IS NOT NULL THEN {call.sql[1]} END)"
+        value = f"(CASE WHEN {call.sql[1]} IS NOT NULL THEN {value} END)"
     if kinds[0] == types.TYPE_STRING:
-        return f"bq.text_timestamp_at({call.sql[0]}, {call.zone(1)})"
-    if kinds[0] in (_DATE, _DATETIME):
-        macro = "bq.constant_at_zone" if call.is_constant else "bq.at_zone"
-        zone = call.zone(1)
-        if zone.startswith("bq.zone("):  # which fails for what is no zone, but not beside a NULL
-            zone = f"bq.zone(CASE WHEN {call.sql[0]} IS NOT NULL THEN {call.sql[1]} END)"
-        return f"{macro}({zone}, CAST({call.sql[0]} AS TIMESTAMP))"
-    raise call.refused()
+        return f"bq.text_timestamp_at({value}, {zone})"
+    macro = "bq.constant_at_zone" if call.is_constant else "bq.at_zone"
+    return f"{macro}({zone}, CAST({value} AS TIMESTAMP))"
 
 
 def _time(call: Call) -> str:
