@@ -210,6 +210,8 @@ class ChatReply(msgspec.Struct):
     choices: list[ChatChoice]
     usage: TextUsage
     object: Literal["chat.completion"] = "chat.completion"
+    metadata: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    """Only of one that is read again."""
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
@@ -272,8 +274,9 @@ class CompletionReply(msgspec.Struct):
 MAX_SCHEMA = 64 * 1024
 """Characters of a JSON schema."""
 MAX_TOOLS = 128
-MAX_CHOICES, MAX_PROMPTS = 8, 8
-"""Limits of one request. Their product is MAX_ITEMS of shared/stores/token_streams.py."""
+MAX_CHOICES, MAX_PROMPTS = 8, 512
+MAX_TEXTS, MAX_STREAMED_TEXTS = 1024, 64
+"""Prompts times `n` in one request. The second is MAX_ITEMS of shared/stores/token_streams.py."""
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -447,8 +450,10 @@ class _SampledBody(Body):
     stream_options: StreamOptions | None = None
     user: EndUser | None = None
     safety_identifier: EndUser | None = None
-    metadata: Metadata | None = Field(None, description="Accepted, without effect.")
-    store: bool | None = Field(None, description="Accepted, without effect.")
+    metadata: Metadata | None = Field(None, description="Kept with a chat that is stored.")
+    store: bool | None = Field(
+        None, description="true: a chat can be listed, read again and deleted."
+    )
     service_tier: Option | None = Field(None, description="Accepted, without effect.")
     prompt_cache_key: CacheKey | None = Field(None, description="Accepted, without effect.")
     prompt_cache_retention: Option | None = Field(None, description="Accepted, without effect.")
@@ -552,3 +557,22 @@ class CompletionBody(_SampledBody):
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
+
+    @property
+    def prompts(self) -> int:
+        """The number of prompts."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return 1
+        return len(self.prompt)
+
+    @model_validator(mode="after")
+    def _texts_fit(self) -> CompletionBody:
+        texts, most = self.prompts * (self.n or 1), MAX_TEXTS
+        if self.stream:
+            most = MAX_STREAMED_TEXTS
+        if texts > most:
+            how = "a stream" if self.stream else "a request"
+            raise WrongField(
+                "prompt", f"{texts} texts (prompts times n); {how} has at most {most} of them"
+            )
+        return self

@@ -225,16 +225,20 @@ class Records(RedisStore):
         """
         keys = (self._key(record), self._store, self._of_tenant(tenant))
         about = (time.time(), created_at_s, keep_s, tenant, record, document, reply)
-        kept, dropped = await self._commands.run_script(
-            KEEP, keys, *about, LISTED, self._max_bytes
-        )
+        kept, dropped = await self._commands.run_script(KEEP, keys, *about, LISTED, self._max_bytes)
         DROPPED.inc(dropped)
         if kept < 0:
             raise Overloaded("unfinished predictions leave no room to keep the answer.")
         return bool(kept)
 
     async def put_document(
-        self, record: str, tenant: str, document: bytes, *, keep_s: int | None, replaces: bytes = b""
+        self,
+        record: str,
+        tenant: str,
+        document: bytes,
+        *,
+        keep_s: int | None,
+        replaces: bytes = b"",
     ) -> bool:
         """Stores a document that may change, in the budget of predictions.
 

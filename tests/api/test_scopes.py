@@ -280,6 +280,9 @@ NAMED: dict[str, dict[str, Any]] = {
     "/chat/completions": {"model": "writer", "messages": [{"role": "user", "content": "a"}]},
     "/completions": {"model": "writer", "prompt": "a"},
     "/responses": {"model": "writer", "input": "a"},
+    "/messages/count_tokens": {"model": "writer", "messages": [{"role": "user", "content": "a"}]},
+    "/responses/input_tokens": {"model": "writer", "input": "a"},
+    "/tokenize": {"model": "writer", "prompt": "a"},
     "/messages": {
         "model": "writer",
         "max_tokens": 2,

@@ -28,7 +28,8 @@ from shared.catalog import Model
 from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
 from shared.tasks import Input
 from shared.tasks.text import GenerationInput
-from workers.models.base import PreparedItem, PreparedPrompt
+from shared.tasks.text_count import TextToCount, TokenCount
+from workers.models.base import PreparedOutcome, PreparedPrompt
 from workers.models.text.vocabulary import Vocabulary
 
 MAX_TEXT_CHARS = 4 * 1024 * 1024
@@ -285,12 +286,14 @@ class PromptPreparer:
         self._template = _read_template(self._vocabulary)
         self._checked: dict[str, str] = {}
 
-    def prepare(self, inputs: Sequence[Input]) -> list[PreparedItem | BadInput]:
+    def prepare(self, inputs: Sequence[Input]) -> list[PreparedOutcome]:
         """One outcome per input, in order."""
-        outcomes: list[PreparedItem | BadInput] = []
+        outcomes: list[PreparedOutcome] = []
         for value in inputs:
             try:
-                outcomes.append(self._prepare(value))
+                outcomes.append(
+                    self._count(value) if isinstance(value, TextToCount) else self._prepare(value)
+                )
             except BadInput as error:
                 outcomes.append(error)
         return outcomes
@@ -323,6 +326,10 @@ class PromptPreparer:
             is_streamed=value.is_streamed,
         )
 
+    def _count(self, value: TextToCount) -> TokenCount:
+        ids = self._read_messages(value) if value.messages else self._read_prompt(value.prompt)
+        return TokenCount(len(ids), np.array(ids, _IDS).tobytes() if value.wants_ids else b"")
+
     def _read_prompt(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             return self._encode_plain(prompt, "prompt", special=True)
@@ -333,7 +340,7 @@ class PromptPreparer:
                 raise BadInput(f"{reason}, which ends at {last}", field="prompt")
         return prompt
 
-    def _read_messages(self, value: GenerationInput) -> list[int]:
+    def _read_messages(self, value: GenerationInput | TextToCount) -> list[int]:
         if self._template is None:
             raise BadInput("this model has no chat template; send a prompt", field="messages")
         marks = _Marks(list(self._vocabulary.special.values()))
