@@ -83,8 +83,8 @@ async def list_chats(
 async def change_chat(request: Request, completion_id: str) -> Response:
     """Replaces its metadata."""
     call = authenticate(request)
-    body = await call.read_json(ChatChange)
     snapshot = await _find(call, completion_id)
+    body = await call.read_json(ChatChange)
     given = snapshot.prediction.input | {"metadata": body.metadata or {}}
     changed = await call.dependencies.predictions.replace_input(snapshot, given)
     return _json(stored_chat(call, changed))
