@@ -32,7 +32,18 @@ from api.inputs.image_codec import ImageCodec
 from api.inputs.source_pictures import SourcePictures
 from api.inputs.storage import Storage
 from api.limits.limiter import Limiter, open_limiter
-from api.openai import batches, conversations, embeddings, files, images, models, responses, usage
+from api.openai import (
+    batches,
+    conversations,
+    embeddings,
+    files,
+    images,
+    models,
+    responses,
+    stored_chats,
+    token_counts,
+    usage,
+)
 from api.openai import chat as text
 from api.predictions.conversations import Conversations
 from api.predictions.event_stream import EventStreams
@@ -143,6 +154,8 @@ def _add_routes(app: FastRouteApp) -> None:
     ):
         app.add(routes.router)
     app.include_router(text.stored_router)
+    app.include_router(stored_chats.router)
+    app.include_router(token_counts.router)
     app.include_router(responses.stored_router)
     app.include_router(conversations.router)
     app.include_router(messages.router)

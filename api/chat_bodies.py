@@ -210,6 +210,8 @@ class ChatReply(msgspec.Struct):
     choices: list[ChatChoice]
     usage: TextUsage
     object: Literal["chat.completion"] = "chat.completion"
+    metadata: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    """Only of one that is read again."""
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
@@ -273,9 +275,9 @@ class CompletionReply(msgspec.Struct):
 MAX_SCHEMA = 64 * 1024
 """Characters of a JSON schema."""
 MAX_TOOLS = 128
-MAX_CHOICES, MAX_PROMPTS = 8, 64
-MAX_TEXTS = 64
-"""Prompts times choices. It is MAX_ITEMS of shared/stores/token_streams.py."""
+MAX_CHOICES, MAX_PROMPTS = 8, 512
+MAX_TEXTS, MAX_STREAMED_TEXTS = 1024, 64
+"""Prompts times `n` in one request. The second is MAX_ITEMS of shared/stores/token_streams.py."""
 MAX_BIASES = 1024
 TEMPLATE_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 """What a chat template gets from other fields."""
@@ -455,8 +457,10 @@ class _SampledBody(Body):
     stream_options: StreamOptions | None = None
     user: EndUser | None = None
     safety_identifier: EndUser | None = None
-    metadata: Metadata | None = Field(None, description="Accepted, without effect.")
-    store: bool | None = Field(None, description="Accepted, without effect.")
+    metadata: Metadata | None = Field(None, description="Kept with a chat that is stored.")
+    store: bool | None = Field(
+        None, description="true: a chat can be listed, read again and deleted."
+    )
     service_tier: Option | None = Field(None, description="Accepted, without effect.")
     prompt_cache_key: CacheKey | None = Field(None, description="Accepted, without effect.")
     prompt_cache_retention: Option | None = Field(None, description="Accepted, without effect.")
@@ -599,13 +603,15 @@ class CompletionBody(_SampledBody):
         return self.prompt  # type: ignore[return-value] # a list of one kind, as was checked
 
     @model_validator(mode="after")
-    def _has_few_texts(self) -> CompletionBody:
-        texts = len(self.prompts) * (self.n or 1)
-        if texts > MAX_TEXTS:
-            raise ValueError(
-                f"prompt: {len(self.prompts)} prompts, each {self.n or 1} times, are {texts} "
-                f"texts; at most {MAX_TEXTS} are allowed"
+    def _texts_fit(self) -> CompletionBody:
+        texts, most = len(self.prompts) * (self.n or 1), MAX_TEXTS
+        if self.stream:
+            most = MAX_STREAMED_TEXTS
+        if texts > most:
+            how = "a stream" if self.stream else "a request"
+            raise WrongField(
+                "prompt", f"{texts} texts (prompts times n); {how} has at most {most} of them"
             )
         if self.echo and self.stream:
-            raise ValueError("echo: a stream has no prompt; leave out echo or stream")
+            raise WrongField("echo", "a stream has no prompt; leave out echo or stream")
         return self

@@ -8,7 +8,13 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from api.anthropic.schemas import AnthropicErrorReply, MessageReply, MessagesBody
+from api.anthropic.schemas import (
+    AnthropicErrorReply,
+    CountBody,
+    MessageReply,
+    MessagesBody,
+    TokenCountReply,
+)
 from api.bodies import ErrorReply
 from api.chat_bodies import ChatBody, ChatReply, CompletionBody, CompletionReply
 from api.http.openapi import ANSWERED, SCHEMA_REF, Described
@@ -26,6 +32,13 @@ from api.openai.images import EditBody, EditForm, GenerationBody, ImagesReply
 from api.openai.item_pages import ItemsPage
 from api.openai.models import ModelItem, ModelsReply
 from api.openai.responses_schemas import ResponseBody, ResponseDeleted, ResponseReply
+from api.openai.stored_chats import ChatChange, ChatDeleted
+from api.openai.token_counts import (
+    InputTokensBody,
+    InputTokensReply,
+    TokenizeBody,
+    TokenizeReply,
+)
 from api.openai.usage import UsagePage, UsageReply
 from api.problem_details import Problem
 from api.replicate.replies import (
@@ -68,7 +81,8 @@ from api.routes.status import StatusReply
 _BODIES: tuple[type[BaseModel], ...] = (
     *(EmbeddingsBody, GenerationBody, EditForm, EditBody),
     *(ChatBody, CompletionBody, ResponseBody),
-    *(ConversationBody, ConversationChange, NewItems, MessagesBody),
+    *(ConversationBody, ConversationChange, NewItems),
+    *(ChatChange, MessagesBody, CountBody, InputTokensBody, TokenizeBody),
     *(PredictionBody, VersionedBody, BatchBody),
 )
 
@@ -77,8 +91,8 @@ _REPLIES: tuple[type[msgspec.Struct], ...] = (
     *(EmbeddingsReply, ImagesReply, ModelsReply, ModelItem, ErrorReply),
     *(ChatReply, CompletionReply),
     *(ResponseReply, ResponseDeleted, ItemsPage),
-    *(ConversationReply, ConversationDeleted),
-    *(MessageReply, AnthropicErrorReply),
+    *(ConversationReply, ConversationDeleted, ChatDeleted),
+    *(MessageReply, AnthropicErrorReply, TokenCountReply, InputTokensReply, TokenizeReply),
     *(BatchObject, BatchesPage),
     *(FileObject, FilesPage, FileDeleted),
     *(

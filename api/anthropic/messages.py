@@ -14,13 +14,20 @@ from starlette.responses import Response
 
 from api.anthropic.errors import AnthropicRoute, as_asked
 from api.anthropic.events import MessageEvents
-from api.anthropic.schemas import AnthropicErrorReply, MessageReply, MessagesBody
+from api.anthropic.schemas import (
+    AnthropicErrorReply,
+    CountBody,
+    MessageReply,
+    MessagesBody,
+    TokenCountReply,
+)
 from api.chat_bodies import ChatBody
 from api.http import openapi
 from api.http.fast_route import IS_HEAD
 from api.http.request import ApiRequest, open_request, while_connected
 from api.openai.generation import inputs_of, is_repeatable, model_of
 from api.openai.ids import answer_id
+from api.openai.token_counts import count_chat
 from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
 from api.predictions.text_stream import StreamPosition
@@ -66,6 +73,25 @@ async def create_message(request: Request) -> Response:
             return Response(msgspec.json.encode(reply), media_type="application/json")
     except BadInput as error:
         raise as_asked(error) from error
+
+
+@router.post(
+    PATH + "/count_tokens",
+    summary="Count the tokens of messages",
+    openapi_extra=openapi.inference_body(CountBody),
+    responses=openapi.inference_responses(TokenCountReply, error=AnthropicErrorReply),
+)
+async def count_tokens(request: Request) -> Response:
+    """The tokens that the same request would read."""
+    call = open_request(request)
+    body = await call.read_json(CountBody)
+    try:
+        counted = await count_chat(call, body.to_chat())
+    except BadInput as error:
+        raise as_asked(error) from error
+    return Response(
+        msgspec.json.encode(TokenCountReply(counted.count)), media_type="application/json"
+    )
 
 
 async def _stream(

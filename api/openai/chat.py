@@ -263,7 +263,7 @@ async def read_chat(
         with ExitStack() as held:
             held.enter_context(call.dependencies.text_streams.reserved(call.tenant))
             return await _stream(call, CHAT, body, snapshot, last_id, held.pop_all())
-    return _stored(call, CHAT, body, snapshot)
+    return _json(stored_chat(call, snapshot))
 
 
 async def _create(request: Request, endpoint: _Endpoint[Any]) -> Response:
@@ -280,9 +280,27 @@ async def _create(request: Request, endpoint: _Endpoint[Any]) -> Response:
     repeats = is_repeatable(body) or call.context.key_seed is not None
     made = answer_id(endpoint.id_prefix, call.context.facts.request_id)
     async with call.inferred(model, inputs, is_repeatable=repeats) as response:
+        if isinstance(body, ChatBody) and body.store:
+            read = Inputs(inputs, dumped(body), len(inputs) > 1, is_repeatable=repeats)
+            made = await _keep(call, model, read, response.outcomes)
         return _json(
             endpoint.reply(body, made, call.context.facts.received_at_s, model, response.outcomes)
         )
+
+
+def dumped(body: ChatBody | CompletionBody) -> dict[str, Any]:
+    """Returns a body as it is kept."""
+    return body.model_dump(mode="json", exclude_unset=True, by_alias=True)
+
+
+async def _keep(
+    call: ApiRequest, model: Model, read: Inputs, outcomes: Sequence[ItemOutcome]
+) -> str:
+    """Keeps a chat that is there. Returns its id."""
+    digest = digest_of(json.dumps([model.name, CHAT.path, read.shown], sort_keys=True))
+    new = call.recorded(model, read, digest=digest, endpoint=CHAT.path).new_record
+    await call.dependencies.predictions.keep(new.prediction, outcomes, new.keep_s)
+    return answer_id(ids.CHAT, new.prediction.id)
 
 
 async def _create_stream(
@@ -294,7 +312,7 @@ async def _create_stream(
 ) -> Response:
     last_id = call.http.headers.get("last-event-id", "")
     seen_from_id(last_id, len(inputs))
-    shown = body.model_dump(mode="json", exclude_unset=True, by_alias=True)
+    shown = dumped(body)
     read = Inputs(inputs, shown, is_list=len(inputs) > 1, is_repeatable=is_repeatable(body))
     digest = digest_of(json.dumps([model.name, endpoint.path, shown], sort_keys=True))
     new = call.recorded(model, read, digest=digest, endpoint=endpoint.path)
@@ -361,10 +379,8 @@ def _items_of(body: ChatBody | CompletionBody) -> int:
     return prompts * (body.n or 1)
 
 
-def _stored(
-    call: ApiRequest, endpoint: _Endpoint[Any], body: ChatBody, snapshot: PredictionSnapshot
-) -> Response:
-    """Returns the whole answer of a prediction.
+def stored_chat(call: ApiRequest, snapshot: PredictionSnapshot) -> ChatReply:
+    """Returns the whole chat of a prediction.
 
     Raises:
         PredictionNotOver: it is being written.
@@ -375,8 +391,11 @@ def _stored(
         raise PredictionNotOver("the answer is being written; stream it, or ask again")
     if record.state != "succeeded" or record.reply is None:
         raise snapshot.failure
-    model, made = _model_of(call, snapshot), answer_id(endpoint.id_prefix, prediction.id)
-    return _json(endpoint.reply(body, made, prediction.created_at_s, model, record.reply.outcomes))
+    body = ChatBody.model_validate(prediction.input)
+    model, made = _model_of(call, snapshot), answer_id(ids.CHAT, prediction.id)
+    reply = chat_reply(body, made, prediction.created_at_s, model, record.reply.outcomes)
+    reply.metadata = body.metadata or {}
+    return reply
 
 
 def _model_of(call: ApiRequest, snapshot: PredictionSnapshot) -> Model:

@@ -36,6 +36,10 @@ class ModelItem(msgspec.Struct):
     aliases: tuple[str, ...] = ()
     owned_by: str = "penstock"
     object: Literal["model"] = "model"
+    max_model_len: int | msgspec.UnsetType = msgspec.UNSET
+    """The tokens of a text model's context, with those that it writes, as vLLM calls them."""
+    context_length: int | msgspec.UnsetType = msgspec.UNSET
+    """The same, as OpenRouter calls it."""
 
 
 class ModelsReply(msgspec.Struct):
@@ -105,4 +109,7 @@ async def get_model(request: Request, model: str) -> Response:
 
 
 def _item(model: Model, dependencies: Dependencies) -> ModelItem:
-    return ModelItem(model.name, int(dependencies.started_at_s), model.task, model.aliases)
+    item = ModelItem(model.name, int(dependencies.started_at_s), model.task, model.aliases)
+    if model.task == "text":
+        item.max_model_len = item.context_length = model.generation.context_tokens
+    return item

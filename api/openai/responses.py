@@ -55,7 +55,7 @@ from shared.tasks.text import GenerationInput
 
 
 @contextmanager
-def _in_own_words() -> Iterator[None]:
+def words_of_responses() -> Iterator[None]:
     """Names the fields of a response in what the block raises, in place of those of a chat."""
     try:
         yield
@@ -87,7 +87,7 @@ async def create_response(request: Request) -> Response:
     reads it or not. Responses can be read again and continued, unless `store` is false.
     """
     call = open_request(request)
-    asked = await _whole(call, await call.read_json(ResponseBody))
+    asked = await whole_request(call, await call.read_json(ResponseBody))
     body = asked.body
     chat = _chat_of(body)
     model = model_of(chat, call.dependencies.catalog)
@@ -99,7 +99,7 @@ async def create_response(request: Request) -> Response:
             field="max_output_tokens",
         )
     seed = call.context.key_seed
-    with _in_own_words():
+    with words_of_responses():
         inputs = inputs_of(chat, model, secrets.randbelow(2**53) if seed is None else seed)
         if body.stream or body.background:
             return await _create_prediction(call, asked, model, inputs)
@@ -190,7 +190,7 @@ class _Asked(NamedTuple):
     """The id of the conversation that it adds to. Empty: none."""
 
 
-async def _whole(call: ApiRequest, body: ResponseBody) -> _Asked:
+async def whole_request(call: ApiRequest, body: ResponseBody) -> _Asked:
     """Returns the request with the items that it names, and with what came before it."""
     conversation, before = body.conversation_id, list[dict[str, Any]]()
     if conversation:

@@ -14,6 +14,9 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
+from typing import Any
+
+import msgspec
 
 from api import metrics
 from api.dispatch.admission import Admission
@@ -225,6 +228,46 @@ class Predictions:
         ]
         next_s = found[-1].record.created_at_s if found and len(ids) == PAGE else None
         return [await self._end_if_late(one) for one in found], next_s
+
+    async def all(self, tenant: str) -> AsyncGenerator[PredictionSnapshot]:
+        """Yields the predictions of a tenant that can be listed, newest first.
+
+        Raises:
+            Unavailable: Redis is out of reach.
+        """
+        page, before_s = await self.page(tenant, None)
+        while True:
+            for snapshot in page:
+                yield snapshot
+            if before_s is None:
+                return
+            page, before_s = await self.page(tenant, before_s)
+
+    async def replace_input(
+        self, snapshot: PredictionSnapshot, given: dict[str, Any]
+    ) -> PredictionSnapshot:
+        """Replaces the input of a prediction that has ended, as callers see it.
+
+        Raises:
+            PredictionNotOver: it has not ended.
+            NotFound: it was deleted in the meantime, or changed by another request.
+            Overloaded: the store of predictions is full.
+            Unavailable: Redis is out of reach.
+        """
+        if not snapshot.record.is_over:
+            raise PredictionNotOver("it has not ended, so it can't be changed yet")
+        changed = msgspec.structs.replace(snapshot.prediction, input=given)
+        document = _encode_within_bounds(changed)
+        if not await self._records.put_document(
+            changed.record,
+            changed.tenant,
+            document,
+            keep_s=None,
+            replaces=snapshot.record.document,
+        ):
+            raise _not_found(changed.id)
+        record = msgspec.structs.replace(snapshot.record, document=document)
+        return PredictionSnapshot(changed, record)
 
     async def cancel(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
         """Cancels a prediction of this tenant, unless it has ended.

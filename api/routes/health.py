@@ -23,6 +23,14 @@ async def is_alive(request: Request) -> Response:
 
 
 @router.get(
+    "/health", summary="Liveness", responses={200: success("The process is alive.", HealthReply)}
+)
+async def is_alive_too(request: Request) -> Response:
+    """The same as /healthz, by the name that other servers have for it."""
+    return await is_alive(request)
+
+
+@router.get(
     "/readyz",
     summary="Readiness",
     responses={

@@ -11,7 +11,8 @@ from shared.tasks.embedding import EMBEDDING, EmbeddingResult, TextInput, Tokens
 from shared.tasks.image import IMAGE, ImageInput, ImageResult
 from shared.tasks.similarity import SIMILARITY, SimilarityInput, SimilarityResult
 from shared.tasks.text import TEXT, GenerationInput, GenerationResult
+from shared.tasks.text_count import TextToCount, TokenCount
 
-Input = TextInput | TokensInput | ImageInput | SimilarityInput | GenerationInput
-Result = EmbeddingResult | ImageResult | SimilarityResult | GenerationResult
+Input = TextInput | TokensInput | ImageInput | SimilarityInput | GenerationInput | TextToCount
+Result = EmbeddingResult | ImageResult | SimilarityResult | GenerationResult | TokenCount
 TASKS: dict[str, Task] = {task.name: task for task in (EMBEDDING, IMAGE, SIMILARITY, TEXT)}

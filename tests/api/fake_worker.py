@@ -41,6 +41,7 @@ from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.tasks.image import ImageInput, ImageResult
 from shared.tasks.similarity import SimilarityInput, SimilarityResult
 from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk, TokenLogprob
+from shared.tasks.text_count import TextToCount, TokenCount
 from shared.topics import jobs_topic_id, workers_subscription_id
 from shared.transport import Admin, Subscription, SubscriptionSettings, Transport
 from tests.limits import WAIT_LIMIT_S
@@ -286,8 +287,12 @@ def _result(given: Input) -> Result:
             read = [f"<{one}>" for one in given.prompt]
             result.prompt_text, result.prompt_logprobs = "".join(read), _logprobs(given, read)
         return result
+    if isinstance(given, TextToCount):
+        text = given.prompt or " ".join(one["content"] for one in given.messages)
+        ids = b"".join(len(word).to_bytes(4, "little") for word in text.split())
+        return TokenCount(len(ids) // 4, ids if given.wants_ids else b"")
     if isinstance(given, SimilarityInput):
-        text, query = (vector_of(TextInput(one)) for one in (given.text, given.query))
-        return SimilarityResult(float(np.clip(text @ query, -1, 1)), 4)
+        first, second = (vector_of(TextInput(one)) for one in (given.text, given.query))
+        return SimilarityResult(float(np.clip(first @ second, -1, 1)), 4)
     words = given.text.split() if hasattr(given, "text") else given.tokens
     return EmbeddingResult(vector_of(given).tobytes(), len(words) + 2)

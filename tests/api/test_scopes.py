@@ -176,7 +176,7 @@ async def test_alias_of_a_model_is_the_model(api: ApiUnderTest) -> None:
     assert (await ask(api, "texts", ("POST", "/v1/embeddings", body))).status_code == 200
 
 
-OPEN_TO_ALL = {"healthz", "readyz", "docs", "console", "openapi.json", "", "objects"}
+OPEN_TO_ALL = {"health", "healthz", "readyz", "docs", "console", "openapi.json", "", "objects"}
 
 
 async def test_each_route_is_in_the_table(api: ApiUnderTest) -> None:
@@ -280,6 +280,9 @@ NAMED: dict[str, dict[str, Any]] = {
     "/chat/completions": {"model": "writer", "messages": [{"role": "user", "content": "a"}]},
     "/completions": {"model": "writer", "prompt": "a"},
     "/responses": {"model": "writer", "input": "a"},
+    "/messages/count_tokens": {"model": "writer", "messages": [{"role": "user", "content": "a"}]},
+    "/responses/input_tokens": {"model": "writer", "input": "a"},
+    "/tokenize": {"model": "writer", "prompt": "a"},
     "/messages": {
         "model": "writer",
         "max_tokens": 2,

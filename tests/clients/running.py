@@ -87,4 +87,7 @@ def run_checks(command: Sequence[str], service: Service) -> tuple[list[Outcome],
 
 
 def _is_ours(name: str) -> bool:
-    return name.startswith(("PENSTOCK_", "OPENAI_", "REPLICATE_")) or name == "PYTHONPATH"
+    return (
+        name.startswith(("PENSTOCK_", "OPENAI_", "REPLICATE_", "ANTHROPIC_"))
+        or name == "PYTHONPATH"
+    )

@@ -216,6 +216,22 @@ class WorkerHarness:
         self.consumer: JobConsumer | None = None
         self.registry: JobRegistry | None = None
 
+    async def send_items(self, items: list[Item], *, request_id: str) -> None:
+        """Sends a job of items of any kind."""
+        now_s = time.time()
+        envelope = Envelope(
+            request_id=request_id,
+            part=0,
+            model=MODEL.name,
+            tenant="t",
+            inbox=inbox_topic_id("1"),
+            slot="0",
+            deadline_s=now_s + WAIT_LIMIT_S,
+            received_at_s=now_s,
+            published_at_s=now_s,
+        )
+        await self.publish(Job(envelope, JobBody(items)))
+
     async def send(
         self,
         *texts: str,

@@ -30,6 +30,7 @@ from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Claim
 from shared.stores.records import Records
 from shared.tasks import Input, Result
+from shared.tasks.text_count import TokenCount
 from shared.tracing.spans import is_recorded
 from shared.transport import ReceivedMessage, Subscription
 from workers.job import JobTimer, PulledJob, QueuedItem, Run
@@ -43,6 +44,8 @@ from workers.models.base import Prepared, Preparer
 from workers.tasks import WORKER_TASKS
 
 JobCallback = Callable[[PulledJob], None]
+_Ready = Prepared | TokenCount | PenstockError
+"""An item that a model can compute, one that needs none, or one that is wrong."""
 
 
 class Clock(Protocol):
@@ -199,7 +202,7 @@ class Preprocessor:
         self._objects = objects
         self._on_thread = on_thread
 
-    async def prepare(self, items: Sequence[Item]) -> list[Prepared | PenstockError]:
+    async def prepare(self, items: Sequence[Item]) -> list[_Ready]:
         """One outcome per item, in order: the prepared item, or an error."""
         found: Sequence[Item | PenstockError] = items
         if any(item.input.source is not None for item in items):
@@ -222,13 +225,13 @@ class Preprocessor:
         inline = Blob(source.media_type, data=data)
         return msgspec.structs.replace(item, input=item.input.with_source(inline))
 
-    def _prepare(self, items: Sequence[Item | PenstockError]) -> list[Prepared | PenstockError]:
+    def _prepare(self, items: Sequence[Item | PenstockError]) -> list[_Ready]:
         prepared = iter(
             self._prepare_inputs([item.input for item in items if isinstance(item, Item)])
         )
         return [next(prepared) if isinstance(item, Item) else item for item in items]
 
-    def _prepare_inputs(self, inputs: Sequence[Input]) -> Sequence[Prepared | PenstockError]:
+    def _prepare_inputs(self, inputs: Sequence[Input]) -> Sequence[_Ready]:
         try:
             return self._preparer.prepare(inputs)
         except Exception:
@@ -539,6 +542,8 @@ class JobConsumer:
         for (pulled, item), ready, before in zip(missing, prepared, written, strict=True):
             if isinstance(ready, PenstockError):
                 self._completion.settle(pulled, failure(item.index, ready, pulled.receipt()))
+            elif isinstance(ready, TokenCount):  # no model is needed
+                self._completion.settle(pulled, pulled.hit(item, ready, "none"))
             elif not self.queue.join(
                 pulled, item
             ):  # an identical item of this admission may be queued by now

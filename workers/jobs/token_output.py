@@ -81,7 +81,7 @@ class TokenOutput:
             self._has_more |= end is not None and end < chunk.first
 
     async def resume(
-        self, missing: Sequence[tuple[PulledJob, Item]], prepared: Sequence[Prepared | Exception]
+        self, missing: Sequence[tuple[PulledJob, Item]], prepared: Sequence[object]
     ) -> list[list[TokenChunk]]:
         """Reads what earlier workers have written of items that are about to be queued.
 

@@ -14,6 +14,7 @@ import msgspec
 from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.tasks import Input, Result
 from shared.tasks.text import RESPONSE_FORMAT, TokenChunk, TokenLogprob
+from shared.tasks.text_count import TokenCount
 
 
 class Prepared(msgspec.Struct, kw_only=True):
@@ -106,6 +107,7 @@ class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
 
 
 PreparedItem = PreparedText | PreparedImage | PreparedPair | PreparedPrompt
+PreparedOutcome = PreparedItem | TokenCount | BadInput
 OnStep = Callable[[int, int], None]
 """Called as on_step(step, steps) after each step of a batch, from 1."""
 
@@ -121,8 +123,11 @@ class Picture(msgspec.Struct, array_like=True):
 class Preparer(Protocol):
     """Checks and prepares inputs in the I/O process, so it never imports a model library."""
 
-    def prepare(self, inputs: Sequence[Input]) -> Sequence[PreparedItem | BadInput]:
-        """One outcome per input, in order. A bad input becomes a BadInput that names its field."""
+    def prepare(self, inputs: Sequence[Input]) -> Sequence[PreparedOutcome]:
+        """One outcome per input, in order. A bad input becomes a BadInput that names its field.
+
+        An input that needs no model has its result already.
+        """
 
 
 class LoadedModel(Protocol):

@@ -16,6 +16,7 @@ from workers.models.base import (
     InferenceModel,
     OnStep,
     PreparedItem,
+    PreparedOutcome,
     PreparedPair,
     PreparedText,
     Preparer,
@@ -43,7 +44,7 @@ class PairPreparer:
         return [self._pair(value, prepared) for value in inputs]
 
     def _pair(
-        self, value: Input, prepared: dict[tuple[str, Truncate], PreparedItem | BadInput]
+        self, value: Input, prepared: dict[tuple[str, Truncate], PreparedOutcome]
     ) -> PreparedPair | BadInput:
         if not isinstance(value, SimilarityInput):
             return BadInput("a similarity model takes pairs of texts", field="input")

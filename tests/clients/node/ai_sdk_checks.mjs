@@ -144,6 +144,19 @@ await run({
     assert.equal(toolCalls[0].toolName, "paint");
     assert.ok(["red", "green"].includes(toolCalls[0].input.color));
   },
+  "a tool loop of three steps through openai(model), with its defaults": async () => {
+    if (!WRITER) throw new Skip("this service has no text model: the extra `text` is not installed");
+    const painted = [];
+    const execute = async ({ color }) => painted.push(color) && "It is painted.";
+    const paint = ai.tool({ description: "Paints.", inputSchema: colors, execute });
+    const asked = { model: openai(WRITER), prompt: "Paint it.", tools: { paint } };
+    const stopWhen = ai.stepCountIs(3);
+    const { steps } = await ai.generateText({ ...asked, toolChoice: "required", stopWhen });
+    assert.equal(steps.length, 3);
+    assert.equal(painted.length, 3);
+    const streaming = ai.streamText({ ...asked, toolChoice: "required", stopWhen });
+    assert.equal((await streaming.steps).length, 3);
+  },
   "unknown model is told": async () => {
     const asking = embed({ model: penstock.embeddingModel("no-such-model"), value: "a" });
     await assert.rejects(asking, (error) => {

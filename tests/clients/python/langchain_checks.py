@@ -154,6 +154,20 @@ def chat_through_responses() -> None:
 
 
 @check
+def responses_follow_one_another() -> None:
+    """By `previous_response_id`: only what is new is sent."""
+    model = chat(use_responses_api=True, use_previous_response_id=True)
+    first = model.invoke("What is a mill?")
+    second = model.invoke([("user", "What is a mill?"), first, ("user", "And a river?")])
+    assert second.text
+    assert second.usage_metadata["input_tokens"] > first.usage_metadata["input_tokens"]
+    bound = model.bind_tools([City], tool_choice="required")
+    called = bound.invoke("Tell me about Bern.")
+    result = {"role": "tool", "tool_call_id": called.tool_calls[0]["id"], "content": "134,000"}
+    assert model.invoke([("user", "Tell me about Bern."), called, result]).text
+
+
+@check
 def wrong_key_is_refused() -> None:
     needs_keys()
     with raises(openai.AuthenticationError):

@@ -13,7 +13,7 @@ from shared.tasks.embedding import TextInput
 from shared.tasks.similarity import SimilarityInput, SimilarityResult
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.batches import model_for
-from workers.models.base import InferenceModel, Prepared, PreparedItem
+from workers.models.base import InferenceModel, Prepared, PreparedItem, PreparedOutcome
 from workers.runtime.pool import HostedModel, ModelPool
 from workers.tasks import preparer_for
 
@@ -42,7 +42,7 @@ def model(entry: Model, minilm_folder: Path) -> InferenceModel:
 
 
 @pytest.fixture(scope="module")
-def prepared(entry: Model, minilm_folder: Path) -> Sequence[PreparedItem | BadInput]:
+def prepared(entry: Model, minilm_folder: Path) -> Sequence[PreparedOutcome]:
     return preparer_for(entry, minilm_folder).prepare([SimilarityInput(*pair) for pair in PAIRS])
 
 

@@ -26,7 +26,8 @@ from shared.catalog import Model
 from shared.errors import BadInput, ConfigurationError
 from shared.tasks import Input
 from shared.tasks.text import RESPONSE_FORMAT, GenerationInput
-from workers.models.base import PreparedItem, PreparedPrompt
+from shared.tasks.text_count import TextToCount, TokenCount
+from workers.models.base import PreparedOutcome, PreparedPrompt
 from workers.models.text.schemas import NO_SCHEMA, GrammarSchema, read_schema
 from workers.models.text.vocabulary import Vocabulary
 
@@ -245,12 +246,14 @@ class PromptPreparer:
         self._template = _read_template(self._vocabulary)
         self._read: dict[tuple[str, bool], GrammarSchema | str] = {}
 
-    def prepare(self, inputs: Sequence[Input]) -> list[PreparedItem | BadInput]:
+    def prepare(self, inputs: Sequence[Input]) -> list[PreparedOutcome]:
         """One outcome per input, in order."""
-        outcomes: list[PreparedItem | BadInput] = []
+        outcomes: list[PreparedOutcome] = []
         for value in inputs:
             try:
-                outcomes.append(self._prepare(value))
+                outcomes.append(
+                    self._count(value) if isinstance(value, TextToCount) else self._prepare(value)
+                )
             except BadInput as error:
                 outcomes.append(error)
         return outcomes
@@ -287,6 +290,10 @@ class PromptPreparer:
             is_streamed=value.is_streamed,
         )
 
+    def _count(self, value: TextToCount) -> TokenCount:
+        ids = self._read_messages(value) if value.messages else self._read_prompt(value.prompt)
+        return TokenCount(len(ids), np.array(ids, _IDS).tobytes() if value.wants_ids else b"")
+
     def _read_prompt(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             return self._encode_plain(prompt, "prompt", special=True)
@@ -300,12 +307,13 @@ class PromptPreparer:
                 reason = f"token id {token}, at position {position}, is not in the vocabulary"
                 raise BadInput(f"{field}: {reason}, which ends at {last}", field=field)
 
-    def _read_messages(self, value: GenerationInput) -> list[int]:
+    def _read_messages(self, value: GenerationInput | TextToCount) -> list[int]:
         if self._template is None:
             raise BadInput("this model has no chat template; send a prompt", field="messages")
         marks = _Marks(list(self._vocabulary.special.values()))
         try:
-            given = map(marks.hide, (value.messages, value.tools, value.template_options))
+            options = value.template_options if isinstance(value, GenerationInput) else {}
+            given = map(marks.hide, (value.messages, value.tools, options))
             text = self._template.render(*given)
         except RecursionError as error:
             raise BadInput("the messages are nested too deeply", field="messages") from error

@@ -13,6 +13,7 @@ import pytest
 from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
 from shared.tasks.embedding import TextInput
 from shared.tasks.text import GenerationInput
+from shared.tasks.text_count import TextToCount, TokenCount
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.text import tiny
 from workers.models.base import PreparedPrompt
@@ -40,6 +41,17 @@ def prepare(preparer: PromptPreparer, **fields: Any) -> PreparedPrompt:
 def ids_of(prepared: PreparedPrompt) -> list[int]:
     found: list[int] = np.frombuffer(prepared.ids, "<u4").tolist()
     return found
+
+
+def test_tokens_are_counted_as_they_are_read(preparer: PromptPreparer) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for fields in ({"messages": [USER], "tools": tools}, {"prompt": "Hi there"}):
+        read = ids_of(prepare(preparer, **fields))
+        (counted,) = preparer.prepare([TextToCount(**fields, wants_ids=True)])
+        assert isinstance(counted, TokenCount)
+        assert (counted.count, counted.token_ids) == (len(read), read)
+    (empty,) = preparer.prepare([TextToCount(prompt="")])
+    assert isinstance(empty, TokenCount)
 
 
 def test_messages_and_tools_go_through_the_template_as_in_transformers(

@@ -1,0 +1,145 @@
+"""Stored chats: listed, changed, deleted, and their messages, as OpenAI's clients call them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.bodies import Body, Metadata
+from api.chat_bodies import ChatBody, ChatReply
+from api.http import openapi
+from api.http.request import ApiRequest, authenticate
+from api.openai import ids
+from api.openai.chat import CHAT, stored_chat
+from api.openai.item_pages import After, ItemsPage, Limit, page_of
+from api.openai.stored import find_stored, not_found
+from api.predictions.creation import PredictionSnapshot
+from api.predictions.service import PredictionNotOver
+
+Order = Annotated[Literal["asc", "desc"], Query(description="By time: `asc` or `desc`.")]
+OfModel = Annotated[str, Query(description="Only chats with this model.")]
+OfMetadata = Annotated[
+    str, Query(description="Only chats with this metadata, as `metadata[key]=value`.")
+]
+router = APIRouter()
+
+
+class ChatChange(Body):
+    """What is to change of a stored chat."""
+
+    metadata: Metadata | None
+
+
+class ChatDeleted(msgspec.Struct):
+    """A deleted chat."""
+
+    id: str
+    deleted: bool = True
+    object: Literal["chat.completion.deleted"] = "chat.completion.deleted"
+
+
+@router.get(
+    CHAT.path,
+    summary="List stored chats",
+    openapi_extra=openapi.AUTHENTICATED,
+    responses=openapi.responses(ItemsPage, 400, 401, 503),
+)
+async def list_chats(
+    request: Request,
+    after: After = "",
+    limit: Limit = 20,
+    order: Order = "asc",
+    model: OfModel = "",
+    metadata: OfMetadata = "",
+) -> Response:
+    """The chats with `store: true` that the key may see."""
+    call = authenticate(request)
+    wanted = {
+        name[len("metadata[") : -1]: value
+        for name, value in request.query_params.items()
+        if name.startswith("metadata[") and name.endswith("]")
+    }
+    found = [one async for one in call.dependencies.predictions.all(call.tenant)]
+    shown = [
+        msgspec.to_builtins(stored_chat(call, one))
+        for one in found
+        if _is_stored(call, one)
+        and model in ("", one.prediction.model)
+        and wanted.items() <= (one.prediction.input.get("metadata") or {}).items()
+    ]
+    return _json(page_of(shown[::-1], limit, order, after))
+
+
+@router.post(
+    CHAT.path + "/{completion_id}",
+    summary="Change a stored chat",
+    openapi_extra=openapi.json_body(ChatChange),
+    responses=openapi.responses(ChatReply, 400, 401, 404, 408, 409, 413, 429, 503),
+)
+async def change_chat(request: Request, completion_id: str) -> Response:
+    """Replaces its metadata."""
+    call = authenticate(request)
+    snapshot = await _find(call, completion_id)
+    body = await call.read_json(ChatChange)
+    given = snapshot.prediction.input | {"metadata": body.metadata or {}}
+    changed = await call.dependencies.predictions.replace_input(snapshot, given)
+    return _json(stored_chat(call, changed))
+
+
+@router.delete(
+    CHAT.path + "/{completion_id}",
+    summary="Delete a stored chat",
+    openapi_extra=openapi.AUTHENTICATED,
+    responses=openapi.responses(ChatDeleted, 401, 404, 409, 503),
+)
+async def delete_chat(request: Request, completion_id: str) -> Response:
+    """Deletes a chat that has ended."""
+    call = authenticate(request)
+    found = await find_stored(call, ids.CHAT, CHAT.path, completion_id)
+    try:
+        await call.dependencies.predictions.delete(call.tenant, found.prediction.id)
+    except PredictionNotOver as error:
+        raise PredictionNotOver("the chat has not ended") from error
+    return _json(ChatDeleted(completion_id))
+
+
+@router.get(
+    CHAT.path + "/{completion_id}/messages",
+    summary="List the messages of a stored chat",
+    openapi_extra=openapi.AUTHENTICATED,
+    responses=openapi.responses(ItemsPage, 400, 401, 404, 503),
+)
+async def list_messages(
+    request: Request, completion_id: str, after: After = "", limit: Limit = 20, order: Order = "asc"
+) -> Response:
+    """The messages that the model was given."""
+    call = authenticate(request)
+    snapshot = await _find(call, completion_id)
+    body = ChatBody.model_validate(snapshot.prediction.input)
+    messages = [
+        message.model_dump(mode="json", exclude_unset=True)
+        | {"id": f"{completion_id}-{number}", "content": message.text}
+        for number, message in enumerate(body.messages)
+    ]
+    return _json(page_of(messages, limit, order, after))
+
+
+async def _find(call: ApiRequest, completion_id: str) -> PredictionSnapshot:
+    snapshot = await find_stored(call, ids.CHAT, CHAT.path, completion_id)
+    if not snapshot.prediction.input.get("store"):
+        raise not_found(ids.CHAT, completion_id)
+    return snapshot
+
+
+def _is_stored(call: ApiRequest, snapshot: PredictionSnapshot) -> bool:
+    prediction, record = snapshot
+    is_chat = prediction.endpoint == CHAT.path and bool(prediction.input.get("store"))
+    return is_chat and record.state == "succeeded" and call.lists(snapshot)
+
+
+def _json(reply: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(reply), media_type="application/json")

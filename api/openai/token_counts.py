@@ -1,0 +1,135 @@
+"""Counts tokens as a text model reads them: /v1/responses/input_tokens and /v1/tokenize.
+
+A worker of the model counts, since only workers have its tokenizer and its chat template. No model
+runs, and it costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.bodies import Body, Option, WrongField
+from api.chat_bodies import ChatBody, Message, Tool
+from api.http import openapi
+from api.http.request import ApiRequest, open_request
+from api.openai.generation import tools_of
+from api.openai.responses import whole_request, words_of_responses
+from api.openai.responses_schemas import ResponseBody
+from shared.catalog import Model
+from shared.errors import PenstockError
+from shared.tasks.text_count import TextToCount, TokenCount
+
+router = APIRouter()
+
+
+class InputTokensBody(ResponseBody):
+    """A request for a response whose input is counted."""
+
+    personality: Option | None = Field(None, description="Accepted, without effect.")
+
+
+class InputTokensReply(msgspec.Struct):
+    """How many tokens the model would read."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+class TokenizeBody(Body):
+    """A text, or the messages of a chat."""
+
+    model: str | None = Field(None, description="Default: the first text model of the catalog.")
+    prompt: str | None = Field(None, description="A text as it is.")
+    messages: list[Message] | None = Field(None, min_length=1, max_length=2048)
+    tools: list[Tool] | None = None
+    add_special_tokens: Literal[True] | None = None
+    add_generation_prompt: Literal[True] | None = None
+    return_token_strs: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise WrongField("prompt", "send either prompt or messages")
+        return self
+
+
+class TokenizeReply(msgspec.Struct):
+    """The ids of the tokens, how many they are, and how many the model reads at most."""
+
+    count: int
+    tokens: list[int]
+    max_model_len: int
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    summary="Count the input of a response",
+    openapi_extra=openapi.inference_body(InputTokensBody),
+    responses=openapi.inference_responses(InputTokensReply),
+)
+async def count_input_tokens(request: Request) -> Response:
+    """The tokens that the same request would read, with what comes before its input."""
+    call = open_request(request)
+    body = (await whole_request(call, await call.read_json(InputTokensBody))).body
+    with words_of_responses():
+        chat = body.to_chat()
+        counted = await count_chat(call, chat)
+    return _json(InputTokensReply(counted.count))
+
+
+@router.post(
+    "/v1/tokenize",
+    summary="Tokenize a text or a chat",
+    openapi_extra=openapi.inference_body(TokenizeBody),
+    responses=openapi.inference_responses(TokenizeReply),
+)
+async def tokenize(request: Request) -> Response:
+    """Extension, as vLLM has it: the ids of the tokens that the model would read."""
+    call = open_request(request)
+    body = await call.read_json(TokenizeBody)
+    model = _model_of(call, body.model)
+    given = TextToCount(prompt=body.prompt or "", wants_ids=True)
+    if body.messages is not None:
+        given.messages = [message.to_template() for message in body.messages]
+        given.tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    counted = await count(call, model, given)
+    reply = TokenizeReply(counted.count, counted.token_ids, model.generation.context_tokens)
+    return _json(reply)
+
+
+async def count_chat(call: ApiRequest, chat: ChatBody) -> TokenCount:
+    """Returns how many tokens a chat has.
+
+    Raises:
+        UnknownModel: the text model does not exist.
+        PenstockError: as those of a chat.
+    """
+    messages = [message.to_template() for message in chat.messages]
+    given = TextToCount(messages=messages, tools=tools_of(chat))
+    return await count(call, _model_of(call, chat.model), given)
+
+
+async def count(call: ApiRequest, model: Model, given: TextToCount) -> TokenCount:
+    """Has a worker of the model count."""
+    async with call.inferred(model, [given], is_repeatable=False) as response:
+        result = response.outcomes[0].result
+        if not isinstance(result, TokenCount):
+            raise PenstockError(f"{model.name} returned a result that is no count; this is a bug")
+        return result
+
+
+def _model_of(call: ApiRequest, name: str | None) -> Model:
+    catalog = call.dependencies.catalog
+    model = catalog.default("text") if name is None else catalog.find(name, "text")
+    call.use(model)
+    return model
+
+
+def _json(reply: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(reply), media_type="application/json")
