@@ -27,6 +27,7 @@ from openai.types.chat import (
     ChatCompletionSystemMessageParam,
     ChatCompletionToolMessageParam,
     ChatCompletionUserMessageParam,
+    completion_update_params,
 )
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.conversations import (
@@ -43,6 +44,7 @@ from openai.types.responses import (
     ResponseOutputTextParam,
     ResponseReasoningItemParam,
     ResponseTextConfigParam,
+    input_token_count_params,
     response_create_params,
 )
 from openai.types.responses.response_input_item_param import FunctionCallOutput
@@ -237,6 +239,18 @@ CASES = [
         (FunctionToolParam,),
     ),
     Case(RESPONSES, response(text={}), ("text",), (ResponseTextConfigParam,)),
+    Case(
+        "/v1/responses/input_tokens",
+        {"model": "writer", "input": "a"},
+        (),
+        (input_token_count_params.InputTokenCountParams,),
+    ),
+    Case(
+        "/v1/chat/completions/{chat}",
+        {"metadata": {}},
+        (),
+        (completion_update_params.CompletionUpdateParams,),
+    ),
     Case("/v1/conversations", {}, (), (conversation_create_params.ConversationCreateParams,)),
     Case(
         "/v1/conversations/{conversation}",
@@ -261,8 +275,12 @@ CASES = [
         (batch_create_params.BatchCreateParams,),
     ),
 ]
-NULLS_REFUSED = {("/v1/completions", "prompt"), (RESPONSES, "call_id")}
-"""Null would mean a text without a prompt, and a result of no call. Both are refused by name."""
+NULLS_REFUSED = {
+    ("/v1/completions", "prompt"),
+    (RESPONSES, "call_id"),
+    ("/v1/responses/input_tokens", "input"),
+}
+"""Null would mean a text without a prompt, a result of no call, and nothing to count."""
 
 
 @pytest.fixture(scope="module")
@@ -280,6 +298,9 @@ async def _prepared(api: ApiUnderTest, case: Case) -> tuple[str, dict[str, Any]]
     if "{conversation}" in text:
         made = await api.http.post("/v1/conversations", json={})
         text = text.replace("{conversation}", made.json()["id"])
+    if "{chat}" in text:
+        made = await api.http.post(CHAT, json=chat(store=True))
+        text = text.replace("{chat}", made.json()["id"])
     if "{file}" in text:
         files = {"file": ("a.jsonl", b"{}\n")}
         made = await api.http.post("/v1/files", files=files, data={"purpose": "batch"})

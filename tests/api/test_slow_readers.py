@@ -38,8 +38,15 @@ api = api_with_redis()
 
 
 @pytest.fixture
-async def roomy(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
-    """An API with room for all those who leave at once, and for long texts."""
+async def roomy(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[ApiUnderTest]:
+    """An API with room for all those who leave at once, and for long texts.
+
+    Its answers begin before there are tokens.
+    """
+    monkeypatch.setattr("api.predictions.text_stream.FIRST_EVENT_S", 0.0)
+    monkeypatch.setattr("api.predictions.text_stream.HEARTBEAT_S", 0.05)
     room = {"max_in_flight": 2 * LEAVING}
     settings = settings_for(tmp_path, redis_url=redis_url, **room)
     size = {"generation": Generation(context_tokens=10_000, longest_tokens=LONG_TOKENS)}

@@ -24,8 +24,7 @@ set_default_openai_client(
 painted: list[str] = []
 
 
-@function_tool
-def paint(color: str) -> str:
+def _paint(color: str) -> str:
     """Paints the wall.
 
     Args:
@@ -33,6 +32,9 @@ def paint(color: str) -> str:
     """
     painted.append(color)
     return "It is painted."
+
+
+paint = function_tool(_paint, name_override="paint")
 
 
 def agent(name: str, **options: Any) -> Agent[Any]:
