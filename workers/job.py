@@ -24,7 +24,7 @@ from workers.models.base import Prepared, PreparedPrompt
 from workers.runtime.protocol import BatchResult
 
 FRESH_S = 0.05
-TEXT_INNOCENT_DEATHS = 2
+TEXT_INNOCENT_DEATHS = 4
 NOT_STARTED, NOT_DONE = "the model could start", "the model was done"
 NOT_SENT = "the answer was on its way"
 """The event that did not happen before an item's time ran out."""
@@ -83,8 +83,9 @@ class PulledJob:
     def tolerated_crashes(self) -> int:
         """Worker crashes tolerated before the job is treated as a poison pill.
 
-        A text takes long, goes on from its tokens, and somebody reads along. And what it can kill
-        is a model process, which is counted by itself.
+        A text takes long, goes on from its tokens, and somebody waits for it, while texts that run
+        one by one take many times as long. And what it can kill is a model process, which is
+        counted by itself.
         """
         is_text = isinstance(self.items[0].input, GenerationInput)
         return TEXT_INNOCENT_DEATHS if is_text else 0

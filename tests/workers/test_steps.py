@@ -359,8 +359,8 @@ async def test_an_item_that_kills_its_process_is_given_up_and_no_other(
         assert "model processes died over this item" in found["poison"].error.message
 
 
-@pytest.mark.parametrize(("deaths", "company"), [(1, 2), (2, 2), (3, 1)])
-async def test_a_text_whose_worker_died_joins_others_but_not_after_a_third_death(
+@pytest.mark.parametrize(("deaths", "company"), [(1, 2), (4, 2), (5, 1)])
+async def test_a_text_whose_worker_died_joins_others_but_not_after_a_fifth_death(
     redis_url: str, tmp_path: Path, deaths: int, company: int
 ) -> None:
     async with spelling(redis_url, tmp_path) as harness:
