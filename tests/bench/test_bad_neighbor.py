@@ -42,5 +42,6 @@ async def test_quiet_tenant_is_served_beside_one_that_does_its_worst(
     (found,) = await measure(stack, [[surface]], SECONDS, 1, receivers=RECEIVERS)
     assert not found.quiet_refused
     assert not found.lost
-    assert found.statuses.total(), "the bad tenant did little"
+    # Beside load not one of its slow readers may be done. Then they kept the stack busy.
+    assert found.statuses.total() or sum(found.cores) > 0, "the bad tenant did nothing"
     assert float(np.median(found.beside.took_ms)) <= limit_ms(found)
