@@ -40,10 +40,10 @@ from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
 from workers.models.base import LoadedModel, Preparer, SteppedModel
 from workers.runtime.client import Launch
+from workers.runtime.execution import StepRoom
 from workers.runtime.pool import PooledProcess, ProcessPool
 from workers.runtime.resident_models import ResidentModels
 from workers.runtime.server import ModelServer
-from workers.runtime.step_execution import StepRoom
 from workers.tasks import model_for, preparer_for
 from workers.worker import Worker
 

@@ -32,10 +32,9 @@ from workers.jobs.consumer import JobConsumer
 from workers.jobs.step_run import StepRun
 from workers.runtime.pool import ModelProcessDied, PooledProcess, ProcessPool
 from workers.runtime.protocol import BatchResult, ResidencyReport
-from workers.scheduling.busy_ratio import LANES, BusyRatio
 from workers.scheduling.flow_control import FlowControl
 from workers.scheduling.model_scheduler import Idle, ModelScheduler
-from workers.utilization import ProcessTimes
+from workers.utilization import LANES, BusyRatio, ProcessTimes
 
 log = logging.getLogger(__name__)
 

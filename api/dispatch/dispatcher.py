@@ -31,8 +31,9 @@ from api.dispatch.admission import Admission
 from api.dispatch.canary_comparison import CanaryComparisons, PictureComparer
 from api.dispatch.canary_routing import CanaryRouter
 from api.dispatch.job_sender import JobSender, envelope_of, split_into_jobs
-from api.dispatch.request import InferenceRequest, InferenceResponse
-from api.dispatch.request_state import (
+from api.dispatch.request import (
+    InferenceRequest,
+    InferenceResponse,
     InFlightItem,
     InFlightJob,
     ItemCompletion,

@@ -15,8 +15,7 @@ import msgspec
 
 from api import metrics
 from api.dispatch.model_window import BATCHES_HELD, PublishWindow
-from api.dispatch.request import InferenceRequest, RequestOptions
-from api.dispatch.request_state import InFlightItem, InFlightJob
+from api.dispatch.request import InferenceRequest, InFlightItem, InFlightJob, RequestOptions
 from api.fair_room import Demand
 from shared.canary.forwarding import JobMessage, publish_job
 from shared.catalog import Model

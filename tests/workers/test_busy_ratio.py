@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.clock import Clock
-from workers.scheduling.busy_ratio import FADE_S, BusyRatio, Lane
+from workers.utilization import FADE_S, BusyRatio, Lane
 
 
 def test_worker_without_work_is_idle() -> None:

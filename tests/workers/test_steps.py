@@ -27,7 +27,7 @@ from tests.workers.speller import FIRST_LETTERS, SpellerPreparer
 from tests.workers.worker_harness import WorkerHarness, running_worker
 from workers.jobs.consumer import Clock
 from workers.runtime.pool import HostedModel, ModelPool
-from workers.scheduling.busy_ratio import FADE_S
+from workers.utilization import FADE_S
 
 pytestmark = pytest.mark.anyio
 

@@ -63,10 +63,9 @@ from shared.usage.row import RowSink
 from shared.webhook_publisher import WebhookPublisher
 from shared.webhooks import EventName
 from workers import metrics
-from workers.job import NOT_SENT, PulledJob, WorkerInfo, row_for
+from workers.job import NOT_SENT, PulledJob, WorkerInfo, record_spans, reply_span, row_for
 from workers.jobs.canary_part import CanaryPart, Forwarding
 from workers.jobs.registry import JobRegistry
-from workers.jobs.spans import record_spans, reply_span
 
 log = logging.getLogger(__name__)
 

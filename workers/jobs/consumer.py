@@ -34,12 +34,11 @@ from shared.tasks.text_count import TokenCount
 from shared.tracing.spans import is_recorded
 from shared.transport import ReceivedMessage, Subscription
 from workers.job import JobTimer, PulledJob, QueuedItem, Run
-from workers.jobs.batch_results import BatchResults
+from workers.jobs.batch_results import BatchResults, TokenOutput
 from workers.jobs.canary_part import CanaryPart
 from workers.jobs.completion import Completion
 from workers.jobs.model_queue import ModelQueue
 from workers.jobs.registry import JobRegistry
-from workers.jobs.token_output import TokenOutput
 from workers.models.base import Prepared, Preparer
 from workers.tasks import WORKER_TASKS
 
