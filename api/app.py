@@ -1,4 +1,7 @@
-"""Composes the API: `create_app` adds routes and layers, and its lifespan opens connections."""
+"""Composes the API: `create_app` adds routes and layers, and its lifespan opens connections.
+
+The OpenAPI document gets the schemas that routes share, and responses that no route sends.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,26 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
+import msgspec
 from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
-from api import openapi
 from api.batches.files import BatchFiles
 from api.batches.service import Batches
 from api.batches.store import BatchStore
+from api.chat_bodies import ChatBody, ChatReply, CompletionBody, CompletionReply
 from api.dispatch.pipeline import OpenParts, open_pipeline
 from api.dispatch.readiness import Readiness
-from api.errors import add_handlers
+from api.errors import ErrorReply, add_handlers
 from api.fair_room import FairRoom
 from api.http.auth import Access, access_of
-from api.http.dependencies import Dependencies
 from api.http.fast_route import FastRouteApp
 from api.http.middleware import BodyBudget
+from api.http.openapi import ANSWERED, SCHEMA_REF, Described
 from api.http.refusals import Refusals
+from api.http.request import Dependencies
 from api.idempotency.service import IdempotencyService
 from api.idempotency.store import IdempotencyStore
 from api.inputs.codec_pool import CodecPool
@@ -33,16 +41,60 @@ from api.inputs.storage import Storage
 from api.limits.limiter import Limiter, open_limiter
 from api.openai import batches, embeddings, files, images, models, responses, usage
 from api.openai import chat as text
+from api.openai.batches import BatchBody, BatchesPage, BatchObject
+from api.openai.embeddings import EmbeddingsBody, EmbeddingsReply
+from api.openai.files import FileDeleted, FileObject, FilesPage
+from api.openai.images import EditBody, EditForm, GenerationBody, ImagesReply
+from api.openai.models import ModelItem, ModelsReply
+from api.openai.responses_schemas import ResponseBody, ResponseDeleted, ResponseReply
+from api.openai.usage import UsagePage, UsageReply
 from api.predictions.event_stream import EventStreams
 from api.predictions.follower import PredictionFollower
 from api.predictions.results import ResultFetcher
 from api.predictions.service import Predictions
 from api.predictions.text_stream import TextStreams
+from api.problem_details import Problem
 from api.replicate import events as prediction_events
 from api.replicate import models as prediction_models
 from api.replicate import predictions as prediction_routes
+from api.replicate.predictions import PredictionBody, VersionedBody
+from api.replicate.replies import (
+    AccountReply,
+    DeploymentReply,
+    DeploymentsPage,
+    FileReply,
+    Hardware,
+    HealthReply,
+    ModelsPage,
+    PredictionReply,
+    PredictionsPage,
+    ReadinessReply,
+    ReplicateModel,
+    SecretReply,
+    VersionReply,
+    VersionsPage,
+    WebhookAttempts,
+)
 from api.routes import admin as admin_routes
 from api.routes import console, health, objects, pages, reports, status
+from api.routes.admin import (
+    ActObject,
+    ActsPage,
+    IssuedKeyObject,
+    KeyDeleted,
+    KeyObject,
+    KeysPage,
+    NewKeyBody,
+    PlanDeleted,
+    PlanObject,
+    PlansReply,
+    RotationBody,
+    TenantBody,
+    TenantObject,
+    TenantsReply,
+)
+from api.routes.reports import ReportReply, ReportsReply
+from api.routes.status import StatusReply
 from api.usage.reports import ReportPlace, ReportService
 from api.usage.rows import UsageRows
 from api.usage.service import UsageService
@@ -94,7 +146,7 @@ def create_app(
     app = _app(settings, lifespan)
     _add_routes(app)
     add_handlers(app)
-    openapi.describe(app)
+    describe(app)
     return app
 
 
@@ -302,3 +354,97 @@ _ABOUT = (
     "(`x-penstock-queue-ms`, `-batch-ms`, `-inference-ms`, `-total-ms`) and what they cost\n"
     "(`x-penstock-cost-usd`, `x-penstock-device-ms`)."
 )
+
+
+_BODIES: tuple[type[BaseModel], ...] = (
+    *(EmbeddingsBody, GenerationBody, EditForm, EditBody),
+    *(ChatBody, CompletionBody, ResponseBody),
+    *(PredictionBody, VersionedBody, BatchBody),
+)
+
+
+_REPLIES: tuple[type[msgspec.Struct], ...] = (
+    *(EmbeddingsReply, ImagesReply, ModelsReply, ModelItem, ErrorReply),
+    *(ChatReply, CompletionReply),
+    *(ResponseReply, ResponseDeleted),
+    *(BatchObject, BatchesPage),
+    *(FileObject, FilesPage, FileDeleted),
+    *(
+        PredictionReply,
+        PredictionsPage,
+        WebhookAttempts,
+        ReplicateModel,
+    ),
+    *(
+        ModelsPage,
+        VersionReply,
+        VersionsPage,
+    ),
+    *(
+        DeploymentReply,
+        DeploymentsPage,
+        FileReply,
+        SecretReply,
+    ),
+    *(AccountReply, Hardware),
+    *(UsagePage, UsageReply, StatusReply),
+    *(ReportsReply, ReportReply),
+    *(HealthReply, ReadinessReply, Problem),
+    *(NewKeyBody, RotationBody, TenantBody, KeyObject),
+    *(IssuedKeyObject, KeysPage, KeyDeleted, PlanObject, PlansReply),
+    *(PlanDeleted, TenantObject, TenantsReply, ActObject, ActsPage),
+)
+
+
+_HEAD_TOO_LARGE: Described = {
+    "description": "The URL and headers are too large.",
+    "content": {
+        "application/json": {"schema": {"$ref": SCHEMA_REF.format(name=ErrorReply.__name__)}}
+    },
+}
+
+
+def describe(app: FastAPI) -> None:
+    """Adds to the OpenAPI document of `app` the schemas that its routes refer to."""
+
+    def openapi() -> Described:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI) -> Described:
+    page = get_openapi(
+        title=app.title, version=app.version, description=app.description, routes=app.routes
+    )
+    template = SCHEMA_REF.replace("{name}", "{model}")
+    _, described = models_json_schema(
+        [(body, "validation") for body in _BODIES], ref_template=template
+    )
+    _, structs = msgspec.json.schema_components(_REPLIES, ref_template=SCHEMA_REF)
+    page["components"] = {
+        "schemas": {**described["$defs"], **structs},
+        "headers": ANSWERED,
+        "responses": {"HeadTooLarge": _HEAD_TOO_LARGE},
+        "securitySchemes": {
+            "key": {"type": "http", "scheme": "bearer"},
+            "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        },
+    }
+    for path in page["paths"].values():
+        for operation in path.values():
+            _without_fastapis_errors(operation["responses"])
+            # The server answers this before a route is known, like 400, 408 and 429 for a head
+            # (api/server.py).
+            operation["responses"]["431"] = {"$ref": "#/components/responses/HeadTooLarge"}
+    return page
+
+
+def _without_fastapis_errors(responses: Described) -> None:
+    """Removes the 422 that FastAPI adds for parameters, in a shape that this API does not use."""
+    content = responses.get("422", {}).get("content", {})
+    schema = content.get("application/json", {}).get("schema", {})
+    if schema.get("$ref", "").endswith("/HTTPValidationError"):
+        del responses["422"]

@@ -24,9 +24,24 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
-from api.bodies import ErrorDetail, ErrorReply
 from shared.errors import BadInput, Canceled, InputTooLarge, Overloaded, PenstockError
 from shared.tenants.api_key import without_keys
+
+
+class ErrorDetail(msgspec.Struct):
+    """An error. `code` is stable, and `param` names the wrong field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReply(msgspec.Struct):
+    """The body of every error."""
+
+    error: ErrorDetail
+
 
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 

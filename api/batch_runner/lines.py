@@ -13,8 +13,8 @@ import msgspec
 from pydantic import ValidationError
 
 from api.batches.documents import BatchCreated, LineError
+from api.bodies import check_amount
 from api.errors import error_response, to_bad_input
-from api.inputs.json_limits import check_amount
 from api.openai.embeddings import EmbeddingsEndpoint
 from api.openai.endpoint import Endpoint, LineRequest
 from api.openai.generation import ChatEndpoint, CompletionEndpoint

@@ -31,8 +31,9 @@ from api.dispatch.admission import Admission
 from api.dispatch.canary_comparison import CanaryComparisons, PictureComparer
 from api.dispatch.canary_routing import CanaryRouter
 from api.dispatch.job_sender import JobSender, envelope_of, split_into_jobs
-from api.dispatch.request import InferenceRequest, InferenceResponse
-from api.dispatch.request_state import (
+from api.dispatch.request import (
+    InferenceRequest,
+    InferenceResponse,
     InFlightItem,
     InFlightJob,
     ItemCompletion,
@@ -46,8 +47,7 @@ from shared.errors import Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
-from shared.stores.record_state import record_id
-from shared.stores.records import LATE_LOOK_S, Records
+from shared.stores.records import LATE_LOOK_S, Records, record_id
 from shared.tasks import Result
 from shared.tracing.spans import STAGE, Attributes, record
 from shared.usage.charge import as_delivered, device_share_of

@@ -15,8 +15,7 @@ import msgspec
 
 from api import metrics
 from api.dispatch.model_window import BATCHES_HELD, PublishWindow
-from api.dispatch.request import InferenceRequest, RequestOptions
-from api.dispatch.request_state import InFlightItem, InFlightJob
+from api.dispatch.request import InferenceRequest, InFlightItem, InFlightJob, RequestOptions
 from api.fair_room import Demand
 from shared.canary.forwarding import JobMessage, publish_job
 from shared.catalog import Model
@@ -42,8 +41,7 @@ from shared.messages import (
     encode_reply_body,
 )
 from shared.stores.objects import ObjectStore, stored_input
-from shared.stores.record_state import record_id
-from shared.stores.records import Records
+from shared.stores.records import Records, record_id
 from shared.topics import jobs_topic_id
 from shared.tracing.spans import STAGE, Attributes, current, span
 from shared.transport import Publisher

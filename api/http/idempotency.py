@@ -20,9 +20,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from api.bodies import ErrorReply
 from api.dispatch.request import COST_HEADER, DEVICE_HEADER
-from api.errors import EXPECTED_ERRORS, NotNow, handle_error
+from api.errors import EXPECTED_ERRORS, ErrorReply, NotNow, handle_error
 from api.http.auth import check_model
 from api.http.middleware import RequestContext, context_of
 from api.http.request import open_request, while_connected

@@ -14,9 +14,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from api.bodies import (
-    ErrorReply,
-)
+from api.errors import ErrorReply
 from api.http.request_options import MAX_KEY_CHARS, MAX_MS
 from api.problem_details import Problem
 from api.usage.question import COST_GROUPS, COST_LIMITS, GROUPS, LIMITS, WIDTHS_S

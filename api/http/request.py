@@ -1,4 +1,4 @@
-"""The start of every route: authentication, options from headers, and the body.
+"""The start of every route: its dependencies, authentication, options from headers, and the body.
 
 Cancels work for callers that hang up, or whose keys are revoked in the meantime.
 """
@@ -18,6 +18,12 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 from starlette.types import Receive
 
+from api.batches.files import BatchFiles
+from api.batches.service import Batches
+from api.bodies import check_amount
+from api.dispatch.admission import Admission
+from api.dispatch.dispatcher import Dispatcher
+from api.dispatch.readiness import Readiness
 from api.dispatch.request import (
     InferenceRequest,
     InferenceResponse,
@@ -25,21 +31,81 @@ from api.dispatch.request import (
     RequestOptions,
 )
 from api.errors import ClientGone
-from api.http.auth import check_access, check_model, may_see
-from api.http.dependencies import Dependencies, dependencies_of
+from api.http.auth import Access, check_access, check_model, may_see
 from api.http.middleware import RequestContext, context_of
+from api.http.refusals import Refusals
 from api.http.request_options import LANE_HEADER, read_options
-from api.inputs.json_limits import check_amount
+from api.idempotency.service import IdempotencyService
+from api.inputs.files import Files
+from api.inputs.image_codec import ImageCodec
+from api.inputs.source_pictures import SourcePictures
 from api.inputs.storage import StorageQuota
 from api.limits.limited_request import LimitedRequest
-from api.predictions.creation import OWNER, Creation, PredictionSnapshot, ids_of, version_of
+from api.limits.limiter import Limiter
+from api.predictions.event_stream import EventStreams
+from api.predictions.follower import PredictionFollower
+from api.predictions.results import ResultFetcher
+from api.predictions.service import (
+    OWNER,
+    Creation,
+    Predictions,
+    PredictionSnapshot,
+    ids_of,
+    version_of,
+)
+from api.predictions.text_stream import TextStreams
 from api.tasks.base import Inputs
-from shared.catalog import Model, unknown_model
+from api.usage.reports import ReportService
+from api.usage.service import UsageService
+from shared.catalog import Catalog, Model, unknown_model
 from shared.errors import BadInput, PenstockError
 from shared.predictions import Prediction
+from shared.settings import ApiSettings
+from shared.stores.objects import ObjectStore
+from shared.stores.signed_urls import UrlSigner
 from shared.tasks import Input
 from shared.tenants.plan import Caller
 from shared.usage.charge import price_of
+
+
+@dataclass(frozen=True, slots=True)
+class Dependencies:
+    """Everything that a route may need. Open while the app runs."""
+
+    settings: ApiSettings
+    catalog: Catalog
+    access: Access
+    admission: Admission
+    dispatcher: Dispatcher
+    refusals: Refusals
+    limiter: Limiter
+    objects: ObjectStore
+    url_signer: UrlSigner
+    image_codec: ImageCodec
+    readiness: Readiness
+    idempotency: IdempotencyService
+    predictions: Predictions
+    follower: PredictionFollower
+    event_streams: EventStreams
+    text_streams: TextStreams
+    files: Files
+    batch_files: BatchFiles
+    batches: Batches
+    result_fetcher: ResultFetcher
+    source_pictures: SourcePictures
+    usage: UsageService
+    reports: ReportService
+    started_at_s: float
+
+
+def dependencies_of(request: Request) -> Dependencies:
+    """Returns the dependencies of the app of this request."""
+    dependencies = request.app.state.dependencies
+    assert isinstance(dependencies, Dependencies), (
+        "the lifespan sets them before the first request; this is a bug"
+    )
+    return dependencies
+
 
 CHECK_S = 2.0
 """Interval at which a waiting caller is checked again."""

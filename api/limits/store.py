@@ -13,7 +13,7 @@ import msgspec
 from prometheus_client import Counter, Gauge
 
 from shared.errors import PenstockError
-from shared.stores.holds import hold_keys
+from shared.stores.records import hold_keys
 from shared.stores.redis_client import RedisLink, RedisStore, Script, load_script
 
 ERRORS = Counter(

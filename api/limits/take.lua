@@ -1,7 +1,7 @@
 -- Takes from several limits at once, or from none of them. Follows now.lua.
 --
 -- KEYS: one for each limit, then budgets by the time at which they changed (totals.lua), holds, and the
--- times at which they are due (shared/stores/holds.py)
+-- times at which they are due (shared/stores/records.py)
 -- ARGV: instance, lifetime of slots in ms,
 -- JSON: [{key, kind, limit, need, extra, returns, held, month}, ...],
 -- and the record whose hold this settles ('' if none). Without its hold nothing is given back.

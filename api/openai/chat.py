@@ -17,7 +17,6 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.bodies import ErrorDetail, ErrorReply
 from api.chat_bodies import (
     ChatBody,
     ChatChunk,
@@ -28,7 +27,7 @@ from api.chat_bodies import (
     CompletionChoice,
     CompletionReply,
 )
-from api.errors import ERROR_MAPPINGS, NotFound
+from api.errors import ERROR_MAPPINGS, ErrorDetail, ErrorReply, NotFound
 from api.http import openapi
 from api.http.fast_route import IS_HEAD, StreamedRoute
 from api.http.openapi import LAST_EVENT_ID, inference_body, inference_responses, streamed
@@ -46,10 +45,8 @@ from api.openai.generation import (
     shown_of,
     usage_of,
 )
-from api.predictions.creation import PredictionSnapshot, digest_of
-from api.predictions.event_stream import HeldResponse
-from api.predictions.service import PredictionNotOver
-from api.predictions.text_stream import TextShape, seen_from_id
+from api.predictions.service import PredictionNotOver, PredictionSnapshot, digest_of
+from api.predictions.text_stream import HeldResponse, TextShape, seen_from_id
 from api.tasks.base import Inputs
 from shared.catalog import Model
 from shared.errors import error_for_code

@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import EXPECTED_ERRORS
-from api.http.dependencies import Dependencies
 from api.http.openapi import (
     AUTHENTICATED,
     Responses,
@@ -19,8 +18,8 @@ from api.http.openapi import (
     responses,
     success,
 )
-from api.http.request import authenticate
-from api.predictions.creation import is_replicates_client
+from api.http.request import Dependencies, authenticate
+from api.predictions.service import is_replicates_client
 from api.problem_details import problem_response
 from api.replicate import models as prediction_models
 from api.replicate.replies import ModelsPage

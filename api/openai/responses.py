@@ -55,10 +55,8 @@ from api.openai.responses_schemas import (
     ResponseUsage,
     WrittenDetails,
 )
-from api.predictions.creation import PredictionSnapshot, digest_of
-from api.predictions.event_stream import HeldResponse
-from api.predictions.service import GRACE_S
-from api.predictions.text_stream import StreamPosition
+from api.predictions.service import GRACE_S, PredictionSnapshot, digest_of
+from api.predictions.text_stream import HeldResponse, StreamPosition
 from api.tasks.base import Inputs
 from shared.catalog import Model
 from shared.errors import BadInput

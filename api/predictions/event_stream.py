@@ -21,17 +21,14 @@ import asyncio
 import base64
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import NamedTuple
 
 import msgspec
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from api.fair_room import FairRoom, OneItem
-from api.predictions.creation import POLL_S, PredictionSnapshot
-from api.predictions.service import Predictions
+from api.predictions.service import POLL_S, Predictions, PredictionSnapshot
 from shared.errors import Overloaded, PenstockError
 from shared.messages import ItemOutcome
 from shared.predictions import error_of, logs_of, output_of
@@ -169,19 +166,6 @@ class EventStreams:
             await asyncio.sleep(POLL_S)
             check()
             snapshot = await self._predictions.refresh(snapshot)
-
-
-class HeldResponse(StreamingResponse):
-    """A stream that holds something until it ends, however it ends."""
-
-    def __init__(self, content: AsyncIterable[bytes], held: ExitStack, **given: Any) -> None:
-        super().__init__(content, **given)
-        self._held = held
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the stream."""
-        with self._held:
-            await super().__call__(scope, receive, send)
 
 
 def events_of(snapshot: PredictionSnapshot, url_signer: UrlSigner) -> list[StreamEvent]:

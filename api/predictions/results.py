@@ -6,8 +6,7 @@ import re
 
 from api.errors import NotFound
 from api.inputs.image_codec import ImageCodec
-from api.predictions.creation import PredictionSnapshot
-from api.predictions.service import Predictions
+from api.predictions.service import Predictions, PredictionSnapshot
 from shared.errors import BadInput
 from shared.predictions import MEDIA_TYPES
 from shared.stores.objects import ObjectStore

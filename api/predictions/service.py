@@ -4,16 +4,22 @@ The record decides about the state of a prediction (shared/stores/records.py). I
 the job is published, so every instance can find a prediction, even if the one that created it is
 gone. A reply only wakes a waiting request. Any instance that reads a record after its deadline ends
 it, as a last resort against lost jobs.
+
+Also maps the models of the catalog to Replicate's owners and versions: each has one version.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import logging
 import re
+import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
+from typing import NamedTuple
 
 from api import metrics
 from api.dispatch.admission import Admission
@@ -22,7 +28,7 @@ from api.dispatch.job_sender import Inbox, JobSender, ReplyWaiter, failed_reply
 from api.dispatch.request import InferenceRequest
 from api.errors import KeyReused, NotFound
 from api.limits.limited_request import Hold
-from api.predictions.creation import Creation, PredictionSnapshot
+from shared.catalog import Catalog, Model
 from shared.errors import (
     BadInput,
     DeadlineExceeded,
@@ -30,6 +36,7 @@ from shared.errors import (
     Overloaded,
     PenstockError,
     Unavailable,
+    UnknownModel,
 )
 from shared.predictions import (
     Prediction,
@@ -39,11 +46,154 @@ from shared.predictions import (
     record_of,
 )
 from shared.stores.previews import Preview
-from shared.stores.record_state import Record
-from shared.stores.records import Records
+from shared.stores.records import Record, Records
 from shared.stores.waiting_line import QueuePlace
 from shared.stores.webhook_log import WebhookAttempt
 from shared.webhook_publisher import WebhookPublisher
+
+log = logging.getLogger(__name__)
+
+OWNER = "penstock"
+"""The owner that is shown if the caller does not name one."""
+_CLIENTS = re.compile(r"replicate[-/]", re.IGNORECASE)
+
+
+def version_of(model: Model) -> str:
+    """Returns a model's version id: 256 bits of BLAKE2b (RFC 7693) of all that decides results."""
+    facts = "\n".join((model.name, model.source, model.revision, model.precision))
+    return hashlib.blake2b(facts.encode(), digest_size=32).hexdigest()
+
+
+def find_version(catalog: Catalog, version: str) -> Model:
+    """Finds a model by its name or alias, with or without an owner, or by the id of its version.
+
+    Raises:
+        BadInput: none is of this name or version.
+    """
+    named, _, given_id = version.partition(":")
+    name = given_id or named.rpartition("/")[2]
+    for model in catalog.models:
+        if name == version_of(model):
+            return model
+    try:
+        return catalog.find(name)
+    except UnknownModel as error:
+        raise BadInput(f"version: {error.message}", field="version") from error
+
+
+def ids_of(tenant: str, own_id: str, key: str) -> tuple[str, str]:
+    """Returns prediction id and record id: from the caller, from an Idempotency-Key, or new."""
+    if own_id:
+        return own_id, record_of(tenant, own_id)
+    if key:
+        digest = hashlib.blake2b(f"{tenant}\n{key}".encode(), digest_size=12)
+        return f"pred_{digest.hexdigest()}", f"pred_{digest.hexdigest()}"
+    made = f"pred_{secrets.token_hex(12)}"
+    return made, made
+
+
+def digest_of(text: str) -> str:
+    """Returns the digest of a request."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def is_replicates_client(user_agent: str) -> bool:
+    """Returns whether the user agent is a client of Replicate, such as `replicate-python/1.0.7`.
+
+    Nothing else distinguishes it from OpenAI's on paths that both use: keys and hosts are the same
+    here.
+    """
+    return _CLIENTS.match(user_agent) is not None
+
+
+POLL_S = 0.5
+"""Interval at which waiting requests read the record: a cancel sends no reply, and replies may be
+lost."""
+
+
+class PredictionSnapshot(NamedTuple):
+    """A prediction and its record, as last read."""
+
+    prediction: Prediction
+    record: Record
+
+    @property
+    def is_unpublished(self) -> bool:
+        """Returns whether the broker may not have the job."""
+        return self.record.state == "starting" and not self.record.published
+
+    @property
+    def took_s(self) -> float | None:
+        """The time that the model took. None if no model ran."""
+        reply = self.record.reply
+        outcomes = reply.outcomes if reply is not None else []
+        times_ms = [
+            outcome.receipt.inference_ms
+            for outcome in outcomes
+            if outcome.receipt.inference_ms is not None
+        ]
+        return max(times_ms) / 1000 if times_ms else None
+
+
+Refresh = Callable[[PredictionSnapshot], Awaitable[PredictionSnapshot]]
+
+
+class Creation:
+    """A prediction that was created (`is_new`) or found, and its latest `snapshot`.
+
+    Args:
+        snapshot: as created or found.
+        refresh: reads it again.
+        waiter: gets the reply to this instance. None: only the record reports the end.
+        is_new: whether this request created it.
+    """
+
+    def __init__(
+        self,
+        snapshot: PredictionSnapshot,
+        refresh: Refresh,
+        waiter: ReplyWaiter | None,
+        *,
+        is_new: bool,
+    ) -> None:
+        self._refresh = refresh
+        self._waiter = waiter
+        self.snapshot = snapshot
+        self.is_new = is_new
+
+    async def wait(self, limit_s: float) -> None:
+        """Waits for the end of the prediction, at most `limit_s`. Updates `snapshot`."""
+        await self._wait(lambda record: record.is_over, limit_s)
+
+    async def wait_for_reply(self, limit_s: float) -> None:
+        """Waits for the worker's reply about a prediction that has ended, at most `limit_s`.
+
+        A canceled one has ended before its worker knows.
+        """
+        await self._wait(lambda record: not record.is_over or record.reply is not None, limit_s)
+
+    async def _wait(self, is_met: Callable[[Record], bool], limit_s: float) -> None:
+        # The limit includes reads: a Redis that hangs must not delay the answer beyond it.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, limit_s)):
+                while not is_met(self.snapshot.record):
+                    await self._pause()
+                    self.snapshot = await self._refresh(self.snapshot)
+
+    async def _pause(self) -> None:
+        """Waits for the reply, at most POLL_S. There is only one reply."""
+        try:
+            if self._waiter is not None:
+                await self._waiter.reply(POLL_S)
+                self._waiter = None
+                return
+        except DeadlineExceeded:
+            return
+        except PenstockError as error:
+            log.debug("no reply will come", extra={"reason": error.message})
+            self._waiter = None
+        await asyncio.sleep(POLL_S)
+
 
 GRACE_S = 5.0
 """Time after its deadline in which a worker may still end a prediction."""

@@ -20,16 +20,18 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from api.errors import log_reason
 from api.fair_room import FairRoom, OneItem
-from api.predictions.creation import PredictionSnapshot
-from api.predictions.service import GRACE_S, Predictions
+from api.predictions.service import GRACE_S, Predictions, PredictionSnapshot
 from shared.errors import BadInput, Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, reason_of
 from shared.predictions import Prediction, ended_at_s, error_of
@@ -264,6 +266,19 @@ class _Text:
             return "-"
         shown, ended = max(self.tokens, self.seen.tokens), max(self.ended, self.seen.ended)
         return f"{shown}f{ended}" if ended else f"{shown}"
+
+
+class HeldResponse(StreamingResponse):
+    """A stream that holds something until it ends, however it ends."""
+
+    def __init__(self, content: AsyncIterable[bytes], held: ExitStack, **given: Any) -> None:
+        super().__init__(content, **given)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the stream."""
+        with self._held:
+            await super().__call__(scope, receive, send)
 
 
 class TextStreams:

@@ -11,13 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.http import openapi
-from api.http.dependencies import Dependencies, dependencies_of
 from api.http.fast_route import IS_HEAD
 from api.http.middleware import context_of
 from api.http.openapi import LAST_EVENT_ID
-from api.http.request import authenticate
-from api.predictions.event_stream import EXTRA_KINDS, KINDS, HeldResponse, OutputEvents
-from api.predictions.text_stream import seen_from_id
+from api.http.request import Dependencies, authenticate, dependencies_of
+from api.predictions.event_stream import EXTRA_KINDS, KINDS, OutputEvents
+from api.predictions.text_stream import HeldResponse, seen_from_id
 from api.problem_details import ProblemRoute
 from api.replicate.replies import WebhookAttemptReply, WebhookAttempts
 from api.tasks import API_TASKS

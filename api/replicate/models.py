@@ -11,13 +11,13 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.bodies import object_in
 from api.errors import NotFound
 from api.http.openapi import AUTHENTICATED, Described, problems, ref_to, success
 from api.http.request import ApiRequest, authenticate
 from api.http.upload_form import MAX_EDIT_FIELDS, closed_form
 from api.inputs.files import File
-from api.inputs.json_limits import object_in
-from api.predictions.creation import OWNER, find_version, version_of
+from api.predictions.service import OWNER, find_version, version_of
 from api.problem_details import ProblemRoute
 from api.replicate.replies import (
     AccountReply,

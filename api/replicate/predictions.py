@@ -7,30 +7,96 @@ differ in who adds it.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
-from typing import Annotated, Any
+import time
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Path, Query
+from pydantic import ConfigDict, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.bodies import MAX_URL_CHARS, Body
+from api.dispatch.request import InferenceRequest
 from api.http import openapi
-from api.http.dependencies import Dependencies
 from api.http.idempotency import REPLAYED
 from api.http.openapi import OF_LIMITS, Responses, problems, success
-from api.http.request import ApiRequest, authenticate, open_request, while_connected
-from api.predictions.creation import OWNER, PredictionSnapshot, find_version
-from api.predictions.service import CALLER_ID
+from api.http.request import ApiRequest, Dependencies, authenticate, open_request, while_connected
+from api.inputs.source_pictures import PictureCaller
+from api.predictions.service import CALLER_ID, OWNER, PredictionSnapshot, digest_of, find_version
 from api.problem_details import ProblemRoute
-from api.replicate.prediction_request import read_prediction
 from api.replicate.replies import PredictionReply, PredictionsPage
-from api.replicate.schemas import PredictionBody, VersionedBody
+from api.tasks import read_inputs
 from shared.catalog import Model
 from shared.errors import BadInput
 from shared.predictions import body_of
 from shared.tenants.api_key import holds_key
 from shared.tenants.rules import IS_A_KEY
+from shared.webhooks import WebhookUrlForbidden, parse_webhook_url
+
+WebhookEvent = Literal["start", "output", "logs", "completed"]
+WEBHOOK_EVENTS: tuple[WebhookEvent, ...] = ("start", "output", "logs", "completed")
+Url = Annotated[str, Field(pattern=r"^https?://[^\s/]", max_length=MAX_URL_CHARS)]
+
+
+class PredictionBody(Body):
+    """A prediction of the model in the path."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"input": {"prompt": "a large red circle on a white background", "seed": 7}}
+        }
+    )
+
+    input: dict[str, Any] = Field(description="As the model's `openapi_schema` says.")
+    webhook: Url | None = Field(None, description="URL to which the events below are sent, signed.")
+    webhook_events_filter: list[WebhookEvent] | None = Field(
+        None, description="Which events are sent. Default: all."
+    )
+    webhook_completed: Url | None = Field(
+        None, description="Older form: URL to which only `completed` is sent."
+    )
+    stream: bool | None = Field(
+        None, description="Accepted, without effect: every prediction can be streamed."
+    )
+
+    @model_validator(mode="after")
+    def _one_webhook(self) -> PredictionBody:
+        if self.webhook and self.webhook_completed:
+            raise ValueError("give either webhook or webhook_completed, not both")
+        return self
+
+    @property
+    def webhook_target(self) -> tuple[str, tuple[str, ...]]:
+        """The URL of the webhook and its events. Empty without a webhook."""
+        if self.webhook_completed:
+            return self.webhook_completed, ("completed",)
+        if not self.webhook:
+            return "", ()
+        chosen = (
+            WEBHOOK_EVENTS if self.webhook_events_filter is None else self.webhook_events_filter
+        )
+        return self.webhook, tuple(event for event in WEBHOOK_EVENTS if event in chosen)
+
+
+class VersionedBody(PredictionBody):
+    """A prediction of the model that `version` names."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"version": "all-MiniLM-L6-v2", "input": {"text": "a cat on a mat"}}
+        }
+    )
+
+    version: str = Field(
+        min_length=1,
+        max_length=512,
+        description="A model's name, `owner/name`, or the id of its version.",
+    )
+
 
 CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 499, 503, 504)
 """For routes that create predictions."""
@@ -288,3 +354,79 @@ def _json(
 def _owner(version: str) -> str:
     owner, slash, _ = version.partition("/")
     return owner if slash else OWNER
+
+
+async def read_prediction(
+    call: ApiRequest,
+    body: PredictionBody,
+    model: Model,
+    *,
+    owner: str,
+    own_id: str = "",
+    deployment: str = "",
+) -> InferenceRequest:
+    """Returns the request for the prediction that a body asks for.
+
+    Args:
+        call: the authenticated request.
+        body: its body.
+        model: the model that computes it.
+        owner: the owner of the model, as the caller named it.
+        own_id: the id that the caller chose, if any.
+        deployment: `owner/name` of the deployment that the path names, if any.
+
+    Raises:
+        InvalidFields: the input does not fit the model.
+        BadInput: the webhook's URL can never be delivered to.
+        StorageFull: the tenant has no room for the source image.
+        Overloaded: too many images wait to be decoded.
+        DeadlineExceeded: the source image was not decoded in time.
+        Unavailable: the object store is out of reach.
+        ClientGone: the caller hung up.
+    """
+    done_by_s, keep_s = call.done_by_s(model), call.caller.plan.prediction_keep_s
+    if keep_s is None:
+        keep_s = call.dependencies.settings.prediction_keep_s
+    caller = PictureCaller(
+        call.tenant,
+        call.storage_quota("image"),
+        call.base_url,
+        deadline_s=done_by_s,
+        keep_s=keep_s + done_by_s - time.time(),
+    )
+    reading = read_inputs(body.input, model, caller, call.dependencies.source_pictures)
+    read = await while_connected(call.http.receive, reading)
+    webhook, events = _webhook_of(body, allow_private=call.dependencies.settings.webhooks_private)
+    return call.recorded(
+        model,
+        read,
+        digest=await _digest(body, model),
+        own_id=own_id,
+        owner=owner,
+        webhook=webhook,
+        webhook_events=events,
+        deployment=deployment,
+    )
+
+
+def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tuple[str, ...]]:
+    """Returns the webhook URL and its events. Refuses URLs that could never be delivered to."""
+    url, events = body.webhook_target
+    if url:
+        field = "webhook" if body.webhook else "webhook_completed"
+        try:
+            parse_webhook_url(url, allow_private=allow_private)
+        except WebhookUrlForbidden as error:
+            raise BadInput(f"{field}: {error.message}", field=field) from error
+    return url, events
+
+
+async def _digest(body: PredictionBody, model: Model) -> str:
+    """Returns a digest of the body and the model. Equal requests have the same."""
+    given = body.model_dump(exclude={"version"})
+    image = given["input"].get("image")
+    if isinstance(image, str) and len(image) > MAX_URL_CHARS:
+        # Encoding 20 MB of image as JSON would block the event loop for 130 ms, so its digest
+        # replaces it.
+        given["input"]["image"] = await asyncio.to_thread(digest_of, image)
+    return digest_of(json.dumps([model.name, given], sort_keys=True))

@@ -14,10 +14,10 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.bodies import check_amount
 from api.errors import NotFound
 from api.http.openapi import AUTHENTICATED, Described, Responses, ref_to, responses
 from api.http.request import ApiRequest, authenticate
-from api.inputs.json_limits import check_amount
 from shared.errors import BadInput, Unavailable
 from shared.stores.key_stores import served_by
 from shared.tenants.administration import (

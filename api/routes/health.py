@@ -7,8 +7,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.http.dependencies import dependencies_of
 from api.http.openapi import success
+from api.http.request import dependencies_of
 from api.replicate.replies import HealthReply, ReadinessReply
 
 router = APIRouter()

@@ -8,9 +8,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.http.dependencies import dependencies_of
 from api.http.openapi import binary, errors
-from api.http.request import while_connected
+from api.http.request import dependencies_of, while_connected
 from shared.predictions import MEDIA_TYPES
 from shared.stores.signed_urls import VALID_S
 

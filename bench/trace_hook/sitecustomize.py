@@ -1,4 +1,4 @@
-"""Python imports this at start wherever this folder is on PYTHONPATH: notes which files run.
+"""Python imports this at start wherever this folder is on PYTHONPATH: notes which functions run.
 
 bench/request_files.py sets the environment. A byte of a shared file has the number of the window in
 which calls are noted. 0: none.
@@ -20,7 +20,7 @@ ROWS_ONLY = 128
 
 
 def install(trace_dir: Path, root: Path) -> None:
-    """Notes each file of ours in which a function is called, once in each window and process."""
+    """Notes each function of ours that is called, once in each window and process."""
     with (trace_dir / "window").open("r+b") as file:
         window = mmap.mmap(file.fileno(), 1)
     ours = tuple(f"{root / folder}/" for folder in FOLDERS)
@@ -31,14 +31,15 @@ def install(trace_dir: Path, root: Path) -> None:
             return
         code = frame.f_code
         # The process id, because model processes are forked and inherit what was seen.
-        key = (os.getpid(), window[0], code.co_filename)
+        key = (os.getpid(), window[0], f"{code.co_filename} {code.co_qualname}")
         if key in seen or code.co_name == "<module>" or not code.co_filename.startswith(ours):
             return
         if window[0] >= ROWS_ONLY and not _writes_rows(frame):
             return
         seen.add(key)
         with (trace_dir / f"{os.getpid()}.files").open("a") as out:
-            out.write(f"{window[0]} {Path(code.co_filename).relative_to(root)}\n")
+            path = Path(code.co_filename).relative_to(root)
+            out.write(f"{window[0]} {path} {code.co_qualname}\n")
 
     threading.setprofile(note)
     sys.setprofile(note)

@@ -1,9 +1,10 @@
 """The only definition of the tables in BigQuery: their schemas, options and views.
 
-`rows` is the usage table. `worker_hours` has the use of workers' time, and `webhook_deliveries` the
-outcome of events. `daily_usage` and `anomalies` are computed from rows, a day at a time. `create`
-reads the files next to this one for the local stack, and Terraform reads them for the cloud. Views
-name a table as `${project}.${dataset}.rows`. Reports on these tables are in `shared/reports`.
+`rows` is the usage table, whose columns are the fields of `Row` (`generate.py`). `worker_hours` has
+the use of workers' time, and `webhook_deliveries` the outcome of events. `daily_usage` and
+`anomalies` are computed from rows, a day at a time. `create` reads the files next to this one for
+the local stack, and Terraform reads them for the cloud. Views name a table as
+`${project}.${dataset}.rows`. Reports on these tables are in `shared/reports`.
 """
 
 from __future__ import annotations

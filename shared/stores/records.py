@@ -15,6 +15,12 @@ seconds). A prediction also has `document`, `keep_s` and `published`, and counts
 bytes (shared/retention.py). Only the scripts next to this file (record_*.lua) write records. Claims
 and finishes come in large numbers, so their scripts take several records: one script for 100
 records costs little more than one for a single record.
+
+A hold is the part of limits that an unfinished prediction has reserved, until it is settled. It is
+created with the record, by the same script, and outlives the instance that created it. The process
+that ends the record makes its hold due (record_budget.lua). Any instance takes due holds and
+settles them by what the record says. Settling removes the hold in the script that counts
+(api/limits/take.lua), so it happens once.
 """
 
 from __future__ import annotations
@@ -23,21 +29,184 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from typing import Literal, cast
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Literal, NamedTuple, cast
 
+import msgspec
 from prometheus_client import Counter, Gauge
 from redis.exceptions import RedisError
 
-from shared.errors import Overloaded, Unavailable
+from shared.errors import Overloaded, Unavailable, UndecodableMessage
+from shared.messages import ItemOutcome, ReplyBody, decode_reply_body, encode_reply_body
 from shared.retention import BUDGET_BYTES
-from shared.stores.holds import Holds
 from shared.stores.previews import PreviewStore
-from shared.stores.record_state import Claim, Finish, Record, State, receipts_of, record_from_fields
-from shared.stores.redis_client import RedisLink, RedisStore, load_script
+from shared.stores.redis_client import Commands, RedisLink, RedisStore, load_script
 from shared.stores.token_streams import TokenStreams
 from shared.stores.waiting_line import WaitingLines
 from shared.stores.webhook_log import WebhookLog
+
+State = Literal["starting", "processing", "succeeded", "failed", "canceled"]
+
+
+OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
+"""The states that no record leaves."""
+
+
+def record_id(request_id: str, part: int) -> str:
+    """Returns the id of a job's record. The first job of a request has the request's own id."""
+    return f"{request_id}:{part}" if part else request_id
+
+
+class Claim(NamedTuple):
+    """The result of claiming a job.
+
+    `state` is `processing` if the job is to be done. Otherwise it is over, and `reply` is the first
+    reply, or None if it was canceled without one. `attempt` counts claims from 1. `unfinished`
+    counts earlier claims that did not end.
+    """
+
+    state: State
+    attempt: int
+    unfinished: int
+    reply: bytes | None
+
+
+class Finish(NamedTuple):
+    """The result of `finish`: whether our reply is kept, the state, the reply kept instead."""
+
+    is_ours: bool
+    state: State
+    reply: bytes | None
+
+    @property
+    def is_lost_to_cancel(self) -> bool:
+        """True if a caller canceled first, so that nothing was kept. No reply is there yet."""
+        return not self.is_ours and self.state == "canceled" and self.reply is None
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """A record as it is now. Times are unix seconds, 0 for events that have not happened."""
+
+    state: State
+    attempts: int = 0
+    document: bytes = b""
+    """The encoded request of a prediction. Empty for other jobs."""
+    reply: ReplyBody | None = None
+    published: bool = False
+    """Whether the broker surely has the job."""
+    step: int = 0
+    steps: int = 0
+    created_at_s: float = 0.0
+    started_at_s: float = 0.0
+    ended_at_s: float = 0.0
+    canceled_at_s: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """True if the state is final."""
+        return self.state in OVER
+
+
+def receipts_of(reply: ReplyBody) -> bytes:
+    """Returns the receipts that a deleted prediction was charged by, without its results."""
+    left = [ItemOutcome(one.index, one.status, one.receipt) for one in reply.outcomes]
+    return encode_reply_body(ReplyBody(left))
+
+
+def record_from_fields(fields: Mapping[bytes, bytes]) -> Record:
+    """Reads the fields of a record's hash.
+
+    Raises:
+        UndecodableMessage: its reply is not one.
+    """
+    known = {name.decode(): value for name, value in fields.items()}
+    document, receipts = known.pop("document", b""), known.pop("receipts", None)
+    reply = known.pop("reply", receipts)
+    texts = {name: value.decode() for name, value in known.items()}
+    record = msgspec.convert(texts, Record, strict=False)
+    record.document = document
+    record.reply = None if reply is None else decode_reply_body(reply)
+    return record
+
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 1.0
+"""The time for which other instances leave a due hold to the one that took it."""
+_DUE = load_script("shared/stores/holds_due.lua")
+
+
+class DueHold(NamedTuple):
+    """A hold to settle."""
+
+    record_id: str
+    data: bytes
+    """The hold as it was created."""
+    record: Record | None
+    """Without its document. None: it is gone, or can't be read."""
+
+
+def hold_keys(prefix: str) -> tuple[str, str]:
+    """The keys of all holds, and of the times at which they are due."""
+    return f"{prefix}predictions:holds", f"{prefix}predictions:held"
+
+
+class Holds:
+    """All holds in one Redis.
+
+    Args:
+        commands: reach Redis.
+        prefix: starts every key.
+    """
+
+    def __init__(self, commands: Commands, prefix: str) -> None:
+        self._commands = commands
+        self._keys = hold_keys(prefix)
+        self._record_prefix = f"{prefix}record:"
+
+    async def due(self, most: int) -> list[DueHold]:
+        """Takes holds whose records are over, or that should be over by now.
+
+        Others get them LOOK_AGAIN_S later, if they are still there.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        args = (time.time(), most, LOOK_AGAIN_S)
+        found = await self._commands.run_script(_DUE, self._keys, *args)
+        return [
+            DueHold(key.decode().removeprefix(self._record_prefix), data, _record_of(fields))
+            for key, data, fields in found
+        ]
+
+    async def are_held(self, record_ids: Sequence[str]) -> list[bool]:
+        """Returns whether the records have holds that are not settled.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        names = [self._record_prefix + one for one in record_ids]
+        found = await self._commands.run("ZMSCORE", self._keys[1], *names)
+        return [one is not None for one in found]
+
+    async def read(self, record_id: str) -> bytes | None:
+        """Returns the hold of a record. None: it has none that is not settled.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        found = await self._commands.run("HGET", self._keys[0], self._record_prefix + record_id)
+        return None if found is None else bytes(found)
+
+
+def _record_of(fields: Sequence[bytes]) -> Record | None:
+    known = dict(zip(fields[::2], fields[1::2], strict=True))
+    try:
+        return record_from_fields(known) if known else None
+    except UndecodableMessage:
+        log.error("a reply can't be read, so its prediction counts as reserved")
+        return None
+
 
 _HAS_REPLY = -2
 """The result of record_delete.lua if a reply came after the record was read."""
@@ -86,8 +255,6 @@ RELEASE = load_script(_STATES, "shared/stores/record_release.lua")
 CANCEL = load_script(*_BUDGET, _STATES, "shared/stores/record_cancel.lua")
 DELETE = load_script(*_BUDGET, _STATES, "shared/stores/record_delete.lua")
 FINISH = load_script(*_BUDGET, _STATES, "shared/stores/record_finish.lua")
-
-log = logging.getLogger(__name__)
 
 
 class Records(RedisStore):
@@ -163,7 +330,7 @@ class Records(RedisStore):
             keep_s: seconds to keep it after its end, or after its deadline if it never ends.
             reply_bytes: the size of its reply, at most.
             model: that is to compute it, in whose queue of the tenant it is.
-            hold: what it has reserved of limits (shared/stores/holds.py). Empty: nothing.
+            hold: what it has reserved of limits (shared/stores/records.py). Empty: nothing.
 
         Raises:
             Overloaded: unfinished predictions leave no room for it.

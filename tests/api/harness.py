@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from api.app import create_app
-from api.http.dependencies import Dependencies
+from api.http.request import Dependencies
 from api.server import server_config
 from shared.catalog import Catalog, Model, read_catalog
 from shared.catalog_entry import Batch, Generation

@@ -3,8 +3,9 @@
 from collections import Counter
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+import httpx
 import pytest
 from msgspec.structs import replace
 
@@ -208,3 +209,34 @@ async def test_batch_lane_gets_its_share_too(redis_url: str, tmp_path: Path) -> 
         answers = await world.ask_many(20, x_penstock_lane="batch")
         assert {answer.status_code for answer in answers} == {200}
         assert world.workers[CANARY.name].process.texts
+
+
+async def test_repeated_prediction_goes_to_the_revision_that_is_chosen_now(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its items have the cache keys of that revision."""
+    topics: list[str] = []
+    async with running_world(redis_url, tmp_path) as world:
+        await world.until_serving()
+        world.broker.outage = Unavailable("no broker")
+
+        async def put(letter: str) -> httpx.Response:
+            body = {"version": MODEL.name, "input": {"text": f"text {letter}"}}
+            path, headers = f"/v1/predictions/{letter}", {"prefer": "wait=30"}
+            return await world.api.http.put(path, json=body, headers=headers)
+
+        assert {(await put(letter)).status_code for letter in "abcdefgh"} == {503}
+        await world.board.take_back(CANARY, "a test")
+        await world.until_not_serving()
+        world.broker.outage = None
+        publish = world.broker.publish
+
+        async def noted(topic_id: str, *given: Any, **named: Any) -> str:
+            topics.append(topic_id)
+            return await publish(topic_id, *given, **named)
+
+        monkeypatch.setattr(world.broker, "publish", noted)
+        repeated = [(await put(letter)).json() for letter in "abcdefgh"]
+        assert {one["status"] for one in repeated} == {"succeeded"}
+        assert topics.count(jobs_topic_id(MODEL.name)) == len(repeated)
+        assert jobs_topic_id(CANARY.name) not in topics

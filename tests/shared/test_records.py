@@ -27,8 +27,7 @@ from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from shared.messages import ReplyBody
 from shared.stores.previews import KEPT_S, MAX_KEPT
-from shared.stores.record_state import OVER, Claim, Finish, State, record_id
-from shared.stores.records import Records
+from shared.stores.records import OVER, Claim, Finish, Records, State, record_id
 from tests.tiers import examples
 
 RECORDS = ["req_a", "req_b:1", "req_c"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.scheduling.busy_ratio import FADE_S, BusyRatio, Lane
+from workers.hours import FADE_S, BusyRatio, Lane
 
 
 class Clock:

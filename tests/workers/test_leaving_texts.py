@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from shared.stores.record_state import record_id
+from shared.stores.records import record_id
 from shared.tasks.text import GenerationResult, TokenChunk
 from tests.workers.models.text import tiny
 from tests.workers.test_steps import (
@@ -35,6 +35,7 @@ from workers.models.base import PreparedPrompt, StepEnd
 from workers.models.device import Device
 from workers.models.text.model import TextModel
 from workers.models.text.slots import MIN_SHARED_TOKENS
+from workers.runtime.execution import CHUNKS_EVERY_S, StepExecution, StepRoom
 from workers.runtime.protocol import (
     HEADER,
     Chunks,
@@ -48,7 +49,6 @@ from workers.runtime.protocol import (
     encode_join,
 )
 from workers.runtime.resident_models import ResidentModels
-from workers.runtime.step_execution import CHUNKS_EVERY_S, StepExecution, StepRoom
 
 pytestmark = pytest.mark.slow
 

@@ -11,6 +11,7 @@ from shared.catalog import Model
 from shared.catalog_entry import Batch, Generation
 from shared.tasks.text import GenerationResult, TokenChunk
 from workers.models.base import PreparedItem, PreparedPrompt, StepEnd
+from workers.runtime.execution import StepExecution, StepRoom
 from workers.runtime.protocol import (
     HEADER,
     BatchResult,
@@ -21,7 +22,6 @@ from workers.runtime.protocol import (
     decode_server_message,
 )
 from workers.runtime.resident_models import ResidentModels
-from workers.runtime.step_execution import StepExecution, StepRoom
 
 PLACES, BUDGET = 8, 800
 MODEL = Model(

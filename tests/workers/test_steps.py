@@ -18,16 +18,16 @@ from prometheus_client import REGISTRY
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Cache, Generation, Price
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody
-from shared.stores.record_state import record_id
+from shared.stores.records import record_id
 from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk
 from shared.topics import inbox_topic_id
 from tests.fakes import InMemoryTransport
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.speller import FIRST_LETTERS, SpellerPreparer
 from tests.workers.worker_harness import WorkerHarness, running_worker
+from workers.hours import FADE_S
 from workers.jobs.consumer import Clock
 from workers.runtime.pool import HostedModel, ModelPool
-from workers.scheduling.busy_ratio import FADE_S
 
 pytestmark = pytest.mark.anyio
 

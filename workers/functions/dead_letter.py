@@ -39,8 +39,7 @@ from shared.messages import (
     failure,
     salvage_envelope,
 )
-from shared.stores.record_state import Finish, record_id
-from shared.stores.records import Records
+from shared.stores.records import Finish, Records, record_id
 from shared.topics import WEBHOOKS_TOPIC_ID, dead_letter_topic_id
 from shared.tracing.spans import STAGE, Attributes, span
 from shared.transport import Publisher, ReceivedMessage

@@ -41,8 +41,7 @@ from prometheus_client import Counter
 
 from shared.errors import PenstockError, Unavailable, UndecodableMessage
 from shared.predictions import Prediction, body_of, decode_document, decode_end
-from shared.stores.record_state import Record
-from shared.stores.records import Records
+from shared.stores.records import Record, Records
 from shared.stores.signed_urls import UrlSigner
 from shared.stores.webhook_log import WebhookAttempt
 from shared.tracing.spans import STAGE, Attributes, current, read_attributes, span

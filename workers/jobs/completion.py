@@ -51,8 +51,7 @@ from shared.messages import (
 )
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
-from shared.stores.record_state import Claim, Finish
-from shared.stores.records import LATE_LOOK_S, Records
+from shared.stores.records import LATE_LOOK_S, Claim, Finish, Records
 from shared.stores.token_streams import Delivered, TokenStreams
 from shared.tasks.text import GenerationInput
 from shared.topics import dead_letter_topic_id
@@ -63,10 +62,16 @@ from shared.usage.row import RowSink
 from shared.webhook_publisher import WebhookPublisher
 from shared.webhooks import EventName
 from workers import metrics
-from workers.job import NOT_SENT, PulledJob, WorkerInfo, row_for
+from workers.job import (
+    NOT_SENT,
+    PulledJob,
+    WorkerInfo,
+    record_spans,
+    reply_span,
+    row_for,
+)
 from workers.jobs.canary_part import CanaryPart, Forwarding
 from workers.jobs.registry import JobRegistry
-from workers.jobs.spans import record_spans, reply_span
 
 log = logging.getLogger(__name__)
 

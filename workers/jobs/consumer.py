@@ -26,17 +26,15 @@ from shared.errors import ModelFailed, PenstockError, Unavailable, UndecodableMe
 from shared.messages import Item, decode_job, failure
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
-from shared.stores.record_state import Claim
-from shared.stores.records import Records
+from shared.stores.records import Claim, Records
 from shared.tasks import Input, Result
 from shared.tracing.spans import is_recorded
 from shared.transport import ReceivedMessage, Subscription
 from workers.job import JobTimer, PulledJob, QueuedItem, Run
-from workers.jobs.batch_results import BatchResults
+from workers.jobs.batch_results import BatchResults, TokenOutput
 from workers.jobs.canary_part import CanaryPart
 from workers.jobs.completion import Completion
 from workers.jobs.model_queue import ModelQueue
-from workers.jobs.token_output import TokenOutput
 from workers.models.base import Prepared, Preparer
 from workers.tasks import WORKER_TASKS
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from workers.hours import BusyRatio, Lane
 from workers.job import QueuedItem
-from workers.jobs.batch_results import PROGRESS_EVERY_S
+from workers.jobs.batch_results import PROGRESS_EVERY_S, to_compute
 from workers.jobs.consumer import JobConsumer
-from workers.jobs.token_output import to_compute
 from workers.runtime.pool import ModelProcessDied, PooledProcess
 from workers.runtime.protocol import (
     BatchResult,
@@ -24,7 +24,6 @@ from workers.runtime.protocol import (
     Spare,
     StepMessage,
 )
-from workers.scheduling.busy_ratio import BusyRatio, Lane
 
 TIMEOUT_S = 300.0
 """A process that sends nothing for this time is stuck. It is killed, and its jobs are retried.

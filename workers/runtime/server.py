@@ -30,7 +30,7 @@ from shared.logs import configure_logs
 from workers.models.backend import Backend
 from workers.models.base import LoadedModel
 from workers.runtime import template
-from workers.runtime.batch_execution import StepReporter, run_batch
+from workers.runtime.execution import StepExecution, StepReporter, StepRoom, run_batch
 from workers.runtime.protocol import (
     Ready,
     Refused,
@@ -40,7 +40,6 @@ from workers.runtime.protocol import (
     read_client_message,
 )
 from workers.runtime.resident_models import ResidentModels, resident_bytes
-from workers.runtime.step_execution import StepExecution, StepRoom
 from workers.runtime.template import TemplateReady
 from workers.tasks import WORKER_TASKS, model_for
 

@@ -16,7 +16,7 @@ Values = tuple[tuple[Labels, float], ...]
 INTERACTIVE: Labels = (("lane", "interactive"),)
 BATCH: Labels = (("lane", "batch"),)
 BUSY_DIGITS = 3
-"""Equals DIGITS of workers/scheduling/busy_ratio.py."""
+"""Equals DIGITS of workers/hours.py."""
 
 
 def _busy_ratio(worker: SimulatedWorker, now_s: float) -> Values:

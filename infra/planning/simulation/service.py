@@ -121,7 +121,7 @@ class WholeBatches:
 BATCH_JOIN_SHARE = 1 / 4
 """Share of a batch for the batch lane, as in workers/scheduling/lanes.py."""
 SHARED_WEIGHTS_SHARE = 0.5
-"""The value in workers/runtime/step_execution.py."""
+"""The value in workers/runtime/execution.py."""
 NEARLY = 1e-9
 """Steps or seconds of which nothing is left."""
 

@@ -17,9 +17,9 @@ from infra.planning.simulation.service import BATCH_JOIN_SHARE, SHARED_WEIGHTS_S
 from infra.planning.simulation.timeseries import TimeSeries
 from infra.planning.simulation.worker import SimulatedWorker
 from shared.errors import ConfigurationError
-from workers.runtime import step_execution
+from workers.hours import BusyRatio, Lane
+from workers.runtime import execution
 from workers.scheduling import lanes as worker_lanes
-from workers.scheduling.busy_ratio import BusyRatio, Lane
 
 
 def test_each_metric_is_one_of_the_product() -> None:
@@ -45,7 +45,7 @@ def test_a_rule_that_asks_for_an_unknown_metric_is_refused() -> None:
 
 
 def test_constants_are_those_of_workers() -> None:
-    assert step_execution.SHARED_WEIGHTS_SHARE == SHARED_WEIGHTS_SHARE
+    assert execution.SHARED_WEIGHTS_SHARE == SHARED_WEIGHTS_SHARE
     assert worker_lanes.BATCH_JOIN_SHARE == BATCH_JOIN_SHARE
 
 

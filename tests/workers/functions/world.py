@@ -19,8 +19,7 @@ from shared.messages import Envelope, Item, Job, JobBody, Reply, decode_reply, e
 from shared.predictions import Prediction, encode_document
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
-from shared.stores.record_state import Record
-from shared.stores.records import Records
+from shared.stores.records import Record, Records
 from shared.tasks.embedding import TextInput
 from shared.topics import dead_letter_topic_id, jobs_topic_id, workers_subscription_id
 from shared.transport import SubscriptionSettings
