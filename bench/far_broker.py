@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from bench.distant_link import distant
-from bench.fairness.timed import JOB_ITEMS, MODEL, Callers, Site, TimedWorker, servers
+from bench.fairness.timed import JOB_ITEMS, MODEL, BrokerSite, Callers, TimedWorker, servers
 from bench.load.generator import percentiles
 from bench.report import Figure, Outcome
 from infra.local.stack_processes import RabbitServer
@@ -42,7 +42,7 @@ TWO_BATCHES = 2 * FULL
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class FarLoad:
     """A model and its callers."""
 
     name: str
@@ -55,9 +55,9 @@ class Load:
 
 
 LOADS = (
-    Load("50 ms a batch, 1 item", 0.05, 1, IN_FLIGHT),
-    Load("500 ms a batch, 1 item", 0.5, 1, IN_FLIGHT, (0, 25, 100)),
-    Load("5 ms a batch, 16 items", 0.005, JOB_ITEMS, IN_FLIGHT, (0, 10, 25)),
+    FarLoad("50 ms a batch, 1 item", 0.05, 1, IN_FLIGHT),
+    FarLoad("500 ms a batch, 1 item", 0.5, 1, IN_FLIGHT, (0, 25, 100)),
+    FarLoad("5 ms a batch, 16 items", 0.005, JOB_ITEMS, IN_FLIGHT, (0, 10, 25)),
 )
 
 
@@ -111,7 +111,7 @@ def _plain(seen: dict[int, Seen]) -> dict[int, dict[str, float]]:
 
 
 def _figures(
-    name: str, load: Load, seen: dict[int, Seen], before: dict[int, Seen]
+    name: str, load: FarLoad, seen: dict[int, Seen], before: dict[int, Seen]
 ) -> Iterator[Figure]:
     near = seen[0]
     for delay_ms, one in seen.items():
@@ -127,20 +127,20 @@ def _figures(
 @contextmanager
 def _site(
     broker: Broker, address: str, redis_url: str, delay_ms: float, folder: Path
-) -> Iterator[Site]:
+) -> Iterator[BrokerSite]:
     """The broker at a distance."""
     if broker == "pubsub":
         host, _, port = address.partition(":")
         with distant(int(port), delay_ms, folder) as link:
-            yield Site(redis_url, pubsub_endpoint=f"{host}:{link}", near=address)
+            yield BrokerSite(redis_url, pubsub_endpoint=f"{host}:{link}", near=address)
         return
     url = urlsplit(address)
     with distant(url.port or 0, delay_ms, folder) as link:
         far = address.replace(f":{url.port}", f":{link}")
-        yield Site(redis_url, rabbitmq_url=far, near=address)
+        yield BrokerSite(redis_url, rabbitmq_url=far, near=address)
 
 
-def measure(site: Site, load: Load, seconds: float, *, hand: int = 0) -> Seen:
+def measure(site: BrokerSite, load: FarLoad, seconds: float, *, hand: int = 0) -> Seen:
     """Runs one worker for LEAD_S and `seconds`. `hand`: as in TimedWorker."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -160,17 +160,17 @@ def measure(site: Site, load: Load, seconds: float, *, hand: int = 0) -> Seen:
         child.join(10.0)
 
 
-async def _provision(site: Site, project: str) -> None:
+async def _provision(site: BrokerSite, project: str) -> None:
     await site.provision(project)
 
 
-def _work(site: Site, project: str, batch_s: float, hand: int, pipe: Connection) -> None:
+def _work(site: BrokerSite, project: str, batch_s: float, hand: int, pipe: Connection) -> None:
     """The process of the worker. Answers each message on the pipe with its counts."""
     uvloop.run(_work_until_killed(site, project, batch_s, hand, pipe))
 
 
 async def _work_until_killed(
-    site: Site, project: str, batch_s: float, hand: int, pipe: Connection
+    site: BrokerSite, project: str, batch_s: float, hand: int, pipe: Connection
 ) -> None:
     async with TimedWorker(site, project, batch_s=batch_s, hand=hand) as worker:
         pipe.send("ready")
@@ -179,7 +179,9 @@ async def _work_until_killed(
             pipe.send(worker.counts())
 
 
-async def _call(site: Site, project: str, load: Load, seconds: float, worker: Connection) -> Seen:
+async def _call(
+    site: BrokerSite, project: str, load: FarLoad, seconds: float, worker: Connection
+) -> Seen:
     waits_ms = list[float]()
     async with site.transport(project) as transport:
         callers = Callers(transport)

@@ -104,7 +104,7 @@ MessageContent = Annotated[
 ]
 
 
-class InputMessage(Body):
+class AnthropicInputMessage(Body):
     """A message of a conversation."""
 
     role: Literal["user", "assistant"]
@@ -216,7 +216,7 @@ class OutputConfig(Body):
 class CountBody(Body):
     """Messages whose tokens are counted."""
 
-    messages: list[InputMessage] = Field(min_length=1, max_length=2048)
+    messages: list[AnthropicInputMessage] = Field(min_length=1, max_length=2048)
     model: str | None = Field(None, description="Default: the first text model of the catalog.")
     system: TextContent | None = None
     tools: list[MessageTool] | None = Field(None, max_length=MAX_TOOLS)

@@ -19,7 +19,7 @@ from api.http.request import ApiRequest, authenticate
 from api.openai.item_pages import After, ItemsPage, Limit, Order, page_of
 from api.openai.responses_schemas import InputItem, ItemReference
 from api.openai.stored import referenced_items, shown_items, state_of
-from api.predictions.conversations import Conversation, ConversationBusy, Entry
+from api.predictions.conversations import Conversation, ConversationBusy, ConversationEntry
 from api.predictions.creation import PredictionSnapshot
 
 MAX_NEW_ITEMS = 20
@@ -204,14 +204,14 @@ async def settled(call: ApiRequest, conversation_id: str) -> Conversation:
         Unavailable: Redis is out of reach.
     """
     found = await call.dependencies.conversations.read(call.tenant, conversation_id)
-    outputs: dict[str, list[Entry]] = {}
+    outputs: dict[str, list[ConversationEntry]] = {}
     for prediction in found.pending:
         snapshot = await _prediction(call, prediction)
         if snapshot is None:
             outputs[prediction] = []
         elif snapshot.record.is_over:
             output = msgspec.to_builtins(state_of(call, snapshot).output)
-            outputs[prediction] = [Entry(item) for item in output]
+            outputs[prediction] = [ConversationEntry(item) for item in output]
     if not outputs:
         return found
 
@@ -242,7 +242,9 @@ async def add_to(
     call: ApiRequest, conversation_id: str, items: Sequence[dict[str, Any]], prediction: str = ""
 ) -> None:
     """Adds items at the end, and the output of a prediction once it has ended."""
-    new = [Entry(item) for item in items] + [Entry(prediction=prediction)] * bool(prediction)
+    new = [ConversationEntry(item) for item in items] + [
+        ConversationEntry(prediction=prediction)
+    ] * bool(prediction)
 
     def change(found: Conversation) -> None:
         found.entries = [*found.entries, *new]

@@ -26,7 +26,7 @@ MAX_ITEMS = 2048
 _ATTEMPTS = 10
 
 
-class Entry(msgspec.Struct, omit_defaults=True):
+class ConversationEntry(msgspec.Struct, omit_defaults=True):
     """An item, or the prediction whose output is to come."""
 
     item: dict[str, Any] = {}
@@ -40,7 +40,7 @@ class Conversation(msgspec.Struct, kw_only=True):
     tenant: str
     created_at_s: float
     metadata: dict[str, str] = {}
-    entries: list[Entry] = []
+    entries: list[ConversationEntry] = []
 
     @property
     def items(self) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ class Conversations:
             tenant=tenant,
             created_at_s=time.time(),
             metadata=metadata,
-            entries=[Entry(item) for item in items],
+            entries=[ConversationEntry(item) for item in items],
         )
         await self._records.put_document(
             made.id, tenant, _encode(made), keep_s=self._keep_s if keep_s is None else keep_s

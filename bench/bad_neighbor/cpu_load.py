@@ -73,18 +73,18 @@ def _family(pid: int) -> dict[int, CpuTime]:
     return found
 
 
-class Burst(msgspec.Struct):
+class CpuBurst(msgspec.Struct):
     """What one process takes: CPU seconds per second, in bursts of `burst_s` CPU seconds."""
 
     cores: float
     burst_s: float
 
 
-Load = dict[str, list[Burst]]
+Load = dict[str, list[CpuBurst]]
 """By part."""
 
 
-class Drive(NamedTuple):
+class CpuDrive(NamedTuple):
     """A stretch of time with the CPU times at both ends."""
 
     seconds: float
@@ -99,7 +99,7 @@ class Drive(NamedTuple):
         return CpuTime(after.cpu_s - before.cpu_s, after.waits - before.waits)
 
 
-def load_between(alone: Drive, beside: Drive) -> Load:
+def load_between(alone: CpuDrive, beside: CpuDrive) -> Load:
     """The load that the bad tenant adds: what each process took beside it and not without it."""
     added: Load = {}
     for part, processes in beside.after.items():
@@ -109,13 +109,13 @@ def load_between(alone: Drive, beside: Drive) -> Load:
     return added
 
 
-def _added(alone: Drive, beside: Drive, part: str, pid: int) -> Burst | None:
+def _added(alone: CpuDrive, beside: CpuDrive, part: str, pid: int) -> CpuBurst | None:
     now, then = beside.of(part, pid), alone.of(part, pid)
     cores = now.cpu_s / beside.seconds - then.cpu_s / alone.seconds
     if cores < MIN_CORES:
         return None
     burst_s = now.cpu_s / max(1, now.waits)
-    return Burst(min(cores, 1.0), min(max(burst_s, MIN_BURST_S), MAX_BURST_S))
+    return CpuBurst(min(cores, 1.0), min(max(burst_s, MIN_BURST_S), MAX_BURST_S))
 
 
 def cores_of(load: Load) -> float:
@@ -126,7 +126,7 @@ def cores_of(load: Load) -> float:
 class BurnOrder(msgspec.Struct):
     """What one part burns, for how long, and whether it has a lower priority."""
 
-    bursts: list[Burst]
+    bursts: list[CpuBurst]
     seconds: float
     steps_back: bool
 
@@ -169,7 +169,7 @@ async def _burn_part(order: BurnOrder) -> float:
             await process.wait()
 
 
-def burn(burst: Burst, seconds: float) -> float:
+def burn(burst: CpuBurst, seconds: float) -> float:
     """Burns on this thread. Returns the CPU seconds that it took."""
     began_s, began_cpu_s = time.monotonic(), time.thread_time()
     due_s, period_s = began_s, burst.burst_s / burst.cores
@@ -199,7 +199,7 @@ def main() -> int:
     return 0
 
 
-def _burn_one(burst: Burst, seconds: float, took_s: SimpleQueue[float]) -> None:
+def _burn_one(burst: CpuBurst, seconds: float, took_s: SimpleQueue[float]) -> None:
     took_s.put(burn(burst, seconds))
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from bench.bad_neighbor.bad import READY, TIDY_LIMIT_S, BadOrder, BadReport
 from bench.bad_neighbor.comparison import Beside, cells, outcome_of, shown
-from bench.bad_neighbor.cpu_load import Drive, burning, cores_of, cpu_times, load_between
+from bench.bad_neighbor.cpu_load import CpuDrive, burning, cores_of, cpu_times, load_between
 from bench.bad_neighbor.quiet import (
     LIMIT_S,
     SURFACES,
@@ -127,12 +127,12 @@ async def _round(
 
 async def _noticed(
     quiet: Quiet, surfaces: Sequence[Surface], seconds: float, leaders: dict[str, int]
-) -> tuple[dict[str, Noticed], Drive]:
+) -> tuple[dict[str, Noticed], CpuDrive]:
     """What the quiet tenant notices, and the CPU times at both ends."""
     began_s, before = time.monotonic(), cpu_times(leaders)
     noticed = await notice(quiet, surfaces, seconds)
     after = cpu_times(leaders)
-    return noticed, Drive(time.monotonic() - began_s, before, after)
+    return noticed, CpuDrive(time.monotonic() - began_s, before, after)
 
 
 class _BadProcess:

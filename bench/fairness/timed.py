@@ -224,7 +224,7 @@ class Callers:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class BrokerSite:
     """The servers of a run: a Redis, and a Pub/Sub or a RabbitMQ.
 
     `near` is the broker's own address, if the other one leads through a proxy.
@@ -250,7 +250,7 @@ class Site:
             await make_inbox(opened, INBOX, 1)
 
 
-class Counts(NamedTuple):
+class WorkerCounts(NamedTuple):
     """What a worker did since its start."""
 
     at_s: float
@@ -280,7 +280,7 @@ class TimedWorker:
 
     def __init__(
         self,
-        site: Site,
+        site: BrokerSite,
         project: str,
         *,
         processes: int = 1,
@@ -314,10 +314,10 @@ class TimedWorker:
     async def __aexit__(self, *exc: object) -> None:
         await self._stack.aclose()
 
-    def counts(self) -> Counts:
+    def counts(self) -> WorkerCounts:
         """What it did so far."""
         processes = self._pool.processes
-        return Counts(
+        return WorkerCounts(
             time.time(),
             sum(one.busy_s for one in processes),
             time.process_time(),
@@ -336,7 +336,7 @@ async def timed_workers(
 
     `hand`: how many messages of a lane each of them holds. 0: as usual.
     """
-    site, project = Site(redis_url, endpoint), f"timed-{time.time_ns()}"
+    site, project = BrokerSite(redis_url, endpoint), f"timed-{time.time_ns()}"
     await site.provision(project)
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context

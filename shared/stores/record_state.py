@@ -37,7 +37,7 @@ class Claim(NamedTuple):
     alone: int = 0
 
 
-class Release(NamedTuple):
+class ReleasedClaim(NamedTuple):
     """A claim that is released.
 
     `claims`: 1, or 0 if it was before. `alone`: 1 if the job is noted as the only one that its

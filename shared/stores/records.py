@@ -39,7 +39,7 @@ from shared.stores.record_state import (
     Claim,
     Finish,
     Record,
-    Release,
+    ReleasedClaim,
     State,
     receipts_of,
     record_from_fields,
@@ -389,7 +389,7 @@ class Records(RedisStore):
         answers = await self._finishes.call([(record, state, reply)]) if self.is_up else None
         return None if answers is None else answers[0]
 
-    async def release(self, released: Sequence[Release]) -> None:
+    async def release(self, released: Sequence[ReleasedClaim]) -> None:
         """Lets claims go: if their worker dies now, the jobs are not the reason."""
         args = [part for one in released for part in (one.claims, one.alone, int(one.is_back))]
         with contextlib.suppress(Unavailable):

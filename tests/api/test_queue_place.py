@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from replicate.client import Client
 
-from shared.stores.record_state import Release
+from shared.stores.record_state import ReleasedClaim
 from shared.stores.records import Records
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, api_with_redis
 from tests.api.predicting import TEXT, until_over
@@ -27,7 +27,7 @@ async def waiting(api: ApiUnderTest, records: Records, count: int) -> list[dict[
         api.worker.claimed.clear()
         made.append((await api.http.post("/v1/predictions", json=TEXT)).json())
         await api.worker.claimed.wait()
-        await records.release([Release(made[-1]["id"])])
+        await records.release([ReleasedClaim(made[-1]["id"])])
     return made
 
 

@@ -15,9 +15,9 @@ from bench import report
 from bench.bad_neighbor.bad import BadReport
 from bench.bad_neighbor.comparison import Beside, outcome_of, percentile, shown
 from bench.bad_neighbor.cpu_load import (
-    Burst,
+    CpuBurst,
+    CpuDrive,
     CpuTime,
-    Drive,
     burn,
     burning,
     cores_of,
@@ -122,9 +122,9 @@ def test_table_shows_both_tenants() -> None:
 
 def test_load_is_what_each_process_took_beside_the_bad_tenant_and_not_without_it() -> None:
     zero = {"api": {1: CpuTime(5.0, 10), 2: CpuTime(1.0, 1)}, "functions": {3: CpuTime(1.0, 5)}}
-    alone = Drive(10.0, zero, zero | {"api": {1: CpuTime(6.0, 110), 2: CpuTime(1.0, 1)}})
+    alone = CpuDrive(10.0, zero, zero | {"api": {1: CpuTime(6.0, 110), 2: CpuTime(1.0, 1)}})
     after = {"api": {1: CpuTime(9.0, 410), 2: CpuTime(1.0, 1), 4: CpuTime(2.5, 0)}}
-    load = load_between(alone, Drive(10.0, zero, zero | after))
+    load = load_between(alone, CpuDrive(10.0, zero, zero | after))
     # 0.4 cores beside and 0.1 alone, 4 s in 400 bursts; the new process never gave up its core.
     assert {part: [(round(one.cores, 9), one.burst_s) for one in load[part]] for part in load} == {
         "api": [(0.3, 0.01), (0.25, 0.1)]
@@ -133,13 +133,13 @@ def test_load_is_what_each_process_took_beside_the_bad_tenant_and_not_without_it
 
 
 def test_burning_takes_its_part_of_a_core_and_no_more() -> None:
-    took_s = burn(Burst(cores=0.2, burst_s=0.002), 0.5)
+    took_s = burn(CpuBurst(cores=0.2, burst_s=0.002), 0.5)
     assert 0.0 < took_s <= 0.2, "a fifth of half a second, by chance at most twice as much"
 
 
 @pytest.mark.anyio
 async def test_processes_burn_while_a_block_runs() -> None:
-    load = {"api": [Burst(0.1, 0.002), Burst(0.1, 0.002)], "client": [Burst(0.1, 0.002)]}
+    load = {"api": [CpuBurst(0.1, 0.002), CpuBurst(0.1, 0.002)], "client": [CpuBurst(0.1, 0.002)]}
     async with burning(load, 0.3, ["client"]) as got:
         assert not got
     (cores,) = got

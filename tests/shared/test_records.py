@@ -26,7 +26,7 @@ from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from shared.messages import ReplyBody
 from shared.stores.previews import KEPT_S, MAX_KEPT
-from shared.stores.record_state import OVER, Claim, Finish, Release, State, record_id
+from shared.stores.record_state import OVER, Claim, Finish, ReleasedClaim, State, record_id
 from shared.stores.records import Records
 from tests.tiers import examples
 
@@ -109,7 +109,7 @@ class Transitions(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def release(self, name: str) -> None:
-        self.runner.run(self.records.release([Release(name)]))
+        self.runner.run(self.records.release([ReleasedClaim(name)]))
         one = self.expected[name]
         if one.state is not None and not one.is_over:
             one.open = max(0, one.open - 1)
@@ -117,7 +117,7 @@ class Transitions(RuleBasedStateMachine):
 
     @rule(name=NAMES, alone=st.integers(0, 1))
     def stay_innocent(self, name: str, alone: int) -> None:
-        released = Release(name, 1, alone, is_back=False)
+        released = ReleasedClaim(name, 1, alone, is_back=False)
         self.runner.run(self.records.release([released]))
         one = self.expected[name]
         if one.state is not None and not one.is_over:
@@ -245,7 +245,7 @@ async def test_redis_away_fails_promises_and_never_work(own_redis: RedisServer) 
         own_redis.kill()
         assert await records.claim(["req_1"]) == [None]
         assert await records.finish("req_1", "succeeded", encoded("w")) is None
-        await records.release([Release("req_1")])
+        await records.release([ReleasedClaim("req_1")])
         with pytest.raises(Unavailable, match="store of predictions"):
             await records.read("req_1")
         with pytest.raises(Unavailable, match="store of predictions"):
@@ -302,7 +302,7 @@ async def test_place_in_line_is_by_deadline_among_the_tenants_own(records: Recor
     assert position == 2
     assert estimated_s is not None
     assert 0 < estimated_s < 30
-    await records.release([Release("b")])
+    await records.release([ReleasedClaim("b")])
     assert (await place("c", 40) or (0,))[0] in (2, 3)
     await records.cancel("a")
     assert (await place("c", 40) or (0,))[0] == 1

@@ -8,7 +8,7 @@ import time
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-from shared.stores.record_state import Release
+from shared.stores.record_state import ReleasedClaim
 from shared.stores.records import Records
 from shared.transport import SmoothedDuration
 from workers import metrics
@@ -56,7 +56,9 @@ class JobRegistry:
         """Nacks an unfinished job, so that the broker delivers it again."""
         metrics.HANDED_BACK.inc()
         claims = 0 if pulled.is_released else 1
-        self.spawn(self._records.release([Release(pulled.record, claims, int(pulled.is_alone))]))
+        self.spawn(
+            self._records.release([ReleasedClaim(pulled.record, claims, int(pulled.is_alone))])
+        )
         pulled.subscription.nack(pulled.message)
         self._remove(pulled)
 
@@ -70,7 +72,9 @@ class JobRegistry:
         released = []
         for pulled in pulled_jobs:
             if pulled.is_claimed and not pulled.is_released:
-                released.append(Release(pulled.record, 1, int(pulled.is_alone), is_back=False))
+                released.append(
+                    ReleasedClaim(pulled.record, 1, int(pulled.is_alone), is_back=False)
+                )
                 pulled.is_released, pulled.is_alone = True, False
         if released:
             await self._records.release(released)
