@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import socket
 import threading
 import time
@@ -139,7 +140,8 @@ async def running_worker(
     """
     if folder is None and (preparer is None or model is None):
         raise ValueError("without a folder, both preparer and model are needed")
-    files = folder or Path()
+    # Not the working directory, which may be large: the sizes of files are added up.
+    files = folder or Path(os.devnull)
     preparer = preparer or preparer_for(entry, files)
     thread = _ModelThread(entry, model or (lambda: model_for(entry, files, "cpu")), files)
     await make_jobs(broker, entry.name)
