@@ -105,7 +105,7 @@ PLANS = {
     "open": Plan(budget_usd_per_month=POOR_USD, on_limit_store_outage="allow"),
 }
 LATE_MS = "40"
-LEASE_S = 0.5
+LEASE_S = 1.0
 """For so long nobody takes over what a process that died was doing."""
 ENDLESS = 10**6
 """Tokens that nobody waits for."""
