@@ -275,6 +275,7 @@ class MonthCounter(LeasedCounter):
         self._reserved = 0.0
         """By requests of this instance that are not over."""
         self._asking = 0.0
+        """The most that asks without an answer may take."""
         self._reported = 0.0
         """The amount this instance may give back, as last reported to Redis."""
         self._reported_s = 0.0
@@ -303,10 +304,9 @@ class MonthCounter(LeasedCounter):
 
         Says as well what may come back. Asks are answered in order, so the last one counts.
         """
-        self._asking += need
-        ask = msgspec.structs.replace(
-            super().ask(need, now_s), month=self.month, held=self._reserved + self._asking
-        )
+        held = self._reserved + self._asking + need
+        ask = msgspec.structs.replace(super().ask(need, now_s), month=self.month, held=held)
+        self._asking += ask.need + ask.extra
         if _told_alone(ask):
             self._telling.append(ask)
         return ask
@@ -314,7 +314,7 @@ class MonthCounter(LeasedCounter):
     def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
         """Notes the month as well, and what of it is spent."""
         super().accept(ask, answer, sent_s, need=need)
-        self._asking -= need
+        self._end_asking(ask)
         self._has_told(ask)
         if answer.period != self.period:
             self.period, self._reserved = answer.period, 0.0
@@ -345,16 +345,22 @@ class MonthCounter(LeasedCounter):
     def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
         """Reports what may come back again with the next round trip."""
         super().abandon(ask, need, is_lost=is_lost)
-        self._asking -= need
         if not is_lost:
+            self._end_asking(ask)
             self._has_told(ask)
 
     def resolve(self, ask: Ask, answer: Answer, now_s: float) -> None:
         """Notes as well that Redis knows what was taken alone."""
         super().resolve(ask, answer, now_s)
+        self._end_asking(ask)
         self._has_told(ask)
         if answer.period == self.period:
             self.used = max(self.used, answer.used)
+
+    def _end_asking(self, ask: Ask) -> None:
+        self._asking -= ask.need + ask.extra
+        if self._asking < ROUNDING_USD:
+            self._asking = 0.0
 
     def _has_told(self, ask: Ask) -> None:
         self._telling = [one for one in self._telling if one is not ask]
