@@ -224,6 +224,9 @@ class CountBody(Body):
     thinking: Thinking | None = Field(None, description="Accepted, without effect.")
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = Field(None, description="Accepted, without effect.")
+    speed: Option | None = Field(None, description="Accepted, without effect.")
+    user_profile_id: EndUser | None = Field(None, description="Accepted, without effect.")
+    workspace_id: EndUser | None = Field(None, description="Accepted, without effect.")
     context_management: None = None
     mcp_servers: None = None
 
@@ -274,6 +277,7 @@ class MessagesBody(CountBody):
     metadata: MessageMetadata | None = None
     service_tier: Option | None = Field(None, description="Accepted, without effect.")
     inference_geo: Option | None = Field(None, description="Accepted, without effect.")
+    diagnostics: Options | None = Field(None, description="Accepted, without effect.")
     container: None = None
 
     def to_generation(self) -> ChatBody:

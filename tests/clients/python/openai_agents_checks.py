@@ -18,9 +18,6 @@ from agents import (
 from tests.clients.python.checks import KEY, LIMIT_S, URL, check, main, needs_text
 
 set_tracing_disabled(True)
-set_default_openai_client(
-    openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY, timeout=LIMIT_S), use_for_tracing=False
-)
 painted: list[str] = []
 
 
@@ -38,13 +35,16 @@ paint = function_tool(_paint, name_override="paint")
 
 
 def agent(name: str, **options: Any) -> Agent[Any]:
-    settings = ModelSettings(max_tokens=64, temperature=0, tool_choice=options.pop("choice", None))
+    # Each check has an event loop of its own, and a client belongs to one.
+    client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY, timeout=LIMIT_S)
+    set_default_openai_client(client, use_for_tracing=False)
+    settings = ModelSettings(max_tokens=250, temperature=0, tool_choice=options.pop("choice", None))
     return Agent(name=name, model=needs_text(), model_settings=settings, **options)
 
 
 @check
 async def agent_answers() -> None:
-    result = await Runner.run(agent("plain", instructions="Be brief."), "What is a mill?")
+    result = await Runner.run(agent("plain", instructions="Be brief."), "Say hello.")
     assert result.final_output
 
 
@@ -86,7 +86,7 @@ async def streamed_agent_chains_responses() -> None:
 async def agent_hands_off_to_another() -> None:
     other = agent("plain", instructions="Be brief.")
     first = agent("first", handoffs=[handoff(other)], choice="required")
-    result = await Runner.run(first, "What is a mill?", max_turns=4)
+    result = await Runner.run(first, "Say hello.", max_turns=4)
     assert result.last_agent.name == "plain"
     assert result.final_output
 
