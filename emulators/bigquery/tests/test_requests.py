@@ -64,11 +64,6 @@ DEEP_TYPE = b'{"type": "ARRAY", "arrayType": ' * 400 + b'{"type": "INT64"' + b"}
         (TABLES, {"tableReference": {"tableId": "t"}, "view": {"query": []}}, "view.query"),
         (f"{TABLES}/t/insertAll", {"rows": [{}], "skipInvalidRows": "perhaps"}, "skipInvalidRows"),
         (f"{UPLOADS}odd", {}, "uploadType"),
-        (
-            DATASETS,
-            {"datasetReference": {"datasetId": "n"}, "access": [{"role": 1.5}]},
-            "access[0].role",
-        ),
     ],
 )
 def test_a_field_of_the_wrong_type_is_refused_by_its_name(
@@ -77,6 +72,14 @@ def test_a_field_of_the_wrong_type_is_refused_by_its_name(
     status, _, found = request(bigquery_endpoint, "POST", path, json.dumps(body).encode())
     assert (status, found["error"]["status"]) == (400, "INVALID_ARGUMENT"), found
     assert named in found["error"]["message"]
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e999"])
+def test_a_number_that_json_has_not_is_refused(bigquery_endpoint: str, number: bytes) -> None:
+    body = b'{"datasetReference": {"datasetId": "n"}, "access": [{"role": %s}]}' % number
+    status, _, found = request(bigquery_endpoint, "POST", DATASETS, body)
+    assert (status, found["error"]["status"]) == (400, "INVALID_ARGUMENT"), found
+    assert "Parse Error" in found["error"]["message"]
 
 
 @pytest.mark.parametrize(

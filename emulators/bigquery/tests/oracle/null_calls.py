@@ -91,7 +91,7 @@ _PATTERNS = frozenset(
     for name in ("contains", "extract", "extract_all", "instr", "replace", "substr")
 )
 NEVER_ASKED = frozenset(
-    {"current_timestamp", "double", "error", "generate_uuid", "json_array", "lax_double"}
+    {"current_timestamp", "double", "error", "generate_uuid", "lax_double"}
     | {"octet_length", "rand", "regexp_substr", "contains_substr"}
 )
 """No arguments, other names of functions that are asked, or none that the analyzer knows."""
