@@ -51,9 +51,7 @@ from api.openai import (
     batches,
     conversations,
     embeddings,
-    files,
     images,
-    models,
     responses,
     stored_chats,
     token_counts,
@@ -69,10 +67,8 @@ from api.openai.conversations import (
     NewItems,
 )
 from api.openai.embeddings import EmbeddingsBody, EmbeddingsReply
-from api.openai.files import FileDeleted, FileObject, FilesPage
 from api.openai.images import EditBody, EditForm, GenerationBody, ImagesReply
 from api.openai.item_pages import ItemsPage
-from api.openai.models import ModelItem, ModelsReply
 from api.openai.responses_schemas import ResponseBody, ResponseDeleted, ResponseReply
 from api.openai.stored_chats import ChatChange, ChatDeleted
 from api.openai.token_counts import (
@@ -111,7 +107,7 @@ from api.replicate.replies import (
     WebhookAttempts,
 )
 from api.routes import admin as admin_routes
-from api.routes import console, health, objects, pages, reports, status
+from api.routes import console, files, health, models, objects, pages, reports, status
 from api.routes.admin import (
     ActObject,
     ActsPage,
@@ -128,6 +124,8 @@ from api.routes.admin import (
     TenantObject,
     TenantsReply,
 )
+from api.routes.files import FileDeleted, FileObject, FilesPage
+from api.routes.models import ModelItem, ModelsReply
 from api.routes.reports import ReportReply, ReportsReply
 from api.routes.status import StatusReply
 from api.usage.reports import ReportPlace, ReportService

@@ -92,19 +92,6 @@ def null_is(default: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: default if value is None else value)
 
 
-class WrongField(ValueError):
-    """A field is wrong for a reason that is not in it alone.
-
-    Args:
-        field: its name in the body whose validator raises this.
-        reason: with the accepted form.
-    """
-
-    def __init__(self, field: str, reason: str) -> None:
-        super().__init__(reason)
-        self.field = field
-
-
 class Body(BaseModel):
     """Base of request bodies: unknown fields are refused."""
 

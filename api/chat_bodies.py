@@ -23,10 +23,10 @@ from api.bodies import (
     Option,
     Options,
     Tokens,
-    WrongField,
     null_is,
     shape_of,
 )
+from api.errors import WrongField
 
 TOOL_NAME = r"^[A-Za-z0-9_-]{1,64}$"
 

@@ -24,9 +24,21 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
-from api.bodies import WrongField
 from shared.errors import BadInput, Canceled, InputTooLarge, Overloaded, PenstockError
 from shared.tenants.api_key import without_keys
+
+
+class WrongField(ValueError):
+    """A field is wrong for a reason that is not in it alone.
+
+    Args:
+        field: its name in the body whose validator raises this.
+        reason: with the accepted form.
+    """
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(reason)
+        self.field = field
 
 
 class ErrorDetail(msgspec.Struct):

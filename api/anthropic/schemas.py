@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from api.bodies import Body, EndUser, ItemId, Option, Options, WrongField
+from api.bodies import Body, EndUser, ItemId, Option, Options
 from api.chat_bodies import MAX_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
+from api.errors import WrongField
 
 MAX_STOPS = 4
 """As many as a chat takes."""

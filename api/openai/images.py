@@ -31,9 +31,9 @@ from api.bodies import (
     EndUser,
     Option,
     SchedulerName,
-    WrongField,
     null_is,
 )
+from api.errors import WrongField
 from api.http.fast_route import FastRoute
 from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses
 from api.http.request import ApiRequest, open_request, while_connected

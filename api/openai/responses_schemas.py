@@ -12,18 +12,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from api.bodies import (
-    Body,
-    CacheKey,
-    EndUser,
-    ItemId,
-    Metadata,
-    Option,
-    Options,
-    WrongField,
-    null_is,
-)
+from api.bodies import Body, CacheKey, EndUser, ItemId, Metadata, Option, Options, null_is
 from api.chat_bodies import MAX_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
+from api.errors import WrongField
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 

@@ -14,8 +14,9 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.bodies import Body, Option, WrongField
+from api.bodies import Body, Option
 from api.chat_bodies import ChatBody, Message, Tool
+from api.errors import WrongField
 from api.http import openapi
 from api.http.request import ApiRequest, open_request
 from api.openai.generation import tools_of

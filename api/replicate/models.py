@@ -103,7 +103,7 @@ _CURSOR = re.compile(r"\d{1,9}")
 async def list_models(request: Request, cursor: str = "") -> Response:
     """The models that the key may use, in pages.
 
-    Under /v1 only for Replicate's clients (api/openai/models.py).
+    Under /v1 only for Replicate's clients (api/routes/models.py).
     """
     call = authenticate(request)
     if cursor and not _CURSOR.fullmatch(cursor):
@@ -223,7 +223,7 @@ async def create_file(request: Request) -> Response:
     """Takes a form with the file as `content` and, if wanted, a JSON object as `metadata`.
 
     Files are kept for a day, and count toward the tenant's storage quota. Below /v1
-    api/openai/files.py is tried first.
+    api/routes/files.py is tried first.
     """
     call = authenticate(request)
     call.check_charset()
@@ -256,7 +256,7 @@ async def get_file(request: Request, file_id: str) -> Response:
 
 @router.get("/files", include_in_schema=False)
 async def list_files(request: Request) -> Response:
-    """The newest files. Below /v1 api/openai/files.py is tried first."""
+    """The newest files. Below /v1 api/routes/files.py is tried first."""
     call = authenticate(request)
     return _json({"previous": None, "next": None, "results": await shown_files(call)})
 
