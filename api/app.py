@@ -1,6 +1,6 @@
 """Composes the API: `create_app` adds routes and layers, and its lifespan opens connections.
 
-The OpenAPI document: shared schemas, and responses of the server that no route sends.
+The OpenAPI document gets the shared schemas, and responses of the server that no route sends.
 """
 
 from __future__ import annotations

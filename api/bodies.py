@@ -1,13 +1,12 @@
-"""Bodies that several endpoints share.
+"""Bodies that several endpoints share, and limits on JSON.
 
 Requests are pydantic models, which validate and document them. Replies are msgspec structs, which
 encode bytes as JSON without intermediate Python objects. Fields are those of OpenAI's API
 (https://platform.openai.com/docs/api-reference). Extensions are marked as such.
 
-Limits on JSON from callers, checked before it is parsed: the number of values and their depth.
-
-Parsing blocks the event loop, and pydantic reports every single error: 15 MB of wrong numbers took
-5 s, 18 MB of unknown fields 1.7 s.
+The number of values and their depth are checked before JSON from callers is parsed. Parsing blocks
+the event loop, and pydantic reports every single error: 15 MB of wrong numbers took 5 s, 18 MB of
+unknown fields 1.7 s.
 """
 
 from __future__ import annotations

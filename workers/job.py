@@ -1,12 +1,9 @@
 """A pulled job: its items, their outcomes so far, and its items that wait for the model.
 
-Plain data, no I/O.
-
-The spans of a job in a worker: `queue`, `batch` and `infer`, made at its end from times it has.
-
-The message names their parent, the span that published the job. All three are siblings below it.
-A batch has items of many jobs, so each job has an `infer` span of its own with the times of its
-batch, and links to the other jobs in it (docs/decisions/0037-traces.md).
+Plain data, no I/O. At its end a job's spans are made from times it has: `queue`, `batch` and
+`infer`. The message names their parent, the span that published the job. A batch has items of many
+jobs, so each job has an `infer` span of its own with the times of its batch, and links to the other
+jobs in it (docs/decisions/0037-traces.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A request to compute inputs, its options, and its response. Predictions are such requests too.
+"""A request to compute inputs, its options, its state in the dispatcher, and its response.
 
-The state of one request in the dispatcher: its items, its jobs, and the completions so far.
+Predictions are such requests too. The state has the items, the jobs, and the completions so far.
 
 Single flight: identical items of concurrent requests are computed once. The first request for an
 item leads it. Later requests with the same cache key join it and wait for the same outcome. An item

@@ -4,6 +4,11 @@ Plain ASGI: a middleware that wraps responses costs more than a cache hit. It bo
 the connections that request bodies may hold, in total and per tenant. The span of a request
 (`receive`) lasts from its arrival to the end of its answer. It has no URL, no query and no header:
 callers put texts and keys there by mistake.
+
+All requests of an instance share one event loop. A tenant with many uploads has many pieces ready
+in each of its turns, and every other request would wait for all of them again and again, at each of
+its own steps. So pieces of large bodies come in by turns, one of a tenant per turn of the loop. A
+tenant that is alone loses nothing, since a turn of an idle loop is short.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import re
 import secrets
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,12 +32,42 @@ from api import metrics
 from api.dispatch.request import RequestOptions
 from api.errors import BodyTooLarge, TooSlow, error_response
 from api.fair_room import FairRoom, OneItem
-from api.http.body_turns import BodyTurns
 from shared.errors import BadInput, Overloaded, PenstockError
 from shared.messages import RequestFacts
 from shared.stores.objects import MEMORY_BYTES
 from shared.tenants.api_key import PREFIX
 from shared.tracing.spans import STAGE, Attributes, Span, begin, read_headers, set_current
+
+
+class BodyTurns:
+    """Who had a piece in this turn of the event loop, and whose pieces wait for the next ones."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """By tenant that had a piece in this turn or the one before."""
+
+    async def take(self, tenant: str) -> None:
+        """Waits until a piece of the tenant may be handled. Pieces come in order of arrival."""
+        loop = asyncio.get_running_loop()
+        waiting = self._waiting.get(tenant)
+        if waiting is None:
+            self._waiting[tenant] = deque()
+            loop.call_soon(self._next, loop, tenant)
+            return
+        turn: asyncio.Future[None] = loop.create_future()
+        waiting.append(turn)
+        await turn
+
+    def _next(self, loop: asyncio.AbstractEventLoop, tenant: str) -> None:
+        waiting = self._waiting[tenant]
+        while waiting:
+            turn = waiting.popleft()
+            if not turn.done():  # its caller may have hung up
+                turn.set_result(None)
+                loop.call_soon(self._next, loop, tenant)
+                return
+        del self._waiting[tenant]
+
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,7 @@
 """The start of every route: authentication, options from headers, and the body.
 
-Cancels work for callers that hang up, or whose keys are revoked in the meantime.
-
-The dependencies of routes, which the lifespan opens and stores in the state of the app.
+Work is canceled for callers that hang up, or whose keys are revoked in the meantime. The lifespan
+opens the dependencies of routes, and stores them in the state of the app.
 """
 
 from __future__ import annotations

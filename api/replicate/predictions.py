@@ -4,12 +4,8 @@ A version is the name of a model in the catalog, or the id that its entry gives;
 anything, since names are unique here. Every path is served with and without /v1, because clients
 differ in who adds it.
 
-Reads the body that creates a prediction: what it names, its source image, and its digest.
-
-The public request bodies of the Predictions API.
-
-Field names are those of Replicate's API (https://replicate.com/docs/reference/http) and, inside
-`input`, those that its Stable Diffusion models have.
+Names of fields are Replicate's and, inside `input`, those that its Stable Diffusion models have. A
+body is read into the request that it asks for: the model, its source image, and its digest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`penstock load`: replays a day or a trace, or checks the ledger of one.
+"""`penstock load`: plans and replays a day or a trace, or checks the ledger of one.
 
 A replay runs from its first request to the summary, and stops in order. Its progress is shown as a
 live table on a terminal, otherwise as a line every LINE_EVERY_S. `--check` asks BigQuery until all
@@ -8,16 +8,19 @@ of a ledger is there, or the time is up.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import msgspec
 import typer
 import uvloop
 from rich.console import Console
@@ -32,13 +35,136 @@ from infra.load.comparison import (
     compare_report,
     compare_rows,
 )
+from infra.load.day import NUMBERS, Day, DayModel, arrivals_of
+from infra.load.inputs import RequestForm, can_be_replayed, form_of
 from infra.load.ledger import Ledger, LedgerHead, opened_ledger
-from infra.load.plan import LoadPlan
 from infra.load.replay import Pace, Replay, Show
 from infra.load.rows import LoadRows
 from infra.load.tally import Look, Tally
-from infra.load.target import Target
+from infra.load.target import ServedModel, Target
+from infra.load.trace import Arrival, read_trace
 from shared.errors import BadInput, ConfigurationError, Unavailable
+
+
+class LoadPlan(NamedTuple):
+    """The arrivals to send, and the form of each model's requests."""
+
+    arrivals: Sequence[Arrival]
+    forms: Mapping[str, RequestForm]
+
+
+class DayOptions(NamedTuple):
+    """A day, as the command line says it."""
+
+    requests: int
+    tenants: int
+    models: tuple[str, ...]
+    """`NAME` or `NAME=SHARE`. None: all that are served and can be replayed."""
+    seed: int
+    numbers: Mapping[str, float]
+
+
+def run_id(now: datetime | None = None) -> str:
+    """A new name for a replay: the start of the id of each of its requests."""
+    moment = now or datetime.now(UTC)
+    return f"load-{moment:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+
+
+def plan_day(target: Target, options: DayOptions) -> LoadPlan:
+    """The arrivals of a day.
+
+    Raises:
+        BadInput: a model is not served, or a number is wrong.
+        Unavailable: the target does not say what it serves.
+    """
+    served = target.models()
+    shares = _shares(options.models, served)
+    forms = {name: form_of(name, _tasks(served)) for name in shares}
+    if target.keys and options.tenants > len(target.keys):
+        raise BadInput(
+            f"tenants: {options.tenants} tenants, but keys of {len(target.keys)}", field="tenants"
+        )
+    known = list(target.keys) or [f"tenant-{place + 1}" for place in range(options.tenants)]
+    day = Day(
+        requests=options.requests,
+        tenants=known[: options.tenants],
+        models={
+            name: DayModel(
+                share=share or forms[name].share,
+                sizes=forms[name].sizes,
+                items=forms[name].items,
+            )
+            for name, share in shares.items()
+        },
+        seed=options.seed,
+        **_plan_numbers(options.numbers),
+    )
+    return LoadPlan(arrivals_of(day), forms)
+
+
+def plan_trace(target: Target, path: Path, requests: int = 0) -> LoadPlan:
+    """The arrivals of a trace.
+
+    Args:
+        target: serves its models, and has keys of its tenants.
+        path: the trace.
+        requests: only the first N are sent. 0: all.
+
+    Raises:
+        ConfigurationError: the trace can't be read, or names a tenant without a key.
+        BadInput: it names a model that is not served, or has a task that can't be replayed.
+        Unavailable: the target does not say what it serves.
+    """
+    arrivals = read_trace(path)[: requests or None]
+    served = target.models()
+    usual = next((one.id for one in served.values() if can_be_replayed(one.task)), "")
+    if target.keys and (unknown := {one.tenant for one in arrivals} - target.keys.keys()):
+        raise ConfigurationError(f"{path}: no key of the tenant {min(unknown)!r}", field="keys")
+    names = {one.model for one in arrivals}
+    # Rows have names, so the ledger has no aliases.
+    named = {name: served[name or usual].id for name in names if (name or usual) in served}
+    forms = {
+        named.get(name, name): form_of(name or usual, _tasks(served)) for name in sorted(names)
+    }
+    return LoadPlan(
+        [msgspec.structs.replace(one, model=named[one.model]) for one in arrivals], forms
+    )
+
+
+def _tasks(served: Mapping[str, ServedModel]) -> dict[str, str]:
+    return {name: model.task for name, model in served.items()}
+
+
+def _shares(models: Sequence[str], served: Mapping[str, ServedModel]) -> dict[str, float | None]:
+    """The models of a day with their shares. None: the usual one of its task."""
+    if not models:
+        found = {one.id: None for one in served.values() if can_be_replayed(one.task)}
+        if not found:
+            raise BadInput("model: none is served that can be replayed", field="model")
+        return dict(found)
+    shares: dict[str, float | None] = {}
+    for given in models:
+        name, sign, text = given.partition("=")
+        try:
+            share = float(text) if sign else None
+        except ValueError:
+            share = -1.0
+        if share is not None and not 0 < share < float("inf"):
+            raise BadInput(f"model: {given!r} is not NAME or NAME=SHARE", field="model")
+        shares[served[name].id if name in served else name] = share
+    return shares
+
+
+def _plan_numbers(given: Mapping[str, float]) -> dict[str, Any]:
+    if unknown := given.keys() - NUMBERS.keys():
+        raise BadInput(
+            f"set: a day has no {min(unknown)[:80]!r}; there are: {', '.join(NUMBERS)}", field="set"
+        )
+    return {
+        name: int(value) if name == "bursts" and isfinite(value) else value
+        for name, value in given.items()
+    }
+
 
 LINE_EVERY_S = 10.0
 
@@ -227,7 +353,6 @@ def _span(ledger: Ledger) -> tuple[datetime, datetime]:
 
 if TYPE_CHECKING:
     from infra.load.comparison import Comparison
-    from infra.load.plan import LoadPlan
     from infra.load.replay import Pace
     from infra.load.target import Target
 
@@ -291,7 +416,6 @@ def load(
         raise typer.Exit(_check(check, wait, int(max_gib * GIB), as_json=as_json))
     if find_spec("httptools") is None:
         raise ConfigurationError("sending needs the `api` extra: pip install 'penstock[api]'")
-    from infra.load.plan import DayOptions, plan_day, plan_trace
     from infra.load.replay import Pace
     from infra.load.target import Target, read_keys
 
@@ -337,8 +461,6 @@ def _send(
     target: Target, plan: LoadPlan, pace: Pace, seed: int, ledger: Path | None, *, as_json: bool
 ) -> int:
     """Returns 130, as a shell does, if it was stopped before its end."""
-    from infra.load.plan import run_id
-
     run = run_id()
     path = ledger or Path(f"{run}.jsonl")
     summary = replay(target, plan, pace, run=run, seed=seed, path=path)

@@ -13,8 +13,13 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from api.fair_room import FairRoom
-from api.http.body_turns import BodyTurns
-from api.http.middleware import SMALL_BODY_BYTES, BodyBudget, ContextMiddleware, context_of
+from api.http.middleware import (
+    SMALL_BODY_BYTES,
+    BodyBudget,
+    BodyTurns,
+    ContextMiddleware,
+    context_of,
+)
 
 pytestmark = pytest.mark.anyio
 UPLOADS, PIECES = 16, 12

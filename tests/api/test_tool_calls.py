@@ -11,8 +11,7 @@ from llguidance import LLMatcher
 from openai import pydantic_function_tool
 from pydantic import BaseModel
 
-from api.openai.call_schemas import call_schema
-from api.openai.generation import read_cut_call, read_tool_calls, shown_of
+from api.openai.generation import call_schema, read_cut_call, read_tool_calls, shown_of
 from shared.errors import BadInput
 from shared.tasks.text import GenerationInput
 from tests.api.harness import ApiUnderTest, api_with_redis

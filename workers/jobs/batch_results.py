@@ -1,10 +1,7 @@
-"""Passes progress, previews and results of batches on to their jobs, and retries failed ones.
+"""Passes progress, previews, tokens and results of batches on to their jobs; retries failed ones.
 
-Previews are encoded as WebP.
-
-Passes on the tokens of texts while they are written, so that callers can read along.
-
-A worker that takes over from one that died goes on from the tokens in the stream.
+Previews are encoded as WebP. Tokens of texts go to a stream while they are written, so that callers
+can read along. A worker that takes over from one that died continues from the tokens there.
 """
 
 from __future__ import annotations

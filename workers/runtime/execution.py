@@ -1,9 +1,8 @@
-"""Runs a batch of a SteppedModel in a model process: items join and leave between two steps.
+"""Runs batches in a model process: a whole one, or one that items join and leave between two steps.
 
-It measures how much of the process the items take, step by step. Callers see their progress, and
+Groups of a whole batch that fail are halved, and it stops when it is canceled. For a SteppedModel
+it is measured how much of the process the items take, step by step. Callers see their progress, and
 previews if they watch.
-
-Runs a batch in a model process. Halves groups that fail, and stops when it is canceled.
 """
 
 from __future__ import annotations

@@ -1,23 +1,297 @@
-"""`penstock deploy plan`: from the command line to a plan, printed."""
+"""`penstock deploy plan`: from the command line to a plan, printed.
+
+A plan as text for a person, or as JSON for a program.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from infra.kubernetes.deployment import Deployment, read_gpu_types
+from infra.planning.deploy.costs import Cost, totals, without_price
 from infra.planning.deploy.plan import DeployPlan, make_plan
 from infra.planning.deploy.platform_variables import read_platform
 from infra.planning.deploy.prices import read_prices
 from infra.planning.deploy.rates import rates_of_words, read_rates
-from infra.planning.deploy.show import as_json as plan_as_json
-from infra.planning.deploy.show import text
+from infra.planning.deploy.sizing import Pool, Site, Workers
+from infra.text_table import table
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
+
+
+def text(plan: DeployPlan) -> str:
+    """The plan in tables."""
+    return "\n\n".join(_sections(plan))
+
+
+def _sections(plan: DeployPlan) -> Iterator[str]:
+    yield _headed("Models", _models(plan))
+    yield _headed("Nodes (mean and peak; max is Terraform's bound of each pool)", _nodes(plan))
+    yield _headed("API on Cloud Run", _api(plan))
+    yield _headed("Pub/Sub", _pubsub(plan))
+    if plan.changes:
+        rows = [(one.where, one.setting, one.now, one.needed) for one in plan.changes]
+        yield _headed(
+            "To set before the apply (counts, quotas and costs here have it)",
+            _table(_CHANGE_HEADS, rows),
+        )
+    rows_of_quotas = [
+        (one.name, one.place, _number(one.needed), one.default, one.note) for one in plan.quotas
+    ]
+    yield _headed(
+        "Quotas to request for the peak",
+        _table(("quota", "of", "needed", "default", ""), rows_of_quotas),
+    )
+    yield _headed(
+        "A month, in US dollars: at the mean, and with the machines of the peak all month",
+        _costs(plan),
+    )
+    if plan.notes:
+        yield _headed("Notes", "\n".join(f"  - {note}" for note in plan.notes))
+    rows_of_sources = [
+        (name, str(one.dated or "undated"), str(one.seen), one.url)
+        for name, one in plan.sources.items()
+    ]
+    yield _headed("Prices", _table(("source", "dated", "seen", "where"), rows_of_sources))
+
+
+_CHANGE_HEADS = ("file", "setting", "now", "set to")
+
+
+def _headed(head: str, body: str) -> str:
+    return f"{head}\n{body}"
+
+
+def _table(heads: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    return table(heads, rows)
+
+
+def _models(plan: DeployPlan) -> str:
+    heads = (
+        "model",
+        "region",
+        "peak/s",
+        "hits",
+        "s/item",
+        "batch",
+        "answer s",
+        "processes",
+        "pods",
+        "GPU class",
+    )
+    rows = [
+        (
+            one.model.name,
+            one.region,
+            _number(one.requests_peak_per_s),
+            f"{one.rate.hit_share:.0%}",
+            _number(one.service_s) if one.rate.seconds_per_item else "-",
+            one.batch,
+            _number(one.answer_s) if one.processes_peak else "-",
+            f"{one.processes_mean}-{one.processes_peak}",
+            f"{one.pods_mean}-{one.pods_peak}",
+            "none"
+            if one.model.gpu.type == "none"
+            else f"{one.model.gpu.type}, 1/{one.model.gpu.share}",
+        )
+        for one in _workers(plan)
+    ]
+    measured = dict.fromkeys(
+        _measured(one) for one in _workers(plan) if one.rate.seconds_per_item is not None
+    )
+    return "\n".join([table(heads, rows), *measured])
+
+
+def _measured(one: Workers) -> str:
+    rate = one.rate
+    return (
+        f"  {one.model.name}: {rate.seconds_per_item:g} s an item, {rate.measured_share} to a GPU: "
+        f"{rate.measured}"
+    )
+
+
+def _workers(plan: DeployPlan) -> list[Workers]:
+    return [one for site in plan.sites for one in site.workers]
+
+
+def _nodes(plan: DeployPlan) -> str:
+    rows: list[tuple[Any, ...]] = []
+    for site in plan.sites:
+        for pool in site.pools:
+            rows += _pool_rows(plan, site, pool)
+        general = plan.platform.nodes.general
+        rows.append(
+            (
+                site.region,
+                "general",
+                general.machine_type,
+                f"{site.general_mean}-{site.general_peak}",
+                general.max,
+            )
+        )
+    return table(("region", "pool", "machine", "nodes", "max"), rows)
+
+
+def _pool_rows(plan: DeployPlan, site: Site, pool: Pool) -> Iterator[tuple[Any, ...]]:
+    """First where the nodes are meant to be, then what takes over."""
+    nodes = plan.platform.nodes
+    variables = plan.platform.regions[site.region]
+    most = plan.platform.regions[site.region].max_gpus or nodes.max_gpus
+    counts = f"{pool.nodes_mean}-{pool.nodes_peak}"
+    bound: object = "ComputeClass" if nodes.compute_classes else most
+    instead = f"0-{pool.nodes_peak}, when out of stock"
+    if pool.gpu.provisioning == "flex-start":
+        yield site.region, pool.name, pool.machine_type, f"{counts}, once there is capacity", bound
+        return
+    if pool.gpu.type in variables.reservations:
+        yield site.region, f"{pool.name}-reserved", pool.machine_type, "what is reserved", bound
+    if nodes.spot:
+        yield site.region, f"{pool.name}-spot", pool.machine_type, counts, bound
+    if pool.node.on_demand:
+        yield site.region, pool.name, pool.machine_type, instead if nodes.spot else counts, bound
+    overflow = plan.platform.overflow_in(site.region)
+    if overflow not in (None, pool.gpu.type):
+        yield (
+            site.region,
+            f"{pool.name}-on-{overflow}",
+            f"with {overflow}",
+            instead,
+            bound,
+        )
+
+
+def _api(plan: DeployPlan) -> str:
+    api = plan.platform.api
+    heads = ("region", "instances", "min", "max", "concurrency", "CPU", "memory")
+    given = (api.min_instances, api.max_instances, api.concurrency, f"{api.cpu:g}", api.memory)
+    rows = [(site.region, f"{site.api_mean}-{site.api_peak}", *given) for site in plan.sites]
+    return table(heads, rows)
+
+
+def _pubsub(plan: DeployPlan) -> str:
+    inboxes = plan.platform.inboxes
+    count = inboxes.per_region * len(plan.sites)
+    return (
+        f"  {len(plan.topics)} topics, {len(plan.subscriptions)} subscriptions; of these "
+        f"{count} inboxes with a direct subscription and {inboxes.made_slots} slots each: "
+        f"{count * inboxes.subscriptions} subscriptions"
+    )
+
+
+def _costs(plan: DeployPlan) -> str:
+    heads = ("item", "place", "amount", "unit", "mean", "peak", "source")
+    rows = [
+        (
+            one.item,
+            one.place,
+            _amount(one),
+            one.unit,
+            _usd(one.mean_usd),
+            _usd(one.peak_usd),
+            _origin(one),
+        )
+        for one in plan.costs
+    ]
+    mean, peak = totals(plan.costs)
+    missing = list(without_price(plan.costs))
+    rows.append(
+        (
+            "total of what has a price",
+            "",
+            "",
+            "",
+            _usd(mean),
+            _usd(peak),
+            f"{len(missing)} rows have none",
+        )
+    )
+    lines = [table(heads, rows)]
+    if plan.platform.nodes.spot and plan.on_demand_usd is not None:
+        lines.append(
+            f"  the GPU nodes on demand instead: {_usd(plan.on_demand_usd[0])} - "
+            f"{_usd(plan.on_demand_usd[1])}"
+        )
+    lines.append(
+        "  not in the table: functions, logs, metrics, secrets, image registry, traffic between "
+        "regions, tax"
+    )
+    return "\n".join(lines)
+
+
+def _origin(cost: Cost) -> str:
+    return (
+        cost.source or cost.lacks or (f"no price {cost.price_key}" if cost.mean_usd is None else "")
+    )
+
+
+def _amount(cost: Cost) -> str:
+    if cost.mean is None or cost.peak is None:
+        return "-"
+    return (
+        _number(cost.mean)
+        if cost.mean == cost.peak
+        else f"{_number(cost.mean)}-{_number(cost.peak)}"
+    )
+
+
+def _usd(value: float | None) -> str:
+    return "no price" if value is None else f"{value:,.2f}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def plan_as_json(plan: DeployPlan) -> str:
+    """The plan with every name and figure. `tfvars` has the changed variables."""
+    document = {
+        "models": [_model_document(one) for one in _workers(plan)],
+        "regions": [_site_document(site) for site in plan.sites],
+        "topics": plan.topics,
+        "subscriptions": plan.subscriptions,
+        "gpu_pools": list(dict.fromkeys(name for names in plan.pools.values() for name in names)),
+        "changes": [vars(one) for one in plan.changes],
+        "tfvars": plan.platform.model_dump(mode="json"),
+        "quotas": [vars(one) for one in plan.quotas],
+        "costs": [vars(one) for one in plan.costs],
+        "total_usd": dict(zip(("mean", "peak"), totals(plan.costs), strict=True)),
+        "without_price": [one.price_key for one in without_price(plan.costs)],
+        "notes": plan.notes,
+        "sources": {name: source.model_dump(mode="json") for name, source in plan.sources.items()},
+    }
+    return json.dumps(document, indent=2)
+
+
+def _model_document(one: Workers) -> dict[str, Any]:
+    figures = {name: value for name, value in vars(one).items() if name not in ("model", "rate")}
+    return (
+        {"model": one.model.name, "gpu": one.model.gpu.model_dump()}
+        | figures
+        | {"rate": one.rate.model_dump()}
+    )
+
+
+def _site_document(site: Site) -> dict[str, Any]:
+    pools = [
+        {
+            "pool": pool.name,
+            "machine_type": pool.machine_type,
+            "nodes_mean": pool.nodes_mean,
+            "nodes_peak": pool.nodes_peak,
+        }
+        for pool in site.pools
+    ]
+    figures = {
+        name: value for name, value in vars(site).items() if name not in ("workers", "pools")
+    }
+    return figures | {"pools": pools}
+
 
 Words = list[str] | None
 

@@ -1,7 +1,7 @@
 """Puts a scenario together and runs it, with its failures and the actions of its operators.
 
 Requests arrive at streams of times, computed a minute at a time. Metrics enter the time series as
-collectors bring them: at intervals, late, and not always.
+collectors bring them: at intervals, late, and not always. Parts are found by model and region.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,6 @@ from infra.planning.simulation.fleet import Fleet
 from infra.planning.simulation.hpa import SYNC_S
 from infra.planning.simulation.keda import Autoscaler
 from infra.planning.simulation.metrics_table import OF_API, OF_WORKERS, UNDELIVERED, Labels, Values
-from infra.planning.simulation.parts import Parts, Place
 from infra.planning.simulation.recorder import GpuSample, Recorder, RequestEnd, Sample
 from infra.planning.simulation.replicas import SimulatedDeployment
 from infra.planning.simulation.result import FleetCost, SimulationResult
@@ -50,6 +50,23 @@ from shared.catalog import Catalog, Model, read_catalog
 from shared.errors import ConfigurationError
 from shared.settings import ApiSettings
 from shared.topics import batch_subscription_id, workers_subscription_id
+
+Place = tuple[str, str]
+"""Model and region."""
+
+
+@dataclass
+class Parts:
+    """The parts of the simulated world. Events change them."""
+
+    services: dict[str, Service]
+    """Services by model. Workers of all regions pull from one subscription."""
+    sites: dict[Place, ApiSite] = field(default_factory=dict)
+    fleets: dict[tuple[str, str], Fleet] = field(default_factory=dict)
+    """Fleets by GPU class and region."""
+    replicas: dict[Place, SimulatedDeployment] = field(default_factory=dict)
+    autoscalers: dict[Place, Autoscaler] = field(default_factory=dict)
+
 
 BROKER_WAIT_S = float(ApiSettings.model_fields["broker_wait_s"].default)
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.planning.deploy.__main__ import main
+from infra.planning.deploy.__main__ import main, text
 from infra.planning.deploy.platform_variables import Platform
-from infra.planning.deploy.show import text
 from shared.errors import ConfigurationError
 from tests.infra.deploy.planning import entry, plan_of, rate
 from tests.infra.test_cli import penstock

@@ -7,7 +7,7 @@ import pytest
 from google.cloud import bigquery
 from playwright.sync_api import Browser, Page, expect
 
-from infra.reports.page import as_html
+from infra.reports.commands import as_html
 from shared.reports.definitions import find_report, reports
 from shared.reports.invoice import invoice_page, invoices
 from shared.reports.question import ask
