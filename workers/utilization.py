@@ -1,8 +1,8 @@
 """The utilization of a worker: for the `worker_hours` table, and for the autoscaler.
 
-`ProcessTimes` measures, so that idle GPUs have an owner. `UtilizationReports` writes that every five
-minutes and at the end. A worker that is killed loses what it did not write yet, five minutes at
-most. The loop of the worker writes `BusyRatio`, and the thread that answers scrapes reads it.
+`ProcessTimes` measures, so that idle GPUs have an owner. `UtilizationReports` writes that every
+five minutes and at the end. A worker that is killed loses what it did not write yet, five minutes
+at most. The loop of the worker writes `BusyRatio`, and the thread that answers scrapes reads it.
 """
 
 from __future__ import annotations
