@@ -361,6 +361,9 @@ def describe(wrong: Mapping[str, Any]) -> tuple[str, str]:
     cause = wrong.get("ctx", {}).get("error")
     if isinstance(cause, WrongField):
         places.append(cause.field)
+    if places[-1:] == ["[key]"]:  # the key itself is wrong, and not what it is for
+        key = places[-2]
+        places, wrong = places[:-2], dict(wrong) | {"msg": f"key {key!r}: {wrong['msg']}"}
     where = "".join(
         f"[{place}]" if isinstance(place, int) else f".{place}" for place in places
     ).removeprefix(".")

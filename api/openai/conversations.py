@@ -103,6 +103,7 @@ async def read_conversation(request: Request, conversation_id: str) -> Response:
 async def change_conversation(request: Request, conversation_id: str) -> Response:
     """Replaces its metadata."""
     call = authenticate(request)
+    await call.dependencies.conversations.read(call.tenant, conversation_id)
     body = await call.read_json(ConversationChange)
 
     def change(found: Conversation) -> None:
@@ -152,6 +153,7 @@ async def list_items(
 async def add_items(request: Request, conversation_id: str) -> Response:
     """Adds items at the end."""
     call = authenticate(request)
+    await call.dependencies.conversations.read(call.tenant, conversation_id)
     body = await call.read_json(NewItems)
     items = await items_to_add(call, body.items)
     await add_to(call, conversation_id, items)

@@ -34,7 +34,7 @@ def page_of(items: list[dict[str, Any]], limit: int, order: str, after: str) -> 
     if after:
         place = next((at for at, item in enumerate(ordered) if item["id"] == after), None)
         if place is None:
-            raise BadInput("after: is not the id of an item of this list", field="after")
+            raise BadInput("after: must be the id of an item of this list", field="after")
         ordered = ordered[place + 1 :]
     page = ordered[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)

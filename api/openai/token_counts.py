@@ -24,7 +24,7 @@ from api.openai.responses import whole_request, words_of_responses
 from api.openai.responses_schemas import ResponseBody
 from shared.catalog import Model
 from shared.errors import PenstockError
-from shared.tasks.text_count import TextToCount, TokenCount
+from shared.tasks.text import TextToCount, TokenCount
 
 router = APIRouter()
 

@@ -109,6 +109,6 @@ async def get_model(request: Request, model: str) -> Response:
 
 def _item(model: Model, dependencies: Dependencies) -> ModelItem:
     item = ModelItem(model.name, int(dependencies.started_at_s), model.task, model.aliases)
-    if model.task == "text":
+    if model.definition.has_context:
         item.max_model_len = item.context_length = model.generation.context_tokens
     return item

@@ -10,8 +10,7 @@ from shared.tasks.base import Task
 from shared.tasks.embedding import EMBEDDING, EmbeddingResult, TextInput, TokensInput
 from shared.tasks.image import IMAGE, ImageInput, ImageResult
 from shared.tasks.similarity import SIMILARITY, SimilarityInput, SimilarityResult
-from shared.tasks.text import TEXT, GenerationInput, GenerationResult
-from shared.tasks.text_count import TextToCount, TokenCount
+from shared.tasks.text import TEXT, GenerationInput, GenerationResult, TextToCount, TokenCount
 
 Input = TextInput | TokensInput | ImageInput | SimilarityInput | GenerationInput | TextToCount
 Result = EmbeddingResult | ImageResult | SimilarityResult | GenerationResult | TokenCount

@@ -142,6 +142,8 @@ class Task(ABC):
     """Whether large inputs and results go to the object store."""
     runs_graphs: ClassVar[bool] = False
     """Whether its models can run as optimized ONNX graphs."""
+    has_context: ClassVar[bool] = False
+    """Whether a prompt and what is generated share a context of `generation.context_tokens`."""
     shares_weights: ClassVar[bool] = False
     """Whether a step reads all weights once for all of its items, which is most of its time.
 

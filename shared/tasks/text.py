@@ -1,6 +1,8 @@
 """The text task: a language model continues a conversation or a prompt.
 
-Two generated texts are compared by ROUGE-L, the longest common subsequence of their words.
+Two generated texts are compared by ROUGE-L, the longest common subsequence of their words. Tokens
+of a conversation or a prompt are counted by the worker that prepares prompts: no model runs, and it
+costs nothing.
 """
 
 from __future__ import annotations
@@ -267,6 +269,7 @@ class TextTask(Task):
     gen_ai_operation = "chat"
     unit = "tokens"
     precisions: ClassVar = ("auto", "fp32", "bf16", "fp16", "int4")
+    has_context = True
     shares_weights = True
     first_guesses: ClassVar = FirstGuesses(item_s=2.0, gap_s=0.05, batch_s=2.0)
 
@@ -344,3 +347,45 @@ class TextTask(Task):
 
 
 TEXT = TextTask()
+
+
+ID_BYTES = 4
+
+
+class TextToCount(TaskInput, tag="text_to_count"):
+    """The messages or the prompt whose tokens are counted. `wants_ids`: the ids are wanted too."""
+
+    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    prompt: str = ""
+    wants_ids: bool = False
+
+    def estimate_work(self) -> int:
+        """None of what a model does."""
+        return 0
+
+    def bound_work(self, entry: CatalogEntry) -> WorkBound:
+        """None: it costs nothing."""
+        return WorkBound(0)
+
+    def cache_form(self) -> tuple[object, ...]:
+        """All fields, as JSON: the order of keys reaches the template."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return ("text_to_count", msgspec.json.encode(fields).decode())
+
+
+class TokenCount(TaskResult, tag="token_count"):
+    """The number of tokens, and their ids as little-endian uint32 if they were asked for."""
+
+    count: int
+    ids: bytes = b""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids."""
+        starts = range(0, len(self.ids), ID_BYTES)
+        return [int.from_bytes(self.ids[at : at + ID_BYTES], "little") for at in starts]
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> Any:
+        """The number."""
+        return self.count

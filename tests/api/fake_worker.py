@@ -40,8 +40,14 @@ from shared.tasks import Input, Result
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.tasks.image import ImageInput, ImageResult
 from shared.tasks.similarity import SimilarityInput, SimilarityResult
-from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk, TokenLogprob
-from shared.tasks.text_count import TextToCount, TokenCount
+from shared.tasks.text import (
+    GenerationInput,
+    GenerationResult,
+    TextToCount,
+    TokenChunk,
+    TokenCount,
+    TokenLogprob,
+)
 from shared.topics import jobs_topic_id, workers_subscription_id
 from shared.transport import Admin, Subscription, SubscriptionSettings, Transport
 from tests.limits import WAIT_LIMIT_S

@@ -33,6 +33,8 @@ class Door:
     def __getattr__(self, name: str) -> Any:
         """Any other operation of the broker."""
         operation: Callable[..., Awaitable[Any]] = getattr(self._broker, name)
+        if not callable(operation):
+            return operation
 
         async def passed(*args: Any, **given: Any) -> Any:
             self._check()

@@ -71,10 +71,14 @@ async def acmes(api: ApiUnderTest) -> Belongings:
         "stream": True,
     }
     events = (await http.post("/v1/chat/completions", json=chat, headers=ACME)).text
-    (completion, *_) = re.findall(r'"id":"(\w+)"', events)
+    (completion, *_) = re.findall(r'"id":"([\w-]+)"', events)
     background = {"model": WRITER.name, "input": "say a secret", "background": True}
     response = (await http.post("/v1/responses", json=background, headers=ACME)).json()
     batch = (await http.post("/v1/batches", json=asked, headers=ACME)).json()
+    said = {"items": [{"type": "message", "role": "user", "content": "a secret"}]}
+    conversation = (await http.post("/v1/conversations", json=said, headers=ACME)).json()
+    items = f"/v1/conversations/{conversation['id']}/items"
+    (item,) = (await http.get(items, headers=ACME)).json()["data"]
     return Belongings(
         {
             "prediction_id": [made["id"], own["id"]],
@@ -82,6 +86,8 @@ async def acmes(api: ApiUnderTest) -> Belongings:
             "batch_id": [batch["id"]],
             "completion_id": [completion],
             "response_id": [response["id"]],
+            "conversation_id": [conversation["id"]],
+            "item_id": [item["id"]],
         }
     )
 

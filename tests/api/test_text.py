@@ -293,15 +293,19 @@ async def test_an_echo_of_a_text_is_the_text(api: ApiUnderTest) -> None:
 
 
 async def test_prompts_are_as_many_as_texts_may_be(api: ApiUnderTest) -> None:
-    prompts = [f"say p{number}" for number in range(64)]
+    prompts = [f"say p{number}" for number in range(512)]
     reply = (
         await api.http.post("/v1/completions", json={"model": "writer", "prompt": prompts})
     ).json()
     assert [choice["text"] for choice in reply["choices"]] == [one[4:] for one in prompts]
-    for wrong in ({"prompt": [*prompts, "a"]}, {"prompt": prompts[:33], "n": 2}):
+    for wrong, most in (
+        ({"prompt": [*prompts, "a"]}, "512"),
+        ({"prompt": prompts[:129], "n": 8}, "1024"),
+        ({"prompt": prompts[:33], "n": 2, "stream": True}, "64"),
+    ):
         answer = await api.http.post("/v1/completions", json={"model": "writer", **wrong})
         assert answer.status_code == 400
-        assert "64" in answer.json()["error"]["message"]
+        assert most in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -406,13 +410,12 @@ async def test_tool_calls_come_back_as_the_client_reads_them(api: ApiUnderTest) 
 
 async def test_a_streamed_chat_comes_token_by_token(api: ApiUnderTest) -> None:
     api.worker.written = asyncio.Semaphore(0)
-    stream = await api.openai().chat.completions.create(
-        **chat(stream=True, stream_options={"include_usage": True})
-    )
+    asked = chat(stream=True, stream_options={"include_usage": True})
     got: list[Any] = []
 
     async def read() -> None:
-        async for chunk in stream:
+        # It begins with the first token.
+        async for chunk in await api.openai().chat.completions.create(**asked):
             got.append(chunk)
 
     reading = asyncio.create_task(read())

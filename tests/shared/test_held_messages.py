@@ -13,7 +13,7 @@ __all__ = ["broker", "google_emulator"]
 
 pytestmark = pytest.mark.anyio
 
-ROUNDS = 50
+ROUNDS, MESSAGES = 50, 120
 
 
 async def jobs_of(broker: Broker) -> tuple[str, str]:
@@ -88,17 +88,17 @@ async def test_nothing_is_lost_or_double_while_it_changes(broker: Broker) -> Non
     topic, jobs = await jobs_of(broker)
     seen = list[bytes]()
     async with broker.transport.subscribe(jobs, max_messages=2, ack_linger_s=0.01) as subscription:
-        publishing = asyncio.create_task(publish(broker, topic, 400))
+        publishing = asyncio.create_task(publish(broker, topic, MESSAGES))
         async with asyncio.timeout(WAIT_LIMIT_S):
             async for message in subscription:
                 seen.append(message.data)
                 subscription.ack(message)
-                # From 2 to 200 in steps that need more streams than there may be, and back.
-                subscription.hold(2 + (len(seen) if len(seen) < 200 else 400 - len(seen)))
-                if len(seen) == 400:
+                # Up in steps that need more streams than there may be, and back down.
+                subscription.hold(2 + min(len(seen), MESSAGES - len(seen)))
+                if len(seen) == MESSAGES:
                     break
         await publishing
-    assert sorted(seen) == sorted(b"%d" % number for number in range(400))
+    assert sorted(seen) == sorted(b"%d" % number for number in range(MESSAGES))
 
 
 async def test_round_trips_are_measured(broker: Broker) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from shared.messages import Item
 from shared.tasks import Input
-from shared.tasks.text_count import TextToCount, TokenCount
+from shared.tasks.text import TextToCount, TokenCount
 from tests.workers.worker_harness import LetterPreparer, running_worker
 from workers.models.base import PreparedOutcome
 

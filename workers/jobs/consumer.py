@@ -30,7 +30,7 @@ from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Claim
 from shared.stores.records import Records
 from shared.tasks import Input, Result
-from shared.tasks.text_count import TokenCount
+from shared.tasks.text import TokenCount
 from shared.tracing.spans import is_recorded
 from shared.transport import ReceivedMessage, Subscription
 from workers.job import JobTimer, PulledJob, QueuedItem, Run

@@ -13,8 +13,7 @@ import msgspec
 
 from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.tasks import Input, Result
-from shared.tasks.text import RESPONSE_FORMAT, TokenChunk, TokenLogprob
-from shared.tasks.text_count import TokenCount
+from shared.tasks.text import RESPONSE_FORMAT, TokenChunk, TokenCount, TokenLogprob
 
 
 class Prepared(msgspec.Struct, kw_only=True):

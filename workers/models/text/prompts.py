@@ -25,8 +25,7 @@ from jinja2.visitor import NodeTransformer
 from shared.catalog import Model
 from shared.errors import BadInput, ConfigurationError
 from shared.tasks import Input
-from shared.tasks.text import RESPONSE_FORMAT, GenerationInput
-from shared.tasks.text_count import TextToCount, TokenCount
+from shared.tasks.text import RESPONSE_FORMAT, GenerationInput, TextToCount, TokenCount
 from workers.models.base import PreparedOutcome, PreparedPrompt
 from workers.models.text.schemas import NO_SCHEMA, GrammarSchema, read_schema
 from workers.models.text.vocabulary import Vocabulary

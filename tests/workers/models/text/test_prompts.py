@@ -12,8 +12,7 @@ import pytest
 
 from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
 from shared.tasks.embedding import TextInput
-from shared.tasks.text import GenerationInput
-from shared.tasks.text_count import TextToCount, TokenCount
+from shared.tasks.text import GenerationInput, TextToCount, TokenCount
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.text import tiny
 from workers.models.base import PreparedPrompt
