@@ -61,7 +61,7 @@ _RULES = tuple(
 )
 _OWN_WORDS = re.compile(
     r"DuckDB|\bUDF\b|Python|\bU?(?:TINY|SMALL|BIG|HUGE)INT\b|\bU?INT(?:8|16|32|128)\b"
-    r"|\b(?:DECIMAL|VARCHAR|BLOB|DOUBLE)\b|TIMESTAMPTZ|TIMESTAMP_\w+|WITH TIME ZONE"
+    r"|\b(?:DECIMAL|VARCHAR|BLOB|DOUBLE)\b|TIMESTAMPTZ|TIMESTAMP_(?:M|N|U)?S\b|WITH TIME ZONE"
     r"|struct_\w+|list_\w+|\w*strptime|format specifier|explicit cast|source column|type casts"
     r"|Candidate|memory\.main|bq\.|\bbq_\w+|lambda|macro|Binder|Catalog|PRAGMA|\(Original error"
 )
