@@ -22,7 +22,9 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
 )
+from pydantic_core import CoreSchema
 
 from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput, InputTooLarge
@@ -86,9 +88,37 @@ Options = Annotated[dict[str, Any], AfterValidator(_is_short)]
 """Options that have no effect."""
 
 
+class _NullIs(BeforeValidator):
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """The schema, or null."""
+        return {"anyOf": [handler(schema), {"type": "null"}]}
+
+
 def null_is(default: Any) -> BeforeValidator:
     """Returns what takes null for `default`: OpenAI's clients send null for what is not set."""
-    return BeforeValidator(lambda value: default if value is None else value)
+    return _NullIs(lambda value: default if value is None else value)
+
+
+def _is_off(given: bool) -> bool:
+    if given:
+        raise ValueError("must be false; true is not supported")
+    return given
+
+
+def _is_on(given: bool) -> bool:
+    if not given:
+        raise ValueError("must be true; false is not supported")
+    return given
+
+
+Off = Annotated[
+    bool, Field(strict=True, json_schema_extra={"enum": [False]}), AfterValidator(_is_off)
+]
+"""A switch that can only be off. A Literal would take 0 for it."""
+On = Annotated[bool, Field(strict=True, json_schema_extra={"enum": [True]}), AfterValidator(_is_on)]
+"""A switch that can only be on."""
 
 
 class Body(BaseModel):

@@ -60,8 +60,12 @@ _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 def allowed_methods(routes: Iterable[BaseRoute], scope: Scope) -> list[str]:
-    """Returns the methods of `routes` for a path, with OPTIONS, and with HEAD next to GET."""
+    """Returns the methods of `routes` for a path, with OPTIONS, and with HEAD next to GET.
+
+    A path that is a route as it stands, such as /v1/responses/input_tokens, is not an id as well.
+    """
     known = list(routes)
+    known = [one for one in known if getattr(one, "path", "") == scope["path"]] or known
     taken = [method for method in _METHODS if _is_taken(known, dict(scope, method=method))]
     return [*taken[:1], "HEAD", *taken[1:], "OPTIONS"] if "GET" in taken else [*taken, "OPTIONS"]
 

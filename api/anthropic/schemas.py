@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from api.bodies import Body, EndUser, ItemId, Option, Options
+from api.bodies import Body, EndUser, ItemId, Off, Option, Options
 from api.chat_bodies import MAX_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
 from api.errors import WrongField
 
@@ -154,7 +154,7 @@ class MessageTool(_Block):
     strict: bool | None = None
     eager_input_streaming: bool | None = Field(None, description="Accepted, without effect.")
     input_examples: list[Any] | None = Field(None, description="Accepted, without effect.")
-    defer_loading: Literal[False] | None = None
+    defer_loading: Off | None = None
     allowed_callers: list[Option] | None = Field(None, description="Accepted, without effect.")
 
     def to_chat(self) -> dict[str, Any]:

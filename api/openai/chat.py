@@ -268,6 +268,7 @@ async def read_chat(
 
 async def _create(request: Request, endpoint: _Endpoint[Any]) -> Response:
     call = open_request(request)
+    _wants_ids(call)
     body = await call.read_json(endpoint.body)
     model = model_of(body, call.dependencies.catalog)
     call.use(model)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from api.bodies import Body, CacheKey, EndUser, ItemId, Metadata, Option, Options, null_is
+from api.bodies import Body, CacheKey, EndUser, ItemId, Metadata, Off, Option, Options, null_is
 from api.chat_bodies import MAX_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
 from api.errors import WrongField
 
@@ -311,7 +311,7 @@ class ResponseTool(Body):
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
     strict: bool | None = None
     allowed_callers: None = Field(None, exclude=True)
-    defer_loading: Literal[False] | None = Field(None, exclude=True)
+    defer_loading: Off | None = Field(None, exclude=True)
     output_schema: None = Field(None, exclude=True)
 
     def to_chat(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.bodies import Body, Option
+from api.bodies import Body, Off, On, Option
 from api.chat_bodies import ChatBody, Message, Tool
 from api.errors import WrongField
 from api.http import openapi
@@ -49,9 +49,9 @@ class TokenizeBody(Body):
     prompt: str | None = Field(None, description="A text as it is.")
     messages: list[Message] | None = Field(None, min_length=1, max_length=2048)
     tools: list[Tool] | None = None
-    add_special_tokens: Literal[True] | None = None
-    add_generation_prompt: Literal[True] | None = None
-    return_token_strs: Literal[False] | None = None
+    add_special_tokens: On | None = None
+    add_generation_prompt: On | None = None
+    return_token_strs: Off | None = None
 
     @model_validator(mode="after")
     def _one_form(self) -> TokenizeBody:

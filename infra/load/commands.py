@@ -1,358 +1,19 @@
-"""`penstock load`: plans and replays a day or a trace, or checks the ledger of one.
-
-A replay runs from its first request to the summary, and stops in order. Its progress is shown as a
-live table on a terminal, otherwise as a line every LINE_EVERY_S. `--check` asks BigQuery until all
-of a ledger is there, or the time is up.
-"""
+"""`penstock load`: replays a day or a trace, or checks the ledger of one."""
 
 from __future__ import annotations
 
-import asyncio
-import secrets
-import signal
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from collections.abc import Sequence
 from importlib.util import find_spec
-from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
-import uvloop
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
-from infra.load.comparison import (
-    CLOCK_SKEW_S,
-    Comparison,
-    Place,
-    Sums,
-    compare_report,
-    compare_rows,
-)
-from infra.load.day import NUMBERS, Day, DayModel, arrivals_of
-from infra.load.inputs import RequestForm, can_be_replayed, form_of
-from infra.load.ledger import Ledger, LedgerHead, opened_ledger
-from infra.load.replay import Pace, Replay, Show
-from infra.load.rows import LoadRows
-from infra.load.tally import Look, Tally
-from infra.load.target import ServedModel, Target
-from infra.load.trace import Arrival, read_trace
-from shared.errors import BadInput, ConfigurationError, Unavailable
-
-
-class LoadPlan(NamedTuple):
-    """The arrivals to send, and the form of each model's requests."""
-
-    arrivals: Sequence[Arrival]
-    forms: Mapping[str, RequestForm]
-
-
-class DayOptions(NamedTuple):
-    """A day, as the command line says it."""
-
-    requests: int
-    tenants: int
-    models: tuple[str, ...]
-    """`NAME` or `NAME=SHARE`. None: all that are served and can be replayed."""
-    seed: int
-    numbers: Mapping[str, float]
-
-
-def run_id(now: datetime | None = None) -> str:
-    """A new name for a replay: the start of the id of each of its requests."""
-    moment = now or datetime.now(UTC)
-    return f"load-{moment:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
-
-
-def plan_day(target: Target, options: DayOptions) -> LoadPlan:
-    """The arrivals of a day.
-
-    Raises:
-        BadInput: a model is not served, or a number is wrong.
-        Unavailable: the target does not say what it serves.
-    """
-    served = target.models()
-    shares = _shares(options.models, served)
-    forms = {name: form_of(name, _tasks(served)) for name in shares}
-    if target.keys and options.tenants > len(target.keys):
-        raise BadInput(
-            f"tenants: {options.tenants} tenants, but keys of {len(target.keys)}", field="tenants"
-        )
-    known = list(target.keys) or [f"tenant-{place + 1}" for place in range(options.tenants)]
-    day = Day(
-        requests=options.requests,
-        tenants=known[: options.tenants],
-        models={
-            name: DayModel(
-                share=share or forms[name].share,
-                sizes=forms[name].sizes,
-                items=forms[name].items,
-            )
-            for name, share in shares.items()
-        },
-        seed=options.seed,
-        **_plan_numbers(options.numbers),
-    )
-    return LoadPlan(arrivals_of(day), forms)
-
-
-def plan_trace(target: Target, path: Path, requests: int = 0) -> LoadPlan:
-    """The arrivals of a trace.
-
-    Args:
-        target: serves its models, and has keys of its tenants.
-        path: the trace.
-        requests: only the first N are sent. 0: all.
-
-    Raises:
-        ConfigurationError: the trace can't be read, or names a tenant without a key.
-        BadInput: it names a model that is not served, or has a task that can't be replayed.
-        Unavailable: the target does not say what it serves.
-    """
-    arrivals = read_trace(path)[: requests or None]
-    served = target.models()
-    usual = next((one.id for one in served.values() if can_be_replayed(one.task)), "")
-    if target.keys and (unknown := {one.tenant for one in arrivals} - target.keys.keys()):
-        raise ConfigurationError(f"{path}: no key of the tenant {min(unknown)!r}", field="keys")
-    names = {one.model for one in arrivals}
-    # Rows have names, so the ledger has no aliases.
-    named = {name: served[name or usual].id for name in names if (name or usual) in served}
-    forms = {
-        named.get(name, name): form_of(name or usual, _tasks(served)) for name in sorted(names)
-    }
-    return LoadPlan(
-        [msgspec.structs.replace(one, model=named[one.model]) for one in arrivals], forms
-    )
-
-
-def _tasks(served: Mapping[str, ServedModel]) -> dict[str, str]:
-    return {name: model.task for name, model in served.items()}
-
-
-def _shares(models: Sequence[str], served: Mapping[str, ServedModel]) -> dict[str, float | None]:
-    """The models of a day with their shares. None: the usual one of its task."""
-    if not models:
-        found = {one.id: None for one in served.values() if can_be_replayed(one.task)}
-        if not found:
-            raise BadInput("model: none is served that can be replayed", field="model")
-        return dict(found)
-    shares: dict[str, float | None] = {}
-    for given in models:
-        name, sign, text = given.partition("=")
-        try:
-            share = float(text) if sign else None
-        except ValueError:
-            share = -1.0
-        if share is not None and not 0 < share < float("inf"):
-            raise BadInput(f"model: {given!r} is not NAME or NAME=SHARE", field="model")
-        shares[served[name].id if name in served else name] = share
-    return shares
-
-
-def _plan_numbers(given: Mapping[str, float]) -> dict[str, Any]:
-    if unknown := given.keys() - NUMBERS.keys():
-        raise BadInput(
-            f"set: a day has no {min(unknown)[:80]!r}; there are: {', '.join(NUMBERS)}", field="set"
-        )
-    return {
-        name: int(value) if name == "bursts" and isfinite(value) else value
-        for name, value in given.items()
-    }
-
-
-LINE_EVERY_S = 10.0
-
-
-@contextmanager
-def shown_progress(total: int) -> Iterator[Show]:
-    """Yields a function that reports progress to stderr.
-
-    Args:
-        total: requests of the whole replay.
-    """
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _Lines()
-        return
-    with Live(console=console, refresh_per_second=4, transient=True) as live:
-        yield lambda look, tally: live.update(_table(look, tally, total))
-
-
-class _Lines:
-    def __init__(self) -> None:
-        self._next_s = 0.0
-
-    def __call__(self, look: Look, tally: Tally) -> None:
-        if look.at_s >= self._next_s:
-            self._next_s = look.at_s + LINE_EVERY_S
-            facts = "  ".join(f"{name} {value}" for name, value in _facts(look, tally))
-            print(facts, file=sys.stderr, flush=True)
-
-
-def _facts(look: Look, tally: Tally) -> list[tuple[str, str]]:
-    hours, seconds = divmod(int(look.trace_s), 3600)
-    errors = {name: count for name, count in tally.by_outcome.items() if name != "200"}
-    shown = ", ".join(f"{name}: {count:,}" for name, count in sorted(errors.items()))
-    return [
-        ("after", f"{look.at_s:.0f} s"),
-        ("trace at", f"{hours:02}:{seconds // 60:02}"),
-        ("due", f"{look.due:,}"),
-        ("answered", f"{tally.by_outcome['200']:,}"),
-        ("per second", f"{look.rate:,.0f}"),
-        ("p50", f"{look.p50_ms:,.0f} ms"),
-        ("p99", f"{look.p99_ms:,.0f} ms"),
-        ("in flight", f"{look.in_flight:,}"),
-        ("not sent", f"{tally.not_sent:,}"),
-        ("others", shown or "none"),
-    ]
-
-
-def _table(look: Look, tally: Tally, total: int) -> Table:
-    table = Table(box=None, show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
-    for name, value in _facts(look, tally):
-        table.add_row(name, f"{value} of {total:,}" if name == "due" else value)
-    return table
-
-
-def replay(
-    target: Target, plan: LoadPlan, pace: Pace, *, run: str, seed: int, path: Path
-) -> dict[str, Any]:
-    """Sends everything, and returns the summary. SIGINT and SIGTERM stop it in order.
-
-    Args:
-        target: whom to ask.
-        plan: the requests to send.
-        pace: speed and limits.
-        run: the start of the id of each request.
-        seed: seed of generated inputs.
-        path: path of the ledger, a new file.
-
-    Raises:
-        ConfigurationError: the ledger can't be written.
-        Unavailable: nothing listens at the target.
-    """
-    return uvloop.run(_replay(target, plan, pace, run=run, seed=seed, path=path))
-
-
-async def _replay(
-    target: Target, plan: LoadPlan, pace: Pace, *, run: str, seed: int, path: Path
-) -> dict[str, Any]:
-    head = LedgerHead(run, target.url, time.time())
-    with opened_ledger(path, head) as ledger, shown_progress(len(plan.arrivals)) as show:
-        one = Replay(
-            target,
-            run,
-            plan.arrivals,
-            plan.forms,
-            pace,
-            seed=seed,
-            ledger=ledger,
-            show=show,
-        )
-        was_stopped = asyncio.Event()
-
-        def stop() -> None:
-            was_stopped.set()
-            one.stop()
-
-        with _stopped_by_signals(stop):
-            try:
-                await one.run()
-            except OSError as error:
-                raise Unavailable(f"{target.url}: {error}") from error
-    return {
-        "run": run,
-        "ledger": str(path),
-        "was_stopped": was_stopped.is_set(),
-        **one.tally.summary(one.took_s),
-    }
-
-
-@contextmanager
-def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-
-PAUSE_S = 2.0
-HOUR = timedelta(hours=1)
-
-
-def check(
-    ledger: Ledger,
-    rows: LoadRows,
-    wait_s: float,
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> Comparison:
-    """Compares a ledger with rows and report, again and again while they differ.
-
-    Rows come in the background, and later after an outage. So a difference counts only after
-    `wait_s`.
-
-    Args:
-        ledger: the ledger of one replay.
-        rows: access to the rows.
-        wait_s: seconds in which differences may disappear.
-        sleep: waits. Tests replace it.
-        clock: seconds. Tests replace it.
-
-    Raises:
-        Unavailable: BigQuery is out of reach, or refused.
-    """
-    until_s = clock() + wait_s
-    while True:
-        found = _compared(ledger, rows)
-        if not found.differences or clock() >= until_s:
-            return found
-        sleep(PAUSE_S)
-
-
-def _compared(ledger: Ledger, rows: LoadRows) -> Comparison:
-    since, until = _span(ledger)
-    found, expected = compare_rows(ledger, rows.of_run(ledger.head.run, since, until))
-    if not expected:
-        return found
-    first = min(hour for hour, _, _ in expected)
-    after = max(hour for hour, _, _ in expected) + HOUR
-    tenants = sorted({tenant for _, tenant, _ in expected})
-    others = rows.of_others(ledger.head.run, first, after, tenants)
-    found.others = sum(group.requests for group in others)
-    found.groups = len(_without_empty(expected))
-    found.differences += compare_report(expected, others, rows.reported(first, after, tenants))
-    return found
-
-
-def _without_empty(expected: dict[Place, Sums]) -> list[Place]:
-    return [place for place, sums in expected.items() if sums.requests or sums.items]
-
-
-def _span(ledger: Ledger) -> tuple[datetime, datetime]:
-    """Returns the range in which rows can have been received, with a margin for clock skew."""
-    ends_s = max((line.ended_at_s for line in ledger.lines), default=ledger.head.began_at_s)
-    skew = timedelta(seconds=CLOCK_SKEW_S)
-    return (
-        datetime.fromtimestamp(ledger.head.began_at_s, UTC) - skew - HOUR,
-        datetime.fromtimestamp(ends_s, UTC) + skew + HOUR,
-    )
-
+from shared.errors import BadInput, ConfigurationError
 
 if TYPE_CHECKING:
     from infra.load.comparison import Comparison
+    from infra.load.plan import LoadPlan
     from infra.load.replay import Pace
     from infra.load.target import Target
 
@@ -416,6 +77,7 @@ def load(
         raise typer.Exit(_check(check, wait, int(max_gib * GIB), as_json=as_json))
     if find_spec("httptools") is None:
         raise ConfigurationError("sending needs the `api` extra: pip install 'penstock[api]'")
+    from infra.load.plan import DayOptions, plan_day, plan_trace
     from infra.load.replay import Pace
     from infra.load.target import Target, read_keys
 
@@ -461,6 +123,9 @@ def _send(
     target: Target, plan: LoadPlan, pace: Pace, seed: int, ledger: Path | None, *, as_json: bool
 ) -> int:
     """Returns 130, as a shell does, if it was stopped before its end."""
+    from infra.load.plan import run_id
+    from infra.load.session import replay
+
     run = run_id()
     path = ledger or Path(f"{run}.jsonl")
     summary = replay(target, plan, pace, run=run, seed=seed, path=path)
@@ -495,6 +160,7 @@ def _check(path: Path, wait_s: float, most_bytes: int, *, as_json: bool) -> int:
 
     from rich.console import Console
 
+    from infra.load.check import check
     from infra.load.ledger import read_ledger
     from infra.load.rows import opened_rows
     from shared.settings import Settings, read_settings

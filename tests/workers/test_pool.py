@@ -213,7 +213,7 @@ async def test_a_command_that_is_not_there(entry: Model, folder: Path) -> None:
 ANSWERS_ODDLY = """
 import socket, sys
 from workers.runtime import server as model_process
-from workers.runtime.protocol import BatchResult, Progress, Ready
+from workers.runtime.protocol import BatchResult, Ready, StepDone
 from workers.runtime.protocol import encode_server_message, read_client_message
 
 def serve(given, loaded):
@@ -224,7 +224,7 @@ def serve(given, loaded):
                        inference_ms=0.0, real_work=0, padded_work=0, out_of_memory=False,
                        memory_bytes=1)
     connection.sendall({"few": encode_server_message(done),
-                        "turn": encode_server_message(Progress(number + 1, 1, 2)),
+                        "turn": encode_server_message(StepDone(number + 1, 1, 2)),
                         "noise": bytes([4, 0, 0, 0]) + b"nono"}[kind])
     connection.recv(1)
 

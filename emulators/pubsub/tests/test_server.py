@@ -166,7 +166,7 @@ async def test_refused_ack_ids_come_with_error_info() -> None:
 
 
 @pytest.mark.anyio
-async def test_of_many_refused_ack_ids_as_many_are_told_as_a_reply_can_carry() -> None:
+async def test_all_of_many_refused_ack_ids_are_told() -> None:
     async with serve() as server, connect(server.endpoint) as wire:
         topic, path = "projects/p/topics/jobs", "projects/p/subscriptions/workers"
         await wire.topic(topic)
@@ -181,8 +181,7 @@ async def test_of_many_refused_ack_ids_as_many_are_told_as_a_reply_can_carry() -
     status = status_pb2.Status.FromString(dict(trailing)["grpc-status-details-bin"])
     info = error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
-    assert 20 < len(info.metadata) < 1000
-    assert set(info.metadata) <= set(stale)
+    assert set(info.metadata) == set(stale)
 
 
 @pytest.mark.anyio

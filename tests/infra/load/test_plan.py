@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infra.load.commands import DayOptions, LoadPlan, plan_day, plan_trace
+from infra.load.plan import DayOptions, LoadPlan, plan_day, plan_trace
 from infra.load.target import Target, read_keys
 from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
 from tests.infra.load.api_of_load import serving
