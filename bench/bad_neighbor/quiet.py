@@ -26,7 +26,7 @@ from bench.bad_neighbor.inputs import (
 )
 from tests.keys import bearer
 
-LIMIT_S = 180.0
+LIMIT_S = 60.0
 """After this a request counts as one without an answer."""
 BATCH_LINES, POLL_S = 4, 0.1
 TOKENS = 16

@@ -19,7 +19,6 @@ from bench.bad_neighbor.bad import READY, TIDY_LIMIT_S, BadOrder, BadReport
 from bench.bad_neighbor.comparison import Beside, cells, outcome_of, shown
 from bench.bad_neighbor.cpu_load import CpuDrive, burning, cores_of, cpu_times, load_between
 from bench.bad_neighbor.quiet import (
-    LIMIT_S,
     SURFACES,
     Noticed,
     Quiet,
@@ -38,6 +37,8 @@ LEAD_S = 1.5
 RECEIVERS, QUICK_RECEIVERS = 200, 40
 STREAMS = 100
 WARM_UP_S = 4.0
+PROCESS_LIMIT_S = 180.0
+"""That the bad tenant's process has to start, and to report, on a machine that does much else."""
 CLIENT = "client"
 """The part of the CPU load that is the bad tenant's own process."""
 
@@ -174,10 +175,10 @@ async def _ready_to_do_its_worst(order: BadOrder) -> AsyncIterator[_BadProcess]:
     assert process.stdout is not None
     try:
         process.stdin.write(msgspec.json.encode(order) + b"\n")
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(PROCESS_LIMIT_S):
             if await process.stdout.readline() != READY:
                 raise RuntimeError("the bad tenant's process ended before it was ready")
-        yield _BadProcess(process, order.seconds + TIDY_LIMIT_S + LIMIT_S)
+        yield _BadProcess(process, order.seconds + TIDY_LIMIT_S + PROCESS_LIMIT_S)
     finally:
         if process.returncode is None:
             process.kill()
