@@ -109,6 +109,7 @@ class Bad:
         self._large = plain_picture(4096) if "images" in order.surfaces else ""
         self._upload = batch_file(1, 12) + b" " * (8 * MIB)
         self._receivers: list[str] = []
+        self._is_over = False
         self.sent = 0
         self.statuses: Counter[int] = Counter()
         self.reasons: Counter[str] = Counter()
@@ -137,6 +138,8 @@ class Bad:
             acts = [act for name in self._order.surfaces for act in self._worst(name)]
             tasks = [asyncio.create_task(self._again(act)) for act in acts]
             await asyncio.sleep(self._order.seconds)
+            # A timeout of aiohttp that fires at the same time swallows the cancellation.
+            self._is_over = True
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -159,7 +162,7 @@ class Bad:
         return worst[name]
 
     async def _again(self, act: Act) -> None:
-        while True:
+        while not self._is_over:
             self.sent += 1
             try:
                 status = await act()
