@@ -93,12 +93,19 @@ class _PullStream:
         self._request.max_outstanding_messages = max_messages
         self._request.max_outstanding_bytes = max_bytes
         self._call: Any = None
+        self._opened = asyncio.Event()
         self._is_stopped = False
         self.receiving = asyncio.create_task(self._receive())
 
     async def stop(self) -> None:
         """Ends the stream. Messages on their way still arrive."""
         self._is_stopped = True
+        if not self.receiving.done():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HALF_CLOSE_S):
+                    # The broker may send as soon as it has the request. Messages on a call that is
+                    # canceled come again only when their leases end.
+                    await self._opened.wait()
         if self._call is not None:
             await self._half_close(self._call)
         self.receiving.cancel()
@@ -157,6 +164,7 @@ class _PullStream:
         try:
             await call.write(self._request)
             self._call = call
+            self._opened.set()
             self.is_connected = True
             self._owner.opened.set()
             while (response := await call.read()) is not aio.EOF:  # type: ignore[attr-defined]

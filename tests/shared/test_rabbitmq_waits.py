@@ -120,6 +120,7 @@ async def test_publishes_that_wait_for_room_are_sent_after_the_connection_broke(
             await asyncio.gather(*publishes)
 
 
+@pytest.mark.slow
 async def test_publish_outlives_a_connection_that_falls_silent(
     linked: Linked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
