@@ -71,6 +71,7 @@ def family_of(user_agent: str) -> str:
 DEADLINE_HEADER = "x-penstock-deadline-ms"
 QUEUE_HEADER = "x-penstock-queue-limit-ms"
 LANE_HEADER = "x-penstock-lane"
+EVENT_IDS_HEADER = "x-penstock-event-ids"
 CANCEL_AFTER_HEADER = "cancel-after"
 IDEMPOTENCY_HEADER = "idempotency-key"
 MAX_MS = MAX_DEADLINE_S * 1000
@@ -141,6 +142,12 @@ def _lane(text: str) -> dict[str, Any]:
     return {"lane": "batch" if text.lower() == "batch" else ""}
 
 
+def _event_ids(text: str) -> dict[str, Any]:
+    if text.strip().lower() not in ("true", "false"):
+        raise _refusal(EVENT_IDS_HEADER, text, "true or false")
+    return {}
+
+
 def _idempotency_key(text: str) -> dict[str, Any]:
     if not _KEY.fullmatch(text):
         raise _refusal(IDEMPOTENCY_HEADER, text, f"1 to {MAX_KEY_CHARS} visible ASCII characters")
@@ -182,6 +189,7 @@ _READERS = {
     QUEUE_HEADER.encode(): _milliseconds(QUEUE_HEADER, "queue_limit_s"),
     CANCEL_AFTER_HEADER.encode(): _cancel_after,
     LANE_HEADER.encode(): _lane,
+    EVENT_IDS_HEADER.encode(): _event_ids,
     IDEMPOTENCY_HEADER.encode(): _idempotency_key,
     b"cache-control": _cache_control,
     b"prefer": _prefer,

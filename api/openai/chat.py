@@ -32,7 +32,7 @@ from api.http import openapi
 from api.http.fast_route import IS_HEAD, StreamedRoute
 from api.http.openapi import LAST_EVENT_ID, generation_body, inference_responses, streamed
 from api.http.request import ApiRequest, authenticate, open_request, while_connected
-from api.http.request_options import IDEMPOTENCY_HEADER
+from api.http.request_options import EVENT_IDS_HEADER, IDEMPOTENCY_HEADER
 from api.openai import ids
 from api.openai.generation import (
     chat_choice,
@@ -55,7 +55,7 @@ from api.predictions.service import PredictionNotOver
 from api.predictions.text_stream import TextShape, seen_from_id
 from api.tasks.base import Inputs
 from shared.catalog import Model
-from shared.errors import BadInput, PenstockError
+from shared.errors import PenstockError
 from shared.messages import ItemOutcome
 from shared.predictions import EVENTS_TYPE
 from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
@@ -195,7 +195,6 @@ class CompletionEvents:
 router = APIRouter(route_class=StreamedRoute)
 stored_router = APIRouter()
 B = TypeVar("B", ChatBody, CompletionBody)
-EVENT_IDS_HEADER = "x-penstock-event-ids"
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 StartingAfter = Annotated[
     str, Query(description="As `Last-Event-ID`: only events after this one are sent.")
@@ -268,7 +267,6 @@ async def read_chat(
 
 async def _create(request: Request, endpoint: _Endpoint[Any]) -> Response:
     call = open_request(request)
-    _wants_ids(call)
     body = await call.read_json(endpoint.body)
     model = model_of(body, call.dependencies.catalog)
     call.use(model)
@@ -363,15 +361,9 @@ async def _stream(
 
 
 def _wants_ids(call: ApiRequest) -> bool:
-    """Returns whether events have ids. OpenAI's have none, and some readers know only `data:`.
-
-    Raises:
-        BadInput: the header that asks for ids has another value than true or false.
-    """
+    """Returns whether events have ids. OpenAI's have none, and some readers know only `data:`."""
     headers = call.http.headers
     asked = headers.get(EVENT_IDS_HEADER, "").strip().lower()
-    if asked not in ("", "true", "false"):
-        raise BadInput(f"{EVENT_IDS_HEADER}: send true or false", field=EVENT_IDS_HEADER)
     return asked == "true" or (not asked and IDEMPOTENCY_HEADER in headers)
 
 

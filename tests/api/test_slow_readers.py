@@ -200,6 +200,8 @@ async def test_readers_that_leave_leave_nothing_behind(
         return False
 
     monkeypatch.setattr("api.predictions.text_stream.LEFT_S", 0.0)
+    # Tokens are written only once the answer has begun.
+    monkeypatch.setattr("api.predictions.text_stream.FIRST_EVENT_S", 0.05)
     monkeypatch.setattr(TokenStreams, "is_read", nobody)
     monkeypatch.setattr("shared.stores.token_streams.READER_S", KEY_S)
     api = roomy
@@ -229,10 +231,9 @@ async def test_readers_that_leave_leave_nothing_behind(
             await asyncio.sleep(0.01)
     with redis.Redis.from_url(redis_url) as client:
         keys = {kind: [*client.scan_iter(match=f"*{kind}:*")] for kind in ("tokens", "reader")}
-        assert {kind: len(found) for kind, found in keys.items()} == {
-            "tokens": LEAVING,
-            "reader": LEAVING,
-        }
+        # A reader that left with its first token may have left before it was marked as one.
+        assert len(keys["tokens"]) == LEAVING
+        assert 0 < len(keys["reader"]) <= LEAVING
         assert [key for found in keys.values() for key in found if client.ttl(key) == -1] == []
 
 
