@@ -67,9 +67,12 @@ class Beside:
 
     @property
     def unit_ms(self) -> float:
-        """The bad tenant's work that can't be interrupted."""
+        """The bad tenant's work that can't be interrupted, or is computed together with ours.
+
+        A batch that runs, and the one that the quiet tenant's item is in, which the others fill.
+        """
         if self.surface in WAITS_FOR_A_BATCH:
-            return self.batch_ms
+            return 2 * self.batch_ms
         return (1 + TOKENS) * self.step_ms if self.surface in WRITES_IN_STEPS else 0.0
 
     @property
