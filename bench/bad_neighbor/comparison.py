@@ -5,9 +5,9 @@ The p99 beside the bad tenant is at most `RATIO * max(alone, same CPU) + unit`:
 - `alone` is the p99 of the quiet tenant alone, and `same CPU` that beside the same CPU load of
   nobody's requests (cpu_load.py). With enough cores they are equal.
 - `unit` is what can't be interrupted of the bad tenant's work, or is computed together with it. A
-  text, an image, a line of a batch or a prediction waits for one batch. A text that is written has
-  one step for its prompt and one for each token, which also compute a token of each of the other's
-  texts.
+  text, an image, a line of a batch or a prediction waits for the batch that runs, and is computed
+  in one that the other fills. A text that is written has one step for its prompt and one for each
+  token, which also compute a token of each of the other's texts.
 """
 
 from __future__ import annotations
