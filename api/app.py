@@ -44,7 +44,7 @@ from api.idempotency.store import IdempotencyStore
 from api.inputs.codec_pool import CodecPool
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec
-from api.inputs.source_pictures import SourcePictures
+from api.inputs.source_images import SourceImages
 from api.inputs.storage import Storage
 from api.limits.limiter import Limiter, open_limiter
 from api.openai import (
@@ -57,7 +57,7 @@ from api.openai import (
     token_counts,
     usage,
 )
-from api.openai import chat as text
+from api.openai import chat as generation_routes
 from api.openai.batches import BatchBody, BatchesPage, BatchObject
 from api.openai.conversations import (
     ConversationBody,
@@ -81,9 +81,9 @@ from api.openai.usage import UsagePage, UsageReply
 from api.predictions.conversations import Conversations
 from api.predictions.event_stream import EventStreams
 from api.predictions.follower import PredictionFollower
+from api.predictions.generation_stream import GenerationStreams
 from api.predictions.results import ResultFetcher
 from api.predictions.service import Predictions
-from api.predictions.text_stream import TextStreams
 from api.problem_details import Problem
 from api.replicate import events as prediction_events
 from api.replicate import models as prediction_models
@@ -128,10 +128,10 @@ from api.routes.files import FileDeleted, FileObject, FilesPage
 from api.routes.models import ModelItem, ModelsReply
 from api.routes.reports import ReportReply, ReportsReply
 from api.routes.status import StatusReply
-from api.usage.reports import ReportPlace, ReportService
+from api.usage.reports import ReportDataset, ReportService
 from api.usage.rows import UsageRows
 from api.usage.service import UsageService
-from api.usage.turns import QueryTurns
+from api.usage.turns import QueryPermits
 from shared.catalog import Catalog
 from shared.gc_tuning import settle_heap
 from shared.settings import ApiSettings
@@ -307,7 +307,7 @@ def _add_routes(app: FastRouteApp) -> None:
     for routes in (
         embeddings,
         images,
-        text,
+        generation_routes,
         responses,
         files,
         batches,
@@ -322,7 +322,7 @@ def _add_routes(app: FastRouteApp) -> None:
         console,
     ):
         app.add(routes.router)
-    app.include_router(text.stored_router)
+    app.include_router(generation_routes.stored_router)
     app.include_router(stored_chats.router)
     app.include_router(token_counts.router)
     app.include_router(responses.stored_router)
@@ -390,8 +390,8 @@ async def _open(
     follower = await opened.enter_async_context(
         PredictionFollower(predictions, pipeline.records.holds, limiter)
     )
-    text_streams = await opened.enter_async_context(
-        TextStreams(predictions, pipeline.records.tokens)
+    generation_streams = await opened.enter_async_context(
+        GenerationStreams(predictions, pipeline.records.tokens)
     )
     refusals = Refusals(pipeline.rows, api_instance=instance, region=settings.region)
     return _dependencies(
@@ -403,7 +403,7 @@ async def _open(
         idempotency,
         predictions,
         follower,
-        text_streams,
+        generation_streams,
         ImageCodec(pool),
     )
 
@@ -432,7 +432,7 @@ def _dependencies(
     idempotency: IdempotencyService,
     predictions: Predictions,
     follower: PredictionFollower,
-    text_streams: TextStreams,
+    generation_streams: GenerationStreams,
     image_codec: ImageCodec,
 ) -> Dependencies:
     """Returns the dependencies of the routes."""
@@ -440,7 +440,7 @@ def _dependencies(
     sources = Files(configuration.objects, storage)
     batch_files = BatchFiles(configuration.objects, storage)
     result_fetcher = ResultFetcher(configuration.objects, predictions, image_codec)
-    turns = QueryTurns()
+    turns = QueryPermits()
     return Dependencies(
         settings=configuration.settings,
         catalog=configuration.catalog,
@@ -460,22 +460,22 @@ def _dependencies(
         ),
         follower=follower,
         event_streams=EventStreams(predictions, configuration.url_signer),
-        text_streams=text_streams,
+        generation_streams=generation_streams,
         files=sources,
         batch_files=batch_files,
         batches=Batches(BatchStore(configuration.objects), batch_files),
         result_fetcher=result_fetcher,
-        source_pictures=SourcePictures(
+        source_images=SourceImages(
             configuration.objects, sources, result_fetcher, configuration.url_signer, image_codec
         ),
-        usage=UsageService(UsageRows(*_place(configuration.settings)), turns),
-        reports=ReportService(_place(configuration.settings), turns),
+        usage=UsageService(UsageRows(*_report_dataset(configuration.settings)), turns),
+        reports=ReportService(_report_dataset(configuration.settings), turns),
         started_at_s=time.time(),
     )
 
 
-def _place(settings: ApiSettings) -> ReportPlace:
-    return ReportPlace(
+def _report_dataset(settings: ApiSettings) -> ReportDataset:
+    return ReportDataset(
         settings.project,
         settings.dataset,
         settings.bigquery_endpoint,

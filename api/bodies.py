@@ -101,16 +101,16 @@ def null_is(default: Any) -> BeforeValidator:
     return _NullIs(lambda value: default if value is None else value)
 
 
-def _is_off(given: bool) -> bool:
-    if given:
+def _is_off(value: bool) -> bool:
+    if value:
         raise ValueError("must be false; true is not supported")
-    return given
+    return value
 
 
-def _is_on(given: bool) -> bool:
-    if not given:
+def _is_on(value: bool) -> bool:
+    if not value:
         raise ValueError("must be true; false is not supported")
-    return given
+    return value
 
 
 Off = Annotated[
@@ -164,10 +164,10 @@ def check_amount(body: bytes) -> None:
     if body.count(b",") <= SURELY_FEW:
         return
     strings = commas = end = 0
-    for found in _STRING.finditer(body):
+    for match in _STRING.finditer(body):
         strings += 1
-        commas += body.count(b",", end, found.start())
-        end = found.end()
+        commas += body.count(b",", end, match.start())
+        end = match.end()
         if strings > MAX_STRINGS or commas >= MAX_VALUES:
             break
     if strings > MAX_STRINGS:
@@ -183,20 +183,20 @@ def object_in(text: str | bytes, field: str) -> dict[str, Any]:
         BadInput: it is not a JSON object, or nests deeper than MAX_NESTED.
     """
     try:
-        found = msgspec.json.decode(text)
-        _check_depth(found)
+        value = msgspec.json.decode(text)
+        _check_depth(value)
     # A surrogate without its other half is neither text nor JSON (RFC 8259, section 8.2).
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise BadInput(f"{field}: not valid JSON: {error}", field=field) from error
     except RecursionError as error:
         raise BadInput(f"{field}: nested deeper than {MAX_NESTED} levels", field=field) from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise BadInput(f"{field}: must be a JSON object", field=field)
-    return found
+    return value
 
 
-def _check_depth(found: object) -> None:
-    level = [found]
+def _check_depth(value: object) -> None:
+    level = [value]
     for _ in range(MAX_NESTED):
         level = [
             inner

@@ -74,11 +74,11 @@ class AllowedToolChoice(Body):
     allowed_tools: AllowedTools
 
 
-def _choice_tag(given: Any) -> str:
+def _choice_tag(choice: Any) -> str:
     """Returns the tag of a form, so that errors are about the one that was meant."""
-    if isinstance(given, ToolChoice) or not isinstance(given, dict | AllowedToolChoice):
-        return "named:" if isinstance(given, ToolChoice) else "mode:"
-    is_allowed = isinstance(given, AllowedToolChoice) or given.get("type") == "allowed_tools"
+    if isinstance(choice, ToolChoice) or not isinstance(choice, dict | AllowedToolChoice):
+        return "named:" if isinstance(choice, ToolChoice) else "mode:"
+    is_allowed = isinstance(choice, AllowedToolChoice) or choice.get("type") == "allowed_tools"
     return "allowed:" if is_allowed else "named:"
 
 
@@ -355,23 +355,23 @@ class Message(Body):
 
     def to_template(self) -> dict[str, Any]:
         """Returns the message for chat templates: text in one piece, arguments as objects."""
-        found: dict[str, Any] = {
+        message: dict[str, Any] = {
             # Open models know no developers.
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text,
         }
         if self.tool_calls:
-            found["tool_calls"] = [
+            message["tool_calls"] = [
                 {"type": "function", "id": call.id, "function": _parsed(call.function)}
                 for call in self.tool_calls
             ]
         if self.tool_call_id is not None:
-            found["tool_call_id"] = self.tool_call_id
+            message["tool_call_id"] = self.tool_call_id
         if self.name is not None:
-            found["name"] = self.name
+            message["name"] = self.name
         if self.reasoning_content:
-            found["reasoning_content"] = self.reasoning_content
-        return found
+            message["reasoning_content"] = self.reasoning_content
+        return message
 
     @property
     def text(self) -> str:
@@ -485,8 +485,8 @@ class _SampledBody(Body):
     @property
     def biases(self) -> dict[int, float]:
         """What is added to the logits of tokens, in the order of their ids."""
-        given = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
-        return dict(sorted(given.items()))
+        biases = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
+        return dict(sorted(biases.items()))
 
     @property
     def stops(self) -> list[str]:

@@ -357,19 +357,17 @@ def to_bad_input(error: ValidationError | RequestValidationError) -> BadInput:
 
 
 def describe(wrong: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns place (`images[0].image_url`, empty: the body) and reason of a pydantic error."""
+    """Returns path (`images[0].image_url`, empty: the body) and reason of a pydantic error."""
     # Tags of unions are in the location as 'name:'. They are internal.
-    places = [
-        place for place in wrong["loc"] if not (isinstance(place, str) and place.endswith(":"))
-    ]
+    steps = [step for step in wrong["loc"] if not (isinstance(step, str) and step.endswith(":"))]
     cause = wrong.get("ctx", {}).get("error")
     if isinstance(cause, WrongField):
-        places.append(cause.field)
-    if places[-1:] == ["[key]"]:  # the key itself is wrong, and not what it is for
-        key = places[-2]
-        places, wrong = places[:-2], dict(wrong) | {"msg": f"key {key!r}: {wrong['msg']}"}
+        steps.append(cause.field)
+    if steps[-1:] == ["[key]"]:  # the key itself is wrong, and not what it is for
+        key = steps[-2]
+        steps, wrong = steps[:-2], dict(wrong) | {"msg": f"key {key!r}: {wrong['msg']}"}
     where = "".join(
-        f"[{place}]" if isinstance(place, int) else f".{place}" for place in places
+        f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps
     ).removeprefix(".")
     return where, _reason_of(wrong)
 
@@ -389,15 +387,15 @@ _REASONS = {
 
 
 def _reason_of(wrong: Mapping[str, Any]) -> str:
-    kind, found = wrong["type"], wrong.get("ctx", {})
+    kind, context = wrong["type"], wrong.get("ctx", {})
     if _is_too_deep(wrong):
         return _TOO_DEEP
     if kind in _REASONS:
         return _REASONS[kind]
     if kind == "literal_error":
-        return f"Input should be {_in_json(found['expected'])}"
-    if kind == "too_long" and found["field_type"] == "Dictionary":
-        return f"Object should have at most {found['max_length']} keys"
+        return f"Input should be {_in_json(context['expected'])}"
+    if kind == "too_long" and context["field_type"] == "Dictionary":
+        return f"Object should have at most {context['max_length']} keys"
     reason: str = wrong["msg"]
     return reason.removeprefix("Value error, ").replace(" after validation,", ",")
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from shared.tenants.plan import DEFAULT_TENANT
+from shared.tenants.plan import DEFAULT_TENANT, Priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,8 @@ class Demand:
     tenant: str = DEFAULT_TENANT
     weight: float = 1.0
     """The tenant's share of a busy model, relative to other tenants."""
-    lane: str = ""
-    """`batch`, or empty for interactive requests."""
-    is_promised: bool = False
+    priority: Priority = "interactive"
+    counts_toward_slo: bool = False
     """True if the SLO applies to the items (shared/slo.py)."""
 
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
 from shared.errors import ConfigurationError
+from shared.tenants.plan import Priority
 
 _SECONDS = (
     0.001,
@@ -148,15 +149,18 @@ def of_items(model: str, cache: str, status: str) -> Counter:
 
 
 @lru_cache(maxsize=1024)
-def of_admission(model: str, lane: str) -> tuple[Counter, Counter, Gauge]:
+def of_admission(model: str, priority: Priority) -> tuple[Counter, Counter, Gauge]:
     """Items of `model` refused, admitted and in flight. The first call shows all at 0.
 
     Args:
         model: its name in the catalog.
-        lane: as in an envelope.
+        priority: the items'.
     """
-    name = lane or "interactive"
-    return SHED.labels(model, name), ADMITTED.labels(model, name), IN_FLIGHT.labels(model, name)
+    return (
+        SHED.labels(model, priority),
+        ADMITTED.labels(model, priority),
+        IN_FLIGHT.labels(model, priority),
+    )
 
 
 @contextmanager

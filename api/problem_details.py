@@ -144,8 +144,8 @@ def _json(problem: Problem, headers: dict[str, str]) -> Response:
 def _fields(
     error: ValidationError | RequestValidationError, prefix: str = ""
 ) -> list[InvalidField]:
-    found = []
+    fields = []
     for one in error.errors()[:MAX_FIELDS]:
         where, reason = describe(one)
-        found.append(InvalidField(one["type"], f"{prefix}{where}".rstrip(".") or "body", reason))
-    return found
+        fields.append(InvalidField(one["type"], f"{prefix}{where}".rstrip(".") or "body", reason))
+    return fields

@@ -57,8 +57,8 @@ class BoundedHttp(HttpToolsProtocol):
     unread: ClassVar[dict[BoundedHttp, int]]
     """Connections with an unread answer, the longest first, with its size in bytes."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
         self._beside_bytes = 0
         """The bytes since the last head or end of a request that belong to no body."""
         self._in_head = self._in_body = False
@@ -282,13 +282,13 @@ def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
 @lru_cache(maxsize=256)
 def _is_host(value: bytes) -> bool:
     """Returns whether it is `uri-host [ ":" port ]` (RFC 9110, 7.2; RFC 3986, 3.2.2), not empty."""
-    found = _HOST.fullmatch(value)
-    if found is None or int(found["port"] or 0) > MAX_PORT:
+    match = _HOST.fullmatch(value)
+    if match is None or int(match["port"] or 0) > MAX_PORT:
         return False
-    if found["ipv6"] is None:
+    if match["ipv6"] is None:
         return True
     try:
-        ipaddress.IPv6Address(found["ipv6"].decode())
+        ipaddress.IPv6Address(match["ipv6"].decode())
     except ValueError:
         return False
     return True

@@ -57,8 +57,10 @@ async def running_api(
     Raises:
         ConfigurationError: a setting is wrong.
     """
-    given = read_settings(ApiSettings, redis_url=redis_url, objects_url=objects_url, **settings)
+    api_settings = read_settings(
+        ApiSettings, redis_url=redis_url, objects_url=objects_url, **settings
+    )
     rows = RowList()
-    app = create_app(given, Catalog(tuple(entries)), broker, broker, rows)
+    app = create_app(api_settings, Catalog(tuple(entries)), broker, broker, rows)
     async with app.router.lifespan_context(app):
         yield ApiUnderTest(app, rows.rows)

@@ -41,11 +41,11 @@ def run() -> Outcome:
         client: Any = openai.OpenAI(base_url=f"{pipeline.stack.api_url}/v1", api_key="any")
         began_s = time.monotonic()
         batch = _created(client, pipeline.texts.short(LINES))
-        _until(client, batch, lambda found: found.status == "in_progress")
+        _until(client, batch, lambda state: state.status == "in_progress")
         validated_s = time.monotonic() - began_s
         rounds = [_round(pipeline) for _ in range(ROUNDS)]
         killed = [_kill(pipeline, name) for name in ("batches", "api", "redis", f"worker-{MODEL}")]
-        done = _until(client, batch, lambda found: found.completed_at or found.failed_at)
+        done = _until(client, batch, lambda state: state.completed_at or state.failed_at)
         took_s = time.monotonic() - began_s
         lines = client.files.content(done.output_file_id).text.splitlines()
     ids = [json.loads(line)["custom_id"] for line in lines]
@@ -129,11 +129,11 @@ def _until(client: openai.OpenAI, batch: Any, is_it: Callable[[Any], Any]) -> An
     deadline_s = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline_s:
         try:
-            found = client.batches.retrieve(batch.id)
+            state = client.batches.retrieve(batch.id)
         except openai.APIError:
-            found = None
-        if found is not None and is_it(found):
-            return found
+            state = None
+        if state is not None and is_it(state):
+            return state
         time.sleep(0.5)
     raise RuntimeError(f"the batch was not there within {LIMIT_S:g} s")
 

@@ -114,13 +114,13 @@ def _imports(tree: ast.Module) -> Iterator[str]:
 def importers(modules: dict[str, ast.Module]) -> dict[str, set[str]]:
     """The modules that import each module of the product. Benchmarks are left out."""
     product = {name for name in modules if name.split(".")[0] != "bench"}
-    found: dict[str, set[str]] = {name: set() for name in product if "." in name}
+    graphs: dict[str, set[str]] = {name: set() for name in product if "." in name}
     for name in product:
         for imported in _imports(modules[name]):
-            other = imported if imported in found else imported.rpartition(".")[0]
-            if other in found and other != name:
-                found[other].add(name)
-    return found
+            other = imported if imported in graphs else imported.rpartition(".")[0]
+            if other in graphs and other != name:
+                graphs[other].add(name)
+    return graphs
 
 
 def homonyms(modules: dict[str, ast.Module]) -> list[str]:
@@ -135,12 +135,12 @@ def homonyms(modules: dict[str, ast.Module]) -> list[str]:
 
 def docstrings(trees: Iterable[ast.Module]) -> str:
     """All docstrings, those of fields and constants too."""
-    found = []
+    names = []
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                found += [node.value.value] if isinstance(node.value.value, str) else []
-    return "\n".join(found)
+                names += [node.value.value] if isinstance(node.value.value, str) else []
+    return "\n".join(names)
 
 
 def measure(root: Path) -> tuple[dict[str, PackageLayout], dict[str, str]]:
@@ -191,17 +191,17 @@ def main() -> None:
     print("| members, layers, imports, cycles |", " | ".join(columns), "|")
     print("|---|" + "---|" * len(columns))
     for package in sorted({name for layouts, _ in measured for name in layouts}):
-        found = [layouts.get(package) for layouts, _ in measured]
-        if max(one.members for one in found if one) >= SHOWN_MEMBERS:
-            print(f"| `{package}` |", " | ".join(map(_shown, found)), "|")
+        layouts_of_package = [layouts.get(package) for layouts, _ in measured]
+        if max(one.members for one in layouts_of_package if one) >= SHOWN_MEMBERS:
+            print(f"| `{package}` |", " | ".join(map(_shown, layouts_of_package)), "|")
     print("\n| |", " | ".join(columns), "|")
     print("|---|" + "---|" * len(columns))
     for figure in measured[0][1]:
         print(f"| {figure} |", " | ".join(figures[figure] for _, figures in measured), "|")
 
 
-def _shown(found: PackageLayout | None) -> str:
-    return f"{found.members}, {found.layers}, {found.imports}, {found.cycles}" if found else ""
+def _shown(layout: PackageLayout | None) -> str:
+    return f"{layout.members}, {layout.layers}, {layout.imports}, {layout.cycles}" if layout else ""
 
 
 if __name__ == "__main__":

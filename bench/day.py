@@ -79,8 +79,8 @@ CALM_LIMIT_S, CHECK_WAIT_S = 60.0, 240.0
 
 def run() -> Outcome:
     """Sends the day while parts are killed, and compares."""
-    with tempfile.TemporaryDirectory(prefix="penstock-day-") as made:
-        folder = Path(os.environ.get("BENCH_DAY_FOLDER", made))
+    with tempfile.TemporaryDirectory(prefix="penstock-day-") as work_dir:
+        folder = Path(os.environ.get("BENCH_DAY_FOLDER", work_dir))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "models.yaml").write_text(CATALOG)
         names = [f"tenant-{place + 1:02}" for place in range(TENANTS)]
@@ -94,30 +94,30 @@ def run() -> Outcome:
             sent = _run(_load_command(stack, folder), stack, kills.look)
             kills.wait_until_all_are_back()
             ledger = ["--check", sent["ledger"], "--wait", str(CHECK_WAIT_S)]
-            found = _run([*_PENSTOCK, *ledger], stack, kills.watch)
-    return Outcome(_figures(sent, found, kills.count), {"load": sent, "check": _short(found)})
+            checked = _run([*_PENSTOCK, *ledger], stack, kills.watch)
+    return Outcome(_figures(sent, checked, kills.count), {"load": sent, "check": _short(checked)})
 
 
-def _figures(sent: dict[str, Any], found: dict[str, Any], kills: int) -> list[Figure]:
+def _figures(sent: dict[str, Any], checked: dict[str, Any], kills: int) -> list[Figure]:
     return [
         Figure("requests due", sent["due"], "", ">=", REQUESTS),
-        Figure("requests in the ledger", found["lines"], "", ">=", REQUESTS - sent["not_sent"]),
+        Figure("requests in the ledger", checked["lines"], "", ">=", REQUESTS - sent["not_sent"]),
         Figure("answered with 200", sent["outcomes"].get("200", 0), ""),
         Figure("kills", kills, "", ">=", KILLS),
         Figure("rate", sent["rate_per_s"], "/s"),
         Figure("p99 from when a request was due", sent["p99_ms"], "ms"),
-        Figure("rows", found["rows"], ""),
-        Figure("requests that only rows tell of", sum(found["told_by_rows"].values()), ""),
-        Figure("groups of hour, tenant and model", found["groups"], ""),
-        Figure("tokens", found["tokens"], ""),
-        Figure("charged", found["cost_usd"], "$"),
-        Figure("requests of nobody in the ledger", found["others"], "", "<=", 0),
-        Figure("differences", len(found["differences"]), "", "<=", 0),
+        Figure("rows", checked["rows"], ""),
+        Figure("requests that only rows tell of", sum(checked["told_by_rows"].values()), ""),
+        Figure("groups of hour, tenant and model", checked["groups"], ""),
+        Figure("tokens", checked["tokens"], ""),
+        Figure("charged", checked["cost_usd"], "$"),
+        Figure("requests of nobody in the ledger", checked["others"], "", "<=", 0),
+        Figure("differences", len(checked["differences"]), "", "<=", 0),
     ]
 
 
-def _short(found: dict[str, Any]) -> dict[str, Any]:
-    return found | {"differences": found["differences"][:20]}
+def _short(checked: dict[str, Any]) -> dict[str, Any]:
+    return checked | {"differences": checked["differences"][:20]}
 
 
 _PENSTOCK = [sys.executable, "-m", "infra.cli.main", "load", "--json"]

@@ -88,17 +88,17 @@ def main() -> None:
     parser.add_argument("target_port", type=int)
     parser.add_argument("delay_ms", type=float)
     parser.add_argument("--jitter", type=float, default=0.0)
-    given = parser.parse_args()
-    delay_s = given.delay_ms / 1000
+    arguments = parser.parse_args()
+    delay_s = arguments.delay_ms / 1000
 
     def pause_s() -> float:
-        if not given.jitter:
+        if not arguments.jitter:
             return float(delay_s)
         return float(delay_s) * (
-            1.0 + float(given.jitter) * random.lognormvariate(0.0, JITTER_SIGMA)
+            1.0 + float(arguments.jitter) * random.lognormvariate(0.0, JITTER_SIGMA)
         )
 
-    uvloop.run(serve(given.port, given.target_port, pause_s))
+    uvloop.run(serve(arguments.port, arguments.target_port, pause_s))
 
 
 if __name__ == "__main__":

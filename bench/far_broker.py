@@ -35,7 +35,7 @@ DELAYS_MS = (0, 10, 25, 50, 100)
 LEAD_S, SECONDS = 5.0, 8.0
 KEPT = {10: 0.95, 25: 0.95, 50: 0.9, 100: 0.85}
 """At least this share of the busy time without delay, by the delay in ms (50 ms a batch)."""
-LEAST_SLOW, LEAST_FAST = 0.99, 0.9
+MIN_SLOW, MIN_FAST = 0.99, 0.9
 IN_FLIGHT = 1000
 FULL = MODEL.batch.max_items
 TWO_BATCHES = 2 * FULL
@@ -119,7 +119,7 @@ def _figures(
         yield Figure(f"{name}, {delay_ms} ms: rate as before", as_before, "items/s")
         yield Figure(f"{name}, {delay_ms} ms: rate", one.items_per_s, "items/s")
         if delay_ms:
-            least = {0.05: KEPT[delay_ms], 0.5: LEAST_SLOW}.get(load.batch_s, LEAST_FAST)
+            least = {0.05: KEPT[delay_ms], 0.5: MIN_SLOW}.get(load.batch_s, MIN_FAST)
             kept = one.items_per_s / near.items_per_s
             yield Figure(f"{name}, {delay_ms} ms: of no delay", kept, "", ">=", least)
 
@@ -228,15 +228,15 @@ def main() -> None:
     parser.add_argument("delay_ms", type=float)
     parser.add_argument("--broker", choices=("pubsub", "rabbitmq"), default="pubsub")
     parser.add_argument("--load", type=int, default=0, choices=range(len(LOADS)))
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         endpoint, redis_url = stack.enter_context(servers(Path(folder)))
         address = endpoint
-        if given.broker == "rabbitmq":
+        if arguments.broker == "rabbitmq":
             rabbit = RabbitServer(Path(folder) / "rabbitmq", Path(folder))
             address = stack.enter_context(rabbit).url
-        with _site(given.broker, address, redis_url, given.delay_ms, Path(folder)) as site:
-            print(measure(site, LOADS[given.load], SECONDS))
+        with _site(arguments.broker, address, redis_url, arguments.delay_ms, Path(folder)) as site:
+            print(measure(site, LOADS[arguments.load], SECONDS))
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ def run() -> Outcome:
         for number in range(ROUNDS):
             for name, stack in stacks.items():
                 timed[name] += asyncio.run(_arrive(stack, rate, seed=100 + number))
-    rates = {name: float(np.median(found)) for name, found in full.items()}
-    figures = [Figure(f"{name}: full, pictures", rate, "/s") for name, rate in rates.items()]
+    rates = {name: float(np.median(runs)) for name, runs in full.items()}
+    figures = [Figure(f"{name}: full, images", rate, "/s") for name, rate in rates.items()]
     ratio = rates["joining"] / rates["whole batches"]
     figures.append(Figure("joining over whole batches: full", ratio, "", ">=", 0.97))
     figures += [figure for name in VARIANTS for figure in _figures(name, timed[name])]

@@ -56,7 +56,7 @@ def run() -> Outcome:
     for _ in range(ROUNDS):
         for name, headers in sent.items():
             seconds[name].append(_time(access, headers))
-    medians = {name: statistics.median(found) * 1e6 for name, found in seconds.items()}
+    medians = {name: statistics.median(samples) * 1e6 for name, samples in seconds.items()}
     refused = [medians[name] for name in ("wrong secret", "revoked", "expired", "unknown")]
     spread = (max(refused) - min(refused)) / statistics.median(refused)
     figures = [Figure(f"{name} key", value, "µs") for name, value in medians.items()]

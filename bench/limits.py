@@ -84,18 +84,18 @@ async def _round(
 async def measure(url: str) -> dict[str, tuple[float, float]]:
     """The medians by plan."""
     model = read_catalog(Path("models.yaml")).default("embedding")
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in PLANS}
+    latencies: dict[str, list[tuple[float, float]]] = {name: [] for name in PLANS}
     async with Limiter(LimitStore(url, "bench")) as limiter:
         for _ in range(ROUNDS):
             for name, caller in PLANS.items():
                 one = _without if name == NOTHING else _one
-                found[name].append(await _round(one, limiter, caller, model))
+                latencies[name].append(await _round(one, limiter, caller, model))
     return {
         name: (
             statistics.median(cpu for cpu, _ in rounds),
             statistics.median(wall for _, wall in rounds),
         )
-        for name, rounds in found.items()
+        for name, rounds in latencies.items()
     }
 
 
@@ -105,11 +105,11 @@ def run() -> Outcome:
         tempfile.TemporaryDirectory() as folder,
         RedisServer(Path(folder), Path(folder)) as server,
     ):
-        found = asyncio.run(measure(server.url))
-    without_us = found.pop(NOTHING)[0]
+        latencies = asyncio.run(measure(server.url))
+    without_us = latencies.pop(NOTHING)[0]
     return Outcome(
         [
             Figure(f"CPU of a request, {name}", cpu_us - without_us, "µs")
-            for name, (cpu_us, _) in found.items()
+            for name, (cpu_us, _) in latencies.items()
         ]
     )

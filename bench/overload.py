@@ -66,9 +66,9 @@ def run(seconds: float = SECONDS) -> Outcome:
     ]
     figures += [Figure(f"CPU, {name}", share, "%") for name, share in taken.items()]
     figures.append(Figure("CPU, worker, model, at capacity", shares["worker, model"], "%"))
-    found = [one.status for one in report.exchanges]
+    statuses = [one.status for one in report.exchanges]
     details: dict[str, Any] = {
-        "statuses": {str(status): found.count(status) for status in sorted(set(found))},
+        "statuses": {str(status): statuses.count(status) for status in sorted(set(statuses))},
         "memory_before_mib": {name: value / MIB for name, value in before.items()},
         "lag_ms": percentiles(report.lag_ms),
         "answers_by_second": _by_second(report, seconds),
@@ -78,8 +78,8 @@ def run(seconds: float = SECONDS) -> Outcome:
 
 def _bodies(pipeline: Pipeline) -> list[str]:
     pages = [pipeline.texts.pages(ITEMS) for _ in range(BODIES)]
-    made = [{"model": MODEL, "input": texts, "encoding_format": "base64"} for texts in pages]
-    return [msgspec.json.encode(body).decode() for body in made]
+    bodies = [{"model": MODEL, "input": texts, "encoding_format": "base64"} for texts in pages]
+    return [msgspec.json.encode(body).decode() for body in bodies]
 
 
 def _drive(pipeline: Pipeline, order: LoadOrder) -> tuple[LoadReport, dict[str, float]]:

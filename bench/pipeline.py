@@ -91,7 +91,7 @@ class Part:
             int(child.memory_info().rss) for child in children if child.name() == MODEL_PROCESS_NAME
         ]
 
-    def picture_rss_bytes(self) -> list[int]:
+    def image_rss_bytes(self) -> list[int]:
         """Resident memory of each of an API's image processes, which are its only children."""
         return [int(child.memory_info().rss) for child in self._process.children(recursive=True)]
 
@@ -148,8 +148,8 @@ class Pipeline:
         bodies = embedding_bodies(MODEL, texts)
         report = drive(LoadOrder(port or self.api.port, bodies, in_flight, limit_s=limit_s))
         if report.statuses() != {200: len(texts)} or report.hits() != {cache: len(texts)}:
-            found = f"{report.statuses()} {report.hits()}"
-            raise RuntimeError(f"{len(texts)} answers ({cache}) were expected, not {found}")
+            statuses = f"{report.statuses()} {report.hits()}"
+            raise RuntimeError(f"{len(texts)} answers ({cache}) were expected, not {statuses}")
         return report
 
     def usage_rows(
@@ -215,27 +215,27 @@ class Pipeline:
         """One more API on the same pipeline with other `settings` (fields of ApiSettings)."""
         port = free_port()
         # The port of the stack's own metrics is taken.
-        given = {"PENSTOCK_METRICS_PORT": "0", "PENSTOCK_PORT": str(port)}
-        given |= {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
-        with another(self.stack, "another-api", "api", port, given) as part:
+        variables = {"PENSTOCK_METRICS_PORT": "0", "PENSTOCK_PORT": str(port)}
+        variables |= {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
+        with another(self.stack, "another-api", "api", port, variables) as part:
             yield part
 
     @contextmanager
     def another_worker(self, **settings: object) -> Iterator[Part]:
         """One more worker of the same model with other `settings` (fields of WorkerSettings)."""
         port = free_port()
-        given = {"PENSTOCK_MODEL": MODEL, "PENSTOCK_HEALTH_PORT": str(port)}
-        given |= {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
-        with another(self.stack, "another-worker", "workers", port, given) as part:
+        variables = {"PENSTOCK_MODEL": MODEL, "PENSTOCK_HEALTH_PORT": str(port)}
+        variables |= {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
+        with another(self.stack, "another-worker", "workers", port, variables) as part:
             yield part
 
 
 @contextmanager
 def another(
-    stack: Stack, name: str, module: str, port: int, given: Mapping[str, str]
+    stack: Stack, name: str, module: str, port: int, variables: Mapping[str, str]
 ) -> Iterator[Part]:
-    """One more process of `stack`, ready. `given` overrides the stack's settings."""
-    environment = environment_with({**stack.environment, **given})
+    """One more process of `stack`, ready. `variables` overrides the stack's settings."""
+    environment = environment_with({**stack.environment, **variables})
     process = Process(name, [sys.executable, "-m", module], stack.log_dir, environment=environment)
     began_s = time.monotonic()
     with process:
@@ -257,12 +257,12 @@ def running(changes: Mapping[str, object] | None = None, **settings: object) -> 
     with tempfile.TemporaryDirectory() as folder:
         state_dir = Path(folder)
         models_file = catalog_with(state_dir, changes or {})
-        given = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
-        given["PENSTOCK_MODELS_FILE"] = str(models_file)
+        variables = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
+        variables["PENSTOCK_MODELS_FILE"] = str(models_file)
         model = read_catalog(models_file).find(MODEL)
         model_folder = resolve(model.source, model.revision, state_dir)
         texts = Texts(model_folder, seed=1)
-        with served_stack(state_dir, Ports.free(), given, say_nothing, BROKER) as stack:
+        with served_stack(state_dir, Ports.free(), variables, say_nothing, BROKER) as stack:
             pipeline = Pipeline(stack, texts, model_folder)
             pipeline.ask(texts.mixed(WARM_UP_TEXTS), 32, cache="miss")
             yield pipeline

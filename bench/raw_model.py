@@ -174,8 +174,8 @@ def _torch(threads: int, folder: str, precision: str) -> Callable[[Batch], Calla
     def prepare(batch: Batch) -> Callable[[], object]:
         ids, mask = (torch.from_numpy(array) for array in _padded(batch))
         # Without a mask attention takes a shorter way.
-        given = None if bool(mask.all()) else mask
-        return partial(embed, ids, given)
+        attention_mask = None if bool(mask.all()) else mask
+        return partial(embed, ids, attention_mask)
 
     @torch.inference_mode()
     def embed(ids: Any, mask: Any) -> object:

@@ -80,19 +80,19 @@ def _fill(client: bigquery.Client) -> float:
     tables.create(client, DATASET)
     sql = (Path(__file__).parent / "reports.sql").read_text(encoding="utf-8")
     took_s = 0.0
-    with duckdb.connect() as made, tempfile.TemporaryDirectory() as folder:
-        made.execute("SET TimeZone = 'UTC'")
-        typed = _typed(made, sql)
+    with duckdb.connect() as database, tempfile.TemporaryDirectory() as folder:
+        database.execute("SET TimeZone = 'UTC'")
+        typed = _typed(database, sql)
         path, rows = Path(folder) / "rows.json", Path(folder) / "rows.parquet"
         for first in range(0, REQUESTS, PART):
             after = min(first + PART, REQUESTS)
-            given = {"seed": SEED, "first": first, "after": after, "since": SINCE.isoformat()}
-            made.execute(f"COPY ({typed}) TO '{rows}' (FORMAT parquet)", given)
+            parameters = {"seed": SEED, "first": first, "after": after, "since": SINCE.isoformat()}
+            database.execute(f"COPY ({typed}) TO '{rows}' (FORMAT parquet)", parameters)
             took_s += _load(client, "rows", rows)
             print(f"  {after:,} of {REQUESTS:,} requests, {took_s:.0f} s", flush=True)
-        made.execute(f"COPY ({WORKER_HOURS}) TO '{path}' (FORMAT json)", {"since": str(SINCE)})
+        database.execute(f"COPY ({WORKER_HOURS}) TO '{path}' (FORMAT json)", {"since": str(SINCE)})
         _load(client, "worker_hours", path)
-        made.execute(f"COPY ({WEBHOOKS}) TO '{path}' (FORMAT json)", {"since": str(SINCE)})
+        database.execute(f"COPY ({WEBHOOKS}) TO '{path}' (FORMAT json)", {"since": str(SINCE)})
         _load(client, "webhook_deliveries", path)
     return took_s
 
@@ -140,11 +140,11 @@ WHERE k = 0 OR i % 50 = 0
 """
 
 
-def _typed(made: duckdb.DuckDBPyConnection, sql: str) -> str:
+def _typed(database: duckdb.DuckDBPyConnection, sql: str) -> str:
     """The query with the types of the table's columns, which Parquet has to have."""
     types = {field["name"]: PARQUET_TYPES[field["type"]] for field in tables.schema("rows")}
-    given = {"seed": SEED, "first": 0, "after": 1, "since": SINCE.isoformat()}
-    columns = [name for name, *_ in made.execute(sql, given).description or ()]
+    parameters = {"seed": SEED, "first": 0, "after": 1, "since": SINCE.isoformat()}
+    columns = [name for name, *_ in database.execute(sql, parameters).description or ()]
     return f"SELECT {', '.join(f'{c}::{types[c]} AS {c}' for c in columns)} FROM ({sql})"
 
 

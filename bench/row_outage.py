@@ -81,7 +81,7 @@ class _Run:
             await writer.flush(DRAIN_LIMIT_S)
             drained_s, pending = time.monotonic() - began_s, writer.pending
             sent += self._traffic.written
-        found, different, tokens = self._asked(FOUND)
+        counted, different, tokens = self._asked(FOUND)
         in_view, _, tokens_in_view = self._asked(FOUND_BY_VIEW)
         disk_mib = self._most_disk_bytes / MIB
         written, lost = self._traffic.written, metric("penstock_rows_lost_total")
@@ -98,7 +98,7 @@ class _Run:
                     "<=",
                     0,
                 ),
-                Figure("rows sent twice, for the view", found - different, ""),
+                Figure("rows sent twice, for the view", counted - different, ""),
                 Figure("rows/s in the outage", rate_per_s, "rows/s", ">=", 0.99 * RATE_PER_S),
                 Figure("core before", 100 * before, "%", "<=", 100),
                 Figure("core in the outage", 100 * during, "%", "<=", 100),

@@ -82,16 +82,22 @@ class _Run:
             await self._request("/back")
             drained_s, of_drain = await self._drain(writer)
             pending = writer.pending
-            found = await self._request("/counts")
+            counts = await self._request("/counts")
         lost = metric("penstock_rows_lost_total")
         return Outcome(
             [
                 Figure(
-                    "rows that did not arrive", self._traffic.written - found.different, "", "<=", 0
+                    "rows that did not arrive",
+                    self._traffic.written - counts.different,
+                    "",
+                    "<=",
+                    0,
                 ),
                 Figure("rows that wait at the end, or were given up", pending + lost, "", "<=", 0),
-                Figure("tokens that differ", abs(self._traffic.tokens - found.tokens), "", "<=", 0),
-                Figure("rows sent twice, for the view", found.rows - found.different, ""),
+                Figure(
+                    "tokens that differ", abs(self._traffic.tokens - counts.tokens), "", "<=", 0
+                ),
+                Figure("rows sent twice, for the view", counts.rows - counts.different, ""),
                 Figure(f"core at {RATE_PER_S} rows/s", 100 * steady, "%", "<=", 100),
                 Figure("writing and compressing in the outage", self._backlog / outage_s, "rows/s"),
                 Figure("a row on disk, compressed", disk_bytes / self._backlog, "bytes"),
@@ -149,11 +155,11 @@ class _Run:
 
 def folder_bytes(folder: Path) -> int:
     """Size of its files. Those that are deleted during the count are left out."""
-    found = 0
+    total_bytes = 0
     for path in folder.iterdir():
         with suppress(FileNotFoundError):
-            found += path.stat().st_size
-    return found
+            total_bytes += path.stat().st_size
+    return total_bytes
 
 
 def metric(name: str) -> float:

@@ -19,10 +19,10 @@ from infra.local.process import free_port
 from infra.local.stack import Stack
 from shared.catalog import Model, read_catalog
 
-PICTURES = 10
+IMAGES = 10
 STARTS = 3
 TOGETHER = 8
-"""Pictures of one request, which make one batch."""
+"""Images of one request, which make one batch."""
 STRENGTH = 0.6
 PROMPT = "a large red circle on a white background"
 EDIT_PROMPT = "a large blue circle on a white background"
@@ -40,33 +40,33 @@ def run() -> Outcome:
             "PENSTOCK_THREADS": "1",
         }
         with Stack(Path(folder), ports=Ports.free(1), settings=settings, say=say_nothing) as stack:
-            text, image, together = _pictures(stack, model)
+            text, image, together = _images(stack, model)
             starts = [_worker_start(stack, model) for _ in range(STARTS)]
     steps = f"{model.image.steps} steps"
     return Outcome(
         [
             Figure(
-                f"picture from text, {steps}, guidance, one core: model",
+                f"image from text, {steps}, guidance, one core: model",
                 text["model_s"],
                 "s",
                 "<=",
                 2.0,
             ),
-            Figure("picture from text: CPU of the model process", text["cpu_s"], "s"),
-            Figure("picture from text: round trip", text["round_trip_s"], "s"),
+            Figure("image from text: CPU of the model process", text["cpu_s"], "s"),
+            Figure("image from text: round trip", text["round_trip_s"], "s"),
             Figure(
-                f"{TOGETHER} pictures at once: CPU of the model process a picture",
+                f"{TOGETHER} images at once: CPU of the model process an image",
                 together["cpu_s"] / TOGETHER,
                 "s",
             ),
             Figure(
-                f"{TOGETHER} at once over one, CPU a picture",
+                f"{TOGETHER} at once over one, CPU an image",
                 together["cpu_s"] / TOGETHER / text["cpu_s"],
                 "",
                 "<=",
                 1.0,
             ),
-            Figure(f"picture from a picture, strength {STRENGTH:g}: model", image["model_s"], "s"),
+            Figure(f"image from an image, strength {STRENGTH:g}: model", image["model_s"], "s"),
             Figure(
                 "worker, start to ready",
                 statistics.median(ready_s for ready_s, _ in starts),
@@ -80,7 +80,7 @@ def run() -> Outcome:
     )
 
 
-def _pictures(
+def _images(
     stack: Stack, model: Model
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """Medians for images from text, for image-to-image, and for several at once."""
@@ -91,10 +91,10 @@ def _pictures(
         base_url=f"{stack.api_url}/v1", api_key="none", max_retries=0, timeout=CALL_LIMIT_S
     ) as client:
 
-        def draw(seed: int, pictures: int = 1) -> Any:
+        def draw(seed: int, images: int = 1) -> Any:
             extra = {"seed": seed}
             return client.images.with_raw_response.generate(
-                prompt=PROMPT, n=pictures, extra_body=extra, **asked
+                prompt=PROMPT, n=images, extra_body=extra, **asked
             )
 
         def draw_together(number: int) -> Any:
@@ -115,16 +115,16 @@ def _pictures(
 def _timed(ask: Ask, worker: Part) -> dict[str, float]:
     model_s, round_trip_s = [], []
     cpu_before_s = worker.children_cpu_s()
-    for seed in range(1, PICTURES + 1):
+    for seed in range(1, IMAGES + 1):
         began_s = time.perf_counter()
         answer = ask(seed)
         round_trip_s.append(time.perf_counter() - began_s)
         if answer.headers["x-penstock-cache"] != "miss":
-            raise RuntimeError("a picture came from the cache")
+            raise RuntimeError("an image came from the cache")
         model_s.append(float(answer.headers["x-penstock-inference-ms"]) / 1000)
     return {
         "model_s": statistics.median(model_s),
-        "cpu_s": (worker.children_cpu_s() - cpu_before_s) / PICTURES,
+        "cpu_s": (worker.children_cpu_s() - cpu_before_s) / IMAGES,
         "round_trip_s": statistics.median(round_trip_s),
     }
 
@@ -132,6 +132,6 @@ def _timed(ask: Ask, worker: Part) -> dict[str, float]:
 def _worker_start(stack: Stack, model: Model) -> tuple[float, float]:
     """Seconds until one more worker is ready, and CPU seconds of it and its model process."""
     port = free_port()
-    given = {"PENSTOCK_MODEL": model.name, "PENSTOCK_HEALTH_PORT": str(port)}
-    with another(stack, "another-worker", "workers", port, given) as worker:
+    variables = {"PENSTOCK_MODEL": model.name, "PENSTOCK_HEALTH_PORT": str(port)}
+    with another(stack, "another-worker", "workers", port, variables) as worker:
         return worker.ready_s, worker.cpu_s() + worker.children_cpu_s()

@@ -145,7 +145,7 @@ def _entry(**changes: Any) -> dict[str, Any]:
 def _measured(stack: Stack) -> BatchSeconds:
     """Returns the seconds of batches of one item and of many, by the worker's own metrics."""
     health = stack.ports.health[0]
-    found = []
+    figures = []
     for in_flight in IN_FLIGHT:
         before = _metrics(health)
         bodies = _bodies("measured", 1000)
@@ -162,8 +162,8 @@ def _measured(stack: Stack) -> BatchSeconds:
             )
         )
         mean_s = sum(report.round_trip_ms) / len(report.round_trip_ms) / 1000
-        found.append((items / batches, spent_s / batches, mean_s))
-    (items_1, batch_1_s, trip_1_s), (items_n, batch_n_s, _) = found
+        figures.append((items / batches, spent_s / batches, mean_s))
+    (items_1, batch_1_s, trip_1_s), (items_n, batch_n_s, _) = figures
     item_s = (batch_n_s - batch_1_s) / (items_n - items_1)
     fixed_s = max(0.0, batch_1_s - item_s * items_1)
     return BatchSeconds(fixed_s, item_s, max(0.0, trip_1_s - batch_1_s))
@@ -171,10 +171,10 @@ def _measured(stack: Stack) -> BatchSeconds:
 
 def _metrics(port: int) -> dict[str, float]:
     """The sums over the labels of a worker's metrics, by name."""
-    found = defaultdict[str, float](float)
+    seconds = defaultdict[str, float](float)
     for sample in samples_of(port):
-        found[sample.name] += sample.value
-    return dict(found)
+        seconds[sample.name] += sample.value
+    return dict(seconds)
 
 
 def _real(stack: Stack, case: Case, per_s: float) -> tuple[Times, float]:
@@ -250,12 +250,12 @@ class _Change:
         self.at_s = time.monotonic() - self._began_s
 
 
-def _order(stack: Stack, bodies: Sequence[str], **given: Any) -> LoadOrder:
+def _order(stack: Stack, bodies: Sequence[str], **options: Any) -> LoadOrder:
     return LoadOrder(
         stack.ports.api,
         list(bodies),
         path="/v1/images/generations",
-        **{"in_flight": 1000, "limit_s": LIMIT_S} | given,
+        **{"in_flight": 1000, "limit_s": LIMIT_S} | options,
     )
 
 
@@ -313,7 +313,7 @@ def _simulated(
 
 def _arrivals(per_s: float) -> list[float]:
     """The times at which the load generator sends."""
-    gaps, due_s, found = random.Random(SEED), 0.0, list[float]()
+    gaps, due_s, waits_s = random.Random(SEED), 0.0, list[float]()
     while (due_s := due_s + gaps.expovariate(per_s)) <= SEND_S:
-        found.append(due_s)
-    return found
+        waits_s.append(due_s)
+    return waits_s

@@ -56,7 +56,7 @@ def run() -> Outcome:
 
 def overtaken_ms(rows: list[Any], max_items: int) -> list[float]:
     """Returns how much later each item started than one pulled over `max_items` items after it."""
-    found = []
+    gaps_ms = []
     for _, of_worker in groupby(
         sorted(rows, key=lambda row: (row["worker"], row["pulled_at"])), lambda r: r["worker"]
     ):
@@ -67,5 +67,5 @@ def overtaken_ms(rows: list[Any], max_items: int) -> list[float]:
             if after < len(started):
                 earliest_after = min(started[after], earliest_after or started[after])
             if earliest_after is not None and started[place] > earliest_after:
-                found.append((started[place] - earliest_after).total_seconds() * 1000)
-    return sorted(found, reverse=True)
+                gaps_ms.append((started[place] - earliest_after).total_seconds() * 1000)
+    return sorted(gaps_ms, reverse=True)

@@ -11,11 +11,11 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from bench.generation.engine import SOURCE
 from bench.report import Figure, Outcome
-from bench.text.engine import SOURCE
 from shared.errors import ConfigurationError
+from tests.faults.generation_catalog import generation_catalog
 from tests.faults.streams import StreamFindings, StreamReaders, read_while_killing
-from tests.faults.text_catalog import text_catalog
 from tests.faults.world import APIS, WORKERS, World
 from workers.models.source import resolve
 
@@ -41,14 +41,14 @@ def run(streams: int = STREAMS) -> Outcome:
         folder = resolve(SOURCE, "main", Path("var/models"))
     except ConfigurationError as error:
         return Outcome([], {"not measured": error.message})
-    catalog = text_catalog(MODEL, folder.resolve(), batch=BATCH, generation=GENERATION)
+    catalog = generation_catalog(MODEL, folder.resolve(), batch=BATCH, generation=GENERATION)
     kills = max(4, round(streams * SECONDS_A_STREAM / KILL_EVERY_S))
     with (
         tempfile.TemporaryDirectory(prefix="penstock-streams-") as temporary,
         World(Path(temporary), served=(MODEL, catalog)) as world,
     ):
         readers = StreamReaders(world, MODEL, tokens=TOKENS, in_flight=IN_FLIGHT)
-        found = asyncio.run(
+        findings = asyncio.run(
             read_while_killing(
                 readers,
                 world,
@@ -58,23 +58,23 @@ def run(streams: int = STREAMS) -> Outcome:
                 say=lambda line: print(f"  {line}", flush=True),
             )
         )
-    return _outcome(found)
+    return _outcome(findings)
 
 
-def _outcome(found: StreamFindings) -> Outcome:
+def _outcome(findings: StreamFindings) -> Outcome:
     figures = [
-        Figure("streams", len(found.streams), ""),
-        Figure("kills", len(found.kills), ""),
-        Figure("streams with a flaw", len(found.flaws()), "", "<=", 0),
+        Figure("streams", len(findings.streams), ""),
+        Figure("kills", len(findings.kills), ""),
+        Figure("streams with a flaw", len(findings.flaws()), "", "<=", 0),
     ]
-    details: dict[str, object] = {"flaws": found.flaws()[:20]}
-    for what, targets, limit_s in (("an API instance", APIS, 2.0), ("a worker", WORKERS, 12.0)):
-        waits_s = found.resumes_s(targets)
-        details[f"longest waits after kills of {what}, s"] = [round(one, 2) for one in waits_s]
+    details: dict[str, object] = {"flaws": findings.flaws()[:20]}
+    for label, targets, limit_s in (("an API instance", APIS, 2.0), ("a worker", WORKERS, 12.0)):
+        waits_s = findings.resumes_s(targets)
+        details[f"longest waits after kills of {label}, s"] = [round(one, 2) for one in waits_s]
         if waits_s:
-            name = f"longest wait for the next event after a kill of {what}"
+            name = f"longest wait for the next event after a kill of {label}"
             figures.append(Figure(name, max(waits_s), "s", "<=", limit_s))
             figures.append(Figure(f"{name}, median", statistics.median(waits_s), "s"))
-    resumes = sum(one.resumes - 1 for one in found.streams)
+    resumes = sum(one.resumes - 1 for one in findings.streams)
     figures.append(Figure("times that a reader went on", resumes, ""))
     return Outcome(figures, details)

@@ -99,7 +99,7 @@ def phases_ms(exchanges: Sequence[Exchange], rows: dict[str, Row]) -> dict[str, 
     )
     low, high = (int(len(known) * share) for share in MIDDLE)
     middle = known[low : max(high, low + 1)]
-    found: dict[str, float] = {
+    shares: dict[str, float] = {
         "HTTP outside the API": statistics.fmean(e.round_trip_ms - e.total_ms for e in middle)
     }
     for name, (begin, end) in PHASES.items():
@@ -108,9 +108,13 @@ def phases_ms(exchanges: Sequence[Exchange], rows: dict[str, Row]) -> dict[str, 
             row = rows[exchange.request_id]
             row = {**row, "answered_at": row["received_at"] + exchange.total_ms / 1000}
             took_ms.append((row[end] - row[begin]) * 1000)
-        found[name] = statistics.fmean(took_ms)
+        shares[name] = statistics.fmean(took_ms)
     round_trip_ms = statistics.fmean(exchange.round_trip_ms for exchange in middle)
-    return {**found, "remainder": round_trip_ms - sum(found.values()), "round trip": round_trip_ms}
+    return {
+        **shares,
+        "remainder": round_trip_ms - sum(shares.values()),
+        "round trip": round_trip_ms,
+    }
 
 
 def model_busy_s(rows: dict[str, Row]) -> float:
@@ -128,13 +132,13 @@ def moments(pipeline: Pipeline, request_ids: set[str]) -> dict[str, Row]:
         TimeoutError: it has not within ROWS_LIMIT_S.
     """
     rows = pipeline.usage_rows(MOMENTS, request_ids, ROWS_LIMIT_S)
-    found = {
+    shares = {
         row["request_id"]: {moment: row[moment].timestamp() for moment in MOMENTS}
         for row in rows
         if row["started_at"] is not None
     }
-    if len(found) < len(request_ids):
+    if len(shares) < len(request_ids):
         raise TimeoutError(
-            f"BigQuery has {len(found)} of {len(request_ids)} rows after {ROWS_LIMIT_S:g} s"
+            f"BigQuery has {len(shares)} of {len(request_ids)} rows after {ROWS_LIMIT_S:g} s"
         )
-    return found
+    return shares

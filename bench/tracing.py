@@ -114,8 +114,8 @@ def _mean(rounds: list[dict[str, Any]], name: str, value: str) -> float:
 @contextmanager
 def _api(pipeline: Pipeline, name: str, variables: Mapping[str, str]) -> Iterator[Part]:
     port = free_port()
-    given = {"PENSTOCK_METRICS_PORT": "0", "PENSTOCK_PORT": str(port), **variables}
-    with another(pipeline.stack, name.replace(" ", "-"), "api", port, given) as part:
+    environment = {"PENSTOCK_METRICS_PORT": "0", "PENSTOCK_PORT": str(port), **variables}
+    with another(pipeline.stack, name.replace(" ", "-"), "api", port, environment) as part:
         yield part
 
 

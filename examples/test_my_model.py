@@ -39,12 +39,12 @@ class LetterPreparer:
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedItem | BadInput]:
         """Refuses texts that are no ASCII."""
-        return [self._prepare(given) for given in inputs]
+        return [self._prepare(value) for value in inputs]
 
-    def _prepare(self, given: Input) -> PreparedItem | BadInput:
-        if not isinstance(given, TextInput) or not given.text.isascii():
+    def _prepare(self, value: Input) -> PreparedItem | BadInput:
+        if not isinstance(value, TextInput) or not value.text.isascii():
             return BadInput("only ASCII texts can be counted", field="input")
-        return PreparedText(key="", length=len(given.text), ids=given.text.encode())
+        return PreparedText(key="", length=len(value.text), ids=value.text.encode())
 
 
 class LetterModel:

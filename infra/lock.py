@@ -29,15 +29,15 @@ class Locked:
 
 def read_lock(path: Path = LOCK) -> dict[str, Locked]:
     """The lock's packages, by their normalized names."""
-    found: dict[str, Locked] = {}
+    locked: dict[str, Locked] = {}
     name = ""
     for line in path.read_text(encoding="utf-8").splitlines():
         if pin := _PIN.match(line):
             name = normalized(pin["name"])
-            found[name] = Locked(pin["version"])
+            locked[name] = Locked(pin["version"])
         if hashed := _HASH.search(line):
-            found[name].hashes.append(hashed[1])
-    return found
+            locked[name].hashes.append(hashed[1])
+    return locked
 
 
 def unmet(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
@@ -48,12 +48,12 @@ def unmet(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
     members = [project_file, *_members(project_file)]
     versions = {name: locked.version for name, locked in read_lock(lock).items()}
     versions |= dict(map(_name_and_version, members[1:]))
-    found = []
+    lines = []
     for asked in (asked for member in members for asked in _asked(member)):
         pin = _PIN.match(asked)
         if pin is None or versions.get(normalized(pin["name"])) != pin["version"]:
-            found.append(asked)
-    return found
+            lines.append(asked)
+    return lines
 
 
 def normalized(name: str) -> str:
@@ -66,9 +66,7 @@ def _members(project_file: Path) -> list[Path]:
     document = tomllib.loads(project_file.read_text(encoding="utf-8"))
     patterns = document.get("tool", {}).get("uv", {}).get("workspace", {}).get("members", [])
     folder = project_file.parent
-    return sorted(
-        found for pattern in patterns for found in folder.glob(f"{pattern}/pyproject.toml")
-    )
+    return sorted(path for pattern in patterns for path in folder.glob(f"{pattern}/pyproject.toml"))
 
 
 def _name_and_version(project_file: Path) -> tuple[str, str]:

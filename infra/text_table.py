@@ -25,24 +25,24 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     whole if all of them are. Otherwise they have two decimals or more.
     """
     columns = [_column(column) for column in zip(*rows, strict=True)] or [[] for _ in heads]
-    made = _empty_table(has_heads=True)
+    table = _empty_table(has_heads=True)
     for head, column in zip(heads, columns, strict=True):
         is_left = not column or any(map(_is_word, column))
-        made.add_column(Text(head), justify="left" if is_left else "right", no_wrap=True)
+        table.add_column(Text(head), justify="left" if is_left else "right", no_wrap=True)
     for cells in zip(*columns, strict=True):
-        made.add_row(*map(Text, cells))
-    return _rendered(made)
+        table.add_row(*map(Text, cells))
+    return _rendered(table)
 
 
 def transposed(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """The rows side by side, one line for each head: for few rows with many values."""
-    made = _empty_table(has_heads=False)
-    made.add_column(no_wrap=True, style="bold")
+    table = _empty_table(has_heads=False)
+    table.add_column(no_wrap=True, style="bold")
     for _ in rows:
-        made.add_column(justify="right", no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
     for at, head in enumerate(heads):
-        made.add_row(Text(head), *map(Text, _column([row[at] for row in rows])))
-    return _rendered(made)
+        table.add_row(Text(head), *map(Text, _column([row[at] for row in rows])))
+    return _rendered(table)
 
 
 def _empty_table(*, has_heads: bool) -> Table:
@@ -51,7 +51,7 @@ def _empty_table(*, has_heads: bool) -> Table:
     )
 
 
-def _rendered(made: Table) -> str:
+def _rendered(table: Table) -> str:
     is_terminal = sys.stdout.isatty()
     buffer = io.StringIO()
     console = Console(
@@ -60,7 +60,7 @@ def _rendered(made: Table) -> str:
         force_terminal=is_terminal,
         color_system="standard" if is_terminal else None,
     )
-    console.print(made)
+    console.print(table)
     return "\n".join((INDENT + line).rstrip() for line in buffer.getvalue().splitlines())
 
 

@@ -250,10 +250,10 @@ def _descend(node: yaml.Node, location: tuple[int | str, ...]) -> yaml.Node:
     """The node that `location` names, or the nearest one above it."""
     for part in location:
         if isinstance(node, yaml.MappingNode):
-            found = [pair for pair in node.value if pair[0].value == part]
-            if not found:
+            pairs = [pair for pair in node.value if pair[0].value == part]
+            if not pairs:
                 return node
-            node = found[0][1]
+            node = pairs[0][1]
         elif (
             isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value)
         ):

@@ -23,10 +23,10 @@ REVISION_PATTERN = r"^[!-~]{1,200}$"
 SOURCE_PATTERN = r"^(hf:|gs://|local:|package:).+"
 
 
-def _quoted(what: str, value: object) -> object:
+def _quoted(noun: str, value: object) -> object:
     # YAML reads 1.10 as 1.1 and 0123 as 83: only quotes keep what was meant.
     if isinstance(value, int | float):
-        raise ValueError(f"a {what} that looks like a number needs quotes")
+        raise ValueError(f"a {noun} that looks like a number needs quotes")
     return value
 
 
@@ -183,12 +183,12 @@ class Price(PriceTerms):
 
     def terms_at(self, at_s: float) -> PriceTerms:
         """The terms for a request that arrives at `at_s`, in Unix seconds."""
-        found: PriceTerms = self
+        terms: PriceTerms = self
         for change in self.changes:
             if at_s < change.starts_at_s:
                 break
-            found = change
-        return found
+            terms = change
+        return terms
 
 
 class ImageDefaults(_Entry):
@@ -236,7 +236,7 @@ class Generation(_Entry):
         return self
 
 
-class TextLimits(_Entry):
+class GenerationLimits(_Entry):
     """Limits of an embeddings request."""
 
     max_items: Positive = 2048
@@ -326,7 +326,7 @@ class CatalogEntry(_Entry):
     cache: Cache = Cache()
     replies: Replies = "direct"
     """Image models have `slots` by default. These need results that the object store can hold."""
-    text: TextLimits = TextLimits()
+    text: GenerationLimits = GenerationLimits()
     image: ImageDefaults = ImageDefaults()
     generation: Generation = Generation()
     gpu: Gpu = Gpu()

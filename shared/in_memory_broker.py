@@ -105,7 +105,7 @@ class _Queue:
 
     def put_back(self, delivery: _Delivery) -> None:
         """Lets a delivery wait again, before those that were published later."""
-        later = (place for place, one in enumerate(self.waiting) if one.number > delivery.number)
+        later = (index for index, one in enumerate(self.waiting) if one.number > delivery.number)
         self.waiting.insert(next(later, len(self.waiting)), delivery)
 
     def key_of(self, delivery: _Delivery) -> str:
@@ -372,8 +372,8 @@ class InMemoryBroker:
         for topic_id in filter(None, (settings.topic_id, settings.dead_letter_topic_id)):
             if topic_id not in self._topics:
                 raise BadInput(f"create {subscription_id}: there is no topic {topic_id}")
-        if found := self._queues.get(subscription_id):
-            there, wanted = found.settings, settings
+        if topic_queue := self._queues.get(subscription_id):
+            there, wanted = topic_queue.settings, settings
             if (there.topic_id, there.filter) != (wanted.topic_id, wanted.filter):
                 raise ConfigurationError(
                     f"{subscription_id} exists with topic {there.topic_id!r} and filter "

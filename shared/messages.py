@@ -32,7 +32,7 @@ import msgspec
 
 from shared.errors import PenstockError, UndecodableMessage
 from shared.tasks import Input, Result
-from shared.tenants.plan import HEAVIEST, LIGHTEST
+from shared.tenants.plan import HEAVIEST, LIGHTEST, Priority
 from shared.tracing.spans import TraceContext, current, read_context
 
 SCHEMA_VERSION = "1"
@@ -45,7 +45,10 @@ PriceShare = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class Item(msgspec.Struct, omit_defaults=True):
-    """One unit of work. `index` is its place in the request. Without cache_key it is not shared."""
+    """One unit of work. `index` is its position in the request.
+
+    Without cache_key it is not shared.
+    """
 
     index: int
     input: Input
@@ -72,8 +75,11 @@ class RequestFacts(msgspec.Struct, kw_only=True):
     """The name of the tenant's plan, for rows. Empty: none."""
     weight: Weight = 1.0
     """The tenant's share of a busy model, from its plan. Left out of the message if it is 1."""
-    lane: str = ""
-    """`batch`, or empty for interactive requests. Subscriptions filter on it."""
+    priority: Priority = msgspec.field(default="interactive", name="lane")
+    """Subscriptions filter on it by its name on the wire.
+
+    Left out of the message if interactive.
+    """
     user_agent_family: str = ""
     """The kind of client, for rows (api/http/request_options.py)."""
     price_share: PriceShare = 1.0
@@ -90,7 +96,7 @@ class RequestFacts(msgspec.Struct, kw_only=True):
             "client_request_id": self.client_request_id or None,
             "key_id": self.key_id or None,
             "plan": self.plan or None,
-            "priority": self.lane or "interactive",
+            "priority": self.priority,
             "user_agent_family": self.user_agent_family or None,
             "batch_id": self.batch_id or None,
         }
@@ -139,7 +145,10 @@ class Envelope(RequestFacts, kw_only=True):
 
     def to_attributes(self) -> dict[str, str]:
         """The attributes of the job's message. Empty fields are left out."""
-        fields = {name: _text(getattr(self, name)) for name in self.__struct_fields__}
+        names = zip(self.__struct_fields__, self.__struct_encode_fields__, strict=True)
+        fields = {on_wire: _text(getattr(self, name)) for name, on_wire in names}
+        if self.priority == "interactive":
+            del fields["lane"]
         if not self.start_by_s:
             del fields["start_by_s"]
         if self.weight == 1.0:
@@ -264,8 +273,8 @@ def reason_of(outcome: ItemOutcome) -> str:
     """Returns why an item has no result. Names the input if that is at fault."""
     if outcome.error is None:
         return f"item {outcome.index} has neither result nor error; this is a bug"
-    place = f"input[{outcome.index}]: " if outcome.error.field == "input" else ""
-    return place + outcome.error.message
+    prefix = f"input[{outcome.index}]: " if outcome.error.field == "input" else ""
+    return prefix + outcome.error.message
 
 
 _STATUSES = {"deadline_exceeded": "expired", "canceled": "canceled"}
@@ -407,17 +416,17 @@ def _check_carried(data: bytes, attributes: Mapping[str, str]) -> None:
             )
 
 
-def salvage_envelope(attributes: Mapping[str, str]) -> Envelope | None:
+def decode_leniently(attributes: Mapping[str, str]) -> Envelope | None:
     """Returns the envelope with unreadable fields left empty, or None without request_id and part.
 
     This works for every schema, because request_id, part, inbox and slot never changed.
     """
     known: dict[str, Any] = {}
     for field in msgspec.structs.fields(Envelope):
-        if field.name in attributes:
+        if field.encode_name in attributes:
             try:
                 known[field.name] = msgspec.convert(
-                    attributes[field.name], field.type, strict=False
+                    attributes[field.encode_name], field.type, strict=False
                 )
             except msgspec.ValidationError:
                 continue

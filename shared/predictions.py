@@ -17,7 +17,7 @@ import msgspec
 from shared.messages import ItemOutcome, decode_reply_body, reason_of
 from shared.stores.record_state import Record, State, receipts_of
 from shared.stores.signed_urls import UrlSigner
-from shared.stores.waiting_line import QueuePlace
+from shared.stores.waiting_line import QueuePosition
 from shared.tasks import Result
 from shared.usage.charge import ItemPrice, cost_usd, device_s
 
@@ -157,7 +157,7 @@ def body_of(
     prediction: Prediction,
     record: Record,
     url_signer: UrlSigner,
-    place: QueuePlace | None = None,
+    queue: QueuePosition | None = None,
     *,
     is_deleted: bool = False,
 ) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def body_of(
         prediction: the document.
         record: its record.
         url_signer: signs the URLs of large images, which are valid for an hour from now.
-        place: in line, if it is known.
+        queue: its position there, if it is known.
         is_deleted: whether its data is gone, as `encode_end` leaves it.
     """
     url = f"{prediction.base_url}/v1/predictions/{prediction.id}"
@@ -183,7 +183,7 @@ def body_of(
         "logs": logs_of(record),
         "error": error_of(record),
         "metrics": _metrics(prediction, record),
-        "queue": None if place is None else place._asdict(),
+        "queue": None if queue is None else queue._asdict(),
         "data_removed": is_deleted,
         "created_at": iso(prediction.created_at_s),
         "started_at": iso(record.started_at_s) if record.started_at_s else None,
@@ -262,28 +262,28 @@ def logs_of(record: Record) -> str:
 
 def _metrics(prediction: Prediction, record: Record) -> dict[str, float]:
     """Returns Replicate's names in seconds, RunPod's in milliseconds, tokens cut, and the cost."""
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     if record.started_at_s:
-        found["delayTime"] = max(0, round((record.started_at_s - record.created_at_s) * 1000))
+        times["delayTime"] = max(0, round((record.started_at_s - record.created_at_s) * 1000))
     if not record.is_over:
-        return found
-    found["total_time"] = round(ended_at_s(record) - record.created_at_s, 6)
+        return times
+    times["total_time"] = round(ended_at_s(record) - record.created_at_s, 6)
     receipts = [outcome.receipt for outcome in record.reply.outcomes] if record.reply else []
     times_ms = [receipt.inference_ms for receipt in receipts if receipt.inference_ms is not None]
     if times_ms:
-        found["predict_time"] = round(max(times_ms) / 1000, 6)
-        found["executionTime"] = round(max(times_ms))
+        times["predict_time"] = round(max(times_ms) / 1000, 6)
+        times["executionTime"] = round(max(times_ms))
     if record.reply and prediction.price is not None:
         outcomes, price = record.reply.outcomes, prediction.price
-        found["device_time"] = round(sum(device_s(price, one.receipt) for one in outcomes), 6)
-        found["cost_usd"] = sum(cost_usd(price, one) for one in outcomes)
+        times["device_time"] = round(sum(device_s(price, one.receipt) for one in outcomes), 6)
+        times["cost_usd"] = sum(cost_usd(price, one) for one in outcomes)
     if record.state == "succeeded" and record.reply:
         left_out = _count_truncated(
             record.reply.outcomes, is_asked=bool(prediction.input.get("truncate"))
         )
         if left_out is not None:
-            found["truncated_tokens"] = left_out
-    return found
+            times["truncated_tokens"] = left_out
+    return times
 
 
 def _count_truncated(outcomes: Sequence[ItemOutcome], *, is_asked: bool) -> int | None:

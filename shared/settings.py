@@ -190,11 +190,11 @@ class ApiSettings(Settings):
     is closed. If none is idle, the new one is refused (429).
     """
     picture_processes: int = Field(2, ge=1, le=64)
-    """Processes that decode and encode pictures, each one at a time. They start with the first
-    picture.
+    """Processes that decode and encode images, each one at a time. They start with the first
+    image.
     """
     picture_budget_bytes: int = Field(256 * 1024 * 1024, ge=1)
-    """Memory for pictures that are decoded at the same time. A larger one (a WebP of 25 megapixels
+    """Memory for images that are decoded at the same time. A larger one (a WebP of 25 megapixels
     takes 400 MB) is decoded alone.
     """
 

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias, get_args
 from prometheus_client import Counter
 
 from shared.catalog_entry import Deadline
+from shared.tenants.plan import Priority
 
 End: TypeAlias = Literal["in_time", "late", "refused"]
 ENDS: tuple[End, ...] = get_args(End)
@@ -28,16 +29,19 @@ _ITEMS = Counter(
 _ENDS_OF_STATUS: dict[str, End] = {"succeeded": "in_time", "expired": "late"}
 
 
-def is_promised(deadline: Deadline, lane: str, limits_s: Iterable[float | None]) -> bool:
+def counts_toward_slo(
+    deadline: Deadline, priority: Priority, limits_s: Iterable[float | None]
+) -> bool:
     """Returns whether an item counts toward the SLO.
 
     Args:
         deadline: of its model.
-        lane: `batch`, or empty for interactive items.
+        priority: the item's.
         limits_s: the seconds that the caller set for the item. None: not set.
     """
     least_s = deadline.default_s - ROUNDING_S
-    return not lane and all(limit_s is None or limit_s >= least_s for limit_s in limits_s)
+    has_usual_time = all(limit_s is None or limit_s >= least_s for limit_s in limits_s)
+    return priority == "interactive" and has_usual_time
 
 
 def show(models: Iterable[str]) -> None:
@@ -48,13 +52,13 @@ def show(models: Iterable[str]) -> None:
 
 
 def count_ended(model: str, status: str, items: int = 1) -> None:
-    """Counts promised items by their status. Statuses that no deadline explains do not count."""
+    """Counts items of the SLO by their status. Statuses that no deadline explains do not count."""
     if (end := _ENDS_OF_STATUS.get(status)) is not None:
         _of(model, end).inc(items)
 
 
 def count_refused(model: str, items: int) -> None:
-    """Counts promised items that no worker would compute in time."""
+    """Counts items of the SLO that no worker would compute in time."""
     _of(model, "refused").inc(items)
 
 

@@ -60,7 +60,7 @@ WEBHOOKS_SUBSCRIPTION_ID = "webhooks.push"
 
 
 def batch_subscription_id(model: str) -> str:
-    """Returns the second subscription of workers of `model`, for jobs of the `batch` lane."""
+    """Returns the second subscription of workers of `model`, for jobs of `batch` priority."""
     return f"jobs.{model}.batch"
 
 
@@ -122,20 +122,21 @@ def parse_filter(text: str) -> AttributeFilter | None:
     """
     if not text:
         return None
-    found = _FILTER.fullmatch(text)
-    if found is None or (found["negated"] and text != INTERACTIVE_FILTER):
+    match = _FILTER.fullmatch(text)
+    if match is None or (match["negated"] and text != INTERACTIVE_FILTER):
         raise BadInput(
             f'the filter {text!r} is not known here; known are attributes.slot = "…", '
             f'attributes.lane = "…" and {INTERACTIVE_FILTER}',
             field="filter",
         )
-    return AttributeFilter(found["name"], found["value"], found["negated"] is not None)
+    return AttributeFilter(match["name"], match["value"], match["negated"] is not None)
 
 
 async def make_jobs(admin: Admin, model: str) -> None:
     """Creates the topics of a model's jobs and dead letters with their subscriptions.
 
-    These are one for each lane, and one that keeps the dead letters. What exists is not changed.
+    These are one for each priority, and one that keeps the dead letters. What exists is not
+    changed.
 
     Raises:
         PenstockError: as the admin's calls do.
@@ -155,11 +156,11 @@ async def make_jobs(admin: Admin, model: str) -> None:
     )
 
 
-def _for_workers(jobs: str, dead: str, lane_filter: str) -> SubscriptionSettings:
-    """The settings of one lane's subscription, equal for both lanes."""
+def _for_workers(jobs: str, dead: str, priority_filter: str) -> SubscriptionSettings:
+    """The settings of one priority's subscription, equal for both priorities."""
     return SubscriptionSettings(
         jobs,
-        filter=lane_filter,
+        filter=priority_filter,
         retention_s=JOB_RETENTION_S,
         retry_min_s=RETRY_MIN_S,
         retry_max_s=RETRY_MAX_S,

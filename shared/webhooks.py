@@ -42,13 +42,13 @@ documents and tests stay, as people try with them.
 """
 
 
-def parse_webhook_url(given: str, *, allow_private: bool) -> URL:
+def parse_webhook_url(text: str, *, allow_private: bool) -> URL:
     """Returns the parsed URL.
 
     The connection uses the same parser, because two may see two hosts in one URL.
 
     Args:
-        given: as the caller wrote it.
+        text: as the caller wrote it.
         allow_private: whether any address and http are allowed, for one machine.
 
     Raises:
@@ -56,14 +56,12 @@ def parse_webhook_url(given: str, *, allow_private: bool) -> URL:
     """
     schemes = ("https", "http") if allow_private else ("https",)
     try:
-        url = URL(given)
+        url = URL(text)
         host, port = url.host, url.port
     except ValueError as error:
-        raise WebhookUrlForbidden(f"{given!r} is not a URL: {error}", field="webhook") from error
+        raise WebhookUrlForbidden(f"{text!r} is not a URL: {error}", field="webhook") from error
     if url.scheme not in schemes or not host or not port:
-        raise WebhookUrlForbidden(
-            f"{given!r} is not an {' or '.join(schemes)} URL", field="webhook"
-        )
+        raise WebhookUrlForbidden(f"{text!r} is not an {' or '.join(schemes)} URL", field="webhook")
     if url.user is not None or url.password is not None:
         raise WebhookUrlForbidden(
             "a webhook URL must not have credentials. Verify the signature instead.",

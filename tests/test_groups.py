@@ -37,7 +37,7 @@ def test_a_file_stays_on_one_worker() -> None:
     ("nodeid", "group"),
     [
         ("tests/end_to_end/test_load.py::test_a[b::c]", "tests/end_to_end/"),
-        ("tests/workers/models/text/test_prompts.py::test_a", "tests/workers/models/"),
+        ("tests/workers/models/generation/test_prompts.py::test_a", "tests/workers/models/"),
         ("tests/shared/test_days.py::test_a[x/y]", "tests/shared/test_days.py"),
     ],
 )

@@ -19,7 +19,7 @@ import uvloop
 
 from shared import slo
 from shared.brokers import transport_of
-from shared.canary.board import CanaryBoard
+from shared.canary.store import CanaryStore
 from shared.catalog import Model, read_catalog
 from shared.errors import ConfigurationError, PenstockError
 from shared.gc_tuning import settle_heap
@@ -40,7 +40,7 @@ from workers.autotune.hardware import this_machine
 from workers.autotune.renewal import Renewal, TunedModel
 from workers.health import health_server
 from workers.job import WorkerInfo
-from workers.jobs.canary_part import CanaryPart
+from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
 from workers.models.gpu_type import gpu_type_of
@@ -59,9 +59,9 @@ def main() -> int:
         settings = read_settings(WorkerSettings)
         configure_logs(settings.log_level, settings.project)
         catalog = read_catalog(settings.models_file)
-        found = [catalog.find_deployed(name) for name in settings.model_names]
+        models = [catalog.find_deployed(name) for name in settings.model_names]
         uvloop.run(
-            serve(settings, list({model.name: model for model in found}.values()))
+            serve(settings, list({model.name: model for model in models}.values()))
         )  # an alias may repeat one
     except ConfigurationError as error:
         print(f"penstock worker: {error.message}", file=sys.stderr)
@@ -219,7 +219,7 @@ def _writer(settings: WorkerSettings, models: Sequence[Model], kind: str, table:
 
 async def _canary_parts(
     stack: AsyncExitStack, settings: WorkerSettings, models: Sequence[Model], publisher: Publisher
-) -> dict[str, CanaryPart]:
+) -> dict[str, CanaryShare]:
     """The parts in comparisons of two revisions, by the names of the models that have one."""
     canaries = {
         model.name: model if model.is_canary else model.as_canary()
@@ -228,9 +228,9 @@ async def _canary_parts(
     }
     if not canaries:
         return {}
-    board = await stack.enter_async_context(CanaryBoard(settings.records_redis_url))
+    canary_store = await stack.enter_async_context(CanaryStore(settings.records_redis_url))
     return {
-        model.name: CanaryPart(model, canary, board, publisher)
+        model.name: CanaryShare(model, canary, canary_store, publisher)
         for model in models
         if (canary := canaries.get(model.name)) is not None
     }

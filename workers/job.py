@@ -19,6 +19,7 @@ from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, failure
 from shared.stores.record_state import record_id
 from shared.tasks import Result
 from shared.tasks.text import GenerationInput, TokenChunk
+from shared.tenants.plan import Priority
 from shared.topics import batch_subscription_id, jobs_topic_id, workers_subscription_id
 from shared.tracing.spans import STAGE, Attributes, SpanBlock, TraceContext, record, span
 from shared.transport import ReceivedMessage, Subscription
@@ -28,7 +29,7 @@ from workers.models.base import Prepared, PreparedPrompt
 from workers.runtime.protocol import BatchResult
 
 FRESH_S = 0.05
-TEXT_INNOCENT_DEATHS = 4
+GENERATION_TOLERATED_CRASHES = 4
 NOT_STARTED, NOT_DONE = "the model could start", "the model was done"
 NOT_SENT = "the answer was on its way"
 """The event that did not happen before an item's time ran out."""
@@ -87,12 +88,12 @@ class PulledJob:
     def tolerated_crashes(self) -> int:
         """Worker crashes tolerated before the job is treated as a poison pill.
 
-        A text takes long, goes on from its tokens, and somebody waits for it, while texts that run
-        one by one take many times as long. And what it can kill is a model process, which is
-        counted by itself.
+        A generation takes long, goes on from its tokens, and somebody waits for it, while
+        generations that run one by one take many times as long. And what it can kill is a model
+        process, which is counted by itself.
         """
         is_text = isinstance(self.items[0].input, GenerationInput)
-        return TEXT_INNOCENT_DEATHS if is_text else 0
+        return GENERATION_TOLERATED_CRASHES if is_text else 0
 
     @property
     def start_by_s(self) -> float:
@@ -219,7 +220,7 @@ class QueuedItem:
     deaths_alone: int = 0
     """The number of them that computed nothing else."""
     written: list[TokenChunk] = field(default_factory=list)
-    """The output of a text so far, if somebody reads along, or if it was preempted."""
+    """The output of a generation so far, if somebody reads along, or if it was preempted."""
     has_started: bool = False
     """Whether a model process had it, so that a limit of its time in the queue is over."""
 
@@ -256,15 +257,16 @@ class QueuedItem:
         return self.prepared.length
 
     @property
-    def lane(self) -> str:
+    def priority(self) -> Priority:
         """`batch` if all waiters are batch jobs."""
-        return "batch" if all(pulled.envelope.lane == "batch" for pulled, _ in self.waiters) else ""
+        are_batch = all(pulled.envelope.priority == "batch" for pulled, _ in self.waiters)
+        return "batch" if are_batch else "interactive"
 
     @property
     def may_wait_for_hours(self) -> bool:
-        """True if it needs no worker of its own: the `batch` lane, without its predictions."""
+        """True if it needs no worker of its own: `batch` priority, without its predictions."""
         return all(
-            pulled.envelope.lane == "batch" and not pulled.envelope.has_record
+            pulled.envelope.priority == "batch" and not pulled.envelope.has_record
             for pulled, _ in self.waiters
         )
 
@@ -285,7 +287,7 @@ class QueuedItem:
     def outcomes(self) -> Iterator[tuple[PulledJob, ItemOutcome]]:
         """One outcome per open waiter, once `computed` is set.
 
-        The first waiter that gets the result has a cache miss. The others joined it.
+        The first waiter that gets the result has a cache miss. The others were coalesced with it.
         """
         has_miss = False
         for pulled, item in self.open_waiters():
@@ -297,8 +299,8 @@ class QueuedItem:
                 has_miss = True  # what was read of a canceled text is charged in full once
             yield pulled, outcome
 
-    def joined(self, pulled: PulledJob, item: Item) -> ItemOutcome:
-        """The outcome of a waiter that joined after `computed` was set."""
+    def coalesced(self, pulled: PulledJob, item: Item) -> ItemOutcome:
+        """The outcome of a waiter that was coalesced after `computed` was set."""
         return self._outcome(pulled, item, "joined")
 
     def _outcome(self, pulled: PulledJob, item: Item, cache: str) -> ItemOutcome:
@@ -333,10 +335,10 @@ class QueuedItem:
 
 def kept_traces(batch: Iterable[QueuedItem]) -> list[TraceContext]:
     """The traces of the jobs in a batch whose spans are kept, each once."""
-    found = (
+    status = (
         pulled.trace for queued in batch for pulled, _ in queued.waiters if pulled.runs is not None
     )
-    return list(dict.fromkeys(trace for trace in found if trace is not None))
+    return list(dict.fromkeys(trace for trace in status if trace is not None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +406,9 @@ def reply_span(topic_id: str) -> SpanBlock:
 
 def _record_queue(pulled: PulledJob, model: str) -> None:
     envelope, topic_id = pulled.envelope, jobs_topic_id(model)
-    subscription_of = batch_subscription_id if envelope.lane == "batch" else workers_subscription_id
+    subscription_of = (
+        batch_subscription_id if envelope.priority == "batch" else workers_subscription_id
+    )
     facts: Attributes = {
         STAGE: "queue",
         "messaging.operation.name": "receive",
@@ -423,7 +427,10 @@ def _record_queue(pulled: PulledJob, model: str) -> None:
 def _record_batch(
     pulled: PulledJob, queued_at_s: float, started_at_s: float, items: int, error: str = ""
 ) -> None:
-    """The wait for a batch. An item that joined another waits from when its own job came."""
+    """The wait for a batch.
+
+    An item that was coalesced with another waits from when its own job came.
+    """
     facts: Attributes = {STAGE: "batch", "penstock.items": items}
     times_s = max(pulled.pulled_at_s, queued_at_s), max(pulled.pulled_at_s, started_at_s)
     record("batch", "internal", times_s, facts, parent=pulled.trace, error=error)
@@ -432,7 +439,7 @@ def _record_batch(
 def _record_infer(pulled: PulledJob, model: Model, runs: Sequence[Run], device: str) -> None:
     batch = runs[0].computed.batch
     if batch.finished_at_s < pulled.pulled_at_s:
-        return  # joined a result that was there
+        return  # coalesced with a result that was there
     operation = model.definition.gen_ai_operation or model.task
     outcomes = [pulled.outcomes[run.index] for run in runs]
     facts: Attributes = {

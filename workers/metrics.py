@@ -58,7 +58,7 @@ SPARE_SECONDS = Counter(
 BUSY_RATIO = Gauge(
     "penstock_worker_busy_ratio",
     "Part of what the model processes could do in the last minute that they did: the time of "
-    "batches, less what was spare in it. The lane batch has only what may wait for hours: its "
+    "batches, less what was spare in it. `batch` priority has only what may wait for hours: its "
     "predictions count as interactive, because they have a deadline.",
     ["lane"],
 )

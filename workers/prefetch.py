@@ -85,32 +85,32 @@ def prefetch(catalog: Catalog, to: str, names: Sequence[str], *, again: bool) ->
     """
     store = _open(to)
     for (repository, revision), models in _chosen(catalog, names).items():
-        what = f"{', '.join(models)}: {repository}@{revision}"
+        label = f"{', '.join(models)}: {repository}@{revision}"
         try:
             if not again and _is_there(store, list_of(repository, revision)):
-                yield f"{what}: is there"
+                yield f"{label}: is there"
                 continue
             copy = _copy(store, repository, revision)
         except (BaseError, OSError) as error:
             raise Unavailable(f"{to}: {error}", field="to") from error
         size_mb = sum(copy.files.values()) / 1e6
-        yield f"{what}: copied {len(copy.files)} files, {size_mb:,.0f} MB, commit {copy.commit}"
+        yield f"{label}: copied {len(copy.files)} files, {size_mb:,.0f} MB, commit {copy.commit}"
 
 
 def _chosen(catalog: Catalog, names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
     """The repositories and revisions to copy, each with the models that use it."""
     asked = {catalog.find(name).name for name in names}
     models = [model for model in catalog.deployed if not names or model.public_name in asked]
-    found: dict[tuple[str, str], list[str]] = {}
+    revisions: dict[tuple[str, str], list[str]] = {}
     for model in models:
         if model.source.startswith(HUB):
             key = (model.source.removeprefix(HUB), model.revision)
-            found.setdefault(key, []).append(model.name)
+            revisions.setdefault(key, []).append(model.name)
         elif names:
             raise ConfigurationError(
                 f"{model.name}: its source {model.source} is not a model of the hub", field="model"
             )
-    return found
+    return revisions
 
 
 def _open(to: str) -> ObjectStore:
@@ -152,9 +152,9 @@ def _copy(store: ObjectStore, repository: str, revision: str) -> Copy:
 def _delete_others(store: ObjectStore, into: PurePosixPath, kept: dict[str, int]) -> None:
     """Deletes files of earlier commits, which would be taken for a part of this one."""
     for page in obstore.list(store, f"{into}/"):
-        for found in page:
-            if PurePosixPath(found["path"]).relative_to(into).as_posix() not in kept:
-                obstore.delete(store, found["path"])
+        for entry in page:
+            if PurePosixPath(entry["path"]).relative_to(into).as_posix() not in kept:
+                obstore.delete(store, entry["path"])
 
 
 if __name__ == "__main__":

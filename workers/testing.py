@@ -3,11 +3,11 @@
     async with running_worker(InMemoryBroker(), ENTRY, preparer=..., model=...) as worker:
         [outcome] = await worker.compute(TextInput("a cat"))
 
-All between the message and the model is what runs in production: admission, lanes, fair queues,
-batches by the budget of the entry, halving of batches that fail, continuous batching, replies, rows
-and acks. Three things are not. The model runs on a thread and not in a process, so it can't be
-killed. Without `redis_url` nothing is recorded: no predictions, streams and cancellation. Rows are
-kept in a list.
+All between the message and the model is what runs in production: admission, priorities, fair
+queues, batches by the budget of the entry, halving of batches that fail, continuous batching,
+replies, rows and acks. Three things are not. The model runs on a thread and not in a process, so it
+can't be killed. Without `redis_url` nothing is recorded: no predictions, streams and cancellation.
+Rows are kept in a list.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class WorkerUnderTest:
             received_at_s=now_s,
             published_at_s=now_s,
         )
-        items = [Item(index, given) for index, given in enumerate(inputs)]
+        items = [Item(index, value) for index, value in enumerate(inputs)]
         data, attributes = encode_job(Job(envelope, JobBody(items)))
         self._replies[request_id] = asyncio.get_running_loop().create_future()
         try:

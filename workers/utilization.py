@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, Self
 
 from shared.catalog import Model
+from shared.tenants.plan import PRIORITIES, Priority
 from shared.usage.charge import device_share_of
 from shared.usage.worker_hour import HOUR_S, WorkerHour
 from workers import metrics
@@ -219,9 +220,6 @@ class UtilizationReports:
         )
 
 
-Lane = Literal["interactive", "batch"]
-LANES: tuple[Lane, ...] = ("interactive", "batch")
-
 FADE_S = 30.0
 """An earlier second counts for a third after this time. So the ratio covers about a minute.
 
@@ -236,7 +234,7 @@ class _State(NamedTuple):
 
     at_s: float
     running: float
-    """Processes that run a batch, divided by all. A batch of both lanes counts in parts."""
+    """Processes that run a batch, divided by all. A batch of both priorities counts in parts."""
     average: float
 
     def average_at(self, now_s: float) -> float:
@@ -246,7 +244,7 @@ class _State(NamedTuple):
 
 
 class BusyRatio:
-    """The part of what model processes can do that they do, by lane.
+    """The part of what model processes can do that they do, by priority.
 
     A running batch counts while it runs. So batches of a minute do not come as a surprise. If
     more items could have joined it for nothing, its process reports afterwards what was spare.
@@ -260,44 +258,44 @@ class BusyRatio:
         self._processes = processes
         self._clock = clock
         self._batches = 0
-        self._of = {lane: _State(clock(), 0.0, 0.0) for lane in LANES}
+        self._of = {priority: _State(clock(), 0.0, 0.0) for priority in PRIORITIES}
 
     def publish(self) -> None:
         """Shows the ratios to scrapes from now on. Before the first call there are none."""
-        for lane in LANES:
-            metrics.BUSY_RATIO.labels(lane).set_function(partial(self.read, lane))
+        for priority in PRIORITIES:
+            metrics.BUSY_RATIO.labels(priority).set_function(partial(self.read, priority))
 
-    def start(self, lanes: Iterable[Lane]) -> dict[Lane, float]:
-        """A batch starts, with one lane for each of its items. Returns what `end` needs."""
-        each = list(lanes)
-        parts: dict[Lane, float] = {
-            lane: each.count(lane) / len(each) / self._processes for lane in LANES
+    def start(self, priorities: Iterable[Priority]) -> dict[Priority, float]:
+        """A batch starts, with one priority for each of its items. Returns what `end` needs."""
+        each = list(priorities)
+        parts: dict[Priority, float] = {
+            priority: each.count(priority) / len(each) / self._processes for priority in PRIORITIES
         }
         self._batches += 1
         self._add(parts, 1)
         return parts
 
-    def end(self, parts: dict[Lane, float]) -> None:
+    def end(self, parts: dict[Priority, float]) -> None:
         """The batch for which `start` returned these parts ends."""
         self._batches -= 1
         self._add(parts, -1)
 
-    def spare(self, parts: dict[Lane, float], seconds: float) -> None:
+    def spare(self, parts: dict[Priority, float], seconds: float) -> None:
         """Records the spare seconds among the last seconds of a batch with these parts."""
         now_s = self._clock()
-        for lane, part in parts.items():
-            state = self._of[lane]
+        for priority, part in parts.items():
+            state = self._of[priority]
             average = max(0.0, state.average_at(now_s) - seconds * part / FADE_S)
-            self._of[lane] = _State(now_s, state.running, average)
+            self._of[priority] = _State(now_s, state.running, average)
 
-    def read(self, lane: Lane) -> float:
+    def read(self, priority: Priority) -> float:
         """The ratio of the last minute or so, from 0 to 1."""
-        return round(self._of[lane].average_at(self._clock()), DIGITS)
+        return round(self._of[priority].average_at(self._clock()), DIGITS)
 
-    def _add(self, parts: dict[Lane, float], sign: int) -> None:
+    def _add(self, parts: dict[Priority, float], sign: int) -> None:
         now_s = self._clock()
-        for lane, part in parts.items():
-            state = self._of[lane]
+        for priority, part in parts.items():
+            state = self._of[priority]
             # Rounding errors end with the last batch.
             running = max(0.0, state.running + sign * part) if self._batches else 0.0
-            self._of[lane] = _State(now_s, running, state.average_at(now_s))
+            self._of[priority] = _State(now_s, running, state.average_at(now_s))

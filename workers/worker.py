@@ -24,6 +24,7 @@ from typing import Any
 
 from shared.errors import ModelFailed, PenstockError
 from shared.stores.records import Records
+from shared.tenants.plan import PRIORITIES
 from shared.topics import batch_subscription_id, workers_subscription_id
 from shared.transport import Subscriber
 from workers import metrics
@@ -34,7 +35,7 @@ from workers.runtime.pool import ModelProcessDied, PooledProcess, ProcessPool
 from workers.runtime.protocol import BatchResult, ResidencyReport
 from workers.scheduling.flow_control import FlowControl
 from workers.scheduling.model_scheduler import Idle, ModelScheduler
-from workers.utilization import LANES, BusyRatio, ProcessTimes
+from workers.utilization import BusyRatio, ProcessTimes
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +56,12 @@ def held_messages(max_items: int, processes: int, *, in_steps: bool) -> int:
     One runs, and one waits. At a distance it holds more (workers/scheduling/flow_control.py).
 
     A text may run for minutes. So if a tenant has filled both, there is room for jobs of others,
-    which then get places (workers/scheduling/lanes.py).
+    which then get slots (workers/scheduling/priority_queue.py).
 
     Args:
         max_items: of a batch.
         processes: of the worker.
-        in_steps: whether items join and leave a batch of the model between steps.
+        in_steps: whether the model batches continuously.
     """
     return processes * (2 * max_items + (-(-max_items // 2) if in_steps else 0))
 
@@ -74,7 +75,7 @@ class Worker:
         records: report canceled jobs.
         pool: the model processes.
         ack_deadline_s: the length of leases, and of their extensions.
-        max_outstanding_bytes: of the held messages in each lane, divided evenly among the
+        max_outstanding_bytes: of the held messages in each priority, divided evenly among the
             models.
         drain_s: how long held jobs may take to finish after the stop.
         on_batch: called after every batch, with the number of its model.
@@ -131,8 +132,8 @@ class Worker:
                 for consumer in self._consumers:
                     tasks += await self._start(stack, consumer)
                 tasks += [
-                    asyncio.create_task(self._serve(place, process))
-                    for place, process in enumerate(self._pool.processes)
+                    asyncio.create_task(self._serve(process_index, process))
+                    for process_index, process in enumerate(self._pool.processes)
                 ]
                 tasks.append(asyncio.create_task(self._listen()))
                 stopping = asyncio.create_task(stop.wait())
@@ -169,8 +170,10 @@ class Worker:
             subscriptions.append(await stack.enter_async_context(subscribing))
         completion = consumer.registry.completion
         self._flow_controls[consumer] = [
-            FlowControl(consumer.model.name, lane, one, held, processes, completion, ACK_LINGER_S)
-            for lane, one in zip(LANES, subscriptions, strict=True)
+            FlowControl(
+                consumer.model.name, priority, one, held, processes, completion, ACK_LINGER_S
+            )
+            for priority, one in zip(PRIORITIES, subscriptions, strict=True)
         ]
         tasks = consumer.start(subscriptions, self._has_queued, self._stop_unwanted)
         if consumer.canary is not None:
@@ -181,7 +184,7 @@ class Worker:
     def _has_queued(self) -> None:
         self._queued.set()
         for run in self._runs:
-            run.join_waiting()
+            run.admit_waiting()
         self._count_waiting()
 
     async def _drain(self) -> None:
@@ -192,13 +195,13 @@ class Worker:
         except TimeoutError:
             log.warning("drain limit reached", extra={"limit_s": self._drain_s})
 
-    async def _serve(self, place: int, process: PooledProcess) -> None:
-        """Feeds batches to one model process, which has this place in the pool."""
+    async def _serve(self, process_index: int, process: PooledProcess) -> None:
+        """Feeds batches to one model process, which has this index in the pool."""
         free_since_s, seen = time.time(), None
         while True:
-            self._times.enter(place, "loading")
+            self._times.enter(process_index, "loading")
             await process.ready()
-            self._times.enter(place, "idle")
+            self._times.enter(process_index, "idle")
             if process.residency is not seen:
                 seen = process.residency
                 self._update_residency(seen)
@@ -206,12 +209,12 @@ class Worker:
             if isinstance(choice, Idle):
                 await self._wait(choice)
             elif self._consumers[choice].computes_steps:
-                await self._run_steps(place, process, choice)
+                await self._run_steps(process_index, process, choice)
                 free_since_s = time.time()
             elif batch := self._queues[choice].take(len(self._pool.processes)):
                 self._scheduler.batch_started(choice, time.time())
                 self._count_waiting()
-                self._times.enter(place, "busy")
+                self._times.enter(process_index, "busy")
                 await self._run_batch(process, choice, batch)
                 free_since_s = time.time()
 
@@ -278,26 +281,26 @@ class Worker:
         consumer.batches.distribute(batch, done)
         self._count_failed(has_failed=done.has_failed)
 
-    async def _run_steps(self, place: int, process: PooledProcess, number: int) -> None:
-        """Runs a batch that items join until none is left, or another model is due."""
+    async def _run_steps(self, process_index: int, process: PooledProcess, number: int) -> None:
+        """Runs a continuous batch until no item is left, or another model is due."""
         consumer, processes = self._consumers[number], len(self._pool.processes)
-        batch = consumer.queue.take_joining((), processes)
+        batch = consumer.queue.admit((), processes)
         if not batch:
             return
         began_s = time.time()
         self._scheduler.batch_started(number, began_s)
         self._count_waiting()
-        self._times.enter(place, "busy")
+        self._times.enter(process_index, "busy")
 
         def on_item(done: BatchResult) -> None:
             self._times.batch_ended(done)
             self._on_batch(number, done)
             self._count_failed(has_failed=done.has_failed)
 
-        def may_join() -> bool:
+        def may_admit() -> bool:
             return self._choose(process, began_s) == number
 
-        run = StepRun(process, number, consumer, processes, may_join, on_item, self._busy)
+        run = StepRun(process, number, consumer, processes, may_admit, on_item, self._busy)
         self._runs.add(run)
         try:
             async with consumer.noted(batch):

@@ -38,9 +38,9 @@ class MessageEvents:
         model: the model that generates it.
     """
 
-    def __init__(self, chat: ChatBody, made: str, model: Model) -> None:
+    def __init__(self, chat: ChatBody, message_id: str, model: Model) -> None:
         self._chat = chat
-        self._made = made
+        self._made = message_id
         self._model = model
         self._has_tools = bool(chat.allowed_tools)
 
@@ -83,12 +83,12 @@ class MessageEvents:
             if rest := text[len(shown) :]:
                 events.append(_text_delta(rest))
             events.append(_event("content_block_stop", index=0))
-        for place, block in enumerate(blocks):
+        for at, block in enumerate(blocks):
             if isinstance(block, ShownToolUse):
-                events.append(_begin(place, msgspec.structs.replace(block, input={})))
+                events.append(_begin(at, msgspec.structs.replace(block, input={})))
                 written = {"type": "input_json_delta", "partial_json": json.dumps(block.input)}
-                events.append(_event("content_block_delta", index=place, delta=written))
-                events.append(_event("content_block_stop", index=place))
+                events.append(_event("content_block_delta", index=at, delta=written))
+                events.append(_event("content_block_stop", index=at))
         ended = {"stop_reason": _reason(choice), "stop_sequence": None}
         return [*events, _event("message_delta", delta=ended, usage=_usage(result))]
 
@@ -109,8 +109,8 @@ def _event(kind: str, **facts: Any) -> bytes:
     return f"event: {kind}\n".encode() + b"data: " + data + b"\n\n"
 
 
-def _begin(place: int, block: ShownBlock) -> bytes:
-    return _event("content_block_start", index=place, content_block=block)
+def _begin(index: int, block: ShownBlock) -> bytes:
+    return _event("content_block_start", index=index, content_block=block)
 
 
 def _text_delta(text: str) -> bytes:
@@ -131,10 +131,10 @@ def _blocks(choice: ChatChoice) -> list[ShownBlock]:
 def _input(call: Any) -> dict[str, Any]:
     """Returns the arguments of a call. A model may write what is not an object, or be cut in it."""
     try:
-        given = json.loads(call.function.arguments)
+        arguments = json.loads(call.function.arguments)
     except ValueError:
         return {}
-    return given if isinstance(given, dict) else {"value": given}
+    return arguments if isinstance(arguments, dict) else {"value": arguments}
 
 
 def _reason(choice: ChatChoice) -> StopReason:

@@ -30,7 +30,7 @@ from api.openai.ids import answer_id
 from api.openai.token_counts import count_chat
 from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
-from api.predictions.text_stream import StreamPosition
+from api.predictions.generation_stream import StreamPosition
 from api.tasks.base import Inputs
 from shared.catalog import Model
 from shared.errors import BadInput
@@ -67,9 +67,9 @@ async def create_message(request: Request) -> Response:
                 "idempotency-key: is for stream: true on this route; leave it out",
                 field="idempotency-key",
             )
-        made = answer_id(MESSAGE, call.context.facts.request_id)
+        message_id = answer_id(MESSAGE, call.context.facts.request_id)
         async with call.inferred(model, inputs, is_repeatable=is_repeatable(chat)) as response:
-            reply = MessageEvents(chat, made, model).whole(response.outcomes)
+            reply = MessageEvents(chat, message_id, model).whole(response.outcomes)
             return Response(msgspec.json.encode(reply), media_type="application/json")
     except BadInput as error:
         raise as_asked(error) from error
@@ -107,7 +107,7 @@ async def _stream(
     read = Inputs(inputs, shown, is_list=False, is_repeatable=is_repeatable(chat))
     digest = digest_of(json.dumps([model.name, PATH, shown], sort_keys=True))
     new = call.recorded(model, read, digest=digest, endpoint=PATH)
-    streams = call.dependencies.text_streams
+    streams = call.dependencies.generation_streams
     with ExitStack() as held:
         held.enter_context(streams.reserved(call.tenant))
         async with call.created(new, waits=False) as creation:

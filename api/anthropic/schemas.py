@@ -70,8 +70,8 @@ class RedactedThinkingBlock(_Block):
 BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
-def _block_tag(given: Any) -> str:
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+def _block_tag(block: Any) -> str:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
     return f"{kind}:"
 
 
@@ -238,7 +238,7 @@ class CountBody(Body):
             pydantic.ValidationError: parts of it don't belong together.
         """
         system = _text_of(self.system)
-        given: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "model": self.model,
             "messages": [
                 *([{"role": "system", "content": system}] if system else []),
@@ -247,11 +247,11 @@ class CountBody(Body):
             "tools": [tool.to_chat() for tool in self.tools] if self.tools else None,
         }
         if self.tool_choice is not None:
-            given["tool_choice"] = self.tool_choice.to_chat()
+            fields["tool_choice"] = self.tool_choice.to_chat()
         if self.output_config is not None and self.output_config.format is not None:
             schema = {"name": "answer", "schema": self.output_config.format.schema_}
-            given["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return ChatBody.model_validate(given | more)
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return ChatBody.model_validate(fields | more)
 
 
 class MessagesBody(CountBody):

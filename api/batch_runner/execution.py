@@ -22,7 +22,7 @@ from shared.backoff import backoff
 from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from shared.messages import RequestFacts
 from shared.stores.objects import ObjectStore
-from shared.tenants.plan import Caller
+from shared.tenants.plan import Caller, Priority
 from shared.usage.charge import price_of
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
@@ -32,7 +32,7 @@ STALLED_S = 30.0
 """A batch in which no line has ended for STALLED_S yields to another batch that waits."""
 REPLY_LIMIT_S = 60.0
 """For the encoding of the images of one line."""
-LANE = "batch"
+PRIORITY: Priority = "batch"
 
 NOT_RUN = {
     "expired": (
@@ -111,7 +111,7 @@ class SegmentProgress:
 
 @dataclass(frozen=True, slots=True)
 class LineExecutor:
-    """Runs lines through the dispatcher, in the `batch` lane.
+    """Runs lines through the dispatcher, at `batch` priority.
 
     Temporary failures are retried until the batch expires: a full instance, an unreachable
     broker, a deadline, a worker that gave up. If the rest of a budget is reserved, the line is
@@ -249,7 +249,7 @@ def _request(
         key_id=batch.key_id,
         plan=batch.plan_name,
         weight=batch.weight,
-        lane=LANE,
+        priority=PRIORITY,
         price_share=batch.price_share,
         batch_id=batch.id,
     )

@@ -131,25 +131,25 @@ class _Checks:
             in_progress_at_s=time.time(),
         )
 
-    def _check(self, found: BatchLine, line: Line) -> None:
-        digest = hashlib.blake2b(found.custom_id.encode(), digest_size=16).digest()
+    def _check(self, batch_line: BatchLine, line: Line) -> None:
+        digest = hashlib.blake2b(batch_line.custom_id.encode(), digest_size=16).digest()
         if digest in self.custom_ids:
-            reason = f"another line has the custom_id {found.custom_id[:80]!r} too"
+            reason = f"another line has the custom_id {batch_line.custom_id[:80]!r} too"
             raise LineRefused("duplicate_custom_id", reason, line.number, "custom_id")
         self.custom_ids.add(digest)
-        name = found.request.model.name
+        name = batch_line.request.model.name
         self.model = self.model or name
         if name != self.model:
             reason = f"all lines of a batch have one model, here {self.model}"
             raise LineRefused("mismatched_model", reason, line.number, "body.model")
-        self.inputs += len(found.request.inputs)
+        self.inputs += len(batch_line.request.inputs)
         if self.inputs > MAX_INPUTS:
             reason = f"the lines have more than {MAX_INPUTS} inputs together"
             raise FileRefused([LineError("too_many_inputs", reason, line.number)])
-        self._plan_line(found, line)
+        self._plan_line(batch_line, line)
 
-    def _plan_line(self, found: BatchLine, line: Line) -> None:
-        self._reply_bytes += found.request.reply_bytes
+    def _plan_line(self, batch_line: BatchLine, line: Line) -> None:
+        self._reply_bytes += batch_line.request.reply_bytes
         is_full = (
             self._segment_lines >= SEGMENT_LINES
             or self._reply_bytes > SEGMENT_REPLY_BYTES
@@ -157,7 +157,7 @@ class _Checks:
         )
         if is_full or not self.segments:
             self.segments.append(LineBlock(line.offset, 0, line.number))
-            self._segment_lines, self._reply_bytes = 0, found.request.reply_bytes
+            self._segment_lines, self._reply_bytes = 0, batch_line.request.reply_bytes
         self._segment_lines += 1
 
 
@@ -263,7 +263,7 @@ class RunTools:
     executor: LineExecutor
 
 
-class BatchTurns(Protocol):
+class BatchPermits(Protocol):
     """Other batches that wait for the turn of this one."""
 
     def is_next_one_due(self) -> bool:
@@ -304,7 +304,7 @@ class BatchRun:
         batch: BatchCreated,
         stop: Stop,
         share: Share,
-        turns: BatchTurns,
+        turns: BatchPermits,
         attempts: dict[int, int],
     ) -> None:
         self._tools = tools
@@ -443,13 +443,13 @@ class BatchRun:
 
     async def _start(self, line: Line, caller: Caller) -> asyncio.Task[LineAnswer | None]:
         try:
-            found = read_line(line, self._batch, self._tools.catalog)
+            batch_line = read_line(line, self._batch, self._tools.catalog)
         except LineRefused as error:  # the catalog changed since the file was validated
             return asyncio.ensure_future(self._refuse(line, error))
-        items = max(len(found.request.inputs), len(line.data or b"") // BYTES_OF_AN_ITEM)
+        items = max(len(batch_line.request.inputs), len(line.data or b"") // BYTES_OF_AN_ITEM)
         await self._share.take(items)
         running = self._tools.executor.run(
-            self._batch, caller, found, self._progress, lambda: not self._stop.is_cancelled
+            self._batch, caller, batch_line, self._progress, lambda: not self._stop.is_cancelled
         )
         task = asyncio.ensure_future(running)
         task.add_done_callback(lambda _: self._share.give_back(items))

@@ -80,17 +80,17 @@ class CurrentTerms:
             self._asked_s = self._clock()
             try:
                 async with asyncio.timeout(READ_LIMIT_S):
-                    found = await self._store.read(self._version)
-                if found is None:
+                    stored = await self._store.read(self._version)
+                if stored is None:
                     return
                 source = self._store.source
                 # Thousands of keys take tens of milliseconds, in which lines continue.
-                document = await asyncio.to_thread(decode_document, found.data, source)
+                document = await asyncio.to_thread(decode_document, stored.data, source)
             except (TimeoutError, Unavailable, ConfigurationError) as error:
                 self._failed(str(error) or f"no answer in {READ_LIMIT_S:g} s")
                 return
             self._reason = ""
-            self._document, self._version = document, found.version
+            self._document, self._version = document, stored.version
             self._limits = {key.id: key.limits for key in document.keys}
 
     def _failed(self, reason: str) -> None:

@@ -153,12 +153,12 @@ class BatchFiles:
         ids = sorted(_ids_of_documents(stored), reverse=is_ascending)
         if after:
             ids = [one for one in ids if (one < after if is_ascending else one > after)]
-        found: list[BatchFile] = []
+        files: list[BatchFile] = []
         wanted, now_s = min(limit, PAGE) + 1, time.time()
-        while ids and len(found) < wanted:
+        while ids and len(files) < wanted:
             some, ids = ids[:wanted], ids[wanted:]
             read = await asyncio.gather(*(self._read_document(tenant, one) for one in some))
-            found += [
+            files += [
                 file
                 for file in read
                 if file
@@ -166,7 +166,7 @@ class BatchFiles:
                 and purpose in ("", file.purpose)
                 and is_of(models, file.model)
             ]
-        return FilePage(found[: wanted - 1], len(found) >= wanted)
+        return FilePage(files[: wanted - 1], len(files) >= wanted)
 
     async def keep_until(self, file: BatchFile, until_s: float) -> None:
         """Lets a file expire no earlier than `until_s` (Unix time).

@@ -42,14 +42,14 @@ def created_at_s(batch_id: str) -> float:
     return (_LAST_MS - int(batch_id.removeprefix("batch_")[:12], 16)) / 1000
 
 
-def is_file_id(given: str) -> bool:
+def is_file_id(name: str) -> bool:
     """Returns whether this has the form of the id of a file."""
-    return _FILE.fullmatch(given) is not None
+    return _FILE.fullmatch(name) is not None
 
 
-def is_batch_id(given: str) -> bool:
+def is_batch_id(name: str) -> bool:
     """Returns whether this has the form of the id of a batch."""
-    return _BATCH.fullmatch(given) is not None
+    return _BATCH.fullmatch(name) is not None
 
 
 def _countdown(at_s: float) -> str:

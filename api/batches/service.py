@@ -117,12 +117,12 @@ class Batches:
             Unavailable: the object store is out of reach.
         """
         ids = [one for one in await self._store.ids(tenant) if one > after]
-        owner, found = owner_of(tenant), list[BatchState]()
-        while ids and len(found) <= limit:
+        owner, batches = owner_of(tenant), list[BatchState]()
+        while ids and len(batches) <= limit:
             some, ids = ids[: limit + 1], ids[limit + 1 :]
             read = await asyncio.gather(*(self._store.state(owner, one) for one in some))
-            found += [one for one in read if one is not None and is_of(models, one.model)]
-        return BatchPage(found[:limit], len(found) > limit)
+            batches += [one for one in read if one is not None and is_of(models, one.model)]
+        return BatchPage(batches[:limit], len(batches) > limit)
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchState:
         """Cancels a batch that is not over. A repeated call changes nothing.

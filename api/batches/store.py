@@ -116,13 +116,13 @@ class Admissions:
 
     async def _state(self, owner: str) -> tuple[int, list[str]]:
         """Returns the number of the last admission, and its batches that are still open."""
-        found = await self._objects.listing(f"{ADMISSIONS}/{owner}", 1)
+        listed = await self._objects.listing(f"{ADMISSIONS}/{owner}", 1)
         marked = await self._open_ids(owner)
-        if not found:  # batches of an earlier release, if any
+        if not listed:  # batches of an earlier release, if any
             return 0, sorted(marked)
-        number = _LAST - int(found[0].key.rpartition("/")[2])
+        number = _LAST - int(listed[0].key.rpartition("/")[2])
         try:
-            admitted = _ids.decode(await self._objects.get(found[0].key, _MAX_BYTES))
+            admitted = _ids.decode(await self._objects.get(listed[0].key, _MAX_BYTES))
         except BadInput:  # it was so old that the store removed it
             return number, sorted(marked)
         return number, [one for one in admitted if one in marked]
@@ -271,7 +271,7 @@ class BatchStore:
             *_, of, batch_id, mark = one.key.split("/")
             marks.setdefault((of, batch_id), set()).add(mark)
         return [
-            OpenBatch(of, batch_id, "cancel" in found) for (of, batch_id), found in marks.items()
+            OpenBatch(of, batch_id, "cancel" in kinds) for (of, batch_id), kinds in marks.items()
         ]
 
     async def close(self, owner: str, batch_id: str) -> None:

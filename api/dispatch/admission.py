@@ -21,25 +21,27 @@ from shared.catalog import Model
 from shared.errors import Overloaded
 from shared.service_rate import ServiceRate
 from shared.tasks.base import FirstGuesses
+from shared.tenants.plan import PRIORITIES, Priority
 
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
 """Bounds of `Retry-After`. OpenAI's clients 1.x and 2.x ignore more than 60 s."""
 BATCH_SHARE = 0.5
-"""The size of the batch lane's rooms, compared with those of the interactive lane."""
+"""The size of `batch` priority's rooms, compared with those of `interactive` priority."""
 INTERACTIVE_SHARE = 0.75
-"""Minimum share of a worker's time for the interactive lane, while both lanes wait.
+"""Minimum share of a worker's time for `interactive` priority, while both priorities wait.
 
-Batches for the deadlines of batch jobs take at most the rest (workers/scheduling/lanes.py).
+Batches for the deadlines of batch jobs take at most the rest
+(workers/scheduling/priority_queue.py).
 """
 
 
-class Outlook(NamedTuple):
+class WaitEstimate(NamedTuple):
     """The wait estimate for one more demand of a tenant."""
 
     is_busy: bool
     """True if items of any tenant are in flight."""
     held: int
-    """The tenant's items in flight, in both lanes."""
+    """The tenant's items in flight, in both priorities."""
     wait_s: float
     """The expected wait until its last item begins, without the margin that admission adds."""
     items_per_s: float
@@ -47,12 +49,12 @@ class Outlook(NamedTuple):
 
 
 class Admission:
-    """Counts items in flight by model, lane and tenant, and measures service rates.
+    """Counts items in flight by model, priority and tenant, and measures service rates.
 
-    Each lane has separate bounds for the instance and for each model.
+    Each priority has separate bounds for the instance and for each model.
 
     Args:
-        max_in_flight: the room of the interactive lane for all models together, in items.
+        max_in_flight: the room of `interactive` priority for all models together, in items.
         models: the models of the catalog. Each has its own bound as well.
         clock: returns monotonic seconds. Tests replace it.
     """
@@ -66,12 +68,12 @@ class Admission:
         self._models = {model.name: model for model in models}
         for name in self._models:
             # To the autoscaler, no sample means that metrics are lost, not that there is no demand.
-            for lane in ("", "batch"):
-                metrics.of_admission(name, lane)
+            for priority in PRIORITIES:
+                metrics.of_admission(name, priority)
         slo.show(self._models)
         self._clock = clock
-        self._instance = _Lanes(max_in_flight)
-        self._of_models: dict[str, _Lanes] = {}
+        self._instance = _Rooms(max_in_flight)
+        self._of_models: dict[str, _Rooms] = {}
         self._rates: dict[str, ServiceRate] = {}
 
     @property
@@ -97,12 +99,12 @@ class Admission:
                 came in between.
         """
         self.check(demand, remaining_s=remaining_s)
-        lanes = self._lanes_of(demand.model)
-        if not lanes.total:
+        rooms = self._rooms_of(demand.model)
+        if not rooms.total:
             self.rate_of(demand.model).start_busy_period(self._clock())
-        for room in (self._instance.room(demand.lane), lanes.room(demand.lane)):
+        for room in (self._instance.room(demand.priority), rooms.room(demand.priority)):
             room.take(demand)
-        _, admitted, in_flight = metrics.of_admission(demand.model, demand.lane)
+        _, admitted, in_flight = metrics.of_admission(demand.model, demand.priority)
         admitted.inc(demand.items)
         in_flight.inc(demand.items)
 
@@ -114,24 +116,24 @@ class Admission:
         """
         try:
             self._check_room(demand)
-            if self._lanes_of(demand.model).total:
+            if self._rooms_of(demand.model).total:
                 self._check_time(demand, remaining_s)
         except Overloaded:
-            shed, _, _ = metrics.of_admission(demand.model, demand.lane)
+            shed, _, _ = metrics.of_admission(demand.model, demand.priority)
             shed.inc(demand.items)
-            if demand.is_promised:
+            if demand.counts_toward_slo:
                 slo.count_refused(demand.model, demand.items)
             raise
 
-    def outlook(self, demand: Demand) -> Outlook:
+    def estimate_wait(self, demand: Demand) -> WaitEstimate:
         """Returns the wait estimate for a demand, also if it would not be admitted."""
-        lanes, rate = self._lanes_of(demand.model), self.rate_of(demand.model)
-        held = sum(room.held_by(demand.tenant) for room in (lanes.interactive, lanes.batch))
+        rooms, rate = self._rooms_of(demand.model), self.rate_of(demand.model)
+        held = sum(room.held_by(demand.tenant) for room in (rooms.interactive, rooms.batch))
         wait_s = 0.0
-        if lanes.total:
-            item_s = _item_s(lanes, demand, rate.item_s)
-            wait_s = _wait_s(lanes, rate, _ahead(lanes, demand, enough=0.0), item_s)
-        return Outlook(lanes.total > 0, held, wait_s, 1 / rate.item_s)
+        if rooms.total:
+            item_s = _item_s(rooms, demand, rate.item_s)
+            wait_s = _wait_s(rooms, rate, _ahead(rooms, demand, enough=0.0), item_s)
+        return WaitEstimate(rooms.total > 0, held, wait_s, 1 / rate.item_s)
 
     def release(
         self,
@@ -149,28 +151,28 @@ class Admission:
             was_late: whether their deadline passed without an answer.
             took_s: the time that the model took.
         """
-        lanes = self._lanes_of(demand.model)
+        rooms = self._rooms_of(demand.model)
         rate = self.rate_of(demand.model)
         if answered:
-            rate.record_completed(self._clock(), demand.items, lanes.total, took_s)
+            rate.record_completed(self._clock(), demand.items, rooms.total, took_s)
         elif was_late:
             rate.record_late(self._clock())
-        for room in (self._instance.room(demand.lane), lanes.room(demand.lane)):
+        for room in (self._instance.room(demand.priority), rooms.room(demand.priority)):
             room.release(demand)
-        _, _, in_flight = metrics.of_admission(demand.model, demand.lane)
+        _, _, in_flight = metrics.of_admission(demand.model, demand.priority)
         in_flight.dec(demand.items)
 
     def _check_room(self, demand: Demand) -> None:
-        room = self._instance.room(demand.lane)
+        room = self._instance.room(demand.priority)
         if turns := room.turns_to_wait(demand):
             busy = [
-                name for name, lanes in self._of_models.items() if lanes.room(demand.lane).total
+                name for name, rooms in self._of_models.items() if rooms.room(demand.priority).total
             ]
             items_per_s = sum(1 / self.rate_of(name).item_s for name in busy)
             raise _full(
                 f"{_held(room, demand)}, and there is no room for more", turns / items_per_s
             )
-        room = self._lanes_of(demand.model).room(demand.lane)
+        room = self._rooms_of(demand.model).room(demand.priority)
         if turns := room.turns_to_wait(demand):
             raise _full(
                 f"{_held(room, demand)} of {demand.model}, and there is no room for more",
@@ -178,26 +180,26 @@ class Admission:
             )
 
     def _check_time(self, demand: Demand, remaining_s: float) -> None:
-        lanes, rate = self._lanes_of(demand.model), self.rate_of(demand.model)
-        item_s = _item_s(lanes, demand, rate.item_s * rate.margin)
+        rooms, rate = self._rooms_of(demand.model), self.rate_of(demand.model)
+        item_s = _item_s(rooms, demand, rate.item_s * rate.margin)
         left_s = remaining_s - rate.service_s - rate.stalled_s(self._clock())
-        ahead = _ahead(lanes, demand, enough=left_s / item_s)
-        wait_s = _wait_s(lanes, rate, ahead, item_s)
+        ahead = _ahead(rooms, demand, enough=left_s / item_s)
+        wait_s = _wait_s(rooms, rate, ahead, item_s)
         if wait_s > left_s:
             late_s = wait_s - left_s
-            turns = _turns_until_earlier(lanes, demand, ahead, late_s / item_s)
+            turns = _turns_until_earlier(rooms, demand, ahead, late_s / item_s)
             raise _full(f"the answer would come {late_s:.3g} s after its deadline", turns * item_s)
 
-    def _lanes_of(self, model: str) -> _Lanes:
-        lanes = self._of_models.get(model)
-        if lanes is None:
+    def _rooms_of(self, model: str) -> _Rooms:
+        rooms = self._of_models.get(model)
+        if rooms is None:
             known = self._models.get(model)
-            lanes = self._of_models[model] = _Lanes(known.max_in_flight if known else math.inf)
-        return lanes
+            rooms = self._of_models[model] = _Rooms(known.max_in_flight if known else math.inf)
+        return rooms
 
 
-class _Lanes:
-    """The rooms of both lanes."""
+class _Rooms:
+    """The rooms of both priorities."""
 
     def __init__(self, bound: float) -> None:
         self.interactive = FairRoom(bound)
@@ -207,8 +209,8 @@ class _Lanes:
     def total(self) -> int:
         return self.interactive.total + self.batch.total
 
-    def room(self, lane: str) -> FairRoom:
-        return self.batch if lane else self.interactive
+    def room(self, priority: Priority) -> FairRoom:
+        return self.batch if priority == "batch" else self.interactive
 
 
 def _held(room: FairRoom, demand: Demand) -> str:
@@ -216,35 +218,39 @@ def _held(room: FairRoom, demand: Demand) -> str:
     return f"{room.held_by(demand.tenant)} of your items wait for a worker"
 
 
-def _ahead(lanes: _Lanes, demand: Demand, enough: float) -> float:
+def _ahead(rooms: _Rooms, demand: Demand, enough: float) -> float:
     """Returns how many items leave before the demand's last. Exact only above `enough`."""
-    if demand.lane:
-        # This lane gets what interactive work leaves.
-        return lanes.total + demand.items - 1
-    return lanes.interactive.ahead_of(demand, enough)
+    if demand.priority == "batch":
+        # This priority gets what interactive work leaves.
+        return rooms.total + demand.items - 1
+    return rooms.interactive.ahead_of(demand, enough)
 
 
-def _item_s(lanes: _Lanes, demand: Demand, item_s: float) -> float:
-    """Seconds per item, of which the batch lane takes its part from the interactive one."""
-    return item_s / INTERACTIVE_SHARE if not demand.lane and lanes.batch.total else item_s
+def _item_s(rooms: _Rooms, demand: Demand, item_s: float) -> float:
+    """Seconds per item, of which `batch` priority takes its part from the interactive one."""
+    return (
+        item_s / INTERACTIVE_SHARE
+        if demand.priority == "interactive" and rooms.batch.total
+        else item_s
+    )
 
 
-def _wait_s(lanes: _Lanes, rate: ServiceRate, ahead: float, item_s: float) -> float:
+def _wait_s(rooms: _Rooms, rate: ServiceRate, ahead: float, item_s: float) -> float:
     # Whatever the order, the batch that runs now is not interrupted.
-    return max(ahead * item_s, min(lanes.total * item_s, rate.service_s))
+    return max(ahead * item_s, min(rooms.total * item_s, rate.service_s))
 
 
-def _turns_until_earlier(lanes: _Lanes, demand: Demand, ahead: float, turns: float) -> float:
+def _turns_until_earlier(rooms: _Rooms, demand: Demand, ahead: float, turns: float) -> float:
     """Returns how many items must leave until `ahead` is smaller by `turns`. At most all.
 
     `ahead` shrinks with every item while the tenant has some in flight. After that it shrinks only
     when others have fewer left than were counted.
     """
-    room = lanes.room(demand.lane)
+    room = rooms.room(demand.priority)
     own_turns = room.held_by(demand.tenant) / room.part_of(demand)
     if turns > own_turns:
-        turns += max(0.0, lanes.total - (ahead - demand.items + 1))
-    return min(turns + 1, lanes.total)
+        turns += max(0.0, rooms.total - (ahead - demand.items + 1))
+    return min(turns + 1, rooms.total)
 
 
 def _full(reason: str, retry_after_s: float) -> Overloaded:

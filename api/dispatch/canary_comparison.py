@@ -1,7 +1,7 @@
 """Compares results of a canary with those of the other revision, after the caller has them.
 
 A share of the requests that a canary answered is computed by the other revision too, in the batch
-lane and for no tenant: the caller neither waits for it nor pays for it.
+priority and for no tenant: the caller neither waits for it nor pays for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from api import metrics
-from api.dispatch.canary_routing import Board
+from api.dispatch.canary_routing import Counters
 from api.dispatch.request import InferenceRequest, InferenceResponse
 from shared.blob import Blob
 from shared.canary.verdict import CanaryCounts
@@ -38,12 +38,12 @@ MAX_REQUEST = 16
 """Maximum number of items of a request that are compared."""
 
 COMPARE_LIMIT_S = 30.0
-MAX_PICTURE_BYTES = 64 * 1024 * 1024
+MAX_IMAGE_BYTES = 64 * 1024 * 1024
 
 Dispatch = Callable[[InferenceRequest], Awaitable[InferenceResponse]]
 
 
-class PictureComparer(Protocol):
+class ImageComparer(Protocol):
     """Compares images. The implementation is api/inputs/image_codec.py."""
 
     async def psnr_db(self, ours: bytes, theirs: bytes, deadline_s: float) -> float:
@@ -54,19 +54,23 @@ class CanaryComparisons:
     """Runs comparisons in the background. The owner calls `close` at its end.
 
     Args:
-        board: gets the counts.
+        canary_store: gets the counts.
         dispatch: computes a request by the revision that it names.
         objects: has large images.
-        pictures: compares images.
+        images: compares images.
     """
 
     def __init__(
-        self, board: Board, dispatch: Dispatch, objects: ObjectStore, pictures: PictureComparer
+        self,
+        canary_store: Counters,
+        dispatch: Dispatch,
+        objects: ObjectStore,
+        images: ImageComparer,
     ) -> None:
-        self._board = board
+        self._canary_store = canary_store
         self._dispatch = dispatch
         self._objects = objects
-        self._pictures = pictures
+        self._images = images
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -96,8 +100,8 @@ class CanaryComparisons:
             return
         compared = [
             (again, result)
-            for given, result in zip(asked.inputs, results[:MAX_REQUEST], strict=False)
-            if (again := given.for_comparison()) is not None
+            for value, result in zip(asked.inputs, results[:MAX_REQUEST], strict=False)
+            if (again := value.for_comparison()) is not None
         ]
         if not compared:
             return
@@ -117,7 +121,7 @@ class CanaryComparisons:
                     if outcome.result is not None:  # else it says nothing
                         await self._count(counts, canary, ours, outcome.result)
             if counts.compared:
-                await self._board.count(canary, counts)
+                await self._canary_store.count(canary, counts)
         except PenstockError as error:
             log.debug("results not compared", extra={"reason": error.message})
 
@@ -129,7 +133,7 @@ class CanaryComparisons:
         if ours.blob is not None and theirs.blob is not None:
             deadline_s = time.time() + COMPARE_LIMIT_S
             pngs = await self._bytes_of(ours.blob), await self._bytes_of(theirs.blob)
-            distance_db = await self._pictures.psnr_db(*pngs, deadline_s)
+            distance_db = await self._images.psnr_db(*pngs, deadline_s)
             is_close: bool | None = distance_db >= tolerance.psnr_db
         else:
             is_close = canary.definition.is_close(ours, theirs, tolerance)
@@ -143,7 +147,7 @@ class CanaryComparisons:
     async def _bytes_of(self, blob: Blob) -> bytes:
         if blob.data is not None:
             return blob.data
-        return await self._objects.get(blob.object_key or "", MAX_PICTURE_BYTES)
+        return await self._objects.get(blob.object_key or "", MAX_IMAGE_BYTES)
 
 
 def _tolerance_of(canary: Model) -> Tolerance:
@@ -161,7 +165,7 @@ def _shadow_of(asked: InferenceRequest, inputs: list[Input]) -> InferenceRequest
         received_at_s=now_s,
         key_id="",
         weight=1.0,
-        lane="batch",
+        priority="batch",
         price_share=0.0,
     )
     return replace(

@@ -1,8 +1,8 @@
 """Chooses the revision of a model for each request, and rolls canaries back.
 
-Each instance looks at the board in Redis (shared/canary/board.py) once a second. One of them judges
-in each second, and all follow. While Redis is out of reach a canary gets nothing: it could not be
-judged.
+Each instance looks at the canary_store in Redis (shared/canary/store.py) once a second. One of them
+judges in each second, and all follow. While Redis is out of reach a canary gets nothing: it could
+not be judged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from api import metrics
 from api.dispatch.request import InferenceRequest
-from shared.canary.board import CanaryState
+from shared.canary.store import CanaryState
 from shared.canary.verdict import CanaryCounts, judge
 from shared.catalog import Catalog, Model
 from shared.errors import Unavailable
@@ -34,8 +34,8 @@ _WHOLE = 1 << 64
 log = logging.getLogger(__name__)
 
 
-class Board(Protocol):
-    """The state of canaries. The implementation is shared/canary/board.py."""
+class Counters(Protocol):
+    """The state of canaries. The implementation is shared/canary/store.py."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -67,7 +67,7 @@ class CanaryRouter:
 
     Args:
         catalog: its canaries.
-        board: in Redis. It is opened and closed with this object.
+        canary_store: in Redis. It is opened and closed with this object.
         refresh_s: pause between two looks at it.
         clock: monotonic seconds.
     """
@@ -75,21 +75,21 @@ class CanaryRouter:
     def __init__(
         self,
         catalog: Catalog,
-        board: Board,
+        canary_store: Counters,
         *,
         refresh_s: float = REFRESH_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._canaries = catalog.canaries
-        self.board = board
+        self.canary_store = canary_store
         self._refresh_s = refresh_s
         self._serving_until_s: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         if self._canaries:
-            await self.board.__aenter__()
+            await self.canary_store.__aenter__()
             await self.refresh()
             self._task = asyncio.create_task(self._run())
             self._task.add_done_callback(_ended)
@@ -104,7 +104,7 @@ class CanaryRouter:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-            await self.board.__aexit__(kind, error, trace)
+            await self.canary_store.__aexit__(kind, error, trace)
 
     def routed(self, request: InferenceRequest) -> InferenceRequest:
         """Returns the request as the canary of its model gets it, or the same request."""
@@ -131,7 +131,7 @@ class CanaryRouter:
         return self._clock() < self._serving_until_s.get(canary.name, 0.0)
 
     async def refresh(self) -> None:
-        """Reads the board once, and judges if it is this instance's turn."""
+        """Reads the canary_store once, and judges if it is this instance's turn."""
         async with asyncio.TaskGroup() as tasks:
             for canary in self._canaries.values():
                 tasks.create_task(self._refresh(canary))
@@ -145,7 +145,7 @@ class CanaryRouter:
         began_s = self._clock()
         try:
             async with asyncio.timeout(READ_LIMIT_S):
-                state = await self.board.state(canary)
+                state = await self.canary_store.state(canary)
                 if state.is_serving and not await self._is_good(canary):
                     state = state._replace(taken_back="judged")
         except (TimeoutError, Unavailable) as error:
@@ -160,12 +160,12 @@ class CanaryRouter:
     async def _is_good(self, canary: Model) -> bool:
         """Judges, if it is this instance's turn. Takes the canary back if it is bad."""
         assert canary.canary is not None, "a canary has the rules of its entry; this is a bug"
-        if not await self.board.may_judge(canary):
+        if not await self.canary_store.may_judge(canary):
             return True
-        verdict = judge(await self.board.counts(canary), canary.canary)
+        verdict = judge(await self.canary_store.counts(canary), canary.canary)
         if verdict.is_good:
             return True
-        if await self.board.take_back(canary, verdict.reason):
+        if await self.canary_store.take_back(canary, verdict.reason):
             facts = {"model": canary.name, "revision": canary.revision, "reason": verdict.reason}
             log.error("canary taken back", extra=facts)
         return False

@@ -3,7 +3,7 @@
 Each item counts as one row (`row_id` = request_id:index). Who writes it:
 
 - The worker writes it for an item whose job it got, as soon as it has replied.
-- The API writes it here for a cache hit, and for an item that joined another.
+- The API writes it here for a cache hit, and for an item that was coalesced with another.
 - The API also writes one for each item that was not delivered, unless the worker has written the
   same: the caller hung up, the answer is an error, or no reply came in time. The worker may have
   written a row of a result for it, or may do so later. Of two such rows reports count the one that
@@ -28,7 +28,7 @@ from typing import Self
 
 from api import metrics
 from api.dispatch.admission import Admission
-from api.dispatch.canary_comparison import CanaryComparisons, PictureComparer
+from api.dispatch.canary_comparison import CanaryComparisons, ImageComparer
 from api.dispatch.canary_routing import CanaryRouter
 from api.dispatch.job_sender import JobSender, envelope_of, split_into_jobs
 from api.dispatch.request import (
@@ -75,7 +75,7 @@ class Dispatcher:
         rows: RowSink,
         canaries: CanaryRouter,
         objects: ObjectStore,
-        pictures: PictureComparer,
+        images: ImageComparer,
         *,
         api_instance: str,
         region: str,
@@ -86,7 +86,7 @@ class Dispatcher:
         self._admission = admission
         self._rows = rows
         self.canaries = canaries
-        self._comparisons = CanaryComparisons(canaries.board, self._compute, objects, pictures)
+        self._comparisons = CanaryComparisons(canaries.canary_store, self._compute, objects, images)
         self._api_instance = api_instance
         self._region = region
         self._single_flight = SingleFlight()
@@ -161,30 +161,30 @@ class Dispatcher:
             self._write_rows(state, is_delivered=response.is_delivered)
 
     async def _run_round(self, state: RequestState, pending: Sequence[int]) -> None:
-        """Joins or starts each pending item, and waits for completions until the deadline.
+        """Coalesces or starts each pending item, and waits for completions until the deadline.
 
         Items that their leader abandoned stay pending for another round.
         """
         if self._is_closing:
             raise Unavailable(public=CLOSING)
         shareable = state.is_shareable
-        joined = [
-            (index, *self._single_flight.join(state.items[index], shareable=shareable))
+        coalesced = [
+            (index, *self._single_flight.coalesce(state.items[index], shareable=shareable))
             for index in pending
         ]
-        led = [in_flight for _, in_flight, is_leader in joined if is_leader]
+        led = [in_flight for _, in_flight, is_leader in coalesced if is_leader]
         try:
             await self._start(state, led)
-            if open_items := {one.completed for _, one, _ in joined if not one.completed.done()}:
+            if open_items := {one.completed for _, one, _ in coalesced if not one.completed.done()}:
                 timeout_s = state.remaining_s() + (LATE_LOOK_S if led else 0.0)
                 await asyncio.wait(open_items, timeout=timeout_s)
-            for index, in_flight, is_leader in joined:
+            for index, in_flight, is_leader in coalesced:
                 state.settle(index, in_flight, is_leader=is_leader)
         finally:
             for in_flight in led:
-                if in_flight.job is None:  # not started, so the requests that joined must start it
+                if in_flight.job is None:  # not started, so the coalesced requests must start it
                     self._single_flight.complete(in_flight, None)
-            for index, in_flight, is_leader in joined:
+            for index, in_flight, is_leader in coalesced:
                 if is_leader and not state.has_result(index):
                     in_flight.is_unpaid = True
                 self._single_flight.leave(in_flight)
@@ -211,11 +211,11 @@ class Dispatcher:
     async def _complete_cache_hits(self, led: Sequence[InFlightItem]) -> list[InFlightItem]:
         """Completes the items that the cache has, and returns the others."""
         keys = [one.item.cache_key for one in led if one.item.cache_key]
-        found = await self._look_up(keys) if keys else {}
+        hits = await self._look_up(keys) if keys else {}
         missing = []
         for in_flight in led:
-            if in_flight.item.cache_key in found:
-                hit = cache_hit(in_flight.item, *found[in_flight.item.cache_key])
+            if in_flight.item.cache_key in hits:
+                hit = cache_hit(in_flight.item, *hits[in_flight.item.cache_key])
                 self._single_flight.complete(in_flight, ItemCompletion(hit, by_worker=False))
             else:
                 missing.append(in_flight)
@@ -223,14 +223,14 @@ class Dispatcher:
 
     async def _look_up(self, keys: Sequence[str]) -> dict[str, tuple[Result, Level]]:
         began_s = time.time()
-        found = await self._cache.get_many(keys)
+        hits = await self._cache.get_many(keys)
         facts: Attributes = {
             STAGE: "cache",
             "penstock.cache.keys": len(keys),
-            "penstock.cache.hits": len(found),
+            "penstock.cache.hits": len(hits),
         }
         record("cache", "internal", (began_s, time.time()), facts)
-        return found
+        return hits
 
     async def _send(self, request: InferenceRequest, job: InFlightJob) -> list[ItemOutcome]:
         """Sends a job, waits for its reply, and returns one outcome per item."""
@@ -333,10 +333,10 @@ class Dispatcher:
         request = state.request
         completions = [completion for completion in state.completions if completion is not None]
         counts = Counter((one.outcome.receipt.cache, one.outcome.status) for one in completions)
-        is_promised = request.is_promised
+        counts_toward_slo = request.counts_toward_slo
         for (cache, status), count in counts.items():
             metrics.of_items(request.model.name, cache, status).inc(count)
-            if is_promised:
+            if counts_toward_slo:
                 slo.count_ended(request.model.public_name, status, count)
         ours = [
             one.outcome

@@ -123,7 +123,7 @@ class JobSender:
         """
         job.queued_at_s = time.time()
         demand = request.demand(len(job.items))
-        await self._take_place(request, demand)
+        await self._take_permit(request, demand)
         is_answered = False
         try:
             items = [await self._without_large_source(in_flight.item) for in_flight in job.items]
@@ -147,7 +147,7 @@ class JobSender:
         """Publishes the job of a request whose record exists, and marks that as published.
 
         No publish window holds it back: it is durable, so it must not end with this instance.
-        Instead, further ones of a tenant with many unfinished predictions go to the batch lane,
+        Instead, further ones of a tenant with many unfinished predictions go to `batch` priority,
         where they do not precede interactive requests of others.
 
         Args:
@@ -162,7 +162,7 @@ class JobSender:
         """
         envelope = envelope_of(request, self._api_instance, waiter)
         if unfinished > BATCHES_HELD * request.model.batch.max_items:
-            envelope.lane = "batch"
+            envelope.priority = "batch"
         try:
             await self._publish(envelope, items, request.options, PUBLISH_LIMIT_S)
         except PenstockError as error:
@@ -181,7 +181,7 @@ class JobSender:
             raise error
         raise Unavailable(f"the broker did not take the prediction: {error.message}") from error
 
-    async def _take_place(self, request: InferenceRequest, demand: Demand) -> None:
+    async def _take_permit(self, request: InferenceRequest, demand: Demand) -> None:
         start_by_s = request.start_by_s
         is_queue_limit = 0 < start_by_s < request.deadline_s
         try:
@@ -219,10 +219,10 @@ class JobSender:
     async def _recorded_reply(self, record: str) -> ReplyBody | None:
         """Returns the reply in the job's record. None without one or if Redis is unreachable."""
         try:
-            found = await self._records.read(record)
+            snapshot = await self._records.read(record)
         except Unavailable:
             return None
-        return None if found is None else found.reply
+        return None if snapshot is None else snapshot.reply
 
     async def _without_large_source(self, item: Item) -> Item:
         """Returns the item to send. A source image that is too large goes to the object store."""

@@ -1,4 +1,4 @@
-"""Limits unacknowledged jobs per model and lane so that no tenant can fill a topic.
+"""Limits unacknowledged jobs per model and priority so that no tenant can fill a topic.
 
 A topic is in order of arrival, whichever tenant published. So jobs of one tenant beyond those that
 workers hold delay all other tenants. Jobs beyond the window wait here, each tenant's by deadline,
@@ -17,8 +17,8 @@ and leave as replies come.
 The order here is by items, and coarse. Workers order the jobs that they hold by work. With a round
 robin here, a tenant with small items would get no more items than others, and less work.
 
-Each instance has a field in a hash for each model and lane, with a lease. An instance that dies is
-forgotten when its leases end. No request waits for Redis. While Redis is out of reach the last
+Each instance has a field in a hash for each model and priority, with a lease. An instance that dies
+is forgotten when its leases end. No request waits for Redis. While Redis is out of reach the last
 known state counts until the lease ends. After that each instance keeps to its own service rate,
 which is its part of what the workers do.
 
@@ -49,6 +49,7 @@ from shared.catalog import Model
 from shared.errors import DeadlineExceeded, Unavailable
 from shared.service_rate import ServiceRate
 from shared.stores.redis_client import RedisLink, load_script
+from shared.tenants.plan import Priority
 from shared.tracing.spans import STAGE, span
 from shared.transport import SmoothedDuration
 
@@ -61,7 +62,7 @@ ROUND_TRIPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """State of other instances for one model and lane."""
+    """State of other instances for one model and priority."""
 
     instances: int = 0
     size: float = 0.0
@@ -106,7 +107,7 @@ def digest_of(tenant: str) -> str:
 
 
 class ModelWindow:
-    """The window of one model and lane, as this instance sees it.
+    """The window of one model and priority, as this instance sees it.
 
     Args:
         rate: the service rate of the model.
@@ -186,10 +187,10 @@ class ModelWindow:
         self._let_leave()
 
     async def take(self, demand: Demand, until_s: float) -> None:
-        """Takes a place for one job, which may be published then. Waits at most until `until_s`.
+        """Takes a permit for one job, which may be published then. Waits at most until `until_s`.
 
         Raises:
-            DeadlineExceeded: the time (unix seconds) has passed. No place was taken.
+            DeadlineExceeded: the time (unix seconds) has passed. No permit was taken.
         """
         tenant = self._tenants.get(demand.tenant) or self._add(demand)
         tenant.held += demand.items
@@ -209,7 +210,7 @@ class ModelWindow:
         metrics.HELD_SECONDS.labels(demand.model).observe(time.perf_counter() - started_s)
 
     def release(self, demand: Demand) -> None:
-        """Gives the place of one job back, and lets others leave."""
+        """Gives the permit of one job back, and lets others leave."""
         tenant = self._tenants[demand.tenant]
         tenant.published -= demand.items
         self.published -= demand.items
@@ -296,12 +297,12 @@ class ModelWindow:
         return 0.0 if others and tenant.digest in others else tenant.weight
 
 
-Key = tuple[str, str]
-"""Model and lane."""
+Key = tuple[str, Priority]
+"""Model and priority."""
 
 
 class PublishWindow:
-    """The windows of all models and lanes.
+    """The windows of all models and priorities.
 
     Args:
         models: the models of the catalog.
@@ -322,23 +323,23 @@ class PublishWindow:
         self._broker_wait_s = broker_wait_s
         self._round_trip = round_trip
         self.of: dict[Key, ModelWindow] = {}
-        """By model and lane. Only those that were used."""
+        """By model and priority. Only those that were used."""
 
     async def take(self, demand: Demand, until_s: float) -> None:
-        """Takes a place for one job, which may be published then. Waits at most until `until_s`.
+        """Takes a permit for one job, which may be published then. Waits at most until `until_s`.
 
         Raises:
-            DeadlineExceeded: the time (unix seconds) has passed. No place was taken.
+            DeadlineExceeded: the time (unix seconds) has passed. No permit was taken.
         """
         await self.of_demand(demand).take(demand, until_s)
 
     def release(self, demand: Demand, *, is_in_topic: bool) -> None:
-        """Gives the place of one job back.
+        """Gives the permit of one job back.
 
         Args:
             demand: as taken.
             is_in_topic: whether it was published and no caller waits for its answer any more. Its
-              place is kept for the time in which workers usually reach it. Otherwise a caller
+              permit is kept for the time in which workers usually reach it. Otherwise a caller
               who hangs up again and again would fill the topic.
         """
         window = self.of_demand(demand)
@@ -348,8 +349,8 @@ class PublishWindow:
             window.release(demand)
 
     def of_demand(self, demand: Demand) -> ModelWindow:
-        """Returns the window that a job of this demand takes a place in."""
-        key = (demand.model, demand.lane)
+        """Returns the window that a job of this demand takes a permit of."""
+        key = (demand.model, demand.priority)
         window = self.of.get(key)
         if window is None:
             model = self._models[demand.model]
@@ -462,10 +463,10 @@ class WindowExchange:
             self._instances = max(heard)
 
     async def _exchange_one(self, key: Key, window: ModelWindow) -> int:
-        model, lane = key[0], key[1] or "interactive"
+        model, priority = key
         now = report_of(window)
-        metrics.TENANTS.labels(model, lane).set(window.tenants)
-        metrics.MAX_TENANT.labels(model, lane).set(now.tenants[0][2] if now.tenants else 0)
+        metrics.TENANTS.labels(model, priority).set(window.tenants)
+        metrics.MAX_TENANT.labels(model, priority).set(now.tenants[0][2] if now.tenants else 0)
         report = b"" if window.is_idle else msgspec.json.encode(now)
         (self._reported.add if report else self._reported.discard)(key)
         lease_s = LEASE_PAUSES * self._pause_s
@@ -473,7 +474,7 @@ class WindowExchange:
         try:
             answers = await self._redis.run_script(
                 _EXCHANGE,
-                [f"penstock:window:{lane}:{model}"],
+                [f"penstock:window:{priority}:{model}"],
                 self._instance,
                 round(lease_s * 1000),
                 report,

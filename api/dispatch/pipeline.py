@@ -6,13 +6,13 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 
 from api.dispatch.admission import Admission
-from api.dispatch.canary_comparison import PictureComparer
+from api.dispatch.canary_comparison import ImageComparer
 from api.dispatch.canary_routing import CanaryRouter
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.job_sender import JobSender
 from api.dispatch.model_window import PublishWindow, WindowExchange
 from api.dispatch.reply_inbox import ReplyInbox
-from shared.canary.board import CanaryBoard
+from shared.canary.store import CanaryStore
 from shared.catalog import Catalog
 from shared.settings import ApiSettings
 from shared.stores.cache import ResultCache
@@ -45,7 +45,7 @@ async def open_pipeline(
     admin: AbstractAsyncContextManager[Admin],
     rows: AbstractAsyncContextManager[RowSink],
     instance: str,
-    pictures: PictureComparer,
+    images: ImageComparer,
 ) -> OpenParts:
     """Opens everything in the order of its dependencies. `opened` closes it in reverse order.
 
@@ -58,7 +58,7 @@ async def open_pipeline(
         admin: creates an inbox if no pool has one. Not yet open.
         rows: takes the rows that this process writes. Not yet open.
         instance: the id of this process.
-        pictures: compares images of a canary with those of the other revision.
+        images: compares images of a canary with those of the other revision.
 
     Raises:
         Unavailable: the broker is out of reach, or no inbox is free.
@@ -81,7 +81,7 @@ async def open_pipeline(
     )
     await opened.enter_async_context(WindowExchange(window, settings.records_redis_url, instance))
     canaries = await opened.enter_async_context(
-        CanaryRouter(catalog, CanaryBoard(settings.records_redis_url))
+        CanaryRouter(catalog, CanaryStore(settings.records_redis_url))
     )
     sender = JobSender(inbox, broker, objects, records, window, instance)
     dispatcher = await opened.enter_async_context(
@@ -93,7 +93,7 @@ async def open_pipeline(
             row_sink,
             canaries,
             objects,
-            pictures,
+            images,
             api_instance=instance,
             region=settings.region,
         )

@@ -97,8 +97,8 @@ class Readiness:
 
     async def _probe_pubsub(self) -> str:
         """Returns `ok` after a round trip through the broker by both topics, else the reason."""
-        found = await asyncio.gather(*map(self._probe_replies, get_args(Replies)))
-        return next((reason for reason in found if reason != "ok"), "ok")
+        reasons = await asyncio.gather(*map(self._probe_replies, get_args(Replies)))
+        return next((reason for reason in reasons if reason != "ok"), "ok")
 
     async def _probe_replies(self, replies: Replies) -> str:
         probe_id = f"probe_{uuid4().hex}"

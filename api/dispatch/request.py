@@ -3,9 +3,9 @@
 Predictions are such requests too. The state has the items, the jobs, and the completions so far.
 
 Single flight: identical items of concurrent requests are computed once. The first request for an
-item leads it. Later requests with the same cache key join it and wait for the same outcome. An item
-lives as long as one request waits for it. If its leader gives up or runs out of time, the item is
-abandoned, and requests that still have time start it again.
+item leads it. Later requests with the same cache key are coalesced with it and wait for the same
+outcome. An item lives as long as one request waits for it. If its leader gives up or runs out of
+time, the item is abandoned, and requests that still have time start it again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shared.errors import (
 )
 from shared.messages import Item, ItemOutcome, Receipt, RequestFacts, failure, reason_of
 from shared.predictions import Prediction
-from shared.slo import is_promised
+from shared.slo import counts_toward_slo
 from shared.stores.cache import cache_key
 from shared.tasks import Input, Result
 from shared.usage.charge import ItemPrice, as_delivered, cost_usd, device_s, price_of
@@ -110,7 +110,7 @@ class InferenceRequest:
     """Unix time, within the longest deadline of the model."""
     options: RequestOptions
     is_repeatable: bool = True
-    """True if equal inputs give equal results. If not, no item is cached or joined."""
+    """True if equal inputs give equal results. If not, no item is cached or coalesced."""
     record: NewRecord | None = None
     is_run_again: Callable[[], bool] = lambda: False
     """Returns whether the same request is sent again, under the same id, if this is canceled."""
@@ -121,27 +121,27 @@ class InferenceRequest:
         assert self.record is not None, "only for requests with a record; this is a bug"
         return self.record
 
-    def as_first_asked(self, found: Prediction) -> InferenceRequest:
-        """Returns the request that created the prediction `found`, which this one repeats."""
-        price_share = 1.0 if found.price is None else found.price.price_share
+    def as_first_asked(self, first: Prediction) -> InferenceRequest:
+        """Returns the request that created the prediction `first`, which this one repeats."""
+        price_share = 1.0 if first.price is None else first.price.price_share
         facts = msgspec.structs.replace(
             self.facts,
-            tenant=found.tenant,
-            received_at_s=found.created_at_s,
-            client_request_id=found.client_request_id,
-            key_id=found.key_id,
+            tenant=first.tenant,
+            received_at_s=first.created_at_s,
+            client_request_id=first.client_request_id,
+            key_id=first.key_id,
             price_share=price_share,
         )
         options, limit_s = self.options, self.options.queue_limit_s
         if limit_s is not None:  # it counts from this request, and not from the first
-            later_s = self.facts.received_at_s - found.created_at_s
+            later_s = self.facts.received_at_s - first.created_at_s
             options = replace(options, queue_limit_s=limit_s + later_s)
         return replace(
             self,
             facts=facts,
-            deadline_s=found.deadline_s,
+            deadline_s=first.deadline_s,
             options=options,
-            record=replace(self.new_record, prediction=found),
+            record=replace(self.new_record, prediction=first),
         )
 
     def items(self) -> list[Item]:
@@ -163,17 +163,17 @@ class InferenceRequest:
             items,
             self.facts.tenant,
             self.facts.weight,
-            self.facts.lane,
+            self.facts.priority,
             # A full canary refuses no caller: the other revision takes the items.
-            self.is_promised and not self.model.is_canary,
+            self.counts_toward_slo and not self.model.is_canary,
         )
 
     @property
-    def is_promised(self) -> bool:
-        """Returns whether the SLO applies: not in the `batch` lane, nor with less time."""
+    def counts_toward_slo(self) -> bool:
+        """Returns whether the SLO applies: not at `batch` priority, nor with less time."""
         options = self.options
         limits_s = (options.deadline_s, options.queue_limit_s, options.cancel_after_s)
-        return is_promised(self.model.deadline, self.facts.lane, limits_s)
+        return counts_toward_slo(self.model.deadline, self.facts.priority, limits_s)
 
     @property
     def start_by_s(self) -> float:
@@ -350,7 +350,7 @@ class InFlightItem:
 
 
 class SingleFlight:
-    """All items that other requests may join, by cache key."""
+    """All items that other requests may be coalesced with, by cache key."""
 
     def __init__(self) -> None:
         self._by_key: dict[str, InFlightItem] = {}
@@ -358,7 +358,7 @@ class SingleFlight:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def join(self, item: Item, *, shareable: bool) -> tuple[InFlightItem, bool]:
+    def coalesce(self, item: Item, *, shareable: bool) -> tuple[InFlightItem, bool]:
         """Returns the in-flight item for `item`, and whether the caller leads it.
 
         The caller must call `leave` exactly once. Nothing is awaited between lookup and insertion,
@@ -441,7 +441,9 @@ class RequestState:
         if completion is None or not is_final:
             completion = ItemCompletion(failure(index, self.request.too_late()), by_worker=False)
         elif not is_leader:
-            completion = ItemCompletion(_of_joined(index, in_flight, completion), by_worker=False)
+            completion = ItemCompletion(
+                _of_coalesced(index, in_flight, completion), by_worker=False
+            )
         self.completions[index] = completion
 
     def has_result(self, index: int) -> bool:
@@ -497,8 +499,8 @@ def cache_hit(item: Item, result: Result, level: str) -> ItemOutcome:
     return ItemOutcome(item.index, "succeeded", _receipt_of_shared(level, result), result)
 
 
-def _of_joined(index: int, in_flight: InFlightItem, completion: ItemCompletion) -> ItemOutcome:
-    """Returns the leader's outcome as that of an item that joined.
+def _of_coalesced(index: int, in_flight: InFlightItem, completion: ItemCompletion) -> ItemOutcome:
+    """Returns the leader's outcome as that of a coalesced item.
 
     If the leader left without it, the first that gets the result is who it was computed for.
     """

@@ -166,12 +166,12 @@ class LiveDirectory:
     async def _refresh(self) -> None:
         try:
             async with asyncio.timeout(READ_LIMIT_S):
-                found = await self.store.read(self._version)
+                document = await self.store.read(self._version)
             self._current_s = self._clock()
-            if found is not None:
+            if document is not None:
                 # Thousands of keys take tens of milliseconds, in which requests continue.
-                self._directory = await asyncio.to_thread(self._decode, found)
-                self._version = found.version
+                self._directory = await asyncio.to_thread(self._decode, document)
+                self._version = document.version
                 self._looked_for.clear()
                 log.info("API keys read", extra={"source": self.store.source})
         except TimeoutError:
@@ -192,10 +192,10 @@ class LiveDirectory:
             self._failure = Unavailable(public="the refresh of API keys ended")
             self._directory = None
 
-    def _decode(self, found: StoredDocument) -> Directory:
-        document = decode_document(found.data, self.store.source)
+    def _decode(self, stored: StoredDocument) -> Directory:
+        document = decode_document(stored.data, self.store.source)
         for mistake in document_mistakes(document, self._served, time.time()):
-            wrong = mistake_in(found.data, self.store.source, mistake)
+            wrong = mistake_in(stored.data, self.store.source, mistake)
             if self.store.read_only:
                 raise wrong
             log.warning("API keys name what is not served", extra={"reason": wrong.message})

@@ -50,10 +50,10 @@ def accepts_gzip(accept_encoding: str) -> bool:
 
     Without the header nothing is compressed.
     """
-    found = [match for match in map(_GZIP.fullmatch, accept_encoding.split(",")) if match]
+    matches = [match for match in map(_GZIP.fullmatch, accept_encoding.split(",")) if match]
     # The weight of gzip takes precedence over that of `*`.
-    found.sort(key=lambda match: "*" in match[0])
-    return bool(found) and (found[0]["q"] or "1").strip("0.") != ""
+    matches.sort(key=lambda match: "*" in match[0])
+    return bool(matches) and (matches[0]["q"] or "1").strip("0.") != ""
 
 
 IS_HEAD = "penstock.is_head"
@@ -131,8 +131,8 @@ class FastRouteApp(FastAPI):
         given: keyword arguments of FastAPI.
     """
 
-    def __init__(self, bodies: BodyBudget, *, origins: Sequence[str] = (), **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, bodies: BodyBudget, *, origins: Sequence[str] = (), **options: Any) -> None:
+        super().__init__(**options)
         self._entry: ASGIApp = _for_browsers(self._serve, origins) if origins else self._serve
         self._fast_routes: dict[tuple[str, str], FastRoute] = {}
         self._in_context = ContextMiddleware(self._answer, bodies)

@@ -39,7 +39,7 @@ from shared.tenants.api_key import PREFIX
 from shared.tracing.spans import STAGE, Attributes, Span, begin, read_headers, set_current
 
 
-class BodyTurns:
+class BodyPermits:
     """Who had a piece in this turn of the event loop, and whose pieces wait for the next ones."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class BodyBudget:
     """The limit of all bodies together. Above it only small bodies are accepted."""
     arriving: FairRoom
     """The connections whose bodies are still arriving."""
-    turns: BodyTurns = field(default_factory=BodyTurns)
+    turns: BodyPermits = field(default_factory=BodyPermits)
     """In which pieces of large bodies are handled."""
     held_bytes: int = 0
     held_of: Counter[str] = field(default_factory=Counter)
@@ -250,19 +250,19 @@ class _Exchange:
         self._arriving: OneItem | None = None
         self._status = 0
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
+        client_id = headers.get("x-request-id", "")
         self._declared_bytes = _number(headers.get("content-length"))
         self._encoding = headers.get("content-encoding", "").strip().lower()
         own_id = f"req_{secrets.token_hex(12)}"
-        is_shown = _SANE_ID.fullmatch(given) is not None and PREFIX not in given
+        is_shown = _SANE_ID.fullmatch(client_id) is not None and PREFIX not in client_id
         context = self.context = scope["penstock.context"] = RequestContext(
-            shown_id=given if is_shown else own_id,
+            shown_id=client_id if is_shown else own_id,
             facts=RequestFacts(
                 # Always ours, since callers may send long or duplicate ids.
                 request_id=own_id,
                 tenant="",
                 received_at_s=time.time(),
-                client_request_id=given if is_shown or not given else _digest_of(given),
+                client_request_id=client_id if is_shown or not client_id else _digest_of(client_id),
             ),
         )
         self._span = begin_span(scope, context.facts.received_at_s)
@@ -406,9 +406,9 @@ def _too_large(largest_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"the body is larger than {largest_bytes} bytes")
 
 
-def _digest_of(given: str) -> str:
+def _digest_of(key: str) -> str:
     """Replaces an id that is too long for a row, or not safe in headers and logs."""
-    return f"sha256:{hashlib.sha256(given.encode('latin-1')).hexdigest()[:32]}"
+    return f"sha256:{hashlib.sha256(key.encode('latin-1')).hexdigest()[:32]}"
 
 
 def _number(text: str | None) -> int:

@@ -56,7 +56,7 @@ _KEY = _header_parameter(
     "Its answer is repeated for a day, or until newer answers need its place.",
     {"type": "string", "pattern": rf"^[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}$"},
 )
-_LANE = _header_parameter(
+_PRIORITY = _header_parameter(
     "X-Penstock-Lane",
     "`batch`: the request may wait behind interactive ones.",
     {"type": "string", "enum": ["interactive", "batch"], "default": "interactive"},
@@ -76,7 +76,7 @@ _TRACEPARENT = _header_parameter(
     "The trace that the request belongs to (W3C Trace Context). An invalid one is ignored.",
     {"type": "string", "examples": ["00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"]},
 )
-INFERRING = [_DEADLINE, _QUEUE_LIMIT, _CACHE_CONTROL, _KEY, _LANE, _TRACEPARENT]
+INFERRING = [_DEADLINE, _QUEUE_LIMIT, _CACHE_CONTROL, _KEY, _PRIORITY, _TRACEPARENT]
 PREDICTING = [*INFERRING, _PREFER, _CANCEL_AFTER]
 EVENT_IDS = _header_parameter(
     "X-Penstock-Event-Ids",
@@ -321,8 +321,8 @@ def responses(
     error: type[msgspec.Struct] = ErrorReply,
 ) -> Responses:
     """Returns a route's responses: 200 with `reply`, `headers`, and errors with `error`."""
-    found = _errors(statuses, error, "application/json")
-    return {200: success("The result.", reply, *headers)} | found
+    documented = _errors(statuses, error, "application/json")
+    return {200: success("The result.", reply, *headers)} | documented
 
 
 def errors(*statuses: int) -> Responses:
@@ -350,10 +350,10 @@ def problems(*statuses: int) -> Responses:
 
 def of_both_apis(*statuses: int) -> Responses:
     """Errors in OpenAI's shape, or in Replicate's for its clients."""
-    found = errors(*statuses)
+    documented = errors(*statuses)
     for status, in_other_shape in problems(*statuses).items():
-        found[status]["content"] |= in_other_shape["content"]
-    return found
+        documented[status]["content"] |= in_other_shape["content"]
+    return documented
 
 
 def success(text: str, reply: type[msgspec.Struct], *headers: str) -> Described:
@@ -407,9 +407,9 @@ def empty(text: str) -> Described:
 
 def not_over() -> Responses:
     """Returns the error of a route that needs a prediction that has ended."""
-    found = problems(409)
-    found[409]["description"] = "The prediction has not ended."
-    return found
+    documented = problems(409)
+    documented[409]["description"] = "The prediction has not ended."
+    return documented
 
 
 def binary(text: str, *media_types: str, headers: tuple[str, ...] = ()) -> Described:

@@ -23,7 +23,7 @@ class Refusals:
     def write_row(self, context: RequestContext) -> None:
         """Writes the row of a request that was just refused."""
         columns = context.facts.row_columns()
-        if context.options is None:  # refused before its lane was read
+        if context.options is None:  # refused before its priority was read
             columns["priority"] = None
         self._rows.write(
             Row(

@@ -35,11 +35,11 @@ from api.errors import ClientGone
 from api.http.auth import Access, check_access, check_model, may_see
 from api.http.middleware import RequestContext, context_of
 from api.http.refusals import Refusals
-from api.http.request_options import LANE_HEADER, read_options
+from api.http.request_options import PRIORITY_HEADER, read_options
 from api.idempotency.service import IdempotencyService
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec
-from api.inputs.source_pictures import SourcePictures
+from api.inputs.source_images import SourceImages
 from api.inputs.storage import StorageQuota
 from api.limits.limited_request import LimitedRequest
 from api.limits.limiter import Limiter
@@ -47,9 +47,9 @@ from api.predictions.conversations import Conversations
 from api.predictions.creation import OWNER, Creation, PredictionSnapshot, ids_of, version_of
 from api.predictions.event_stream import EventStreams
 from api.predictions.follower import PredictionFollower
+from api.predictions.generation_stream import GenerationStreams
 from api.predictions.results import ResultFetcher
 from api.predictions.service import Predictions
-from api.predictions.text_stream import TextStreams
 from api.tasks.base import Inputs
 from api.usage.reports import ReportService
 from api.usage.service import UsageService
@@ -84,12 +84,12 @@ class Dependencies:
     conversations: Conversations
     follower: PredictionFollower
     event_streams: EventStreams
-    text_streams: TextStreams
+    generation_streams: GenerationStreams
     files: Files
     batch_files: BatchFiles
     batches: Batches
     result_fetcher: ResultFetcher
-    source_pictures: SourcePictures
+    source_images: SourceImages
     usage: UsageService
     reports: ReportService
     started_at_s: float
@@ -368,10 +368,10 @@ class ApiRequest:
             Forbidden: the key may not do this with results of that endpoint or model.
             Unavailable: Redis is out of reach.
         """
-        found = await self.dependencies.predictions.read(self.tenant, prediction_id)
+        snapshot = await self.dependencies.predictions.read(self.tenant, prediction_id)
         route = self.http.scope["route"].path
-        check_access(self.caller, self.http.method, route, found.prediction)
-        return found
+        check_access(self.caller, self.http.method, route, snapshot.prediction)
+        return snapshot
 
     def lists(self, snapshot: PredictionSnapshot) -> bool:
         """Returns whether a list of predictions includes this one for the caller."""
@@ -451,10 +451,10 @@ def open_request(request: Request) -> ApiRequest:
     if context.options is None:
         context.options = read_options(request.scope["headers"], facts)
     call.options = context.options
-    if call.caller.max_priority == "batch" and not facts.lane:
-        # The plan has no other lane. Clients that know nothing of lanes still work.
-        facts.lane = "batch"
-        context.headers[LANE_HEADER] = "batch"
+    if call.caller.max_priority == "batch" and facts.priority == "interactive":
+        # The plan has no other priority. Clients that know nothing of priorities still work.
+        facts.priority = "batch"
+        context.headers[PRIORITY_HEADER] = "batch"
     return call
 
 

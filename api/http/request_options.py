@@ -21,6 +21,7 @@ from api.dispatch.request import RequestOptions
 from shared.catalog_entry import MAX_DEADLINE_S
 from shared.errors import BadInput
 from shared.messages import RequestFacts
+from shared.tenants.plan import PRIORITIES
 
 MAX_READ = 256
 OTHER = "other"
@@ -60,17 +61,17 @@ FAMILIES = frozenset({family for _, family in _FAMILIES} | {OTHER})
 @lru_cache(maxsize=512)
 def family_of(user_agent: str) -> str:
     """Returns the kind of client with this header. Empty without one, `other` if unknown."""
-    found = user_agent[:MAX_READ].strip().lower()
-    if not found:
+    agent = user_agent[:MAX_READ].strip().lower()
+    if not agent:
         return ""
-    if found == "node":  # what fetch of Node sends
+    if agent == "node":  # what fetch of Node sends
         return "node"
-    return next((family for part, family in _FAMILIES if part in found), OTHER)
+    return next((family for part, family in _FAMILIES if part in agent), OTHER)
 
 
 DEADLINE_HEADER = "x-penstock-deadline-ms"
 QUEUE_HEADER = "x-penstock-queue-limit-ms"
-LANE_HEADER = "x-penstock-lane"
+PRIORITY_HEADER = "x-penstock-lane"
 EVENT_IDS_HEADER = "x-penstock-event-ids"
 CANCEL_AFTER_HEADER = "cancel-after"
 IDEMPOTENCY_HEADER = "idempotency-key"
@@ -86,7 +87,7 @@ _KEY = re.compile(rf"[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}")
 
 
 def read_options(headers: Iterable[tuple[bytes, bytes]], facts: RequestFacts) -> RequestOptions:
-    """Parses the options of a request. Its lane and its kind of client become facts of it.
+    """Parses the options of a request. Its priority and its kind of client become facts of it.
 
     Args:
         headers: the raw headers, with names in lower case.
@@ -95,15 +96,15 @@ def read_options(headers: Iterable[tuple[bytes, bytes]], facts: RequestFacts) ->
     Raises:
         BadInput: a value is invalid, or sent more than once. `field` names the header.
     """
-    given: dict[bytes, str] = {}
+    values: dict[bytes, str] = {}
     for name, value in headers:
         if name in _READERS:
             text = value.decode("latin-1").strip(" \t")
-            given[name] = _joined(name, given[name], text) if name in given else text
+            values[name] = _joined(name, values[name], text) if name in values else text
     options: dict[str, Any] = {}
-    for name, text in given.items():
+    for name, text in values.items():
         options |= _READERS[name](text)
-    facts.lane = options.pop("lane", "")
+    facts.priority = options.pop("priority", "interactive")
     facts.user_agent_family = options.pop("user_agent_family", "")
     return RequestOptions(**options)
 
@@ -127,8 +128,8 @@ def _milliseconds(header: str, option: str) -> Callable[[str], dict[str, Any]]:
 
 
 def _cancel_after(text: str) -> dict[str, Any]:
-    found = _CANCEL_AFTER.fullmatch(text)
-    hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0)
+    match = _CANCEL_AFTER.fullmatch(text)
+    hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0)
     asked_s = (hours * 60 + minutes) * 60 + seconds
     if not 1 <= asked_s <= MAX_DEADLINE_S:
         reason = f"a time such as 30s, 5m or 1h30m, from 1s to {MAX_DEADLINE_S // 3600}h"
@@ -136,10 +137,10 @@ def _cancel_after(text: str) -> dict[str, Any]:
     return {"cancel_after_s": float(asked_s)}
 
 
-def _lane(text: str) -> dict[str, Any]:
-    if text.lower() not in ("interactive", "batch"):
-        raise _refusal(LANE_HEADER, text, "interactive or batch")
-    return {"lane": "batch" if text.lower() == "batch" else ""}
+def _priority(text: str) -> dict[str, Any]:
+    if text.lower() not in PRIORITIES:
+        raise _refusal(PRIORITY_HEADER, text, "interactive or batch")
+    return {"priority": text.lower()}
 
 
 def _event_ids(text: str) -> dict[str, Any]:
@@ -164,8 +165,8 @@ def _cache_control(text: str) -> dict[str, Any]:
 
 def _prefer(text: str) -> dict[str, Any]:
     """Parses `Prefer` (RFC 7240): unknown preferences are ignored, and the first of two counts."""
-    for found in filter(None, (_WAIT.fullmatch(one.strip()) for one in text.split(","))):
-        asked = found[1]
+    for match in filter(None, (_WAIT.fullmatch(one.strip()) for one in text.split(","))):
+        asked = match[1]
         # There may be any number of digits, so they are counted before they are parsed.
         return {
             "wait_s": MAX_WAIT_S
@@ -188,7 +189,7 @@ _READERS = {
     DEADLINE_HEADER.encode(): _milliseconds(DEADLINE_HEADER, "deadline_s"),
     QUEUE_HEADER.encode(): _milliseconds(QUEUE_HEADER, "queue_limit_s"),
     CANCEL_AFTER_HEADER.encode(): _cancel_after,
-    LANE_HEADER.encode(): _lane,
+    PRIORITY_HEADER.encode(): _priority,
     EVENT_IDS_HEADER.encode(): _event_ids,
     IDEMPOTENCY_HEADER.encode(): _idempotency_key,
     b"cache-control": _cache_control,

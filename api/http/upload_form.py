@@ -40,12 +40,12 @@ def plain_disposition(header: bytes) -> bytes:
     """
     extended = _EXTENDED_NAME.search(_QUOTED.sub(b'""', header))
     _, options = parse_options_header(header)
-    given = options.get(b"filename", b"")
+    filename = options.get(b"filename", b"")
     if extended is not None:
         name = _decoded(unquote_to_bytes(extended[2].strip()), extended[1] or b"")
-    elif _ENCODED_WORD.fullmatch(given):
+    elif _ENCODED_WORD.fullmatch(filename):
         try:
-            name = str(make_header(decode_header(given.decode("ascii", "replace"))))
+            name = str(make_header(decode_header(filename.decode("ascii", "replace"))))
         except (HeaderParseError, LookupError, ValueError):
             return header
     else:
@@ -229,15 +229,15 @@ class UploadForm:
 async def first_field(request: Request) -> tuple[str, Request]:
     """Returns the name of a form's first field, and the request as if nothing had been read."""
     read: list[Message] = []
-    found = None
-    while found is None:
+    match = None
+    while match is None:
         message = await request.receive()
         read.append(message)
         head = b"".join(one.get("body", b"") for one in read)
-        found = _FIRST_NAME.search(head[:_PEEK_BYTES])
+        match = _FIRST_NAME.search(head[:_PEEK_BYTES])
         if not message.get("more_body") or len(head) > _PEEK_BYTES:
             break
-    name = found[1].decode("utf-8", "replace") if found else ""
+    name = match[1].decode("utf-8", "replace") if match else ""
     return name, Request(request.scope, _replayed(read, request.receive))
 
 

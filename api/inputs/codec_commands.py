@@ -80,7 +80,7 @@ class _TooLargeError(Exception):
 
 
 class _NotDrawnError(Exception):
-    """A picture of a kind that can't be drawn right. Says which."""
+    """An image of a kind that can't be drawn right. Says which."""
 
 
 def run_command(
@@ -93,10 +93,10 @@ def run_command(
             return SourcePrepared(*source.size), _saved(source, "png", compress_level=1)
         if isinstance(command, CompareImages):
             return ImagesCompared(_psnr_db(data, command.first_bytes, reserve)), b""
-        with _opened(data, ("PNG",)) as picture:
-            reserve(_cost_bytes(picture, picture.size))
+        with _opened(data, ("PNG",)) as image:
+            reserve(_cost_bytes(image, image.size))
             return ImageEncoded(), _saved(
-                picture.convert("RGB"), command.output_format, quality=command.quality
+                image.convert("RGB"), command.output_format, quality=command.quality
             )
     except (_TooLargeError, MemoryError) as error:
         return CodecError(
@@ -128,21 +128,21 @@ def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> f
 
 def _prepared(data: bytes, command: PrepareSource, reserve: Callable[[int], None]) -> Image.Image:
     """Returns the image in `data`, upright, in RGB, and resized to the output size."""
-    with _opened(_without_metadata(data), SOURCE_FORMATS) as picture:
-        shape = picture.size
-        _scale_transparent_color(picture)
+    with _opened(_without_metadata(data), SOURCE_FORMATS) as image:
+        shape = image.size
+        _scale_transparent_color(image)
         # The orientation of a PNG may follow its pixels. Until it is known, assume upright.
         target = command.size or size_like(*shape, command.limits)
-        if isinstance(picture, JpegImageFile):
-            target = _target(picture, shape, command)
-            width, height = _unturned(target, picture)
+        if isinstance(image, JpegImageFile):
+            target = _target(image, shape, command)
+            width, height = _unturned(target, image)
             # The decoder skips what the target does not need.
-            picture.draft(None, (2 * width, 2 * height))
-        reserve(_cost_bytes(picture, shape, target))
-        picture.load()
-        target = _target(picture, shape, command)
-        drawn = _reduced(picture, _unturned(target, picture))
-        turn = _TURNS.get(_orientation(picture))
+            image.draft(None, (2 * width, 2 * height))
+        reserve(_cost_bytes(image, shape, target))
+        image.load()
+        target = _target(image, shape, command)
+        drawn = _reduced(image, _unturned(target, image))
+        turn = _TURNS.get(_orientation(image))
         return drawn if turn is None else drawn.transpose(turn)
 
 
@@ -159,15 +159,15 @@ def size_like(width: int, height: int, limits: SourceLimits) -> tuple[int, int]:
 
 
 def _opened(data: bytes, formats: tuple[str, ...]) -> Image.Image:
-    picture = Image.open(io.BytesIO(data), formats=formats)
-    if picture.width * picture.height > SOURCE_LIMIT_PIXELS:
+    image = Image.open(io.BytesIO(data), formats=formats)
+    if image.width * image.height > SOURCE_LIMIT_PIXELS:
         limit = f"at most {SOURCE_LIMIT_PIXELS // 1_000_000} megapixels are allowed"
-        raise _TooLargeError(f"{picture.width}x{picture.height} pixels; {limit}")
-    return picture
+        raise _TooLargeError(f"{image.width}x{image.height} pixels; {limit}")
+    return image
 
 
 def _without_metadata(data: bytes) -> bytes:
-    """Returns a PNG without the chunks that change nothing: what is wrong in one spoils no picture.
+    """Returns a PNG without the chunks that change nothing: what is wrong in one spoils no image.
 
     Other files are returned as they are.
     """
@@ -186,15 +186,15 @@ def _without_metadata(data: bytes) -> bytes:
     return b"".join(kept) if is_shorter else data
 
 
-def _scale_transparent_color(picture: Image.Image) -> None:
+def _scale_transparent_color(image: Image.Image) -> None:
     """Gives the transparent color of a PNG (tRNS) the depth that its pixels will have.
 
     Raises:
         _NotDrawnError: it has 16 bits a channel, of which Pillow keeps eight, so that others
             would be transparent too.
     """
-    tile: Any = next(iter(getattr(picture, "tile", ())), None)
-    if picture.format != "PNG" or tile is None or "transparency" not in picture.info:
+    tile: Any = next(iter(getattr(image, "tile", ())), None)
+    if image.format != "PNG" or tile is None or "transparency" not in image.info:
         return
     if tile.args == "RGB;16B":
         raise _NotDrawnError(
@@ -202,55 +202,53 @@ def _scale_transparent_color(picture: Image.Image) -> None:
             "channel, or with 8 bits"
         )
     if highest := _DEPTHS.get(tile.args):
-        picture.info["transparency"] = picture.info["transparency"] * 255 // highest
+        image.info["transparency"] = image.info["transparency"] * 255 // highest
 
 
-def _orientation(picture: Image.Image) -> int:
+def _orientation(image: Image.Image) -> int:
     """Returns the orientation that EXIF names, from 1 to 8. 1: upright, or nothing that says so."""
     try:
-        found = picture.getexif().get(ExifTags.Base.Orientation, 1)
+        tag = image.getexif().get(ExifTags.Base.Orientation, 1)
         # A number of another type than the standard's comes as bytes or in a tuple.
-        (found,) = found if isinstance(found, bytes | tuple) else (found,)
-        orientation = int(found)
+        (tag,) = tag if isinstance(tag, bytes | tuple) else (tag,)
+        orientation = int(tag)
     except Exception:
-        # The boundary to Pillow's reader of metadata, which never decides whether a picture is one.
+        # The boundary to Pillow's reader of metadata, which never decides whether an image is one.
         return 1
     return orientation if orientation in _TURNS else 1
 
 
-def _target(
-    picture: Image.Image, shape: tuple[int, int], command: PrepareSource
-) -> tuple[int, int]:
+def _target(image: Image.Image, shape: tuple[int, int], command: PrepareSource) -> tuple[int, int]:
     """Returns the output width and height, in the displayed orientation."""
-    width, height = _unturned(shape, picture)
+    width, height = _unturned(shape, image)
     return command.size or size_like(width, height, command.limits)
 
 
-def _unturned(size: tuple[int, int], picture: Image.Image) -> tuple[int, int]:
+def _unturned(size: tuple[int, int], image: Image.Image) -> tuple[int, int]:
     """Converts `size` between the orientations of display and file, in both directions."""
-    return (size[1], size[0]) if _orientation(picture) in _SIDEWAYS else size
+    return (size[1], size[0]) if _orientation(image) in _SIDEWAYS else size
 
 
 def _cost_bytes(
-    picture: Image.Image, shape: tuple[int, int], target: tuple[int, int] | None = None
+    image: Image.Image, shape: tuple[int, int], target: tuple[int, int] | None = None
 ) -> int:
     """Returns the maximum memory that the work takes, in bytes, as measured.
 
     Pillow uses four bytes per pixel in most modes.
     """
-    pixels = picture.width * picture.height
-    decoded = _SMALL_MODES.get(picture.mode, 4) * pixels
+    pixels = image.width * image.height
+    decoded = _SMALL_MODES.get(image.mode, 4) * pixels
     loading = decoded
-    if picture.format == "WEBP":
+    if image.format == "WEBP":
         loading = 16 * pixels
-    elif picture.info.get("progressive"):
+    elif image.info.get("progressive"):
         # A progressive JPEG is held as two-byte coefficients at full size, whatever its decoded
         # size.
         loading += 8 * shape[0] * shape[1]
     # The orientation may follow the pixels, so both are possible.
     targets = [target, target[::-1]] if target else []
-    made = max([_reduced_bytes(picture.size, one) for one in targets], default=4 * pixels)
-    return WORKING_BYTES + max(loading, decoded + made)
+    resized_bytes = max([_reduced_bytes(image.size, one) for one in targets], default=4 * pixels)
+    return WORKING_BYTES + max(loading, decoded + resized_bytes)
 
 
 def _reduced_bytes(have: tuple[int, int], want: tuple[int, int]) -> int:
@@ -267,46 +265,46 @@ def _factors(have: tuple[int, int], want: tuple[int, int]) -> tuple[int, int]:
     )
 
 
-def _reduced(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
+def _reduced(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     """Returns the image without alpha, in `size`.
 
     Works in strips, so there is no second full copy in memory.
     """
-    across, down = _factors(picture.size, size)
-    width, height = picture.size
+    across, down = _factors(image.size, size)
+    width, height = image.size
     small = Image.new("RGB", (math.ceil(width / across), math.ceil(height / down)))
     rows = max(1, STRIP_PIXELS // width // down) * down
     for top in range(0, height, rows):
-        strip = _flat(picture.crop((0, top, width, min(height, top + rows))))
+        strip = _flat(image.crop((0, top, width, min(height, top + rows))))
         small.paste(strip.reduce((across, down)), (0, top // down))
     return small.resize(size, Image.Resampling.LANCZOS, box=(0, 0, width / across, height / down))
 
 
-def _flat(picture: Image.Image) -> Image.Image:
+def _flat(image: Image.Image) -> Image.Image:
     """Returns the image on a white background, without transparency."""
-    if picture.mode.startswith("I;16"):
-        picture = _with_8_bits(picture)
-    if not picture.has_transparency_data:
-        return picture.convert("RGB")
-    layer = picture.convert("RGBA")
+    if image.mode.startswith("I;16"):
+        image = _with_8_bits(image)
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    layer = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
 
 
-def _with_8_bits(picture: Image.Image) -> Image.Image:
-    """Returns a gray picture of 16 bits with 8, and with alpha if one of its grays is transparent.
+def _with_8_bits(image: Image.Image) -> Image.Image:
+    """Returns a gray image of 16 bits with 8, and with alpha if one of its grays is transparent.
 
     Pillow itself would make all above 255 white.
     """
-    wide = picture.convert("I")  # the mode that takes tables of 65,536
+    wide = image.convert("I")  # the mode that takes tables of 65,536
     gray = wide.point(_TO_8_BITS, "L")
-    clear = picture.info.get("transparency")
+    clear = image.info.get("transparency")
     if clear is None:
         return gray
     alpha = wide.point([0 if value == clear else 255 for value in range(65536)], "L")
     return Image.merge("LA", (gray, alpha))
 
 
-def _saved(picture: Image.Image, output_format: str, **options: int) -> bytes:
+def _saved(image: Image.Image, output_format: str, **options: int) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, output_format, **options)
+    image.save(buffer, output_format, **options)
     return buffer.getvalue()

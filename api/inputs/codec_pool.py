@@ -134,16 +134,16 @@ class CodecClient:
         """
         try:
             await self._send(command, data)
-            reply, made = await self._read()
+            reply, result = await self._read()
             if isinstance(reply, HeaderRead):
                 async with reserve(reply.cost_bytes):
                     await self._send(Proceed())
-                    reply, made = await self._read()
+                    reply, result = await self._read()
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise await self._death_error() from error
         if isinstance(reply, CodecError):
             raise error_for_code(reply.code, reply.reason)
-        return reply, made
+        return reply, result
 
     async def _send(self, frame: CodecRequest, data: bytes = b"") -> None:
         self._writer.write(frame_header(frame, len(data)))
@@ -183,7 +183,7 @@ class CodecClient:
 T = TypeVar("T")
 
 
-class FairLine(Generic[T]):
+class FairQueue(Generic[T]):
     """Entries that wait, by tenant."""
 
     def __init__(self) -> None:
@@ -255,9 +255,9 @@ class CodecPool:
         self._processes = processes
         self._budget_bytes = budget_bytes
         # Results before new images, since they are already computed and paid for.
-        self._lines: dict[bool, FairLine[asyncio.Future[None]]] = {
-            False: FairLine(),
-            True: FairLine(),
+        self._lines: dict[bool, FairQueue[asyncio.Future[None]]] = {
+            False: FairQueue(),
+            True: FairQueue(),
         }
         self._results_waiting = 0
         self._room = FairRoom(MAX_QUEUED)
@@ -340,11 +340,11 @@ class CodecPool:
         """
         if not self._room.total:
             return
-        picture, size = OneItem(task.tenant), OneItem(task.tenant, items=max(1, task.size_bytes))
-        before = self._room.ahead_of(picture, enough=-1.0) + self._results_waiting
+        image, size = OneItem(task.tenant), OneItem(task.tenant, items=max(1, task.size_bytes))
+        before = self._room.ahead_of(image, enough=-1.0) + self._results_waiting
         wait_s = (1 + before) * self._service_s / self._processes
         late_s = wait_s + self._service_s - remaining_s
-        if self._room.turns_to_wait(picture) or self._bytes_room.turns_to_wait(size):
+        if self._room.turns_to_wait(image) or self._bytes_room.turns_to_wait(size):
             waiting = self._room.held_by(task.tenant)
             reason = f"{waiting} of your images wait to be decoded, and there is no room for more"
             retry_after_s = self._service_s
@@ -378,9 +378,9 @@ class CodecPool:
     @contextmanager
     def _counted(self, task: _Task) -> Iterator[None]:
         """Counts a command that waits."""
-        picture, size = OneItem(task.tenant), OneItem(task.tenant, items=max(1, task.size_bytes))
+        image, size = OneItem(task.tenant), OneItem(task.tenant, items=max(1, task.size_bytes))
         if task.is_new:
-            self._room.take(picture)
+            self._room.take(image)
             self._bytes_room.take(size)
         else:
             self._results_waiting += 1
@@ -389,7 +389,7 @@ class CodecPool:
                 yield
         finally:
             if task.is_new:
-                self._room.release(picture)
+                self._room.release(image)
                 self._bytes_room.release(size)
             else:
                 self._results_waiting -= 1

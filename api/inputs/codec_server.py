@@ -80,14 +80,14 @@ def _read(connection: socket.socket) -> tuple[CodecRequest, bytes]:
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
     """Reads exactly `size` bytes. If the API closes the socket, the process ends."""
-    found = bytearray(size)
-    place = memoryview(found)
-    while place:
-        count = connection.recv_into(place)
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        count = connection.recv_into(rest)
         if not count:
             raise ConnectionError("the API closed the socket")
-        place = place[count:]
-    return bytes(found)
+        rest = rest[count:]
+    return bytes(data)
 
 
 def _send(connection: socket.socket, reply: CodecReply, data: bytes = b"") -> None:

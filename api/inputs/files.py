@@ -156,8 +156,8 @@ class Files:
         Raises:
             Unavailable: the object store is out of reach.
         """
-        found = await self._objects.listing(_folder_of(tenant), MAX_LISTED)
-        ids = [one.key.rpartition("_")[2] for one in found]
+        listed = await self._objects.listing(_folder_of(tenant), MAX_LISTED)
+        ids = [one.key.rpartition("_")[2] for one in listed]
         files = await asyncio.gather(*(self._found(tenant, f"file_{one}") for one in ids))
         return [file for file in files if file is not None]
 

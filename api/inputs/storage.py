@@ -269,8 +269,8 @@ class Storage:
                 keys = sorted((one.key for one in parts), reverse=True)
                 removed += await self._remove(folder, keys)
         for folder, is_over in ((LISTED, _is_listed_no_more), (RESERVED, _is_left_behind)):
-            found = await self.objects.listing(f"{folder}/{owner}", 2 * MAX_FILES)
-            keys = [one.key for one in found if is_over(one.key.rpartition("/")[2], now_s)]
+            listed = await self.objects.listing(f"{folder}/{owner}", 2 * MAX_FILES)
+            keys = [one.key for one in listed if is_over(one.key.rpartition("/")[2], now_s)]
             removed += await self._remove(folder, keys)
         return _Removal(removed, next_s)
 

@@ -220,10 +220,10 @@ class LimitedRequest:
         unit = self._model.definition.unit
         work, usd = 0, 0.0
         if account.counts_work:
-            work = sum(given.estimate_work() for given in self._inputs)
+            work = sum(one.estimate_work() for one in self._inputs)
         if account.has_budget:
             price = price_of(self._model, self._received_at_s, self._price_share)
-            bounds = (given.bound_work(self._model) for given in self._inputs)
+            bounds = (one.bound_work(self._model) for one in self._inputs)
             usd = sum(highest_cost_usd(price, unit, bound) for bound in bounds)
         return RequestDemand(unit, items=len(self._inputs), work=work, cost_usd=usd)
 

@@ -227,8 +227,8 @@ class LimitStore(RedisStore):
         lowest = next(iter(self._unanswered), 0)
         encoded = msgspec.json.encode(asks)
         args = (self._instance, SLOTS_S * 1000, encoded, settled, call, lowest, CALLS_S * 1000)
-        found = await self._commands.run_script(self._take, keys, *args)
-        answers = _answers.decode(found)
+        outcome = await self._commands.run_script(self._take, keys, *args)
+        answers = _answers.decode(outcome)
         if len(answers) != len(asks):
             raise PenstockError(f"{len(answers)} answers to {len(asks)} asks; this is a bug")
         return answers
@@ -263,11 +263,11 @@ class LimitStore(RedisStore):
             Unavailable: Redis did not answer.
         """
         args = (since_ms, MAX_TOTALS, f"{self._prefix}month:", TOTALS_KEPT_MS)
-        now_ms, changed, found = await self._commands.run_script(
+        now_ms, changed, settled = await self._commands.run_script(
             self._totals, [self._budgets_key], *args
         )
         totals = {}
-        for key, month, used, before in found:
+        for key, month, used, before in settled:
             newest = float(month)
             totals[key.decode()] = {newest: float(used), newest - 1: float(before)}
         return Totals(totals, int(now_ms), is_whole=int(changed) <= MAX_TOTALS)

@@ -51,8 +51,8 @@ from api.openai.ids import answer_id
 from api.openai.stored import find_stored
 from api.predictions.creation import PredictionSnapshot, digest_of
 from api.predictions.event_stream import HeldResponse
+from api.predictions.generation_stream import StreamShape, seen_from_id
 from api.predictions.service import PredictionNotOver
-from api.predictions.text_stream import TextShape, seen_from_id
 from api.tasks.base import Inputs
 from shared.catalog import Model
 from shared.errors import PenstockError
@@ -76,9 +76,11 @@ def _event(body: msgspec.Struct) -> bytes:
 class ChatEvents:
     """The events of a chat. `made` is its id."""
 
-    def __init__(self, body: ChatBody, made: str, created_at_s: float, model: Model) -> None:
+    def __init__(
+        self, body: ChatBody, completion_id: str, created_at_s: float, model: Model
+    ) -> None:
         self._body = body
-        self._made = made
+        self._made = completion_id
         self._created = int(created_at_s)
         self._model = model
         self._has_tools = bool(body.allowed_tools)
@@ -142,9 +144,11 @@ class ChatEvents:
 class CompletionEvents:
     """The events of a completion. `made` is its id."""
 
-    def __init__(self, body: CompletionBody, made: str, created_at_s: float, model: Model) -> None:
+    def __init__(
+        self, body: CompletionBody, completion_id: str, created_at_s: float, model: Model
+    ) -> None:
         self._body = body
-        self._made = made
+        self._made = completion_id
         self._created = int(created_at_s)
         self._model = model
         options = body.stream_options
@@ -208,7 +212,7 @@ class _Endpoint(NamedTuple, Generic[B]):
     body: type[B]
     id_prefix: str
     reply: Callable[[B, str, float, Model, Sequence[ItemOutcome]], msgspec.Struct]
-    events: Callable[[B, str, float, Model], TextShape]
+    events: Callable[[B, str, float, Model], StreamShape]
 
 
 CHAT = _Endpoint("/v1/chat/completions", ChatBody, ids.CHAT, chat_reply, ChatEvents)
@@ -260,7 +264,7 @@ async def read_chat(
     if stream:
         last_id = request.headers.get("last-event-id", "") or starting_after
         with ExitStack() as held:
-            held.enter_context(call.dependencies.text_streams.reserved(call.tenant))
+            held.enter_context(call.dependencies.generation_streams.reserved(call.tenant))
             return await _stream(call, CHAT, body, snapshot, last_id, held.pop_all())
     return _json(stored_chat(call, snapshot))
 
@@ -277,13 +281,15 @@ async def _create(request: Request, endpoint: _Endpoint[Any]) -> Response:
     if body.stream:
         return await _create_stream(call, endpoint, body, model, inputs)
     repeats = is_repeatable(body) or call.context.key_seed is not None
-    made = answer_id(endpoint.id_prefix, call.context.facts.request_id)
+    completion_id = answer_id(endpoint.id_prefix, call.context.facts.request_id)
     async with call.inferred(model, inputs, is_repeatable=repeats) as response:
         if isinstance(body, ChatBody) and body.store:
             read = Inputs(inputs, dumped(body), len(inputs) > 1, is_repeatable=repeats)
-            made = await _keep(call, model, read, response.outcomes)
+            completion_id = await _keep(call, model, read, response.outcomes)
         return _json(
-            endpoint.reply(body, made, call.context.facts.received_at_s, model, response.outcomes)
+            endpoint.reply(
+                body, completion_id, call.context.facts.received_at_s, model, response.outcomes
+            )
         )
 
 
@@ -316,7 +322,7 @@ async def _create_stream(
     digest = digest_of(json.dumps([model.name, endpoint.path, shown], sort_keys=True))
     new = call.recorded(model, read, digest=digest, endpoint=endpoint.path)
     with ExitStack() as held:
-        held.enter_context(call.dependencies.text_streams.reserved(call.tenant))
+        held.enter_context(call.dependencies.generation_streams.reserved(call.tenant))
         async with call.created(new, waits=False) as creation:
             pass
         return await _stream(
@@ -344,9 +350,9 @@ async def _stream(
         seen = seen_from_id(last_id, _items_of(body))
         if IS_HEAD in call.http.scope:
             return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
-        made = answer_id(endpoint.id_prefix, prediction.id)
-        shape = endpoint.events(body, made, prediction.created_at_s, model)
-        streams = call.dependencies.text_streams
+        completion_id = answer_id(endpoint.id_prefix, prediction.id)
+        shape = endpoint.events(body, completion_id, prediction.created_at_s, model)
+        streams = call.dependencies.generation_streams
         if is_new:
             beginning = streams.begin(
                 snapshot, shape, seen, call.check_key, has_ids=_wants_ids(call)
@@ -354,7 +360,7 @@ async def _stream(
             sse = await while_connected(call.http.receive, beginning)
         else:
             sse = streams.follow(snapshot, shape, seen, call.check_key, stays=False, has_ids=True)
-        headers = {**_HEADERS, "location": f"{CHAT.path}/{made}"}
+        headers = {**_HEADERS, "location": f"{CHAT.path}/{completion_id}"}
         if endpoint is not CHAT:
             del headers["location"]
         return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
@@ -385,8 +391,8 @@ def stored_chat(call: ApiRequest, snapshot: PredictionSnapshot) -> ChatReply:
     if record.state != "succeeded" or record.reply is None:
         raise snapshot.failure
     body = ChatBody.model_validate(prediction.input)
-    model, made = _model_of(call, snapshot), answer_id(ids.CHAT, prediction.id)
-    reply = chat_reply(body, made, prediction.created_at_s, model, record.reply.outcomes)
+    model, completion_id = _model_of(call, snapshot), answer_id(ids.CHAT, prediction.id)
+    reply = chat_reply(body, completion_id, prediction.created_at_s, model, record.reply.outcomes)
     reply.metadata = body.metadata or {}
     return reply
 

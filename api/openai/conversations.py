@@ -76,10 +76,10 @@ async def create_conversation(request: Request) -> Response:
     body = await call.read_json(ConversationBody)
     items = await items_to_add(call, body.items or [])
     keep_s = call.caller.plan.prediction_keep_s
-    made = await call.dependencies.conversations.create(
+    conversation = await call.dependencies.conversations.create(
         call.tenant, body.metadata or {}, items, keep_s
     )
-    return _reply(made)
+    return _reply(conversation)
 
 
 @router.get(
@@ -106,8 +106,8 @@ async def change_conversation(request: Request, conversation_id: str) -> Respons
     await call.dependencies.conversations.read(call.tenant, conversation_id)
     body = await call.read_json(ConversationChange)
 
-    def change(found: Conversation) -> None:
-        found.metadata = body.metadata or {}
+    def change(conversation: Conversation) -> None:
+        conversation.metadata = body.metadata or {}
 
     return _reply(await _changed(call, conversation_id, change))
 
@@ -140,8 +140,8 @@ async def list_items(
 ) -> Response:
     """All items, with the output of responses that have ended."""
     call = authenticate(request)
-    found = await settled(call, conversation_id)
-    return _json(page_of(found.items, limit, order, after))
+    conversation = await settled(call, conversation_id)
+    return _json(page_of(conversation.items, limit, order, after))
 
 
 @router.post(
@@ -170,8 +170,8 @@ async def add_items(request: Request, conversation_id: str) -> Response:
 async def read_item(request: Request, conversation_id: str, item_id: str) -> Response:
     """An item."""
     call = authenticate(request)
-    found = await settled(call, conversation_id)
-    item = next((one for one in found.items if one["id"] == item_id), None)
+    conversation = await settled(call, conversation_id)
+    item = next((one for one in conversation.items if one["id"] == item_id), None)
     if item is None:
         raise _no_item(item_id)
     return Response(msgspec.json.encode(item), media_type="application/json")
@@ -188,11 +188,11 @@ async def delete_item(request: Request, conversation_id: str, item_id: str) -> R
     call = authenticate(request)
     await settled(call, conversation_id)
 
-    def change(found: Conversation) -> None:
-        left = [entry for entry in found.entries if entry.item.get("id") != item_id]
-        if len(left) == len(found.entries):
+    def change(conversation: Conversation) -> None:
+        left = [entry for entry in conversation.entries if entry.item.get("id") != item_id]
+        if len(left) == len(conversation.entries):
             raise _no_item(item_id)
-        found.entries = left
+        conversation.entries = left
 
     return _reply(await _changed(call, conversation_id, change))
 
@@ -205,9 +205,9 @@ async def settled(call: ApiRequest, conversation_id: str) -> Conversation:
         ConversationBusy: others change it all the time.
         Unavailable: Redis is out of reach.
     """
-    found = await call.dependencies.conversations.read(call.tenant, conversation_id)
+    conversation = await call.dependencies.conversations.read(call.tenant, conversation_id)
     outputs: dict[str, list[ConversationEntry]] = {}
-    for prediction in found.pending:
+    for prediction in conversation.pending:
         snapshot = await _prediction(call, prediction)
         if snapshot is None:
             outputs[prediction] = []
@@ -215,11 +215,11 @@ async def settled(call: ApiRequest, conversation_id: str) -> Conversation:
             output = msgspec.to_builtins(state_of(call, snapshot).output)
             outputs[prediction] = [ConversationEntry(item) for item in output]
     if not outputs:
-        return found
+        return conversation
 
-    def change(found: Conversation) -> None:
-        found.entries = [
-            one for entry in found.entries for one in outputs.get(entry.prediction, [entry])
+    def change(conversation: Conversation) -> None:
+        conversation.entries = [
+            one for entry in conversation.entries for one in outputs.get(entry.prediction, [entry])
         ]
 
     return await _changed(call, conversation_id, change)
@@ -231,13 +231,13 @@ async def unlocked(call: ApiRequest, conversation_id: str) -> Conversation:
     Raises:
         ConversationBusy: one is.
     """
-    found = await settled(call, conversation_id)
-    if found.pending:
+    conversation = await settled(call, conversation_id)
+    if conversation.pending:
         raise ConversationBusy(
             "conversation: a response of it is still being written; try again when it has ended",
             field="conversation",
         )
-    return found
+    return conversation
 
 
 async def add_to(
@@ -248,21 +248,21 @@ async def add_to(
         ConversationEntry(prediction=prediction)
     ] * bool(prediction)
 
-    def change(found: Conversation) -> None:
-        found.entries = [*found.entries, *new]
+    def change(conversation: Conversation) -> None:
+        conversation.entries = [*conversation.entries, *new]
 
     await _changed(call, conversation_id, change)
 
 
-async def items_to_add(call: ApiRequest, given: Sequence[Any]) -> list[dict[str, Any]]:
+async def items_to_add(call: ApiRequest, items: Sequence[Any]) -> list[dict[str, Any]]:
     """Returns items as they are stored: with ids, and those that are referred to."""
-    names = [item.id for item in given if isinstance(item, ItemReference)]
+    names = [item.id for item in items if isinstance(item, ItemReference)]
     known = await referenced_items(call, names)
     dumped = [
         known[item.id]
         if isinstance(item, ItemReference)
         else item.model_dump(mode="json", exclude_unset=True)
-        for item in given
+        for item in items
     ]
     return as_stored(dumped)
 
@@ -290,8 +290,10 @@ def _no_item(item_id: str) -> NotFound:
     return NotFound(f"Item with id '{item_id[:80]}' not found.")
 
 
-def _reply(found: Conversation) -> Response:
-    return _json(ConversationReply(found.id, int(found.created_at_s), found.metadata))
+def _reply(conversation: Conversation) -> Response:
+    return _json(
+        ConversationReply(conversation.id, int(conversation.created_at_s), conversation.metadata)
+    )
 
 
 def _json(reply: msgspec.Struct) -> Response:

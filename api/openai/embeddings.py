@@ -159,21 +159,21 @@ def embeddings_reply(
     With `truncate` each vector says how many tokens of its text were cut.
     """
     results = [outcome.result for outcome in outcomes]
-    found = [result for result in results if isinstance(result, EmbeddingResult)]
-    if len(found) < len(results):
+    outputs = [result for result in results if isinstance(result, EmbeddingResult)]
+    if len(outputs) < len(results):
         raise PenstockError(f"{model.name} returned a result that is not a vector; this is a bug")
     dimensions, as_floats = kept_dimensions(body, model), body.encoding_format == "float"
-    vectors = [result.vector for result in found]
+    vectors = [result.vector for result in outputs]
     embeddings: Sequence[bytes | list[float]] = vectors
     if as_floats or dimensions != model.dimensions:
         matrix = _matrix(vectors, model, dimensions)
         embeddings = (
             [row.tolist() for row in matrix] if as_floats else [row.tobytes() for row in matrix]
         )
-    tokens = sum(result.tokens for result in found)
+    tokens = sum(result.tokens for result in outputs)
     items = [EmbeddingItem(index, embedding) for index, embedding in enumerate(embeddings)]
     if body.truncate:
-        for item, result in zip(items, found, strict=True):
+        for item, result in zip(items, outputs, strict=True):
             item.truncated_tokens = result.truncated_tokens
     return EmbeddingsReply(items, model.name, Usage(tokens, tokens))
 

@@ -80,13 +80,13 @@ def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
         BadInput: two schemas have the same name.
     """
     forms, parts, named = [], {}, dict[str, Any]()
-    for number, (name, given) in enumerate(tools):
-        part = _closed(given)
+    for number, (name, parameters) in enumerate(tools):
+        part = _closed(parameters)
         part.setdefault("$id", f"urn:penstock:tool:{number}")
         for schema, _ in _schemas_in(part):
-            place = schema.get("$id")
-            if isinstance(place, str) and named.setdefault(place, schema) != schema:
-                raise BadInput(f"tools: two schemas have the $id {place[:80]!r}", field="tools")
+            schema_id = schema.get("$id")
+            if isinstance(schema_id, str) and named.setdefault(schema_id, schema) != schema:
+                raise BadInput(f"tools: two schemas have the $id {schema_id[:80]!r}", field="tools")
         parts[name] = part
         forms.append(
             {
@@ -100,16 +100,16 @@ def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
     return json.dumps({**whole, "$defs": parts})
 
 
-def _closed(given: dict[str, Any] | None) -> dict[str, Any]:
+def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
     """The schema of the arguments of a tool, without room for others."""
-    if not given or not given.keys() - _SAYS_NOTHING:
+    if not parameters or not parameters.keys() - _SAYS_NOTHING:
         return dict(_NO_PARAMETERS)
-    schema: dict[str, Any] = json.loads(json.dumps(given))
+    schema: dict[str, Any] = json.loads(json.dumps(parameters))
     if "properties" in schema:
         schema.setdefault("type", "object")
-    found = list(_schemas_in(schema))
-    if not any(_is_mixed(one, is_branch=is_branch) for one, is_branch in found):
-        for one, is_branch in found:
+    schemas = list(_schemas_in(schema))
+    if not any(_is_mixed(one, is_branch=is_branch) for one, is_branch in schemas):
+        for one, is_branch in schemas:
             if "properties" in one and not is_branch and not one.keys() & (_OPEN | _BRANCHES):
                 one["additionalProperties"] = False
     return schema
@@ -152,7 +152,7 @@ _decoder = json.JSONDecoder()
 
 
 class _Found(NamedTuple):
-    """Calls, and the place in the text behind them."""
+    """Calls, and the position in the text behind them."""
 
     calls: list[CalledTool]
     end: int
@@ -175,10 +175,10 @@ def read_tool_calls(
     """
     calls: list[CalledTool] = []
     rest, at = [], 0
-    for start, found in _find_whole(text, names) or _find_within(text, names):
-        calls += found.calls
+    for start, one_call in _find_whole(text, names) or _find_within(text, names):
+        calls += one_call.calls
         rest.append(text[at:start])
-        at = found.end
+        at = one_call.end
     if not calls:
         return text, []
     for number, call in enumerate(calls):
@@ -194,8 +194,8 @@ def shown_of(text: str) -> str:
     start = text.lstrip()
     if not start or any(start.startswith(sign) or sign.startswith(start) for sign in _WHOLE):
         return ""
-    if found := _SIGN.search(text):
-        return text[: found.start()].rstrip()
+    if match := _SIGN.search(text):
+        return text[: match.start()].rstrip()
     longest = max(map(len, _WITHIN)) - 1
     for length in range(min(longest, len(text)), 0, -1):
         if any(sign.startswith(text[-length:]) for sign in _WITHIN):
@@ -221,61 +221,61 @@ def read_cut_call(
     before = _WHOLE_CALL.match(text) if is_whole else None
     signs = [(sign.start(), sign.end()) for sign in _SIGN.finditer(text)]
     start, at = (0, before.end()) if before else (signs or [(0, -1)])[-1]
-    found = _CUT_CALL.match(text, at) if at >= 0 else None
-    if found is None or found["name"] not in names:
+    cut_call = _CUT_CALL.match(text, at) if at >= 0 else None
+    if cut_call is None or cut_call["name"] not in names:
         return text, None
-    arguments = _ARGUMENTS.match(text, found.end())
+    arguments = _ARGUMENTS.match(text, cut_call.end())
     written = text[arguments.end() :] if arguments else ""
     with contextlib.suppress(ValueError, RecursionError):  # whole, and others were to follow
         written = written[: _decoder.raw_decode(written)[1]]
-    call = CalledTool(_id_of(id_seed), CalledFunction(found["name"], written))
+    call = CalledTool(_id_of(id_seed), CalledFunction(cut_call["name"], written))
     return text[:start].rstrip(), call
 
 
 def _find_whole(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
     """Returns the call that the whole text is, if it is one."""
     before = _WHOLE_CALL.match(text)
-    found = _calls_at(text, before.end(), names) if before else None
-    return [(0, found)] if found is not None and not text[found.end :].strip() else []
+    calls = _calls_at(text, before.end(), names) if before else None
+    return [(0, calls)] if calls is not None and not text[calls.end :].strip() else []
 
 
 def _find_within(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
-    """Returns the calls behind signs, each with the place of its sign."""
-    found: list[tuple[int, _Found]] = []
+    """Returns the calls behind signs, each with the position of its sign."""
+    calls: list[tuple[int, _Found]] = []
     end = 0
     for sign in _SIGN.finditer(text):
         if sign.start() < end:
             continue
         one = _calls_at(text, sign.end(), names)
         if one is not None:
-            found.append((sign.start(), one))
+            calls.append((sign.start(), one))
             end = one.end
-    return found
+    return calls
 
 
 def _calls_at(text: str, at: int, names: Collection[str]) -> _Found | None:
     """Returns the calls in the JSON (object or list) at a position. None if one is not a call."""
     start = _SPACE.match(text, at)
     try:
-        given, end = _decoder.raw_decode(text, start.end() if start else at)
+        value, end = _decoder.raw_decode(text, start.end() if start else at)
     except (ValueError, RecursionError):
         return None
-    listed = given if isinstance(given, list) else [given]
+    listed = value if isinstance(value, list) else [value]
     if not listed or not all(_is_call(one, names) for one in listed):
         return None
     closing = _CLOSING.match(text, end)
     return _Found([_call_of(one) for one in listed], closing.end() if closing else end)
 
 
-def _is_call(given: Any, names: Collection[str]) -> bool:
-    return isinstance(given, dict) and isinstance(given.get("name"), str) and given["name"] in names
+def _is_call(value: Any, names: Collection[str]) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str) and value["name"] in names
 
 
-def _call_of(given: dict[str, Any]) -> CalledTool:
-    arguments = given.get("arguments", given.get("parameters", {}))
+def _call_of(value: dict[str, Any]) -> CalledTool:
+    arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, str):
         arguments = msgspec.json.encode(arguments).decode()
-    return CalledTool("", CalledFunction(given["name"], arguments))
+    return CalledTool("", CalledFunction(value["name"], arguments))
 
 
 def _id_of(seed: str) -> str:
@@ -301,8 +301,10 @@ class ChatEndpoint(Endpoint):
     ) -> bytes:
         """Returns the answers."""
         body = cast(ChatBody, request.body)
-        made = ids.CHAT + secrets.token_hex(12)
-        return msgspec.json.encode(chat_reply(body, made, time.time(), request.model, outcomes))
+        completion_id = ids.CHAT + secrets.token_hex(12)
+        return msgspec.json.encode(
+            chat_reply(body, completion_id, time.time(), request.model, outcomes)
+        )
 
 
 class CompletionEndpoint(Endpoint):
@@ -319,9 +321,9 @@ class CompletionEndpoint(Endpoint):
     ) -> bytes:
         """Returns the texts."""
         body = cast(CompletionBody, request.body)
-        made = ids.COMPLETION + secrets.token_hex(12)
+        completion_id = ids.COMPLETION + secrets.token_hex(12)
         return msgspec.json.encode(
-            completion_reply(body, made, time.time(), request.model, outcomes)
+            completion_reply(body, completion_id, time.time(), request.model, outcomes)
         )
 
 
@@ -362,14 +364,14 @@ def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[Generatio
     prompts: Sequence[str | list[int]] = [""]
     if isinstance(body, CompletionBody):
         prompts = body.prompts
-    made = [
+    inputs = [
         msgspec.structs.replace(first, prompt=prompt, seed=start + number)
         for prompt in prompts
         for number in range(body.n or 1)
     ]
-    for one in made:
+    for one in inputs:
         one.check_length(model.generation.context_tokens)
-    return made
+    return inputs
 
 
 def _first_of(body: TextBody, model: Model) -> GenerationInput:
@@ -382,7 +384,7 @@ def _first_of(body: TextBody, model: Model) -> GenerationInput:
             f"max_tokens: {asked}; {model.name} generates at most {limits.longest_tokens} tokens",
             field="max_tokens",
         )
-    made = GenerationInput(
+    prompt = GenerationInput(
         max_tokens=asked or limits.default_tokens,
         seed=0,
         ends_with_context=asked is None,
@@ -398,18 +400,18 @@ def _first_of(body: TextBody, model: Model) -> GenerationInput:
         is_streamed=bool(body.stream),
     )
     if isinstance(body, CompletionBody):
-        made.logprobs = -1 if body.logprobs is None else body.logprobs
-        made.is_echoed = bool(body.echo)
-        return made
-    made.template_options = body.chat_template_kwargs or {}
-    made.messages = [message.to_template() for message in body.messages]
-    made.tools = tools_of(body)
-    made.logprobs = (body.top_logprobs or 0) if body.logprobs else -1
-    made.json_schema = "" if body.response_format is None else body.response_format.to_schema()
+        prompt.logprobs = -1 if body.logprobs is None else body.logprobs
+        prompt.is_echoed = bool(body.echo)
+        return prompt
+    prompt.template_options = body.chat_template_kwargs or {}
+    prompt.messages = [message.to_template() for message in body.messages]
+    prompt.tools = tools_of(body)
+    prompt.logprobs = (body.top_logprobs or 0) if body.logprobs else -1
+    prompt.json_schema = "" if body.response_format is None else body.response_format.to_schema()
     if forced := body.forced_tools:
-        made.json_schema = call_schema([(tool.name, tool.parameters) for tool in forced])
-        made.schema_field = _parameters_field(body, forced)
-    return made
+        prompt.json_schema = call_schema([(tool.name, tool.parameters) for tool in forced])
+        prompt.schema_field = _parameters_field(body, forced)
+    return prompt
 
 
 def _parameters_field(body: ChatBody, forced: Sequence[FunctionTool]) -> str:
@@ -428,10 +430,10 @@ def tools_of(body: ChatBody) -> list[dict[str, object]]:
 def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[GenerationResult]:
     """Returns the results of outcomes, all of which have one."""
     results = [outcome.result for outcome in outcomes]
-    found = [result for result in results if isinstance(result, GenerationResult)]
-    if len(found) < len(results):
+    generations = [result for result in results if isinstance(result, GenerationResult)]
+    if len(generations) < len(results):
         raise PenstockError(f"{model.name} returned a result that is not text; this is a bug")
-    return found
+    return generations
 
 
 def usage_of(results: Sequence[GenerationResult], choices: int = 1) -> TextUsage:
@@ -444,22 +446,26 @@ def usage_of(results: Sequence[GenerationResult], choices: int = 1) -> TextUsage
 
 def chat_reply(
     body: ChatBody,
-    made: str,
+    completion_id: str,
     created_at_s: float,
     model: Model,
     outcomes: Sequence[ItemOutcome],
 ) -> ChatReply:
-    """Returns the reply to a chat, all of whose items have a result. `made` is its id."""
+    """Returns the reply to a chat, all of whose items have a result. `completion_id` is its id."""
     results = results_of(outcomes, model)
-    choices = [chat_choice(body, made, index, result) for index, result in enumerate(results)]
-    return ChatReply(made, int(created_at_s), model.name, choices, usage_of(results, body.n or 1))
+    choices = [
+        chat_choice(body, completion_id, index, result) for index, result in enumerate(results)
+    ]
+    return ChatReply(
+        completion_id, int(created_at_s), model.name, choices, usage_of(results, body.n or 1)
+    )
 
 
-def chat_choice(body: ChatBody, made: str, index: int, result: GenerationResult) -> ChatChoice:
+def chat_choice(body: ChatBody, choice_id: str, index: int, result: GenerationResult) -> ChatChoice:
     """Returns one answer, with the tool calls in its text."""
     text, calls, cut = result.text, list[CalledTool](), None
     if names := {tool.function.name for tool in body.allowed_tools}:
-        seed = f"{made}:{index}"
+        seed = f"{choice_id}:{index}"
         text, calls = read_tool_calls(text, names, seed)
         if result.finish_reason == "length":
             seed, is_whole = f"{seed}:{len(calls)}", not calls
@@ -475,7 +481,7 @@ def chat_choice(body: ChatBody, made: str, index: int, result: GenerationResult)
     return ChatChoice(index, message, finish_reason, logprobs)
 
 
-def chat_logprobs(given: Sequence[TokenLogprob]) -> ChatLogprobs:
+def chat_logprobs(tokens: Sequence[TokenLogprob]) -> ChatLogprobs:
     """Returns log probabilities in the form of chats."""
     return ChatLogprobs(
         [
@@ -485,19 +491,22 @@ def chat_logprobs(given: Sequence[TokenLogprob]) -> ChatLogprobs:
                 list(one.data),
                 [ShownLogprob(top.token, top.logprob, list(top.data)) for top in one.top],
             )
-            for one in given
+            for one in tokens
         ]
     )
 
 
 def completion_reply(
     body: CompletionBody,
-    made: str,
+    completion_id: str,
     created_at_s: float,
     model: Model,
     outcomes: Sequence[ItemOutcome],
 ) -> CompletionReply:
-    """Returns the reply to a prompt, all of whose items have a result. `made` is its id."""
+    """Returns the reply to a prompt, all of whose items have a result.
+
+    `completion_id` is its id.
+    """
     results = results_of(outcomes, model)
     choices = [
         CompletionChoice(
@@ -509,7 +518,7 @@ def completion_reply(
         for index, result in enumerate(results)
     ]
     return CompletionReply(
-        made, int(created_at_s), model.name, choices, usage_of(results, body.n or 1)
+        completion_id, int(created_at_s), model.name, choices, usage_of(results, body.n or 1)
     )
 
 
@@ -528,34 +537,34 @@ def _whole_logprobs(result: GenerationResult) -> CompletionLogprobs:
     return told
 
 
-def completion_logprobs(given: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
+def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
     """Returns log probabilities in the form of completions. `offset`: characters before.
 
     The likeliest tokens have the one of the text among them. A token that is no whole character is
     shown by its bytes, as is one whose text another one has too.
     """
     reader = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    ends = itertools.accumulate((len(reader.decode(one.data)) for one in given), initial=offset)
+    ends = itertools.accumulate((len(reader.decode(one.data)) for one in tokens), initial=offset)
     return CompletionLogprobs(
-        [_shown(one) for one in given],
-        [one.logprob for one in given],
-        [_alternatives(one) for one in given],
+        [_shown(one) for one in tokens],
+        [one.logprob for one in tokens],
+        [_alternatives(one) for one in tokens],
         list(ends)[:-1],
     )
 
 
 def _alternatives(token: TokenLogprob) -> dict[str, float] | None:
-    found = {_shown(token): token.logprob}
+    logprobs = {_shown(token): token.logprob}
     is_left_out = True  # the token itself, which is among the likeliest or not
     for one in token.top:
         if is_left_out and (one.data, one.logprob) == (token.data, token.logprob):
             is_left_out = False
             continue
         name = _shown(one)
-        while name in found:
+        while name in logprobs:
             name = _by_bytes(one.data) if name == one.token else f"{name} "
-        found[name] = one.logprob
-    return dict(sorted(found.items(), key=lambda named: -named[1]))
+        logprobs[name] = one.logprob
+    return dict(sorted(logprobs.items(), key=lambda named: -named[1]))
 
 
 def _shown(token: TokenLogprob) -> str:

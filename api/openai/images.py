@@ -152,10 +152,10 @@ class SourceImage(Body):
 
     @field_validator("image_url")
     @classmethod
-    def _is_data(cls, given: str) -> str:
-        if not given.startswith("data:"):
+    def _is_data(cls, value: str) -> str:
+        if not value.startswith("data:"):
             raise ValueError("only base64 data: URIs are accepted; other URLs are not fetched")
-        return given
+        return value
 
 
 def _as_form(schema: dict[str, Any]) -> None:

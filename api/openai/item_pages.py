@@ -32,10 +32,10 @@ def page_of(items: list[dict[str, Any]], limit: int, order: str, after: str) -> 
     """
     ordered = items if order == "asc" else items[::-1]
     if after:
-        place = next((at for at, item in enumerate(ordered) if item["id"] == after), None)
-        if place is None:
+        index = next((at for at, item in enumerate(ordered) if item["id"] == after), None)
+        if index is None:
             raise BadInput("after: must be the id of an item of this list", field="after")
-        ordered = ordered[place + 1 :]
+        ordered = ordered[index + 1 :]
     page = ordered[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return ItemsPage(page, first, last, has_more=len(ordered) > limit)

@@ -55,12 +55,17 @@ class ResponseEvents:
     """
 
     def __init__(
-        self, body: ResponseBody, made: str, created_at_s: float, model: Model, after: int = -1
+        self,
+        body: ResponseBody,
+        response_id: str,
+        created_at_s: float,
+        model: Model,
+        after: int = -1,
     ) -> None:
         self._body = body
         self._chat = body.to_chat()
-        self._made = made
-        self._digits = made.removeprefix(ids.RESPONSE)
+        self._made = response_id
+        self._digits = response_id.removeprefix(ids.RESPONSE)
         self._created = int(created_at_s)
         self._model = model
         self._after = after
@@ -80,7 +85,7 @@ class ResponseEvents:
     def reply(self, status: ResponseStatus, **facts: Any) -> ResponseReply:
         """Returns the answer without its output."""
         body = self._body
-        given = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        fields = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return ResponseReply(
             id=self._made,
             created_at=self._created,
@@ -93,9 +98,9 @@ class ResponseEvents:
             metadata=body.metadata or {},
             parallel_tool_calls=body.parallel_tool_calls is not False,
             temperature=1.0 if body.temperature is None else body.temperature,
-            text=given.get("text") or {"format": {"type": "text"}},
-            tool_choice=given.get("tool_choice") or "auto",
-            tools=given.get("tools") or [],
+            text=fields.get("text") or {"format": {"type": "text"}},
+            tool_choice=fields.get("tool_choice") or "auto",
+            tools=fields.get("tools") or [],
             top_p=1.0 if body.top_p is None else body.top_p,
             max_tool_calls=body.max_tool_calls,
             prompt_cache_key=body.prompt_cache_key,
@@ -171,9 +176,9 @@ class ResponseEvents:
         begin = [] if shown else self._begin(_ITEM, _PART)
         return self._joined(*begin, self._delta(number, now[len(shown) :], encoded))
 
-    def _logprobs(self, given: Sequence[TokenLogprob]) -> list[LogprobOfText]:
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> list[LogprobOfText]:
         """Returns the requested ones."""
-        return [_shown_logprob(one) for one in given] if self._body.has_logprobs else []
+        return [_shown_logprob(one) for one in tokens] if self._body.has_logprobs else []
 
     def _shown(self, text: str) -> str:
         return shown_of(text) if self._has_tools else text
@@ -182,14 +187,16 @@ class ResponseEvents:
         added = self._message([], "in_progress")
         return [
             self._event(item, "response.output_item.added", output_index=0, item=added),
-            self._event(part, "response.content_part.added", **self._place(), part=OutputText("")),
+            self._event(
+                part, "response.content_part.added", **self._item_fields(), part=OutputText("")
+            ),
         ]
 
     def _delta(self, number: int, text: str, logprobs: list[LogprobOfText]) -> bytes:
         kind = "response.output_text.delta"
-        return self._event(number, kind, **self._place(), delta=text, logprobs=logprobs)
+        return self._event(number, kind, **self._item_fields(), delta=text, logprobs=logprobs)
 
-    def _place(self) -> dict[str, Any]:
+    def _item_fields(self) -> dict[str, Any]:
         return {"item_id": f"msg_{self._digits}", "output_index": 0, "content_index": 0}
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
@@ -209,18 +216,18 @@ class ResponseEvents:
         ]
 
     def _message_end(self, item: OutputMessage, shown: str) -> list[tuple[str, dict[str, Any]]]:
-        (part,), place = item.content, self._place()
+        (part,), fields = item.content, self._item_fields()
         events: list[tuple[str, dict[str, Any]]] = []
         if not shown:
             added = {"output_index": 0, "item": self._message([], "in_progress")}
             events.append(("response.output_item.added", added))
-            events.append(("response.content_part.added", {**place, "part": OutputText("")}))
+            events.append(("response.content_part.added", {**fields, "part": OutputText("")}))
         if rest := part.text[len(shown) :]:
-            facts = {**place, "delta": rest, "logprobs": []}
+            facts = {**fields, "delta": rest, "logprobs": []}
             events.append(("response.output_text.delta", facts))
-        done = {**place, "text": part.text, "logprobs": part.logprobs}
+        done = {**fields, "text": part.text, "logprobs": part.logprobs}
         events.append(("response.output_text.done", done))
-        events.append(("response.content_part.done", {**place, "part": part}))
+        events.append(("response.content_part.done", {**fields, "part": part}))
         events.append(("response.output_item.done", {"output_index": 0, "item": item}))
         return events
 
@@ -260,12 +267,12 @@ def _shown_logprob(one: TokenLogprob) -> LogprobOfText:
 
 def _call_events(call: OutputCall, at: int) -> list[tuple[str, dict[str, Any]]]:
     """Returns the events of a call, which comes in one piece."""
-    place = {"output_index": at, "item_id": call.id}
+    fields = {"output_index": at, "item_id": call.id}
     begun = msgspec.structs.replace(call, arguments="", status="in_progress")
-    written = {**place, "arguments": call.arguments, "name": call.name}
+    written = {**fields, "arguments": call.arguments, "name": call.name}
     return [
         ("response.output_item.added", {"output_index": at, "item": begun}),
-        ("response.function_call_arguments.delta", {**place, "delta": call.arguments}),
+        ("response.function_call_arguments.delta", {**fields, "delta": call.arguments}),
         ("response.function_call_arguments.done", written),
         ("response.output_item.done", {"output_index": at, "item": call}),
     ]

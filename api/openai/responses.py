@@ -44,8 +44,8 @@ from api.openai.stored import (
 )
 from api.predictions.creation import PredictionSnapshot, digest_of
 from api.predictions.event_stream import HeldResponse
+from api.predictions.generation_stream import StreamPosition
 from api.predictions.service import PredictionNotOver
-from api.predictions.text_stream import StreamPosition
 from api.tasks.base import Inputs
 from shared.catalog import Model
 from shared.errors import BadInput, Overloaded, Unavailable
@@ -123,7 +123,7 @@ async def read_response(
     if not stream:
         return _json(state_of(call, snapshot))
     with ExitStack() as held:
-        held.enter_context(call.dependencies.text_streams.reserved(call.tenant))
+        held.enter_context(call.dependencies.generation_streams.reserved(call.tenant))
         return await _stream(call, snapshot, starting_after, held.pop_all())
 
 
@@ -153,14 +153,14 @@ async def list_input_items(
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Ends the writing of a background response, unless it has ended."""
     call = authenticate(request)
-    found = await find_response(call, response_id)
-    if not found.prediction.input.get("background"):
+    snapshot = await find_response(call, response_id)
+    if not snapshot.prediction.input.get("background"):
         raise BadInput(
             "Cannot cancel a synchronous response. Only those with background: true can be "
             "canceled; close the connection of another one",
             field="response_id",
         )
-    canceled = await call.dependencies.predictions.cancel(call.tenant, found.prediction.id)
+    canceled = await call.dependencies.predictions.cancel(call.tenant, snapshot.prediction.id)
     return _json(state_of(call, canceled))
 
 
@@ -173,9 +173,9 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 async def delete_response(request: Request, response_id: str) -> Response:
     """Deletes a response that has ended."""
     call = authenticate(request)
-    found = await find_response(call, response_id)
+    snapshot = await find_response(call, response_id)
     try:
-        await call.dependencies.predictions.delete(call.tenant, found.prediction.id)
+        await call.dependencies.predictions.delete(call.tenant, snapshot.prediction.id)
     except PredictionNotOver as error:
         raise PredictionNotOver("the response has not ended; cancel it first") from error
     return _json(ResponseDeleted(response_id))
@@ -255,7 +255,7 @@ async def _create_prediction(
         new = replace(new, record=replace(new.new_record, keep_s=UNSTORED_KEEP_S))
     with ExitStack() as held:
         if body.stream:
-            held.enter_context(call.dependencies.text_streams.reserved(call.tenant))
+            held.enter_context(call.dependencies.generation_streams.reserved(call.tenant))
         async with call.created(new, waits=False) as creation:
             if creation.is_new and asked.conversation:
                 prediction_id = new.new_record.prediction.id
@@ -301,8 +301,8 @@ async def _kept(
             if body.store:
                 raise
             body = body.model_copy(update={"store": False})
-    made = answer_id(ids.RESPONSE, prediction.id)
-    events = ResponseEvents(body, made, prediction.created_at_s, model)
+    response_id = answer_id(ids.RESPONSE, prediction.id)
+    events = ResponseEvents(body, response_id, prediction.created_at_s, model)
     reply = events.whole(outcomes, time.time())
     if asked.conversation:
         output = msgspec.to_builtins(reply.output)
@@ -330,14 +330,14 @@ async def _stream(
         stays = bool(body.background or not body.stream)
         seen = [StreamPosition(*events.seen)]
         # Sequence numbers are what readers resume from, so the events need no other ids.
-        streams, check = call.dependencies.text_streams, call.check_key
+        streams, check = call.dependencies.generation_streams, call.check_key
         if is_new:
             beginning = streams.begin(snapshot, events, seen, check, has_ids=False)
             sse = await while_connected(call.http.receive, beginning)
         else:
             sse = streams.follow(snapshot, events, seen, check, stays=stays, has_ids=False)
-        made = answer_id(ids.RESPONSE, snapshot.prediction.id)
-        headers = {**_HEADERS, "location": f"{PATH}/{made}"}
+        response_id = answer_id(ids.RESPONSE, snapshot.prediction.id)
+        headers = {**_HEADERS, "location": f"{PATH}/{response_id}"}
         return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
 
 

@@ -277,12 +277,12 @@ ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "
 """The types of items that text models can do something with."""
 
 
-def _item_tag(given: Any) -> str:
+def _item_tag(item: Any) -> str:
     """Returns the tag of an item's form. Without a type it is a message, or else a reference."""
-    is_dict = isinstance(given, dict)
-    kind = given.get("type") if is_dict else getattr(given, "type", None)
+    is_dict = isinstance(item, dict)
+    kind = item.get("type") if is_dict else getattr(item, "type", None)
     if kind is None:
-        is_reference = is_dict and "id" in given and "role" not in given
+        is_reference = is_dict and "id" in item and "role" not in item
         return "item_reference:" if is_reference else "message:"
     return f"{kind}:"
 
@@ -342,11 +342,11 @@ class AllowedResponseTools(Body):
     tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-def _choice_tag(given: Any) -> str:
+def _choice_tag(choice: Any) -> str:
     """Returns the tag of a form, so that errors are about the one that was meant."""
-    if isinstance(given, NamedTool) or not isinstance(given, dict | AllowedResponseTools):
-        return "named:" if isinstance(given, NamedTool) else "mode:"
-    is_allowed = isinstance(given, AllowedResponseTools) or given.get("type") == "allowed_tools"
+    if isinstance(choice, NamedTool) or not isinstance(choice, dict | AllowedResponseTools):
+        return "named:" if isinstance(choice, NamedTool) else "mode:"
+    is_allowed = isinstance(choice, AllowedResponseTools) or choice.get("type") == "allowed_tools"
     return "allowed:" if is_allowed else "named:"
 
 
@@ -400,8 +400,8 @@ class ConversationNamed(Body):
     id: ItemId
 
 
-def _name_tag(given: Any) -> str:
-    return "object:" if isinstance(given, dict | ConversationNamed) else "text:"
+def _name_tag(conversation: Any) -> str:
+    return "object:" if isinstance(conversation, dict | ConversationNamed) else "text:"
 
 
 Conversation = Annotated[
@@ -509,12 +509,12 @@ class ResponseBody(Body):
 
     def with_items(self, referenced: Mapping[str, dict[str, Any]]) -> ResponseBody:
         """Returns the same with the items in place of the references to them."""
-        given = self.model_dump(mode="json", exclude_unset=True, by_alias=True)
-        given["input"] = [
+        fields = self.model_dump(mode="json", exclude_unset=True, by_alias=True)
+        fields["input"] = [
             referenced[item.id] if isinstance(item, ItemReference) else shown
-            for item, shown in zip(self.input, given["input"], strict=True)
+            for item, shown in zip(self.input, fields["input"], strict=True)
         ]
-        return ResponseBody.model_validate(given)
+        return ResponseBody.model_validate(fields)
 
     @property
     def dumped_items(self) -> list[dict[str, Any]]:
@@ -524,8 +524,10 @@ class ResponseBody(Body):
     @property
     def conversation_id(self) -> str:
         """The id of its conversation. Empty: none."""
-        given = self.conversation
-        return given.id if isinstance(given, ConversationNamed) else given or ""
+        conversation = self.conversation
+        return (
+            conversation.id if isinstance(conversation, ConversationNamed) else conversation or ""
+        )
 
     def behind(self, items: Sequence[dict[str, Any]]) -> ResponseBody:
         """Returns the same with items before its own.
@@ -533,9 +535,9 @@ class ResponseBody(Body):
         Raises:
             pydantic.ValidationError: these are too many items.
         """
-        given = self.model_dump(mode="json", exclude_unset=True, by_alias=True)
-        given["input"] = [*items, *self.dumped_items]
-        return ResponseBody.model_validate(given)
+        fields = self.model_dump(mode="json", exclude_unset=True, by_alias=True)
+        fields["input"] = [*items, *self.dumped_items]
+        return ResponseBody.model_validate(fields)
 
     def to_chat(self) -> ChatBody:
         """Returns the chat that asks for the same.
@@ -544,7 +546,7 @@ class ResponseBody(Body):
             pydantic.ValidationError: parts of it don't belong together.
         """
         said = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        given: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "model": self.model,
             "messages": [*said, *_messages_of(self.items)],
             "max_completion_tokens": self.max_output_tokens,
@@ -555,13 +557,13 @@ class ResponseBody(Body):
             "stream": bool(self.stream or self.background),
         }
         if self.has_logprobs:
-            given |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if isinstance(self.tool_choice, NamedTool):
-            given["tool_choice"] = _named(self.tool_choice)
+            fields["tool_choice"] = _named(self.tool_choice)
         elif isinstance(self.tool_choice, AllowedResponseTools):
             named = [_named(tool) for tool in self.tool_choice.tools]
             allowed = {"mode": self.tool_choice.mode, "tools": named}
-            given["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
+            fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
         if self.text is not None and self.text.format is not None:
-            given["response_format"] = self.text.format.to_chat()
-        return ChatBody.model_validate(given)
+            fields["response_format"] = self.text.format.to_chat()
+        return ChatBody.model_validate(fields)

@@ -86,8 +86,8 @@ def response_of(
     model = call.dependencies.catalog.find(prediction.model)
     call.use(model)
     body = ResponseBody.model_validate(prediction.input)
-    made = answer_id(RESPONSE, prediction.id)
-    return body, ResponseEvents(body, made, prediction.created_at_s, model, after)
+    response_id = answer_id(RESPONSE, prediction.id)
+    return body, ResponseEvents(body, response_id, prediction.created_at_s, model, after)
 
 
 def state_of(call: ApiRequest, snapshot: PredictionSnapshot) -> ResponseReply:
@@ -108,22 +108,22 @@ async def referenced_items(call: ApiRequest, names: Sequence[str]) -> dict[str, 
         NotFound: an item is not there. `field` is "input".
         Unavailable: Redis is out of reach.
     """
-    found: dict[str, dict[str, Any]] = {}
+    items: dict[str, dict[str, Any]] = {}
     for name in names:
-        if name in found:
+        if name in items:
             continue
         match = _OUTPUT_ITEM.fullmatch(name)
-        if match is None or len(found) > MAX_REFERENCED:
+        if match is None or len(items) > MAX_REFERENCED:
             raise _no_item(name)
         try:
             snapshot = await find_response(call, RESPONSE + match[1])
         except NotFound:
             raise _no_item(name) from None
         output = msgspec.to_builtins(state_of(call, snapshot).output)
-        found |= {item["id"]: item for item in output}
-        if name not in found:
+        items |= {item["id"]: item for item in output}
+        if name not in items:
             raise _no_item(name)
-    return found
+    return items
 
 
 def _no_item(name: str) -> NotFound:
@@ -134,29 +134,29 @@ def _no_item(name: str) -> NotFound:
     )
 
 
-def shown_items(given: Sequence[dict[str, Any]], digits: str) -> list[dict[str, Any]]:
+def shown_items(items: Sequence[dict[str, Any]], digits: str) -> list[dict[str, Any]]:
     """Returns items as lists of items show them. Those without an id get one.
 
     Args:
-        given: as they were sent.
+        items: as they were sent.
         digits: make the ids unique.
     """
-    return [_shown_item(item, f"{digits}_in{number}") for number, item in enumerate(given)]
+    return [_shown_item(item, f"{digits}_in{number}") for number, item in enumerate(items)]
 
 
 _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
-def _shown_item(given: dict[str, Any], place: str) -> dict[str, Any]:
-    kind = given.get("type") or "message"
+def _shown_item(item: dict[str, Any], suffix: str) -> dict[str, Any]:
+    kind = item.get("type") or "message"
     shown = {
-        "id": given.get("id") or f"{_PREFIXES.get(kind, 'msg')}_{place}",
+        "id": item.get("id") or f"{_PREFIXES.get(kind, 'msg')}_{suffix}",
         "type": kind,
-        "status": given.get("status") or "completed",
+        "status": item.get("status") or "completed",
     }
-    rest = {name: value for name, value in given.items() if value is not None}
+    rest = {name: value for name, value in item.items() if value is not None}
     if kind == "message":
-        rest["content"] = _parts(given["content"], is_said=given["role"] == "assistant")
+        rest["content"] = _parts(item["content"], is_said=item["role"] == "assistant")
     if kind == "reasoning":
         rest.setdefault("summary", [])
     return rest | shown

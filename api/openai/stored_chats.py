@@ -63,10 +63,10 @@ async def list_chats(
         for name, value in request.query_params.items()
         if name.startswith("metadata[") and name.endswith("]")
     }
-    found = [one async for one in call.dependencies.predictions.all(call.tenant)]
+    snapshots = [one async for one in call.dependencies.predictions.all(call.tenant)]
     shown = [
         msgspec.to_builtins(stored_chat(call, one))
-        for one in found
+        for one in snapshots
         if _is_stored(call, one)
         and model in ("", one.prediction.model)
         and wanted.items() <= (one.prediction.input.get("metadata") or {}).items()
@@ -85,8 +85,8 @@ async def change_chat(request: Request, completion_id: str) -> Response:
     call = authenticate(request)
     snapshot = await _find(call, completion_id)
     body = await call.read_json(ChatChange)
-    given = snapshot.prediction.input | {"metadata": body.metadata or {}}
-    changed = await call.dependencies.predictions.replace_input(snapshot, given)
+    stored_input = snapshot.prediction.input | {"metadata": body.metadata or {}}
+    changed = await call.dependencies.predictions.replace_input(snapshot, stored_input)
     return _json(stored_chat(call, changed))
 
 
@@ -99,9 +99,9 @@ async def change_chat(request: Request, completion_id: str) -> Response:
 async def delete_chat(request: Request, completion_id: str) -> Response:
     """Deletes a chat that has ended."""
     call = authenticate(request)
-    found = await find_stored(call, ids.CHAT, CHAT.path, completion_id)
+    snapshot = await find_stored(call, ids.CHAT, CHAT.path, completion_id)
     try:
-        await call.dependencies.predictions.delete(call.tenant, found.prediction.id)
+        await call.dependencies.predictions.delete(call.tenant, snapshot.prediction.id)
     except PredictionNotOver as error:
         raise PredictionNotOver("the chat has not ended") from error
     return _json(ChatDeleted(completion_id))

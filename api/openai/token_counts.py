@@ -24,7 +24,7 @@ from api.openai.responses import whole_request, words_of_responses
 from api.openai.responses_schemas import ResponseBody
 from shared.catalog import Model
 from shared.errors import PenstockError
-from shared.tasks.text import TextToCount, TokenCount
+from shared.tasks.text import PromptToCount, TokenCount
 
 router = APIRouter()
 
@@ -95,11 +95,11 @@ async def tokenize(request: Request) -> Response:
     call = open_request(request)
     body = await call.read_json(TokenizeBody)
     model = _model_of(call, body.model)
-    given = TextToCount(prompt=body.prompt or "", wants_ids=True)
+    prompt = PromptToCount(prompt=body.prompt or "", wants_ids=True)
     if body.messages is not None:
-        given.messages = [message.to_template() for message in body.messages]
-        given.tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    counted = await count(call, model, given)
+        prompt.messages = [message.to_template() for message in body.messages]
+        prompt.tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    counted = await count(call, model, prompt)
     reply = TokenizeReply(counted.count, counted.token_ids, model.generation.context_tokens)
     return _json(reply)
 
@@ -112,13 +112,13 @@ async def count_chat(call: ApiRequest, chat: ChatBody) -> TokenCount:
         PenstockError: as those of a chat.
     """
     messages = [message.to_template() for message in chat.messages]
-    given = TextToCount(messages=messages, tools=tools_of(chat))
-    return await count(call, _model_of(call, chat.model), given)
+    prompt = PromptToCount(messages=messages, tools=tools_of(chat))
+    return await count(call, _model_of(call, chat.model), prompt)
 
 
-async def count(call: ApiRequest, model: Model, given: TextToCount) -> TokenCount:
+async def count(call: ApiRequest, model: Model, prompt: PromptToCount) -> TokenCount:
     """Has a worker of the model count."""
-    async with call.inferred(model, [given], is_repeatable=False) as response:
+    async with call.inferred(model, [prompt], is_repeatable=False) as response:
         result = response.outcomes[0].result
         if not isinstance(result, TokenCount):
             raise PenstockError(f"{model.name} returned a result that is no count; this is a bug")

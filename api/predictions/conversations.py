@@ -88,7 +88,7 @@ class Conversations:
             Overloaded: there is no room.
             Unavailable: Redis is out of reach.
         """
-        made = Conversation(
+        conversation = Conversation(
             id=f"conv_{secrets.token_hex(12)}",
             tenant=tenant,
             created_at_s=time.time(),
@@ -96,9 +96,12 @@ class Conversations:
             entries=[ConversationEntry(item) for item in items],
         )
         await self._records.put_document(
-            made.id, tenant, _encode(made), keep_s=self._keep_s if keep_s is None else keep_s
+            conversation.id,
+            tenant,
+            _encode(conversation),
+            keep_s=self._keep_s if keep_s is None else keep_s,
         )
-        return made
+        return conversation
 
     async def read(self, tenant: str, conversation_id: str) -> Conversation:
         """Returns a conversation of the tenant.
@@ -127,12 +130,12 @@ class Conversations:
         """
         keep_s = self._keep_s if keep_s is None else keep_s
         for _ in range(_ATTEMPTS):
-            found, document = await self._read(tenant, conversation_id)
-            change(found)
+            conversation, document = await self._read(tenant, conversation_id)
+            change(conversation)
             if await self._records.put_document(
-                found.id, tenant, _encode(found), keep_s=keep_s, replaces=document
+                conversation.id, tenant, _encode(conversation), keep_s=keep_s, replaces=document
             ):
-                return found
+                return conversation
         raise ConversationBusy(
             "conversation: other requests change it; try again", field="conversation"
         )
@@ -144,17 +147,17 @@ class Conversations:
             NotFound: the tenant has none of this id, or it has expired.
             Unavailable: Redis is out of reach.
         """
-        found = await self.read(tenant, conversation_id)
-        await self._records.delete(found.id, time.time())
+        conversation = await self.read(tenant, conversation_id)
+        await self._records.delete(conversation.id, time.time())
 
     async def _read(self, tenant: str, conversation_id: str) -> tuple[Conversation, bytes]:
         record = None
         if ID.fullmatch(conversation_id):
             record = await self._records.read(conversation_id)
         if record is not None and record.document:
-            found = _decoder.decode(record.document)
-            if found.tenant == tenant:
-                return found, record.document
+            conversation = _decoder.decode(record.document)
+            if conversation.tenant == tenant:
+                return conversation, record.document
         raise NotFound(f"Conversation with id '{conversation_id[:80]}' not found.")
 
 

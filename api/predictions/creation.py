@@ -66,8 +66,8 @@ def ids_of(tenant: str, own_id: str, key: str) -> tuple[str, str]:
     if key:
         digest = hashlib.blake2b(f"{tenant}\n{key}".encode(), digest_size=12)
         return f"pred_{digest.hexdigest()}", f"pred_{digest.hexdigest()}"
-    made = f"pred_{secrets.token_hex(12)}"
-    return made, made
+    prediction_id = f"pred_{secrets.token_hex(12)}"
+    return prediction_id, prediction_id
 
 
 def digest_of(text: str) -> str:

@@ -6,8 +6,9 @@ Events are `logs`, `output` (one per element), `error` and `done`, in this order
 clients expect. All of them follow from the record. So a client that reconnects with Last-Event-ID,
 to any instance, gets exactly the events that it has not received.
 
-If the output is a text, it is streamed while it is generated (api/predictions/text_stream.py). Each
-`output` event has the addition to the text: the text is the concatenation of all of them.
+If the output is a generation, it is streamed while it is generated
+(api/predictions/generation_stream.py). Each `output` event has the addition to the text: the text
+is the concatenation of all of them.
 
 `preview` and `queue` are sent only on request, because Replicate's clients fail on unknown events.
 Previews are in a stream in Redis, and the id of each event has the position of its reader in it.
@@ -63,12 +64,12 @@ class StreamEvent(NamedTuple):
     number: int
     data: str = ""
 
-    def encoded(self, place: Place) -> bytes:
+    def encoded(self, position: EventPosition) -> bytes:
         """Returns the event on the wire."""
-        return encode_event(KINDS[self.kind], self.data, place.to_id())
+        return encode_event(KINDS[self.kind], self.data, position.to_id())
 
 
-class Place(NamedTuple):
+class EventPosition(NamedTuple):
     """Position of a reader: the last event, and the last preview."""
 
     kind: int = -1
@@ -76,10 +77,10 @@ class Place(NamedTuple):
     preview: str = ""
 
     @classmethod
-    def from_id(cls, last_id: str) -> Place:
-        """Returns the place in an event id. The start for foreign ids."""
-        found = _ID.fullmatch(last_id)
-        return cls(int(found[1]), int(found[2]), found[3] or "") if found else cls()
+    def from_id(cls, last_id: str) -> EventPosition:
+        """Returns the position in an event id. The start for foreign ids."""
+        match = _ID.fullmatch(last_id)
+        return cls(int(match[1]), int(match[2]), match[3] or "") if match else cls()
 
     def to_id(self) -> str:
         """Returns the id of an event after which a reader is here."""
@@ -142,24 +143,24 @@ class EventStreams:
         check: Callable[[], object],
         extra: Collection[str],
     ) -> AsyncGenerator[bytes]:
-        place, sent_s = Place.from_id(last_id), time.monotonic()
+        position, sent_s = EventPosition.from_id(last_id), time.monotonic()
         until_s, sent = sent_s + MAX_S, None
         while True:
             if QUEUE in extra:
-                queued = await self._predictions.place(snapshot)
+                queued = await self._predictions.position(snapshot)
                 if queued is not None and queued != sent:
                     shown = msgspec.json.encode(queued._asdict()).decode()
-                    yield encode_event(QUEUE, shown, place.to_id())
+                    yield encode_event(QUEUE, shown, position.to_id())
                     sent, sent_s = queued, time.monotonic()
             if PREVIEW in extra:
-                for preview in await self._predictions.previews(snapshot, place.preview):
-                    place = place._replace(preview=preview.cursor)
-                    yield encode_event(PREVIEW, _shown(preview), place.to_id())
+                for preview in await self._predictions.previews(snapshot, position.preview):
+                    position = position._replace(preview=preview.cursor)
+                    yield encode_event(PREVIEW, _shown(preview), position.to_id())
                     sent_s = time.monotonic()
             for event in events_of(snapshot, self._url_signer):
-                if event[:2] > place[:2]:
-                    place = Place(event.kind, event.number, place.preview)
-                    yield event.encoded(place)
+                if event[:2] > position[:2]:
+                    position = EventPosition(event.kind, event.number, position.preview)
+                    yield event.encoded(position)
                     sent_s = time.monotonic()
             if snapshot.record.is_over or time.monotonic() >= until_s:
                 return
@@ -174,8 +175,8 @@ class EventStreams:
 class HeldResponse(StreamingResponse):
     """A stream that holds something until it ends, however it ends."""
 
-    def __init__(self, content: AsyncIterable[bytes], held: ExitStack, **given: Any) -> None:
-        super().__init__(content, **given)
+    def __init__(self, content: AsyncIterable[bytes], held: ExitStack, **options: Any) -> None:
+        super().__init__(content, **options)
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -240,7 +241,7 @@ def encode_event(kind: str, data: str, event_id: str | None = None) -> bytes:
 
 
 class OutputEvents:
-    """The events of one text. The stream puts their ids before them."""
+    """The events of one generation. The stream puts their ids before them."""
 
     def opening(self, index: int) -> None:
         """Returns nothing: an output begins with its text."""
@@ -257,7 +258,7 @@ class OutputEvents:
         return encode_event("output", text) if text else None
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
-        """Returns nothing: a text ends with its prediction."""
+        """Returns nothing: a generation ends with its prediction."""
         return []
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:

@@ -45,7 +45,7 @@ from shared.predictions import (
 from shared.stores.previews import Preview
 from shared.stores.record_state import Record
 from shared.stores.records import Records
-from shared.stores.waiting_line import QueuePlace
+from shared.stores.waiting_line import QueuePosition
 from shared.stores.webhook_log import WebhookAttempt
 from shared.webhook_publisher import WebhookPublisher
 
@@ -136,8 +136,8 @@ class Predictions:
             # Registered before the job is published, so no reply can be too early.
             with self._register_waiter(request, waits=waits) as waiter:
                 creation = await self._create(request, waiter, hold)
-                found = "created" if creation.is_new else "found"
-                metrics.PREDICTIONS.labels(request.model.name, found).inc()
+                outcome = "created" if creation.is_new else "found"
+                metrics.PREDICTIONS.labels(request.model.name, outcome).inc()
                 yield creation
         finally:
             took_s = creation.snapshot.took_s if creation is not None and creation.is_new else None
@@ -168,8 +168,8 @@ class Predictions:
             keep_s=self._keep_s if keep_s is None else keep_s,
         )
         if not is_kept:
-            found = await self.read(prediction.tenant, prediction.id)
-            if found.prediction.digest != prediction.digest:
+            existing = await self.read(prediction.tenant, prediction.id)
+            if existing.prediction.digest != prediction.digest:
                 raise KeyReused
 
     async def read(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
@@ -184,10 +184,10 @@ class Predictions:
             if _GENERATED_ID.fullmatch(prediction_id)
             else record_of(tenant, prediction_id)
         )
-        found = await self._find(record_id)
-        if found is None or found.prediction.tenant != tenant:
+        snapshot = await self._find(record_id)
+        if snapshot is None or snapshot.prediction.tenant != tenant:
             raise _not_found(prediction_id)
-        return await self._end_if_late(found)
+        return await self._end_if_late(snapshot)
 
     async def read_linked(self, record_id: str, prediction_id: str) -> PredictionSnapshot:
         """Reads a prediction by a record id that was signed.
@@ -196,10 +196,10 @@ class Predictions:
             NotFound: the prediction does not exist, or it has expired.
             Unavailable: Redis is out of reach.
         """
-        found = await self._find(record_id)
-        if found is None or found.prediction.id != prediction_id:
+        snapshot = await self._find(record_id)
+        if snapshot is None or snapshot.prediction.id != prediction_id:
             raise _not_found(prediction_id)
-        return await self._end_if_late(found)
+        return await self._end_if_late(snapshot)
 
     async def _find(self, record_id: str) -> PredictionSnapshot | None:
         record = await self._records.read(record_id)
@@ -221,13 +221,13 @@ class Predictions:
             for record in await asyncio.gather(*map(self._records.read, ids))
             if record is not None
         ]
-        found = [
+        snapshots = [
             PredictionSnapshot(decode_document(record.document), record)
             for record in records
             if record.document
         ]
-        next_s = found[-1].record.created_at_s if found and len(ids) == PAGE else None
-        return [await self._end_if_late(one) for one in found], next_s
+        next_s = snapshots[-1].record.created_at_s if snapshots and len(ids) == PAGE else None
+        return [await self._end_if_late(one) for one in snapshots], next_s
 
     async def all(self, tenant: str) -> AsyncGenerator[PredictionSnapshot]:
         """Yields the predictions of a tenant that can be listed, newest first.
@@ -244,7 +244,7 @@ class Predictions:
             page, before_s = await self.page(tenant, before_s)
 
     async def replace_input(
-        self, snapshot: PredictionSnapshot, given: dict[str, Any]
+        self, snapshot: PredictionSnapshot, stored_input: dict[str, Any]
     ) -> PredictionSnapshot:
         """Replaces the input of a prediction that has ended, as callers see it.
 
@@ -256,7 +256,7 @@ class Predictions:
         """
         if not snapshot.record.is_over:
             raise PredictionNotOver("it has not ended, so it can't be changed yet")
-        changed = msgspec.structs.replace(snapshot.prediction, input=given)
+        changed = msgspec.structs.replace(snapshot.prediction, input=stored_input)
         document = _encode_within_bounds(changed)
         if not await self._records.put_document(
             changed.record,
@@ -367,12 +367,12 @@ class Predictions:
                 return await self._end_if_late(PredictionSnapshot(prediction, record))
         return snapshot
 
-    async def place(self, snapshot: PredictionSnapshot) -> QueuePlace | None:
+    async def position(self, snapshot: PredictionSnapshot) -> QueuePosition | None:
         """Returns its queue position. None: it does not wait, or Redis does not answer."""
         prediction = snapshot.prediction
         if snapshot.record.state == "starting":
             with suppress(Unavailable):
-                return await self._records.lines.place(
+                return await self._records.lines.position(
                     prediction.record, prediction.tenant, prediction.model, prediction.deadline_s
                 )
         return None

@@ -16,7 +16,7 @@ from api.http.middleware import context_of
 from api.http.openapi import LAST_EVENT_ID
 from api.http.request import Dependencies, authenticate, dependencies_of
 from api.predictions.event_stream import EXTRA_KINDS, KINDS, HeldResponse, OutputEvents
-from api.predictions.text_stream import seen_from_id
+from api.predictions.generation_stream import seen_from_id
 from api.problem_details import ProblemRoute
 from api.replicate.replies import WebhookAttemptReply, WebhookAttempts
 from api.tasks import API_TASKS
@@ -49,7 +49,7 @@ async def list_webhooks(request: Request, prediction_id: str) -> Response:
     """Each attempt to deliver an event, with the status or the error. The last hundred are kept."""
     call = authenticate(request)
     await call.prediction(prediction_id)
-    found = await call.dependencies.predictions.webhook_attempts(call.tenant, prediction_id)
+    attempts = await call.dependencies.predictions.webhook_attempts(call.tenant, prediction_id)
     results = [
         WebhookAttemptReply(
             webhook_id=one.webhook_id,
@@ -60,7 +60,7 @@ async def list_webhooks(request: Request, prediction_id: str) -> Response:
             status=one.status,
             error=one.error,
         )
-        for one in found
+        for one in attempts
     ]
     return Response(msgspec.json.encode(WebhookAttempts(results)), media_type="application/json")
 
@@ -126,7 +126,7 @@ async def stream(
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     with ExitStack() as held:
         if _is_read_along(dependencies, prediction):
-            texts, seen = dependencies.text_streams, seen_from_id(last_id, 1)
+            texts, seen = dependencies.generation_streams, seen_from_id(last_id, 1)
             held.enter_context(texts.reserved(prediction.tenant))
             sse = texts.follow(snapshot, OutputEvents(), seen, check, stays=True, has_ids=True)
         else:

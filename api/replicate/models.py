@@ -178,8 +178,8 @@ async def list_deployments(request: Request) -> Response:
     """One deployment for each model that the key may use, all on one page."""
     call = authenticate(request)
     started_at_s = call.dependencies.started_at_s
-    found = [deployment_body(model, OWNER, started_at_s) for model in call.listed_models()]
-    return _json({"previous": None, "next": None, "results": found})
+    deployments = [deployment_body(model, OWNER, started_at_s) for model in call.listed_models()]
+    return _json({"previous": None, "next": None, "results": deployments})
 
 
 @router.get(

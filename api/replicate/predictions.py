@@ -28,7 +28,7 @@ from api.http import openapi
 from api.http.idempotency import REPLAYED
 from api.http.openapi import OF_LIMITS, Responses, problems, success
 from api.http.request import ApiRequest, Dependencies, authenticate, open_request, while_connected
-from api.inputs.source_pictures import PictureCaller
+from api.inputs.source_images import ImageCaller
 from api.predictions.creation import OWNER, PredictionSnapshot, digest_of, find_version
 from api.predictions.service import CALLER_ID
 from api.problem_details import ProblemRoute
@@ -133,14 +133,14 @@ async def read_prediction(
     done_by_s, keep_s = call.done_by_s(model), call.caller.plan.prediction_keep_s
     if keep_s is None:
         keep_s = call.dependencies.settings.prediction_keep_s
-    caller = PictureCaller(
+    caller = ImageCaller(
         call.tenant,
         call.storage_quota("image"),
         call.base_url,
         deadline_s=done_by_s,
         keep_s=keep_s + done_by_s - time.time(),
     )
-    reading = read_inputs(body.input, model, caller, call.dependencies.source_pictures)
+    reading = read_inputs(body.input, model, caller, call.dependencies.source_images)
     read = await while_connected(call.http.receive, reading)
     webhook, events = _webhook_of(body, allow_private=call.dependencies.settings.webhooks_private)
     return call.recorded(
@@ -169,13 +169,13 @@ def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tupl
 
 async def _digest(body: PredictionBody, model: Model) -> str:
     """Returns a digest of the body and the model. Equal requests have the same."""
-    given = body.model_dump(exclude={"version"})
-    image = given["input"].get("image")
+    fields = body.model_dump(exclude={"version"})
+    image = fields["input"].get("image")
     if isinstance(image, str) and len(image) > MAX_URL_CHARS:
         # Encoding 20 MB of image as JSON would block the event loop for 130 ms, so its digest
         # replaces it.
-        given["input"]["image"] = await asyncio.to_thread(digest_of, image)
-    return digest_of(json.dumps([model.name, given], sort_keys=True))
+        fields["input"]["image"] = await asyncio.to_thread(digest_of, image)
+    return digest_of(json.dumps([model.name, fields], sort_keys=True))
 
 
 CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 499, 503, 504)
@@ -306,13 +306,13 @@ async def list_all(request: Request, cursor: Cursor = "") -> Response:
     call = authenticate(request)
     if not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: not a cursor; send the one in `next` of a page", field="cursor")
-    found, next_s = await call.dependencies.predictions.page(
+    snapshots, next_s = await call.dependencies.predictions.page(
         call.tenant, float(cursor) if cursor else None
     )
     following = None if next_s is None else f"{call.base_url}/v1/predictions?cursor={next_s!r}"
     bodies = [
         body_of(*snapshot, call.dependencies.url_signer)
-        for snapshot in found
+        for snapshot in snapshots
         if call.lists(snapshot)
     ]
     return _json({"previous": None, "next": following, "results": bodies})
@@ -329,8 +329,8 @@ async def get(request: Request, prediction_id: str) -> Response:
     call = authenticate(request)
     predictions = call.dependencies.predictions
     snapshot = await call.prediction(prediction_id)
-    place = await predictions.place(snapshot)
-    return _json(body_of(*snapshot, call.dependencies.url_signer, place))
+    queue = await predictions.position(snapshot)
+    return _json(body_of(*snapshot, call.dependencies.url_signer, queue))
 
 
 @router.post(

@@ -182,9 +182,9 @@ _NOT_HERE = "Keys are in a file, which the API only reads, or what is to be remo
 
 
 def _changed(reply: type[msgspec.Struct], *statuses: int) -> Responses:
-    found = responses(reply, 400, 401, 408, 409, 413, *statuses)
-    found[409]["description"] = _NOT_HERE
-    return found
+    documented = responses(reply, 400, 401, 408, 409, 413, *statuses)
+    documented[409]["description"] = _NOT_HERE
+    return documented
 
 
 def _body(kind: type[msgspec.Struct]) -> Described:
@@ -203,15 +203,15 @@ async def list_keys(
 ) -> Response:
     """The keys of all tenants, or of one, in the order of their creation."""
     store, admin = _administration(authenticate(request))
-    found = [key for key in (await admin.read()).keys if tenant in ("", key.tenant)]
-    ids = [key.id for key in found]
+    keys = [key for key in (await admin.read()).keys if tenant in ("", key.tenant)]
+    ids = [key.id for key in keys]
     if after and after not in ids:
         raise NotThere("after: unknown key id", field="after")
     start = ids.index(after) + 1 if after else 0
     uses = await store.uses()
-    data = [_key(key, uses.get(key.id)) for key in found[start : start + limit]]
+    data = [_key(key, uses.get(key.id)) for key in keys[start : start + limit]]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-    return _json(KeysPage(data, len(found) > start + limit, first_id, last_id))
+    return _json(KeysPage(data, len(keys) > start + limit, first_id, last_id))
 
 
 @router.post(
@@ -361,7 +361,7 @@ async def set_tenant(request: Request, name: str) -> Response:
 async def list_acts(request: Request, after: ActId = "", limit: Limit = 20) -> Response:
     """The audit log, the newest act first. The last 10,000 acts are kept."""
     store, _ = _administration(authenticate(request))
-    found = await store.acts(limit + 1, after)
+    events = await store.audit_events(limit + 1, after)
     data = [
         ActObject(
             id=noted.id,
@@ -373,10 +373,10 @@ async def list_acts(request: Request, after: ActId = "", limit: Limit = 20) -> R
             before=noted.act.before,
             after=noted.act.after,
         )
-        for noted in found[:limit]
+        for noted in events[:limit]
     ]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-    return _json(ActsPage(data, len(found) > limit, first_id, last_id))
+    return _json(ActsPage(data, len(events) > limit, first_id, last_id))
 
 
 def _administration(call: ApiRequest) -> tuple[KeyStore, Administration]:
@@ -409,8 +409,8 @@ async def _read(call: ApiRequest, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        reason, _, place = str(error).partition(" - at `$")
-        field = place.rstrip("`").lstrip(".")
+        reason, _, path = str(error).partition(" - at `$")
+        field = path.rstrip("`").lstrip(".")
         raise BadInput(f"{field}: {reason}" if field else reason, field=field or None) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"the body is not valid JSON: {error}") from error

@@ -32,8 +32,8 @@ router = APIRouter()
 
 
 class _Assets(StaticFiles):
-    def file_response(self, *given: Any, **options: Any) -> Response:
-        response = super().file_response(*given, **options)
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        response = super().file_response(*args, **options)
         response.headers.update(HEADERS)
         return response
 

@@ -270,11 +270,11 @@ def _asked_range(header: str, size_bytes: int) -> tuple[int, int]:
 
     RFC 9110, 14.2 allows a server to ignore `Range`.
     """
-    found = _RANGE.fullmatch(header.strip())
-    if found is None:
+    match = _RANGE.fullmatch(header.strip())
+    if match is None:
         return 0, size_bytes
-    start = int(found[1])
-    end = min(size_bytes, int(found[2]) + 1) if found[2] else size_bytes
+    start = int(match[1])
+    end = min(size_bytes, int(match[2]) + 1) if match[2] else size_bytes
     return (start, end) if start < end else (0, size_bytes)
 
 

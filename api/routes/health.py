@@ -43,13 +43,13 @@ async def is_ready(request: Request) -> Response:
 
     Without Redis it is still 200, with status `degraded`.
     """
-    found = await dependencies_of(request).readiness.check()
+    readiness = await dependencies_of(request).readiness.check()
     body = {
-        "status": found.status,
-        "pubsub": found.pubsub,
-        "redis": found.redis,
-        "keys": found.keys,
+        "status": readiness.status,
+        "pubsub": readiness.pubsub,
+        "redis": readiness.redis,
+        "keys": readiness.keys,
     }
     return Response(
-        msgspec.json.encode(body), 200 if found.is_ready else 503, media_type="application/json"
+        msgspec.json.encode(body), 200 if readiness.is_ready else 503, media_type="application/json"
     )

@@ -119,13 +119,13 @@ async def get_report(request: Request, name: str) -> Response:
     report = reports().get(name)
     if report is None or not _may_read(call, report):
         raise NotFound(f"no report {name[:80]!r}", field="name")
-    given = request.query_params
+    params = request.query_params
     question = ask(
-        given.get("from", ""),
-        given.get("to", ""),
-        given.get("tz", "UTC"),
-        tenants=_tenants(call, report, given.getlist("tenant")),
-        models=tuple(given.getlist("model")) or None,
+        params.get("from", ""),
+        params.get("to", ""),
+        params.get("tz", "UTC"),
+        tenants=_tenants(call, report, params.getlist("tenant")),
+        models=tuple(params.getlist("model")) or None,
         days=report.days,
         max_days=ROWS_KEPT_DAYS,
     )

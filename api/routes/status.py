@@ -67,13 +67,13 @@ async def get_status(request: Request) -> Response:
 
 def _status(call: ApiRequest, model: str) -> ModelStatus:
     demand = Demand(model, 1, call.tenant, call.caller.plan.weight)
-    outlook = call.dependencies.admission.outlook(demand)
+    estimate = call.dependencies.admission.estimate_wait(demand)
     return ModelStatus(
         model=model,
-        is_busy=outlook.is_busy,
-        your_items_in_flight=outlook.held,
-        expected_wait_s=_coarse(outlook.wait_s),
-        items_per_s=float(f"{outlook.items_per_s:.2g}"),
+        is_busy=estimate.is_busy,
+        your_items_in_flight=estimate.held,
+        expected_wait_s=_coarse(estimate.wait_s),
+        items_per_s=float(f"{estimate.items_per_s:.2g}"),
     )
 
 

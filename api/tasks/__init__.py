@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from api.inputs.source_pictures import PictureCaller, SourcePictures
+from api.inputs.source_images import ImageCaller, SourceImages
 from api.problem_details import errors_in_input
 from api.tasks.base import ApiTask, Inputs
 from shared.catalog import Model
@@ -17,15 +17,15 @@ MAX_FIELDS = 100
 
 
 async def read_inputs(
-    given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
+    raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages
 ) -> Inputs:
     """Returns the inputs of one prediction.
 
     Args:
-        given: the `input` of the body.
+        raw_input: the `input` of the body.
         model: the model that computes them.
         caller: the owner of the files that may be named.
-        pictures: fetches and stores images that the input names.
+        images: fetches and stores images that the input names.
 
     Raises:
         InvalidFields: a field of it is not valid.
@@ -33,20 +33,20 @@ async def read_inputs(
         DeadlineExceeded: the source image was not decoded in time.
         Unavailable: the object store is out of reach.
     """
-    if len(given) > MAX_FIELDS:
+    if len(raw_input) > MAX_FIELDS:
         raise BadInput(
-            f"input: {len(given)} fields; at most {MAX_FIELDS} are allowed", field="input"
+            f"input: {len(raw_input)} fields; at most {MAX_FIELDS} are allowed", field="input"
         )
     with errors_in_input():
-        return await API_TASKS[model.task].read(given, model, caller, pictures)
+        return await API_TASKS[model.task].read(raw_input, model, caller, images)
 
 
 def openapi_schema_of(model: Model) -> dict[str, Any]:
     """Returns the schema of input and output in cog's form. Clients build forms from it."""
     task = API_TASKS[model.task]
-    given = task.input_schema.model_json_schema(ref_template="#/components/schemas/{model}")
+    input_schema = task.input_schema.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas = {
-        "Input": given | {"title": "Input"},
+        "Input": input_schema | {"title": "Input"},
         "Output": {"title": "Output"} | task.output_schema,
     }
     return {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from api.bodies import Body
-from api.inputs.source_pictures import PictureCaller, SourcePictures
+from api.inputs.source_images import ImageCaller, SourceImages
 from shared.catalog import Model
 from shared.tasks import Input
 
@@ -41,15 +41,15 @@ class ApiTask(ABC):
 
     @abstractmethod
     async def read(
-        self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
+        self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages
     ) -> Inputs:
         """Returns the items of one prediction.
 
         Args:
-            given: the `input` of the body.
+            raw_input: the `input` of the body.
             model: the model that computes them.
             caller: the caller of the request.
-            pictures: fetches and stores images that the input names.
+            images: fetches and stores images that the input names.
 
         Raises:
             pydantic.ValidationError: a field of it is not valid.

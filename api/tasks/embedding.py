@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from api.bodies import Body, Text
 from api.chat_bodies import text_or_list
-from api.inputs.source_pictures import PictureCaller, SourcePictures
+from api.inputs.source_images import ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
 from shared.catalog import Model
 from shared.errors import BadInput, InputTooLarge
@@ -22,7 +22,7 @@ TOKEN_BYTES = 4
 
 
 def text_inputs(
-    given: str | list[str] | list[int] | list[list[int]],
+    texts_or_tokens: str | list[str] | list[int] | list[list[int]],
     model: Model,
     *,
     truncate: Truncate = "none",
@@ -31,7 +31,7 @@ def text_inputs(
     """Returns the inputs in the order of the texts or token lists.
 
     Args:
-        given: one text or token list, or several.
+        texts_or_tokens: one text or token list, or several.
         model: the model that embeds them.
         truncate: the side of a too long text that is cut.
         tokenizer: the model whose tokenizer produced the token ids, according to the caller.
@@ -40,7 +40,11 @@ def text_inputs(
         BadInput: there are too many, or token ids without the name of the tokenizer of the model.
         InputTooLarge: one is too long for the model.
     """
-    listed = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    listed = (
+        [texts_or_tokens]
+        if isinstance(texts_or_tokens, str) or isinstance(texts_or_tokens[0], int)
+        else texts_or_tokens
+    )
     if len(listed) > model.text.max_items:
         raise BadInput(
             f"input: {len(listed)} items; at most {model.text.max_items} are allowed", field="input"
@@ -112,9 +116,9 @@ class TextsInput(Body):
     @property
     def given(self) -> str | list[str]:
         """The text, or the texts."""
-        given = self.text or self.texts or self.input
-        assert given is not None, "checked when the body was read; this is a bug"
-        return given
+        value = self.text or self.texts or self.input
+        assert value is not None, "checked when the body was read; this is a bug"
+        return value
 
 
 class EmbeddingApi(ApiTask):
@@ -124,13 +128,13 @@ class EmbeddingApi(ApiTask):
     output_schema: ClassVar = {"anyOf": [_VECTOR, {"type": "array", "items": _VECTOR}]}
 
     async def read(
-        self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
+        self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages
     ) -> Inputs:
         """Returns one item for each text."""
-        parsed = TextsInput.model_validate(given, strict=True)
+        parsed = TextsInput.model_validate(raw_input, strict=True)
         inputs = text_inputs(parsed.given, model, truncate=parsed.truncate or "none")
         check_texts([parsed.given] if isinstance(parsed.given, str) else parsed.given)
-        return Inputs(inputs, given, not isinstance(parsed.given, str), is_repeatable=True)
+        return Inputs(inputs, raw_input, not isinstance(parsed.given, str), is_repeatable=True)
 
 
 def check_texts(texts: list[str]) -> None:

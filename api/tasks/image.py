@@ -12,7 +12,7 @@ import msgspec
 from pydantic import Field, model_validator
 
 from api.bodies import MAX_PROMPT_CHARS, MAX_SEED, Body, SchedulerName
-from api.inputs.source_pictures import PictureCaller, SourcePictures
+from api.inputs.source_images import ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
 from shared.catalog import Model
 from shared.diffusion_schedulers import SCHEDULER_NAMES
@@ -114,7 +114,7 @@ def check_strength(steps: int, strength: float) -> None:
 USUAL_STRENGTH = 0.8
 
 
-class PictureInput(Body):
+class ImagePredictionInput(Body):
     """The input of image models. With `image` it is image-to-image at `strength`."""
 
     prompt: str = Field(min_length=1, max_length=MAX_PROMPT_CHARS)
@@ -141,7 +141,7 @@ class PictureInput(Body):
     output_format: Literal["png", "jpg", "jpeg", "webp"] = "png"
 
     @model_validator(mode="after")
-    def _said_once(self) -> PictureInput:
+    def _said_once(self) -> ImagePredictionInput:
         if self.size and (self.width or self.height):
             raise ValueError("give either size, or width and height")
         if self.strength and self.prompt_strength:
@@ -152,27 +152,27 @@ class PictureInput(Body):
 class ImageApi(ApiTask):
     """The output is a list of URLs."""
 
-    input_schema = PictureInput
+    input_schema = ImagePredictionInput
     output_schema: ClassVar = {"type": "array", "items": {"type": "string", "format": "uri"}}
 
     async def read(
-        self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
+        self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages
     ) -> Inputs:
         """Returns one item for each image. They differ in their seeds."""
-        parsed = PictureInput.model_validate(given, strict=True)
-        size, shown = _size(parsed, model), given
+        parsed = ImagePredictionInput.model_validate(raw_input, strict=True)
+        size, shown = _size(parsed, model), raw_input
         if parsed.image is None:
             first = first_image(parsed, model, size or (model.image.width, model.image.height))
         else:
             strength = parsed.strength or parsed.prompt_strength or USUAL_STRENGTH
-            data = await pictures.fetch(parsed.image, caller)
-            source, size = await pictures.prepare(data, size, model.image, caller)
+            data = await images.fetch(parsed.image, caller)
+            source, size = await images.prepare(data, size, model.image, caller)
             first = first_image(parsed, model, size)
             check_strength(first.steps, strength)
-            source = await pictures.stored(source)
+            source = await images.stored(source)
             first = msgspec.structs.replace(first, image=source, strength=strength)
             if parsed.image.startswith("data:"):
-                shown = given | {"image": await pictures.keep(parsed.image, data, caller)}
+                shown = raw_input | {"image": await images.keep(parsed.image, data, caller)}
         inputs = [
             msgspec.structs.replace(first, seed=first.seed + number)
             for number in range(parsed.num_outputs)
@@ -180,7 +180,7 @@ class ImageApi(ApiTask):
         return Inputs(inputs, shown, True, parsed.seed is not None, parsed.output_format)
 
 
-def _size(parsed: PictureInput, model: Model) -> tuple[int, int] | None:
+def _size(parsed: ImagePredictionInput, model: Model) -> tuple[int, int] | None:
     """Returns the requested size. None if there is none."""
     if parsed.size:
         return size_of(parsed.size, model)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from api.bodies import Body, Text
-from api.inputs.source_pictures import PictureCaller, SourcePictures
+from api.inputs.source_images import ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
 from api.tasks.embedding import check_texts
 from shared.catalog import Model
@@ -56,10 +56,10 @@ class SimilarityApi(ApiTask):
     }
 
     async def read(
-        self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
+        self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages
     ) -> Inputs:
         """Returns one item for each pair."""
-        parsed = TextsToCompare.model_validate(given, strict=True)
+        parsed = TextsToCompare.model_validate(raw_input, strict=True)
         pairs, limit = parsed.all_pairs(), model.text.max_input_bytes
         for index, pair in enumerate(pairs):
             if any(len(text.encode()) > limit for text in pair):
@@ -68,7 +68,7 @@ class SimilarityApi(ApiTask):
                 )
         check_texts([text + query for text, query in pairs])
         inputs = [SimilarityInput(text, query, parsed.truncate or "none") for text, query in pairs]
-        return Inputs(inputs, given, is_list=True, is_repeatable=True)
+        return Inputs(inputs, raw_input, is_list=True, is_repeatable=True)
 
 
 TASK = SimilarityApi()

@@ -9,14 +9,14 @@ from pydantic import Field, model_validator
 
 from api.bodies import MAX_SEED, Body, Text
 from api.chat_bodies import Message, Share, Stop
-from api.inputs.source_pictures import PictureCaller, SourcePictures
+from api.inputs.source_images import ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
 from shared.catalog import Model
 from shared.errors import BadInput
 from shared.tasks.text import GenerationInput
 
 
-class TextToContinue(Body):
+class PromptToContinue(Body):
     """The input of text models: `prompt` as it is, or `messages` by the model's chat template."""
 
     prompt: Text | None = Field(None, description="The text to continue.")
@@ -33,24 +33,24 @@ class TextToContinue(Body):
     stop: Annotated[list[Stop], Field(max_length=4)] | None = None
 
     @model_validator(mode="after")
-    def _one_form(self) -> TextToContinue:
+    def _one_form(self) -> PromptToContinue:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self
 
 
-class TextApi(ApiTask):
+class GenerationApi(ApiTask):
     """The output is a text."""
 
-    input_schema = TextToContinue
+    input_schema = PromptToContinue
     output_schema: ClassVar = {"type": "string"}
     streams_tokens = True
 
     async def read(
-        self, given: dict[str, Any], model: Model, caller: PictureCaller, pictures: SourcePictures
+        self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages
     ) -> Inputs:
         """Returns one item."""
-        parsed = TextToContinue.model_validate(given, strict=True)
+        parsed = PromptToContinue.model_validate(raw_input, strict=True)
         limits = model.generation
         if parsed.max_tokens is not None and parsed.max_tokens > limits.longest_tokens:
             raise BadInput(
@@ -59,7 +59,7 @@ class TextApi(ApiTask):
             )
         is_repeatable = parsed.seed is not None or parsed.temperature == 0
         seed = parsed.seed if parsed.seed is not None else 0
-        made = GenerationInput(
+        prompt = GenerationInput(
             max_tokens=parsed.max_tokens or limits.default_tokens,
             seed=seed if is_repeatable else secrets.randbelow(MAX_SEED),
             ends_with_context=parsed.max_tokens is None,
@@ -72,19 +72,19 @@ class TextApi(ApiTask):
             # Anyone who has the link of a prediction may read its stream.
             is_streamed=True,
         )
-        made.check_length(limits.context_tokens)
-        return Inputs([made], _shown(given), is_list=False, is_repeatable=is_repeatable)
+        prompt.check_length(limits.context_tokens)
+        return Inputs([prompt], _shown(raw_input), is_list=False, is_repeatable=is_repeatable)
 
 
-def _shown(given: dict[str, Any]) -> dict[str, Any]:
+def _shown(fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the input as its record keeps it: without what is accepted and not read."""
-    if not given.get("messages"):
-        return given
+    if not fields.get("messages"):
+        return fields
     messages = [
         {name: value for name, value in message.items() if name != "annotations"}
-        for message in given["messages"]
+        for message in fields["messages"]
     ]
-    return given | {"messages": messages}
+    return fields | {"messages": messages}
 
 
-TASK = TextApi()
+TASK = GenerationApi()

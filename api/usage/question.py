@@ -38,7 +38,7 @@ class Question(NamedTuple):
 
 
 def read_question(
-    given: QueryParams,
+    params: QueryParams,
     *,
     tenants: tuple[str, ...] | None,
     tasks: tuple[str, ...] | None = None,
@@ -48,7 +48,7 @@ def read_question(
     """Parses a usage query.
 
     Args:
-        given: the query string.
+        params: the query string.
         tenants: the tenants whose rows the caller may see. None: all.
         tasks: the tasks whose rows are requested. None: all.
         is_of_costs: whether costs are requested, which have other groups.
@@ -58,32 +58,32 @@ def read_question(
         BadInput: a value is missing or wrong. `field` names it.
     """
     now = int(time.time() if now_s is None else now_s)
-    width = given.get("bucket_width", "1d")
+    width = params.get("bucket_width", "1d")
     if width not in WIDTHS_S:
         raise BadInput(f"bucket_width: {width[:40]!r} is not 1m, 1h or 1d", field="bucket_width")
     width_s = WIDTHS_S[width]
-    start_s = _moment(given, "start_time", now)
+    start_s = _moment(params, "start_time", now)
     if start_s is None:
         raise BadInput("start_time: it is needed, in unix seconds", field="start_time")
-    end_s = _moment(given, "end_time", now) or now + 1
+    end_s = _moment(params, "end_time", now) or now + 1
     if end_s <= start_s:
         raise BadInput("end_time: it must be after start_time", field="end_time")
     start_s -= start_s % width_s
-    limit = _limit(given, *(COST_LIMITS if is_of_costs else LIMITS)[width])
-    if page := given.get("page"):
-        found = _PAGE.fullmatch(page)
-        if found is None or not start_s <= int(found[1]) < end_s or int(found[1]) % width_s:
+    limit = _limit(params, *(COST_LIMITS if is_of_costs else LIMITS)[width])
+    if page := params.get("page"):
+        match = _PAGE.fullmatch(page)
+        if match is None or not start_s <= int(match[1]) < end_s or int(match[1]) % width_s:
             raise BadInput("page: not a page of this question", field="page")
-        start_s = int(found[1])
+        start_s = int(match[1])
     page_ends_s = start_s + limit * width_s
-    groups = _groups(given, COST_GROUPS if is_of_costs else GROUPS)
+    groups = _groups(params, COST_GROUPS if is_of_costs else GROUPS)
     query = UsageQuery(
         start_s=start_s,
         end_s=min(end_s, page_ends_s),
         width_s=width_s,
-        tenants=_within(tenants, _names(given, "project_ids")),
-        models=_names(given, "line_items" if is_of_costs else "models"),
-        keys=_names(given, "api_key_ids"),
+        tenants=_within(tenants, _names(params, "project_ids")),
+        models=_names(params, "line_items" if is_of_costs else "models"),
+        keys=_names(params, "api_key_ids"),
         tasks=tasks,
         by_tenant="by_tenant" in groups,
         by_model="by_model" in groups,
@@ -92,26 +92,26 @@ def read_question(
     return Question(query, f"page_{page_ends_s}" if page_ends_s < end_s else None)
 
 
-def read_range(given: QueryParams, now_s: float) -> tuple[int, int] | None:
+def read_range(params: QueryParams, now_s: float) -> tuple[int, int] | None:
     """Reads `from` and `to`: Unix seconds, or days of UTC. None if both are missing.
 
     Raises:
         BadInput: a value is wrong. `field` names it.
     """
-    if not (given.get("from") or given.get("to")):
+    if not (params.get("from") or params.get("to")):
         return None
     now = int(now_s)
-    start_s = _moment(given, "from", now)
+    start_s = _moment(params, "from", now)
     if start_s is None:
         raise BadInput("from: required with `to`", field="from")
-    end_s = _moment(given, "to", now) or now + 1
+    end_s = _moment(params, "to", now) or now + 1
     if end_s <= start_s:
         raise BadInput("to: it must be after `from`", field="to")
     return start_s, end_s
 
 
-def _moment(given: QueryParams, name: str, now: int) -> int | None:
-    text = given.get(name)
+def _moment(params: QueryParams, name: str, now: int) -> int | None:
+    text = params.get(name)
     if text is None:
         return None
     at_s: int | None = None
@@ -132,8 +132,8 @@ def _moment(given: QueryParams, name: str, now: int) -> int | None:
     return at_s
 
 
-def _limit(given: QueryParams, usual: int, most: int) -> int:
-    text = given.get("limit")
+def _limit(params: QueryParams, usual: int, most: int) -> int:
+    text = params.get("limit")
     if text is None:
         return usual
     if not (_WHOLE.fullmatch(text) and 1 <= int(text) <= most):
@@ -141,26 +141,26 @@ def _limit(given: QueryParams, usual: int, most: int) -> int:
     return int(text)
 
 
-def _groups(given: QueryParams, known: dict[str, str]) -> set[str]:
-    found = set()
-    for name in _list(given, "group_by"):
+def _groups(params: QueryParams, known: dict[str, str]) -> set[str]:
+    groups = set()
+    for name in _list(params, "group_by"):
         if name not in known:
             raise BadInput(
                 f"group_by: {name[:40]!r} is not one of {', '.join(known)}", field="group_by"
             )
-        found.add(known[name])
-    return found
+        groups.add(known[name])
+    return groups
 
 
-def _names(given: QueryParams, field: str) -> tuple[str, ...] | None:
-    found = _list(given, field)
-    if len(found) > MAX_NAMES or any(len(name) > 256 for name in found):
+def _names(params: QueryParams, field: str) -> tuple[str, ...] | None:
+    names = _list(params, field)
+    if len(names) > MAX_NAMES or any(len(name) > 256 for name in names):
         raise BadInput(f"{field}: at most {MAX_NAMES} names of 256 characters", field=field)
-    return tuple(sorted(set(found))) or None
+    return tuple(sorted(set(names))) or None
 
 
-def _list(given: QueryParams, field: str) -> Sequence[str]:
-    return [*given.getlist(field), *given.getlist(f"{field}[]")]
+def _list(params: QueryParams, field: str) -> Sequence[str]:
+    return [*params.getlist(field), *params.getlist(f"{field}[]")]
 
 
 def _within(

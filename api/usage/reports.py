@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from api.usage.turns import QueryTurns
+from api.usage.turns import QueryPermits
 from shared.reports.definitions import Report
 from shared.reports.question import ReportQuestion
 from shared.reports.runner import ReportResult, ReportRunner, translated_errors
@@ -17,7 +17,7 @@ MAX_ROWS = 5_000
 """Maximum number of rows in a response."""
 
 
-class ReportPlace(NamedTuple):
+class ReportDataset(NamedTuple):
     """The dataset of the rows, and the maximum bytes that a query may read."""
 
     project: str
@@ -31,12 +31,12 @@ class ReportService:
     """Answers reports.
 
     Args:
-        place: the data set.
+        dataset: the data set.
         turns: the limits shared by all usage queries.
     """
 
-    def __init__(self, place: ReportPlace, turns: QueryTurns) -> None:
-        self._place = place
+    def __init__(self, dataset: ReportDataset, turns: QueryPermits) -> None:
+        self._dataset = dataset
         self._turns = turns
         self._client: Any = None
         self._running: set[asyncio.Task[ReportResult]] = set()
@@ -69,11 +69,11 @@ class ReportService:
     ) -> ReportResult:
         if self._client is None:
             with translated_errors():
-                self._client = open_client(self._place.project, self._place.endpoint)
+                self._client = open_client(self._dataset.project, self._dataset.endpoint)
         runner = ReportRunner(
             self._client,
-            self._place.dataset,
-            self._place.most_bytes,
+            self._dataset.dataset,
+            self._dataset.most_bytes,
             budgets_usd,
             most_rows=MAX_ROWS,
         )

@@ -116,7 +116,7 @@ def _parameters(query: UsageQuery) -> list[Any]:
     def scalar(name: str, kind: str, value: object) -> Any:
         return ScalarQueryParameter(name, kind, value)
 
-    found = [
+    groups = [
         scalar("since", "TIMESTAMP", datetime.fromtimestamp(query.start_s, UTC)),
         scalar("until", "TIMESTAMP", datetime.fromtimestamp(query.end_s, UTC)),
         scalar("start", "INT64", query.start_s),
@@ -134,6 +134,6 @@ def _parameters(query: UsageQuery) -> list[Any]:
         "tasks": query.tasks,
     }
     for name, chosen in filters.items():
-        found.append(scalar(f"all_{name}", "BOOL", chosen is None))
-        found.append(ArrayQueryParameter(name, "STRING", list(chosen or ())))
-    return found
+        groups.append(scalar(f"all_{name}", "BOOL", chosen is None))
+        groups.append(ArrayQueryParameter(name, "STRING", list(chosen or ())))
+    return groups

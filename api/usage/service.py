@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from api.usage.rows import UsageLine, UsageQuery, UsageRows
-from api.usage.turns import QueryTurns
+from api.usage.turns import QueryPermits
 
 KEEP_S = 10.0
 MAX_KEPT = 256
@@ -35,7 +35,7 @@ class UsageService:
     """
 
     def __init__(
-        self, rows: UsageRows, turns: QueryTurns, clock: Callable[[], float] = time.time
+        self, rows: UsageRows, turns: QueryPermits, clock: Callable[[], float] = time.time
     ) -> None:
         self._rows = rows
         self._turns = turns

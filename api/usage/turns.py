@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from shared.errors import Overloaded
-from shared.fair_turns import FairTurns
+from shared.fair_permits import FairPermits
 
 MAX_RUNNING = 4
 """Queries at a time. Each holds a thread for a second or so."""
@@ -22,20 +22,20 @@ MAX_CLAIMED = 64
 Answer = TypeVar("Answer")
 
 
-class QueryTurns:
+class QueryPermits:
     """Who asks BigQuery now, and who waits for it.
 
-    Alone, a tenant runs two queries and leaves two threads (shared/fair_turns.py).
+    Alone, a tenant runs two queries and leaves two threads (shared/fair_permits.py).
     """
 
     def __init__(self) -> None:
         self._claimed: Counter[str] = Counter()
-        self._turns = FairTurns(MAX_RUNNING)
+        self._turns = FairPermits(MAX_RUNNING)
         # Of its own, so that slow queries keep no other work of the process from a thread.
         self._threads = ThreadPoolExecutor(MAX_RUNNING, "usage")
 
     def claim(self, tenant: str) -> None:
-        """Takes a place in the line. `taken` or `run` must follow.
+        """Takes a position in the queue. `taken` or `run` must follow.
 
         Raises:
             Overloaded: the line is full, or the tenant has its part of it.

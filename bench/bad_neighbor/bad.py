@@ -34,7 +34,7 @@ from bench.bad_neighbor.inputs import (
     batch_file,
     chat,
     edit,
-    plain_picture,
+    plain_image,
     text,
 )
 from tests.keys import bearer
@@ -52,11 +52,11 @@ DAY_S = 86_400
 MIB = 1024 * 1024
 PATIENT = {"x-penstock-deadline-ms": "300000"}
 """The longest deadline, so that much may wait."""
-BATCH_LANE = PATIENT | {"x-penstock-lane": "batch"}
+BATCH_PRIORITY = PATIENT | {"x-penstock-lane": "batch"}
 MAX_REASONS = 6
 REFUSALS = {400, 413, 422, 429, 503, 504}
 
-Act = Callable[[], Coroutine[Any, Any, int]]
+AuditEvent = Callable[[], Coroutine[Any, Any, int]]
 """One request. Returns the status of its answer."""
 _ZONES = sorted(zone for zone in available_timezones() if zone.startswith("America/"))
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
@@ -106,7 +106,7 @@ class Bad:
     def __init__(self, order: BadOrder, http: aiohttp.ClientSession) -> None:
         self._order = order
         self._http = http
-        self._large = plain_picture(4096) if "images" in order.surfaces else ""
+        self._large = plain_image(4096) if "images" in order.surfaces else ""
         self._upload = batch_file(1, 12) + b" " * (8 * MIB)
         self._receivers: list[str] = []
         self._is_over = False
@@ -118,9 +118,9 @@ class Bad:
 
     async def time_alone(self) -> None:
         """Asks once for each kind of work, so that its time is known if no answer comes later."""
-        kinds: dict[str, Act] = {
+        kinds: dict[str, AuditEvent] = {
             "texts": self._pages,
-            "images": self._pictures,
+            "images": self._images,
             "generations": self._long_text,
             "batches": self._patient_page,
             "streams": self._long_text,
@@ -147,11 +147,11 @@ class Bad:
             async with asyncio.timeout(TIDY_LIMIT_S):
                 await self._tidy()
 
-    def _worst(self, name: str) -> Sequence[Act]:
+    def _worst(self, name: str) -> Sequence[AuditEvent]:
         """What is done at the same time on a surface, again and again."""
-        worst: dict[str, list[Act]] = {
+        worst: dict[str, list[AuditEvent]] = {
             "texts": [self._pages] * 28 + [self._hang_up] * 2,
-            "images": [self._late_edit] * 16 + [self._pictures] * 2 + [self._picture] * 4,
+            "images": [self._late_edit] * 16 + [self._images] * 2 + [self._image] * 4,
             "generations": [self._long_text] * 24 + [self._choices] * 8,
             "batches": [self._spent_batch] * 4 + [self._large_batch] * 2 + [self._patient_page],
             "uploads": [self._file] * 4 + [self._content] * 4 + [self._trickle] * 16,
@@ -161,7 +161,7 @@ class Bad:
         }
         return worst[name]
 
-    async def _again(self, act: Act) -> None:
+    async def _again(self, act: AuditEvent) -> None:
         while not self._is_over:
             self.sent += 1
             try:
@@ -196,9 +196,9 @@ class Bad:
         return await self._post("/v1/embeddings", body, PATIENT, limit_s=300.0)
 
     async def _patient_page(self) -> int:
-        """Work of the same lane as batches, whose answer tells how long a batch of it takes."""
+        """Work of the same priority as batches, whose answer tells how long a batch of it takes."""
         body = {"model": EMBEDDER, "input": [text(200) for _ in range(8)]}
-        return await self._post("/v1/embeddings", body, BATCH_LANE, limit_s=300.0)
+        return await self._post("/v1/embeddings", body, BATCH_PRIORITY, limit_s=300.0)
 
     async def _short_text(self) -> int:
         """A text like those of its predictions. Its answer tells how long their batches take."""
@@ -216,11 +216,11 @@ class Bad:
         body = edit(self._large, "256x256", 20, model=PAINTER)
         return await self._post("/v1/images/edits", body, deadline)
 
-    async def _pictures(self) -> int:
+    async def _images(self) -> int:
         body = {"prompt": text(4), "size": "256x256", "n": 4, "model": PAINTER}
         return await self._post("/v1/images/generations", body, PATIENT, limit_s=300.0)
 
-    async def _picture(self) -> int:
+    async def _image(self) -> int:
         body = {"prompt": text(4), "size": "256x256", "model": PAINTER}
         return await self._post("/v1/images/generations", body, PATIENT, limit_s=300.0)
 
@@ -369,16 +369,16 @@ class _Usage(msgspec.Struct):
 def _small_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     """A socket that takes little before its peer has to wait."""
     family, kind, protocol, *_ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    return made
+    connection = socket.socket(family, kind, protocol)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    return connection
 
 
 def _message(said: bytes) -> str:
     """What an error says, with 0 for each number: alike errors are one."""
     with suppress(msgspec.DecodeError, AttributeError):
-        found = msgspec.json.decode(said)
-        said = str(found.get("detail") or found["error"]["message"]).encode()
+        reply = msgspec.json.decode(said)
+        said = str(reply.get("detail") or reply["error"]["message"]).encode()
     return _NUMBER.sub("0", said.decode(errors="replace"))[:120]
 
 

@@ -62,15 +62,15 @@ def cpu_times(leaders: Mapping[str, int]) -> Parts:
 
 
 def _family(pid: int) -> dict[int, CpuTime]:
-    found: dict[int, CpuTime] = {}
+    spent: dict[int, CpuTime] = {}
     with suppress(psutil.NoSuchProcess):
         leader = psutil.Process(pid)
         for one in [leader, *leader.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):
                 times = one.cpu_times()
                 waits = one.num_ctx_switches().voluntary
-                found[one.pid] = CpuTime(times.user + times.system, waits)
-    return found
+                spent[one.pid] = CpuTime(times.user + times.system, waits)
+    return spent
 
 
 class CpuBurst(msgspec.Struct):

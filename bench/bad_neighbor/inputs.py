@@ -1,4 +1,4 @@
-"""What both tenants send: words, pictures and lines of batches that no cache has seen.
+"""What both tenants send: words, images and lines of batches that no cache has seen.
 
 It imports little: the bad tenant's process does, and its start must not be what is measured.
 """
@@ -31,13 +31,13 @@ def text(words: int) -> str:
     return " ".join([str(random.randrange(2**48)), *chosen])
 
 
-def picture(side: int) -> str:
+def noise_image(side: int) -> str:
     """A PNG of noise as a data: URI, `side` pixels wide and high."""
     noise = np.random.default_rng().integers(0, 255, (side, side, 3), dtype=np.uint8)
     return _png(Image.fromarray(noise))
 
 
-def plain_picture(side: int) -> str:
+def plain_image(side: int) -> str:
     """The same of one color: few bytes, but as many pixels."""
     return _png(Image.new("RGB", (side, side), "navy"))
 

@@ -21,7 +21,7 @@ from bench.bad_neighbor.inputs import (
     batch_file,
     chat,
     edit,
-    picture,
+    noise_image,
     text,
 )
 from tests.keys import bearer
@@ -63,7 +63,7 @@ class Quiet:
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self._http = http
         self._url = url
-        self._picture = picture(64)
+        self._image = noise_image(64)
         self._told: dict[str, asyncio.Event] = {}
         self.receiver_url = ""
 
@@ -73,7 +73,7 @@ class Quiet:
 
     async def images(self) -> None:
         """One small image from another."""
-        body = edit(self._picture, "64x64", 4, model=PAINTER)
+        body = edit(self._image, "64x64", 4, model=PAINTER)
         await self._post("/v1/images/edits", body)
 
     async def generations(self) -> None:
@@ -159,8 +159,8 @@ class Quiet:
 
 async def _json(answer: aiohttp.ClientResponse) -> dict[str, Any]:
     await _check(answer)
-    found: dict[str, Any] = await answer.json()
-    return found
+    body: dict[str, Any] = await answer.json()
+    return body
 
 
 async def _check(answer: aiohttp.ClientResponse) -> None:
@@ -223,11 +223,11 @@ async def notice(quiet: Quiet, surfaces: Sequence[Surface], seconds: float) -> d
     Returns:
         By the name of the surface. A request is timed from when it was due.
     """
-    found = {surface.name: Noticed() for surface in surfaces}
+    noticed = {surface.name: Noticed() for surface in surfaces}
     async with asyncio.TaskGroup() as drives:
         for surface in surfaces:
-            drives.create_task(_drive(quiet, surface, seconds, found[surface.name]))
-    return found
+            drives.create_task(_drive(quiet, surface, seconds, noticed[surface.name]))
+    return noticed
 
 
 async def _drive(quiet: Quiet, surface: Surface, seconds: float, noticed: Noticed) -> None:

@@ -78,7 +78,7 @@ async def measure(
         receivers: of the bad tenant's webhooks.
         streams: of the bad tenant.
     """
-    found: list[Beside] = []
+    results: list[Beside] = []
     async with quiet_tenant(stack.api_url) as quiet:
         await notice(quiet, list({one for together in drives for one in together}), WARM_UP_S)
         for together in drives:
@@ -87,10 +87,10 @@ async def measure(
             lines = {name: Beside(name, len(names) > 1) for name in names}
             for _ in range(rounds):
                 await _round(stack, quiet, together, order, lines)
-            found += lines.values()
+            results += lines.values()
             for line in lines.values():
                 print(f"  {' '.join(cells(line))}", flush=True)
-    return found
+    return results
 
 
 async def _round(

@@ -23,7 +23,7 @@ from infra.local.stack import Stack
 from infra.local.up import served_stack
 from shared.tenants.plan import Limits, Plan
 from tests.keys import keys_url, stored
-from tests.workers.models.text import tiny
+from tests.workers.models.generation import tiny
 
 CONTEXT_TOKENS = 256
 FILES_MAX_BYTES = 256 * 1024 * 1024

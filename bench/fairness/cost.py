@@ -53,7 +53,7 @@ def measure(where: tuple[str, str]) -> list[Figure]:
     for number in range(ROUNDS):
         for name in sorted(QUEUES, reverse=bool(number % 2)):
             with (
-                patch("workers.scheduling.lanes.BatchQueue", QUEUES[name]),
+                patch("workers.scheduling.priority_queue.BatchQueue", QUEUES[name]),
                 patch.object(timed, "TOKENS_PER_S", 1e7),
                 patch.object(timed, "BATCH_S", 0.0),
             ):
@@ -61,8 +61,8 @@ def measure(where: tuple[str, str]) -> list[Figure]:
     fifo, fair = (rounds[name] for name in QUEUES)
     more_ms = statistics.median(b - a for a, b in zip(fifo, fair, strict=True))
     figures = [
-        Figure(f"CPU of worker and callers, {name}", statistics.median(found), "ms/request")
-        for name, found in rounds.items()
+        Figure(f"CPU of worker and callers, {name}", statistics.median(seconds_), "ms/request")
+        for name, seconds_ in rounds.items()
     ]
     share = 100 * more_ms / REQUEST_CPU_MS
     figures.append(Figure("CPU that fair shares cost, of a request's", share, "%", "<=", 2.0))

@@ -86,11 +86,11 @@ def _counted(report: LoadReport) -> list[float]:
 
 def _noisy(texts: Texts, port: int, seconds: float) -> LoadOrder:
     pages = [texts.pages(TEXTS) for _ in range(BODIES)]
-    made = [{"model": MODEL, "input": page, "encoding_format": "base64"} for page in pages]
+    bodies = [{"model": MODEL, "input": page, "encoding_format": "base64"} for page in pages]
     return _order(
         port,
         "noisy",
-        [msgspec.json.encode(body).decode() for body in made],
+        [msgspec.json.encode(body).decode() for body in bodies],
         in_flight=CONNECTIONS,
         send_s=LEAD_S + seconds,
     )
@@ -111,7 +111,7 @@ def _quiet(texts: Texts, port: int, seconds: float) -> list[LoadOrder]:
     ]
 
 
-def _order(port: int, tenant: str, bodies: Sequence[str], **given: float) -> LoadOrder:
+def _order(port: int, tenant: str, bodies: Sequence[str], **options: float) -> LoadOrder:
     return LoadOrder(
         port,
         list(bodies),
@@ -119,7 +119,7 @@ def _order(port: int, tenant: str, bodies: Sequence[str], **given: float) -> Loa
         is_cycled=True,
         limit_s=LIMIT_S,
         waits_after_429=True,
-        **given,  # type: ignore[arg-type]
+        **options,  # type: ignore[arg-type]
     )
 
 

@@ -1,4 +1,4 @@
-"""Interference between tenants and from the `batch` lane, by the backlog of a worker.
+"""Interference between tenants and from `batch` priority, by the backlog of a worker.
 
 Measured with a model that only takes time (bench/fairness/timed.py).
 """
@@ -19,6 +19,7 @@ import uvloop
 from bench.fairness.timed import BATCH_S, MODEL, TOKENS_PER_S, Callers, timed_workers
 from bench.load.generator import percentiles
 from bench.report import Figure
+from shared.tenants.plan import Priority
 
 PAGE, PAGES = 230, 32
 """Tokens of a long text, and such texts in a request of the noisy tenant."""
@@ -47,7 +48,7 @@ class CallersView:
 
 def measure(where: tuple[str, str], seconds: float) -> list[Figure]:
     """About 17 times `seconds`. `where`: the endpoint of a Pub/Sub and the URL of a Redis."""
-    parts = (_noise, _hands, _weights, _lanes)
+    parts = (_noise, _hands, _weights, _priorities)
     return [figure for part in parts for figure in part(where, seconds)]
 
 
@@ -112,12 +113,12 @@ def _weights(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
         yield Figure(f"{workers} workers, most off", most, "%", "<=", OFF_PERCENT)
 
 
-def _lanes(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
+def _priorities(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
     def interactive(to: Callers, seen: CallersView) -> Sequence[Work]:
         return [_sometimes(to, seen, "interactive", INTERACTIVE_PER_S)]
 
     def both(to: Callers, seen: CallersView) -> Sequence[Work]:
-        batch = [_again(to, seen, "batch", LENGTHS, lane="batch") for _ in range(BATCH_JOBS)]
+        batch = [_again(to, seen, "batch", LENGTHS, priority="batch") for _ in range(BATCH_JOBS)]
         return [*interactive(to, seen), *batch]
 
     alone = uvloop.run(_run(where, seconds, interactive)).waits_ms["interactive"]
@@ -155,11 +156,11 @@ async def _run(
         seen.waits_ms.clear()
         seen.tokens.clear()
         await asyncio.sleep(seconds)
-        found = CallersView(dict(seen.waits_ms), Counter(seen.tokens))
+        before = CallersView(dict(seen.waits_ms), Counter(seen.tokens))
         for one in calling:
             one.cancel()
         await asyncio.gather(*calling, return_exceptions=True)
-        return found
+        return before
 
 
 async def _again(
@@ -168,11 +169,11 @@ async def _again(
     tenant: str,
     lengths: list[int],
     weight: float = 1.0,
-    lane: str = "",
+    priority: Priority = "interactive",
 ) -> None:
     """A closed loop of one request."""
     while True:
-        tokens = await to.ask(tenant, lengths, weight=weight, lane=lane)
+        tokens = await to.ask(tenant, lengths, weight=weight, priority=priority)
         seen.tokens[tenant] += tokens
 
 

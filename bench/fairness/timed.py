@@ -37,6 +37,7 @@ from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.tasks import Input
 from shared.tasks.embedding import EmbeddingResult, TextInput
+from shared.tenants.plan import Priority
 from shared.topics import inbox_topic_id, jobs_topic_id, make_inbox, slot_subscription_id
 from shared.transport import ReceivedMessage, Subscription, Transport
 from shared.usage.row import Row
@@ -79,7 +80,7 @@ class _Preparer:
     """A text is its number of tokens."""
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText]:
-        lengths = [int(cast(TextInput, given).text) for given in inputs]
+        lengths = [int(cast(TextInput, value).text) for value in inputs]
         return [PreparedText(key="", length=length, ids=b"") for length in lengths]
 
 
@@ -161,11 +162,11 @@ class _OtherHand:
         self.opened = list[Subscription]()
 
     @asynccontextmanager
-    async def subscribe(self, subscription_id: str, **given: Any) -> AsyncIterator[Subscription]:
+    async def subscribe(self, subscription_id: str, **options: Any) -> AsyncIterator[Subscription]:
         """Subscribes like the transport, with that number if it is set."""
         if self._messages:
-            given["max_messages"] = self._messages
-        async with self._transport.subscribe(subscription_id, **given) as opened:
+            options["max_messages"] = self._messages
+        async with self._transport.subscribe(subscription_id, **options) as opened:
             self.opened.append(opened)
             yield cast(Subscription, _Fixed(opened)) if self._messages else opened
 
@@ -184,23 +185,23 @@ class Callers:
         lengths: Sequence[int],
         *,
         weight: float = 1.0,
-        lane: str = "",
+        priority: Priority = "interactive",
         left_s: float = 600.0,
     ) -> int:
         """Sends one request in jobs of JOB_ITEMS. Returns the tokens when all are answered."""
         parts = [lengths[at : at + JOB_ITEMS] for at in range(0, len(lengths), JOB_ITEMS)]
-        asked = (self._ask_job(tenant, part, weight, lane, left_s) for part in parts)
+        asked = (self._ask_job(tenant, part, weight, priority, left_s) for part in parts)
         tokens: list[int] = await asyncio.gather(*asked)
         return sum(tokens)
 
     async def _ask_job(
-        self, tenant: str, lengths: Sequence[int], weight: float, lane: str, left_s: float
+        self, tenant: str, lengths: Sequence[int], weight: float, priority: Priority, left_s: float
     ) -> int:
         self._sent += 1
         now_s, request_id = time.time(), str(self._sent)
         envelope = Envelope(
             request_id=request_id, part=0, model=MODEL.name, tenant=tenant, weight=weight,
-            lane=lane, inbox=inbox_topic_id(INBOX), slot="0", deadline_s=now_s + left_s,
+            priority=priority, inbox=inbox_topic_id(INBOX), slot="0", deadline_s=now_s + left_s,
             received_at_s=now_s, published_at_s=now_s,
         )  # fmt: skip
         items = [Item(index, TextInput(str(length))) for index, length in enumerate(lengths)]
@@ -273,7 +274,7 @@ class TimedWorker:
         site: its servers.
         project: as provisioned.
         processes: how many model processes it has.
-        hand: how many messages of a lane it holds. 0: as usual.
+        hand: how many messages of a priority it holds. 0: as usual.
         batch_s: seconds of each batch, whatever its size. 0: BATCH_S and TOKENS_PER_S.
         name: of the worker.
     """
@@ -334,7 +335,7 @@ async def timed_workers(
 ) -> AsyncIterator[Callers]:
     """Workers with `processes` model processes each, in a project of their own.
 
-    `hand`: how many messages of a lane each of them holds. 0: as usual.
+    `hand`: how many messages of a priority each of them holds. 0: as usual.
     """
     site, project = BrokerSite(redis_url, endpoint), f"timed-{time.time_ns()}"
     await site.provision(project)
@@ -358,6 +359,6 @@ async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
     """
     for task in tasks:
         task.cancel()
-    for found in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(found, Exception):
-            raise found
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(outcome, Exception):
+            raise outcome

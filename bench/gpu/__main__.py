@@ -81,15 +81,15 @@ def run(scale: Scale) -> Outcome:
 
 
 def _image_figures(row: dict[str, Any]) -> list[Figure]:
-    what = f"{row['task']}, batch {row['batch']}"
+    label = f"{row['task']}, batch {row['batch']}"
     figures = []
     for who in ("plain", "ours"):
         one = row[who]
-        figures.append(Figure(f"{what}, {who}", one["seconds_per_image"], "s/image"))
-        figures.append(Figure(f"{what}, {who}", one["images_per_s"], "images/s"))
-        figures.append(Figure(f"{what}, {who}", one["tflops"], "TFLOP/s"))
-        figures.append(Figure(f"{what}, {who}", one["of_matrix_rate"], "of matrix rate"))
-    return [*figures, Figure(f"{what}, ours against plain", row["ratio"], "times")]
+        figures.append(Figure(f"{label}, {who}", one["seconds_per_image"], "s/image"))
+        figures.append(Figure(f"{label}, {who}", one["images_per_s"], "images/s"))
+        figures.append(Figure(f"{label}, {who}", one["tflops"], "TFLOP/s"))
+        figures.append(Figure(f"{label}, {who}", one["of_matrix_rate"], "of matrix rate"))
+    return [*figures, Figure(f"{label}, ours against plain", row["ratio"], "times")]
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, 
     """A row per task and batch size: seconds per image, images/s and TFLOP/s, plain and ours."""
     write_pipeline(folder, scale)
     plain = _Plain(folder, scale)
-    place = Device(scale.device, threads=1, memory_fraction=1.0)
-    ours = ImageModel(image_entry(folder, scale), folder, place, warmup_limit_s=WARMUP_LIMIT_S)
+    device = Device(scale.device, threads=1, memory_fraction=1.0)
+    ours = ImageModel(image_entry(folder, scale), folder, device, warmup_limit_s=WARMUP_LIMIT_S)
     ours.setup()
     ours.warmup()
     rows = []
@@ -83,7 +83,7 @@ def _in_turns(scale: Scale, contenders: dict[str, Callable[[], Any]]) -> dict[st
 def draw(model: ImageModel, batch: list[PreparedImage]) -> None:
     """Draws a batch as a model process does, and sees that images came of it."""
     for group in model.groups(batch):
-        for result in model.predict([batch[place] for place in group], lambda step, steps: None):
+        for result in model.predict([batch[index] for index in group], lambda step, steps: None):
             if not isinstance(result, ImageResult):
                 raise RuntimeError(f"no image but {result!r}")
 
@@ -93,8 +93,8 @@ class _Plain:
 
     def __init__(self, folder: Path, scale: Scale) -> None:
         dtype = DTYPES[scale.precision]
-        given = {"dtype": dtype, "safety_checker": None, "local_files_only": True}
-        self._text = diffusers.StableDiffusionPipeline.from_pretrained(folder, **given).to(
+        options = {"dtype": dtype, "safety_checker": None, "local_files_only": True}
+        self._text = diffusers.StableDiffusionPipeline.from_pretrained(folder, **options).to(
             scale.device
         )
         self._image = diffusers.StableDiffusionImg2ImgPipeline(
@@ -105,17 +105,17 @@ class _Plain:
 
     def draw(self, batch: list[PreparedImage]) -> Any:
         first = batch[0]
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "prompt": [item.prompt for item in batch],
             "num_inference_steps": first.steps,
             "guidance_scale": first.guidance_scale,
             "generator": [torch.Generator("cpu").manual_seed(item.seed) for item in batch],
         }
         if first.source is None:
-            return self._text(**given, width=first.width, height=first.height).images
+            return self._text(**arguments, width=first.width, height=first.height).images
         size = (first.width, first.height)
         sources = [Image.frombytes("RGB", size, item.source or b"") for item in batch]
-        return self._image(**given, image=sources, strength=first.strength).images
+        return self._image(**arguments, image=sources, strength=first.strength).images
 
     def operations(self, item: PreparedImage) -> float:
         """Floating-point operations of one image. A multiplication and an addition are two."""

@@ -27,11 +27,11 @@ def measure(scale: Scale, images: Path) -> dict[str, dict[str, float]]:
 
 
 async def _measure(scale: Scale, images: Path) -> dict[str, dict[str, float]]:
-    place, precision = minilm_folder(), "fp32" if scale.device == "cpu" else "fp16"
-    entry = text_entry("MiniLM", place, 384, precision, scale)
+    folder, precision = minilm_folder(), "fp32" if scale.device == "cpu" else "fp16"
+    entry = text_entry("MiniLM", folder, 384, precision, scale)
     work: dict[str, tuple[HostedModel, list[Prepared]]] = {
-        "images": (HostedModel(image_entry(images, scale), images), [*_pictures(scale)]),
-        "MiniLM": (HostedModel(entry, place), [*texts(scale.lengths[0], 8)]),
+        "images": (HostedModel(image_entry(images, scale), images), [*_images(scale)]),
+        "MiniLM": (HostedModel(entry, folder), [*texts(scale.lengths[0], 8)]),
     }
     async with AsyncExitStack() as stack:
         loads: dict[str, tuple[PooledProcess, Sequence[Prepared]]] = {}
@@ -68,7 +68,7 @@ async def _rate(load: tuple[PooledProcess, Sequence[Prepared]], scale: Scale) ->
     return count / (time.perf_counter() - began_s)
 
 
-def _pictures(scale: Scale) -> list[PreparedImage]:
+def _images(scale: Scale) -> list[PreparedImage]:
     work = scale.side * scale.side * scale.text_steps
     one = PreparedImage(
         key="",

@@ -28,14 +28,16 @@ _CATALOG = Path(__file__).resolve().parents[2] / "models.yaml"
 def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
     """A row per model and length: tokens per second, plain and ours in each precision, in turns."""
     rows = []
-    for name, place, dimensions in (
+    for name, model_folder, dimensions in (
         ("BERT-large", write_bert(folder, scale), 1024 if scale.is_full_width else 32),
         ("MiniLM", minilm_folder(), 384),
     ):
-        runners: dict[str, Any] = {f"plain {scale.precision}": _plain(place, scale)}
+        runners: dict[str, Any] = {f"plain {scale.precision}": _plain(model_folder, scale)}
         for precision in ("fp32",) if scale.device == "cpu" else ("fp32", "fp16", "bf16"):
             model = model_for(
-                text_entry(name, place, dimensions, precision, scale), place, scale.device
+                text_entry(name, model_folder, dimensions, precision, scale),
+                model_folder,
+                scale.device,
             )
             model.setup()
             model.warmup()
@@ -65,13 +67,13 @@ def _embed(runner: Any, batch: list[PreparedText]) -> None:
         runner(batch)
         return
     for group in runner.groups(batch):
-        runner.predict([batch[place] for place in group], lambda step, steps: None)
+        runner.predict([batch[index] for index in group], lambda step, steps: None)
 
 
-def _plain(place: Path, scale: Scale) -> Any:
+def _plain(folder: Path, scale: Scale) -> Any:
     """Transformers as its documentation runs it, mean-pooled, vectors fetched."""
     model = AutoModel.from_pretrained(
-        read_sentence_folder(place).transformer, dtype=DTYPES[scale.precision]
+        read_sentence_folder(folder).transformer, dtype=DTYPES[scale.precision]
     )
     model = model.to(scale.device).eval()
 
@@ -96,13 +98,13 @@ def texts(length: int, count: int) -> list[PreparedText]:
     return [PreparedText(key="", length=length, ids=row.tobytes()) for row in ids]
 
 
-def text_entry(name: str, place: Path, dimensions: int, precision: str, scale: Scale) -> Model:
+def text_entry(name: str, folder: Path, dimensions: int, precision: str, scale: Scale) -> Model:
     """The catalog entry of the folder."""
     return Model.model_validate(
         {
             "name": name,
             "task": "embedding",
-            "source": f"local:{place}",
+            "source": f"local:{folder}",
             "backend": "torch",
             "precision": precision,
             "dimensions": dimensions,

@@ -104,16 +104,16 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _words(given: str) -> list[str]:
-    return given.split(",")
+def _words(text: str) -> list[str]:
+    return text.split(",")
 
 
-def _numbers(given: str) -> list[int]:
-    return [int(word) for word in _words(given)]
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in _words(text)]
 
 
-def _shares(given: str) -> list[float]:
-    return [float(word) for word in _words(given)]
+def _shares(text: str) -> list[float]:
+    return [float(word) for word in _words(text)]
 
 
 def _install(contenders: Sequence[Contender]) -> None:

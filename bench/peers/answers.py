@@ -29,9 +29,9 @@ def vector_of(body: bytes | str, answer: Sequence[str | int]) -> list[float]:
         LookupError: no such key or place.
         TypeError: a key for a list, or an index for an object.
     """
-    found = msgspec.json.decode(body)
+    value = msgspec.json.decode(body)
     for step in answer:
-        found = found[step]
-    if isinstance(found, str):
-        found = np.frombuffer(base64.b64decode(found), "<f4").tolist()
-    return msgspec.convert(found, list[float])
+        value = value[step]
+    if isinstance(value, str):
+        value = np.frombuffer(base64.b64decode(value), "<f4").tolist()
+    return msgspec.convert(value, list[float])

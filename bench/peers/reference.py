@@ -19,16 +19,16 @@ def vectors_of(texts: Iterable[str], model_folder: Path) -> dict[str, np.ndarray
     transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModel.from_pretrained(model_folder, dtype=torch.float32).eval()
-    found: dict[str, np.ndarray] = {}
+    vectors: dict[str, np.ndarray] = {}
     with torch.inference_mode():
         for text in texts:
-            given = tokenizer(text, truncation=True, max_length=LONGEST, return_tensors="pt")
-            mean = model(**given).last_hidden_state[0].mean(0)
-            found[text] = torch.nn.functional.normalize(mean, dim=0).numpy()
-    return found
+            tokens = tokenizer(text, truncation=True, max_length=LONGEST, return_tensors="pt")
+            mean = model(**tokens).last_hidden_state[0].mean(0)
+            vectors[text] = torch.nn.functional.normalize(mean, dim=0).numpy()
+    return vectors
 
 
 def cosine(vector: list[float], reference: np.ndarray) -> float:
     """Cosine of the angle between a vector of any length and a unit vector."""
-    given = np.asarray(vector, np.float64)
-    return float(given @ reference / np.linalg.norm(given))
+    array = np.asarray(vector, np.float64)
+    return float(array @ reference / np.linalg.norm(array))

@@ -87,7 +87,7 @@ class Medians:
 
 def figures(medians: Medians) -> list[Figure]:
     """Every median, our ratios to the best peer, and the bounds of these ratios."""
-    found = [
+    rows = [
         Figure(f"{key}, {load}, {name}", value, unit)
         for key, load, name, value, unit in _values(medians)
     ]
@@ -102,8 +102,8 @@ def figures(medians: Medians) -> list[Figure]:
                 value = _ratio(medians, key, other, load)
                 if value is not None:
                     bound = (">=", limit) if limit else ()
-                    found.append(Figure(f"{key} over {other}, {load}", value, "x", *bound))
-    return found
+                    rows.append(Figure(f"{key} over {other}, {load}", value, "x", *bound))
+    return rows
 
 
 def _must(key: str, load: str) -> float:

@@ -21,14 +21,14 @@ class Tree:
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds so far, by program, with ended processes that their parent waited for."""
-        found: defaultdict[str, float] = defaultdict(float)
+        totals: defaultdict[str, float] = defaultdict(float)
 
         def add(process: psutil.Process) -> None:
             times = process.cpu_times()
-            found[label(process.cmdline())] += sum(times[:4])
+            totals[label(process.cmdline())] += sum(times[:4])
 
         self._each(add)
-        return found
+        return totals
 
     def memory_bytes(self) -> int:
         """Resident memory of all, shared pages counted once (Linux: proportional set size)."""

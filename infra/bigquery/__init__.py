@@ -34,14 +34,14 @@ def tables() -> list[str]:
 
 def schema(table: str = TABLE) -> list[dict[str, str]]:
     """The fields of a table, as BigQuery's schema JSON: name, type, mode, description."""
-    found: list[dict[str, str]] = json.loads((_FOLDER / f"{table}.schema.json").read_text())
-    return found
+    schema: list[dict[str, str]] = json.loads((_FOLDER / f"{table}.schema.json").read_text())
+    return schema
 
 
 def table_options(table: str = TABLE) -> dict[str, Any]:
     """Partitioning and clustering of a table, in the terms of BigQuery's Table resource."""
-    found: dict[str, Any] = json.loads((_FOLDER / f"{table}.table.json").read_text())
-    return found
+    table_: dict[str, Any] = json.loads((_FOLDER / f"{table}.table.json").read_text())
+    return table_
 
 
 def views(project: str, dataset: str) -> dict[str, str]:
@@ -60,24 +60,24 @@ def tenant_views(project: str, dataset: str, tenant: str) -> dict[str, str]:
         dataset: data set of the tables. The views are in another one, the only one for analysts.
         tenant: whose rows. Terraform refuses names with quotes or backslashes.
     """
-    found = _files("views") | _files("tenant_views")
+    views = _files("views") | _files("tenant_views")
     return {
         name: Template(sql).substitute(
             project=project, dataset=dataset, only=f"tenant = '{tenant}'"
         )
-        for name, sql in sorted(found.items())
+        for name, sql in sorted(views.items())
         if "${only}" in sql
     }
 
 
 def view_columns(name: str) -> dict[str, str]:
     """Returns the descriptions of a view's columns, in order, from the head of its file, if any."""
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     for line in (_files("views") | _files("tenant_views"))[name].splitlines():
         if line.startswith("-- column "):
             column, _, about = line.removeprefix("-- column ").partition(": ")
-            found[column] = about
-    return found
+            files[column] = about
+    return files
 
 
 def view_title(name: str) -> str:

@@ -23,7 +23,7 @@ TENANT_COLUMNS = {
     "row_id": "identifies the row",
     "request_id": "one id from HTTP to reply",
     "client_request_id": "the caller's x-request-id",
-    "item": "the item's place in the request, from 0",
+    "item": "the item's index in the request, from 0",
     "batch_id": "the batch that the item is a line of",
     "key_id": "the public part of the API key",
     "plan": "the tenant's plan when the request came",
@@ -103,10 +103,10 @@ def _column(field: msgspec.structs.FieldInfo, about: str) -> dict[str, str]:
 
 def _texts_below_fields(kind: type) -> dict[str, str]:
     """Returns the text below each field of a class in its source, in one line."""
-    (found,) = ast.parse(inspect.getsource(kind)).body
-    assert isinstance(found, ast.ClassDef), "the source of a class is a class; this is a bug"
+    (definition,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(definition, ast.ClassDef), "the source of a class is a class; this is a bug"
     texts = {}
-    for field, below in zip(found.body, found.body[1:], strict=False):
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             assert isinstance(below, ast.Expr), f"{field.target.id} has no text below it"
             assert isinstance(below.value, ast.Constant), f"{field.target.id} has no text below it"

@@ -108,7 +108,7 @@ def list_keys(
             if tenant in ("", key.tenant)
         ]
 
-    found = _administer(read)
+    directory = _administer(read)
     heads = ("key", "tenant", "name", "scopes", "models", "state", "created", "expires", "used")
     rows = [
         (
@@ -120,9 +120,9 @@ def list_keys(
             key["state"],
             *(_time(key.get(name)) for name in ("created_s", "expires_s", "last_used_s")),
         )
-        for key in found
+        for key in directory
     ]
-    _print(found, heads, rows, as_json=as_json)
+    _print(directory, heads, rows, as_json=as_json)
 
 
 @keys.command("rotate")
@@ -150,11 +150,11 @@ def revoke_key(key_id: KeyId) -> None:
 def list_acts(
     limit: Annotated[int, typer.Option(min=1, max=10_000)] = 50, as_json: AsJson = False
 ) -> None:
-    """List acts of administration, newest first."""
+    """List audit events of administration, newest first."""
     import msgspec
 
-    found = _administer(lambda admin, store: store.acts(limit))
-    acts = [msgspec.to_builtins(noted.act) for noted in found]
+    events = _administer(lambda admin, store: store.audit_events(limit))
+    audit_events = [msgspec.to_builtins(noted.act) for noted in events]
     heads = ("when", "who", "from", "act", "of", "before", "after")
     rows = [
         (
@@ -162,9 +162,9 @@ def list_acts(
             *(act[name] for name in ("actor", "address", "action", "target")),
             *(json.dumps(act[name]) if act[name] else None for name in ("before", "after")),
         )
-        for act in acts
+        for act in audit_events
     ]
-    _print(acts, heads, rows, as_json=as_json)
+    _print(audit_events, heads, rows, as_json=as_json)
 
 
 @tenants.command("list")
@@ -172,12 +172,12 @@ def list_tenants(as_json: AsJson = False) -> None:
     """List tenants with a plan of their own or with keys."""
     document = _administer(lambda admin, store: admin.read())
     names = sorted(document.tenants.keys() | {key.tenant for key in document.keys})
-    found = [
+    keys = [
         {"tenant": name, "plan": document.tenants[name].plan if name in document.tenants else None}
         for name in names
     ]
-    rows = [(one["tenant"], one["plan"] or "default") for one in found]
-    _print(found, ("tenant", "plan"), rows, as_json=as_json)
+    rows = [(one["tenant"], one["plan"] or "default") for one in keys]
+    _print(keys, ("tenant", "plan"), rows, as_json=as_json)
 
 
 @tenants.command("set")
@@ -196,9 +196,9 @@ def list_plans(as_json: AsJson = False) -> None:
     import msgspec
 
     document = _administer(lambda admin, store: admin.read())
-    found = {name: msgspec.to_builtins(plan) for name, plan in document.plans.items()}
-    rows = [(name, json.dumps(plan)) for name, plan in found.items()]
-    _print(found, ("plan", "fields"), rows, as_json=as_json)
+    by_name = {name: msgspec.to_builtins(plan) for name, plan in document.plans.items()}
+    rows = [(name, json.dumps(plan)) for name, plan in by_name.items()]
+    _print(by_name, ("plan", "fields"), rows, as_json=as_json)
 
 
 @plans.command("set")
@@ -258,11 +258,11 @@ def _show_issued(issued: IssuedKey, *, as_json: bool) -> None:
     typer.echo(issued.key.text)
 
 
-def _struct(kind: type[Made], given: Sequence[str]) -> Made:
+def _struct(kind: type[Made], assignments: Sequence[str]) -> Made:
     import msgspec
 
     fields: dict[str, Any] = {}
-    for one in given:
+    for one in assignments:
         name, sign, value = one.partition("=")
         if not sign:
             raise BadInput(f"{one!r} is not FIELD=VALUE", field=name)
@@ -277,10 +277,10 @@ def _struct(kind: type[Made], given: Sequence[str]) -> Made:
 
 
 def _seconds(text: str, option: str) -> int:
-    found = _DURATION.fullmatch(text)
-    if found is None:
+    match = _DURATION.fullmatch(text)
+    if match is None:
         raise BadInput(f"--{option}: {text!r} is not a time such as 30m, 24h or 90d")
-    return int(found[1]) * _UNITS_S[found[2]]
+    return int(match[1]) * _UNITS_S[match[2]]
 
 
 def _time(at_s: float | None) -> str | None:
@@ -290,8 +290,8 @@ def _time(at_s: float | None) -> str | None:
 
 
 def _print(
-    found: object, heads: Sequence[str], rows: Sequence[Sequence[object]], *, as_json: bool
+    document: object, heads: Sequence[str], rows: Sequence[Sequence[object]], *, as_json: bool
 ) -> None:
     from infra.text_table import table
 
-    print(json.dumps(found, indent=2) if as_json else table(heads, rows))
+    print(json.dumps(document, indent=2) if as_json else table(heads, rows))

@@ -135,8 +135,8 @@ def demo(
     """Start everything, send real input, show the results, stop."""
     from infra.local.demo import EDIT_PROMPT, PROMPT, run_demo
 
-    made = run_demo(STATE_DIR / "demo", prompt or PROMPT, edit_prompt or EDIT_PROMPT, broker)
-    raise typer.Exit(made)
+    result = run_demo(STATE_DIR / "demo", prompt or PROMPT, edit_prompt or EDIT_PROMPT, broker)
+    raise typer.Exit(result)
 
 
 @app.command()

@@ -22,15 +22,15 @@ def requirements(project_file: Path, extras: list[str]) -> list[str]:
     """
     document = tomllib.loads(project_file.read_text(encoding="utf-8"))
     project, members = document["project"], _members(project_file, document)
-    found: list[str] = list(project["dependencies"])
+    requirements: list[str] = list(project["dependencies"])
     for extra in extras:
         for asked in project["optional-dependencies"][extra]:
             name = asked.partition("==")[0]
-            found += members.get(name, [asked])
-    missing = [one for one in found if one.partition("==")[0] in _sources(document)]
+            requirements += members.get(name, [asked])
+    missing = [one for one in requirements if one.partition("==")[0] in _sources(document)]
     if missing:
         raise FileNotFoundError(f"no folder of the workspace has {', '.join(missing)}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(requirements))
 
 
 def _sources(document: dict[str, Any]) -> set[str]:

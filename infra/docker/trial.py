@@ -47,12 +47,12 @@ class Image:
         self.root = Path(_buildah("mount", _buildah("from", reference)))
 
     def command(self, folders: Mapping[str, Path], settings: Mapping[str, str]) -> list[str]:
-        """Runs the entry point with `folders` mounted, by their place in the image."""
+        """Runs the entry point with `folders` mounted, by their path in the image."""
         root = shlex.quote(str(self.root))
         lines = [f"mount --rbind {root} {root}", f"mount --rbind /dev {root}/dev"]
         lines += [
-            f"mount --bind {shlex.quote(str(folder))} {root}{place}"
-            for place, folder in folders.items()
+            f"mount --bind {shlex.quote(str(folder))} {root}{target}"
+            for target, folder in folders.items()
         ]
         lines += [
             f"mount -t tmpfs -o mode=1777 tmpfs {root}/tmp",
@@ -92,13 +92,13 @@ def main() -> int:
             f"{len(list(image.root.glob('opt/venv/lib/python3*/site-packages/*.dist-info')))}"
             " packages"
         )
-    with tempfile.TemporaryDirectory(prefix="penstock-trial-") as place, ExitStack() as stack:
-        here = Path(place)
+    with tempfile.TemporaryDirectory(prefix="penstock-trial-") as work_dir, ExitStack() as stack:
+        here = Path(work_dir)
         (here / "etc").mkdir()
         (here / "etc/models.yaml").write_text(MODEL, encoding="utf-8")
         here.chmod(0o755)
-        given = {"PENSTOCK_MODELS_FILE": str(here / "etc/models.yaml")}
-        local = stack.enter_context(Stack(here / "state", ports=Ports.free(1), settings=given))
+        variables = {"PENSTOCK_MODELS_FILE": str(here / "etc/models.yaml")}
+        local = stack.enter_context(Stack(here / "state", ports=Ports.free(1), settings=variables))
         _replace(stack, local, images, here)
         _ask(local)
     print("all images work together")
@@ -118,7 +118,7 @@ def _replace(stack: ExitStack, local: Stack, images: Mapping[str, Image], here: 
     _writable(here / "state/objects")
     for name, image in images.items():
         for own_process in [
-            found for key, found in local.processes.items() if key.split("-")[0] == name
+            one for key, one in local.processes.items() if key.split("-")[0] == name
         ]:
             own_process.stop()
         taken = {

@@ -114,7 +114,7 @@ class TriggerQueries:
     def arrivals(self) -> str:
         """Seconds of work that callers of the region ask for each second.
 
-        Refused items were requested too. The `batch` lane waits for workers that are idle.
+        Refused items were requested too. `batch` priority waits for workers that are idle.
         """
         asked = f'{{{self._asked},lane="interactive"}}[{ARRIVED}]'
         admitted, shed = (
@@ -139,11 +139,11 @@ class TriggerQueries:
         return f"({busy}) / {MAX_UTILIZATION:g} + ({waiting}) * ({self._item_s()})"
 
     def messages(self) -> str | None:
-        """Seconds of work in the messages of both lanes. None: nothing counts them."""
+        """Seconds of work in the messages of both priorities. None: nothing counts them."""
         if self._messages is None:
             return None
-        lanes = (workers_subscription_id, batch_subscription_id)
-        counts = " + ".join(f"({self._messages(lane(self._model.name))})" for lane in lanes)
+        subscriptions = (workers_subscription_id, batch_subscription_id)
+        counts = " + ".join(f"({self._messages(one(self._model.name))})" for one in subscriptions)
         return f"({counts}) * ({self._item_s()})"
 
     def _busy_workers(self) -> str:
@@ -204,8 +204,8 @@ def keda_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, A
 def _source(deployment: Deployment) -> MetricSource:
     if deployment.prometheus is None:
         return managed_prometheus(deployment.region)
-    given = deployment.prometheus
-    return own_prometheus(given.labels, has_rabbitmq=given.has_rabbitmq)
+    prometheus = deployment.prometheus
+    return own_prometheus(prometheus.labels, has_rabbitmq=prometheus.has_rabbitmq)
 
 
 def _trigger(name: str, query: str, threshold: float, deployment: Deployment) -> dict[str, Any]:
@@ -244,11 +244,11 @@ def hpa_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, An
             str(max(held, round(model.deadline.default_s * HPA_WAIT_SHARE / item_s))),
         ),
     ]
-    for lane in (workers_subscription_id, batch_subscription_id):
+    for subscription_id in (workers_subscription_id, batch_subscription_id):
         metrics.append(
             _external(
                 "pubsub.googleapis.com|subscription|num_undelivered_messages",
-                {"resource.labels.subscription_id": lane(model.name)},
+                {"resource.labels.subscription_id": subscription_id(model.name)},
                 str(max(held, round(patient_s(model) / item_s))),
             )
         )

@@ -22,29 +22,29 @@ KINDS = {"ScaledObject": ScaledObject, "TriggerAuthentication": TriggerAuthentic
 def main() -> int:
     """Prints how many objects were checked. A wrong one raises with the field and the reason."""
     checked = 0
-    for found in yaml.safe_load_all(Path(sys.argv[1]).read_text(encoding="utf-8")):
-        if found["kind"] in KINDS:
+    for document in yaml.safe_load_all(Path(sys.argv[1]).read_text(encoding="utf-8")):
+        if document["kind"] in KINDS:
             _refuse_unknown(
-                found,
-                KINDS[found["kind"]].model_validate(found).model_dump(by_alias=True),
-                found["kind"],
+                document,
+                KINDS[document["kind"]].model_validate(document).model_dump(by_alias=True),
+                document["kind"],
             )
             checked += 1
     print(f"{checked} objects of KEDA are as its models have them")
     return 0
 
 
-def _refuse_unknown(given: object, known: Any, where: str) -> None:
+def _refuse_unknown(document: object, known: Any, where: str) -> None:
     # The models let unknown fields pass; what they did not keep is unknown.
-    if isinstance(given, dict):
+    if isinstance(document, dict):
         newer = NEWER.get(where, set())
-        unknown = given.keys() - known.keys() if isinstance(known, dict) else given.keys()
+        unknown = document.keys() - known.keys() if isinstance(known, dict) else document.keys()
         if unknown - newer:
             raise SystemExit(f"{where}: unknown fields {sorted(unknown - newer)}")
-        for name in given.keys() - newer:
-            _refuse_unknown(given[name], known[name], f"{where}.{name}")
-    elif isinstance(given, list) and isinstance(known, list):
-        for number, (one, other) in enumerate(zip(given, known, strict=True)):
+        for name in document.keys() - newer:
+            _refuse_unknown(document[name], known[name], f"{where}.{name}")
+    elif isinstance(document, list) and isinstance(known, list):
+        for number, (one, other) in enumerate(zip(document, known, strict=True)):
             _refuse_unknown(one, other, f"{where}[{number}]")
 
 

@@ -139,8 +139,8 @@ class Deployment(BaseModel):
         return f"https://monitoring.googleapis.com/v1/projects/{self.project}/location/global/prometheus"
 
 
-def read_deployment(path: Path, region: str, **given: object) -> Deployment:
-    """The deployment of `region` from `terraform output -json deployments`, with what `given` adds.
+def read_deployment(path: Path, region: str, **options: object) -> Deployment:
+    """The deployment of `region` from `terraform output -json deployments`, with `options`.
 
     Raises:
         ConfigurationError: the file can't be read, has no such region, or something is missing or
@@ -154,7 +154,7 @@ def read_deployment(path: Path, region: str, **given: object) -> Deployment:
         known = ", ".join(regions) if isinstance(regions, dict) else "none"
         raise ConfigurationError(f"{path}: no region {region!r}; it has: {known}", field="region")
     try:
-        return Deployment.model_validate(regions[region] | given)
+        return Deployment.model_validate(regions[region] | options)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

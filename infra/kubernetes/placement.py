@@ -194,11 +194,13 @@ def is_standard(gpu: Gpu) -> bool:
 
 def _reserved(gpu: Gpu, deployment: Deployment) -> Iterator[dict[str, Any]]:
     """Returns the extra fields of a reservation's rule, if this type has a reservation."""
-    found = None if gpu.type == "none" else deployment.reservations.get(gpu.type)
-    if found is None:
+    reservation = None if gpu.type == "none" else deployment.reservations.get(gpu.type)
+    if reservation is None:
         return
-    named = {"name": found.name} | ({"project": found.project} if found.project else {})
+    named = {"name": reservation.name} | (
+        {"project": reservation.project} if reservation.project else {}
+    )
     yield {
         "reservations": {"affinity": "Specific", "specific": [named]},
-        "location": {"zones": [found.zone]},
+        "location": {"zones": [reservation.zone]},
     }

@@ -53,16 +53,18 @@ is rewritten.
 
 def server_patches(site: SelfHostedSite) -> dict[str, list[dict[str, Any]]]:
     """The servers that run there by name, with JSON patches (RFC 6902) of each StatefulSet."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    patches: dict[str, list[dict[str, Any]]] = {}
     if isinstance(site.broker, EmbeddedBroker):
-        found["pubsub"] = _volume_patch(site.broker.volume)
+        patches["pubsub"] = _volume_patch(site.broker.volume)
         if site.broker.fsync:
-            found["pubsub"].append({"op": "add", "path": f"{CONTAINER}/args/-", "value": "--fsync"})
+            patches["pubsub"].append(
+                {"op": "add", "path": f"{CONTAINER}/args/-", "value": "--fsync"}
+            )
     if isinstance(site.rows, EmbeddedRows):
-        found["bigquery"] = _volume_patch(site.rows.volume)
+        patches["bigquery"] = _volume_patch(site.rows.volume)
     if isinstance(site.redis, EmbeddedRedis):
         memory, mib = site.redis.memory, site.redis.memory_mib * REDIS_DATA_PERCENT // 100
-        found["redis"] = [
+        patches["redis"] = [
             *_volume_patch(site.redis.volume),
             *(
                 {"op": "add", "path": f"{CONTAINER}/args/-", "value": word}
@@ -71,15 +73,15 @@ def server_patches(site: SelfHostedSite) -> dict[str, list[dict[str, Any]]]:
             {"op": "replace", "path": f"{CONTAINER}/resources/requests/memory", "value": memory},
             {"op": "replace", "path": f"{CONTAINER}/resources/limits/memory", "value": memory},
         ]
-    return found
+    return patches
 
 
 def _volume_patch(volume: SiteVolume) -> list[dict[str, Any]]:
     spec = "/spec/volumeClaimTemplates/0/spec"
     patch = [{"op": "replace", "path": f"{spec}/resources/requests/storage", "value": volume.size}]
     if volume.storage_class is not None:
-        found = {"op": "add", "path": f"{spec}/storageClassName", "value": volume.storage_class}
-        patch.append(found)
+        operation = {"op": "add", "path": f"{spec}/storageClassName", "value": volume.storage_class}
+        patch.append(operation)
     return patch
 
 
@@ -119,8 +121,8 @@ def write_network(folder: Path, site: SelfHostedSite) -> None:
     if isinstance(site.broker, RabbitBroker):
         # Nothing is pushed to the functions there, and they report what waits in the queues.
         source = [{"namespaceSelector": {"matchLabels": {NAMESPACE_NAME: "monitoring"}}}]
-        found = {"op": "replace", "path": "/spec/ingress/0/from", "value": source}
-        patches.append(_policy_patch("functions", [found]))
+        operation = {"op": "replace", "path": "/spec/ingress/0/from", "value": source}
+        patches.append(_policy_patch("functions", [operation]))
     write_kustomization(
         folder,
         [path_up_to(folder, f"{TREE}/network")],
@@ -227,8 +229,8 @@ def _prometheus(site: SelfHostedSite) -> OwnPrometheus | None:
 
 def series_labels(site: SelfHostedSite) -> dict[str, str]:
     """The labels that select the series of a site in its Prometheus."""
-    given = site.autoscaling.labels if site.autoscaling is not None else None
-    return {"namespace": site.namespace} if given is None else given
+    labels = site.autoscaling.labels if site.autoscaling is not None else None
+    return {"namespace": site.namespace} if labels is None else labels
 
 
 def _objects_url(site: SelfHostedSite) -> str:
@@ -237,17 +239,17 @@ def _objects_url(site: SelfHostedSite) -> str:
 
 def _endpoints(site: SelfHostedSite) -> dict[str, str]:
     """The addresses of servers that are not Google's, and the access to those that are."""
-    found = {}
+    files = {}
     if isinstance(site.broker, EmbeddedBroker):
-        found["PENSTOCK_PUBSUB_ENDPOINT"] = "pubsub:8085"
+        files["PENSTOCK_PUBSUB_ENDPOINT"] = "pubsub:8085"
     if isinstance(site.rows, EmbeddedRows):
-        found["PENSTOCK_BIGQUERY_ENDPOINT"] = "http://bigquery:9050"
+        files["PENSTOCK_BIGQUERY_ENDPOINT"] = "http://bigquery:9050"
     if has_archive(site):
-        found["PENSTOCK_ROWS_URL"] = f"{_objects_url(site)}/usage"
+        files["PENSTOCK_ROWS_URL"] = f"{_objects_url(site)}/usage"
     if site.google is not None:
-        found["GOOGLE_APPLICATION_CREDENTIALS"] = f"{CREDENTIALS_DIR}/credentials.json"
-        found["GOOGLE_CLOUD_PROJECT"] = site.google.project
-    return found
+        files["GOOGLE_APPLICATION_CREDENTIALS"] = f"{CREDENTIALS_DIR}/credentials.json"
+        files["GOOGLE_CLOUD_PROJECT"] = site.google.project
+    return files
 
 
 def client_settings(site: SelfHostedSite) -> dict[str, str]:
@@ -299,7 +301,7 @@ def write_clients(folder: Path, site: SelfHostedSite, models_file: Path) -> None
         folder,
         [path_up_to(folder, f"{TREE}/{name}") for name in names],
         namespace=site.namespace,
-        images=[image_override(image, given) for image, given in images.items()],
+        images=[image_override(image, tag) for image, tag in images.items()],
         configMapGenerator=[
             {"name": "models", "files": ["models.yaml"]},
             {"name": "settings", "literals": settings},

@@ -258,11 +258,11 @@ def read_site(path: Path) -> SelfHostedSite:
         ConfigurationError: it can't be read, or a field is wrong. The message names it and why.
     """
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
     try:
-        return SelfHostedSite.model_validate(found)
+        return SelfHostedSite.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

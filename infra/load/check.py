@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from infra.load.comparison import (
     CLOCK_SKEW_S,
     Comparison,
-    Place,
+    GroupKey,
     Sums,
     compare_report,
     compare_rows,
@@ -45,29 +45,29 @@ def check(
     """
     until_s = clock() + wait_s
     while True:
-        found = _compared(ledger, rows)
-        if not found.differences or clock() >= until_s:
-            return found
+        comparison = _compared(ledger, rows)
+        if not comparison.differences or clock() >= until_s:
+            return comparison
         sleep(PAUSE_S)
 
 
 def _compared(ledger: Ledger, rows: LoadRows) -> Comparison:
     since, until = _span(ledger)
-    found, expected = compare_rows(ledger, rows.of_run(ledger.head.run, since, until))
+    comparison, expected = compare_rows(ledger, rows.of_run(ledger.head.run, since, until))
     if not expected:
-        return found
+        return comparison
     first = min(hour for hour, _, _ in expected)
     after = max(hour for hour, _, _ in expected) + HOUR
     tenants = sorted({tenant for _, tenant, _ in expected})
     others = rows.of_others(ledger.head.run, first, after, tenants)
-    found.others = sum(group.requests for group in others)
-    found.groups = len(_without_empty(expected))
-    found.differences += compare_report(expected, others, rows.reported(first, after, tenants))
-    return found
+    comparison.others = sum(group.requests for group in others)
+    comparison.groups = len(_without_empty(expected))
+    comparison.differences += compare_report(expected, others, rows.reported(first, after, tenants))
+    return comparison
 
 
-def _without_empty(expected: dict[Place, Sums]) -> list[Place]:
-    return [place for place, sums in expected.items() if sums.requests or sums.items]
+def _without_empty(expected: dict[GroupKey, Sums]) -> list[GroupKey]:
+    return [key for key, sums in expected.items() if sums.requests or sums.items]
 
 
 def _span(ledger: Ledger) -> tuple[datetime, datetime]:

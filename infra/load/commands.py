@@ -102,14 +102,14 @@ def load(
 
 
 def _numbers(changes: Sequence[str]) -> dict[str, float]:
-    found = {}
+    models_ = {}
     for change in changes:
         name, _, text = change.partition("=")
         try:
-            found[name] = float(text)
+            models_[name] = float(text)
         except ValueError:
             raise BadInput(f"set: {change!r} is not NAME=NUMBER", field="set") from None
-    return found
+    return models_
 
 
 def _write(plan: LoadPlan, path: Path) -> None:
@@ -170,32 +170,36 @@ def _check(path: Path, wait_s: float, most_bytes: int, *, as_json: bool) -> int:
         typer.echo(f"{path}: the last line breaks off and is left out", err=True)
     waiting = Console(stderr=True).status("waiting for the rows")
     with waiting, opened_rows(read_settings(Settings), most_bytes) as rows:
-        found = check(ledger, rows, wait_s)
+        comparison = check(ledger, rows, wait_s)
     if as_json:
-        differences = [one._asdict() for one in found.differences]
-        shown = vars(found) | {"differences": differences}
+        differences = [one._asdict() for one in comparison.differences]
+        shown = vars(comparison) | {"differences": differences}
         print(json.dumps(shown, indent=2, default=str))
     else:
-        _show_comparison(found)
-    return 1 if found.differences else 0
+        _show_comparison(comparison)
+    return 1 if comparison.differences else 0
 
 
-def _show_comparison(found: Comparison) -> None:
-    known = ", ".join(f"{name}: {count:,}" for name, count in sorted(found.told_by_rows.items()))
+def _show_comparison(comparison: Comparison) -> None:
+    known = ", ".join(
+        f"{name}: {count:,}" for name, count in sorted(comparison.told_by_rows.items())
+    )
     _print_facts(
         {
-            "ledger": f"{found.lines:,} requests, {found.tokens:,} tokens, ${found.cost_usd:.9f}",
-            "rows": f"{found.rows:,}, and {found.copies:,} copies, which count once",
+            "ledger": f"{comparison.lines:,} requests, {comparison.tokens:,} tokens, "
+            f"${comparison.cost_usd:.9f}",
+            "rows": f"{comparison.rows:,}, and {comparison.copies:,} copies, which count once",
             "known from rows only": known or "nothing: all requests were answered",
-            "others": f"{found.others:,} requests of others as the same tenants, counted apart",
-            "report": f"{found.groups:,} groups of hour, tenant and model",
-            "differences": f"{len(found.differences):,}",
+            "others": f"{comparison.others:,} requests of others as the same tenants, "
+            "counted apart",
+            "report": f"{comparison.groups:,} groups of hour, tenant and model",
+            "differences": f"{len(comparison.differences):,}",
         }
     )
-    for one in found.differences[:SHOWN]:
+    for one in comparison.differences[:SHOWN]:
         print(f"  {one.kind}: {one.what} ({one.tenant or '-'}, {one.model}): {one.facts}")
-    if len(found.differences) > SHOWN:
-        print(f"  and {len(found.differences) - SHOWN:,} more: --json has all")
+    if len(comparison.differences) > SHOWN:
+        print(f"  and {len(comparison.differences) - SHOWN:,} more: --json has all")
 
 
 def _print_facts(facts: dict[str, str]) -> None:

@@ -28,7 +28,7 @@ REFUSED = "refused"
 NO_TENANT = frozenset({401, 431})
 """Statuses of requests without a known tenant, which leave no row (decision 17)."""
 
-Place = tuple[datetime, str, str]
+GroupKey = tuple[datetime, str, str]
 """Hour, tenant and model."""
 
 
@@ -80,57 +80,59 @@ class Sums:
         return math.fsum(self.costs_usd)
 
 
-def compare_rows(ledger: Ledger, rows: Sequence[RowOfLoad]) -> tuple[Comparison, dict[Place, Sums]]:
+def compare_rows(
+    ledger: Ledger, rows: Sequence[RowOfLoad]
+) -> tuple[Comparison, dict[GroupKey, Sums]]:
     """Compares each line with its rows. Returns also what the groups must add up to."""
-    found = Comparison(lines=len(ledger.lines), rows=len(rows))
-    found.copies = sum(row.copies - 1 for row in rows)
+    comparison = Comparison(lines=len(ledger.lines), rows=len(rows))
+    comparison.copies = sum(row.copies - 1 for row in rows)
     of_request: defaultdict[str, list[RowOfLoad]] = defaultdict(list)
     for row in rows:
         of_request[row.client_request_id].append(row)
-    expected: defaultdict[Place, Sums] = defaultdict(Sums)
+    expected: defaultdict[GroupKey, Sums] = defaultdict(Sums)
     for line in ledger.lines:
         own = sorted(of_request.pop(line.id, ()), key=lambda row: row.item)
-        found.differences += [
+        comparison.differences += [
             Difference(kind, line.id, line.tenant, line.model, facts)
             for kind, facts in _line_differences(line, own)
         ]
         if line.ending not in ("answered", "unconnected"):
             said = ", ".join(sorted({row.status for row in own})) or "no row"
-            found.told_by_rows[f"{line.ending}: {said}"] += 1
+            comparison.told_by_rows[f"{line.ending}: {said}"] += 1
         _add(expected, line, own)
     for strange, own in of_request.items():
         facts = f"{len(own)} rows of a request that is not in the ledger"
-        found.differences.append(
+        comparison.differences.append(
             Difference("line missing", strange, own[0].tenant or "", own[0].model, facts)
         )
-    found.tokens = sum(sums.tokens for sums in expected.values())
-    found.cost_usd = math.fsum(cost for sums in expected.values() for cost in sums.costs_usd)
-    return found, dict(expected)
+    comparison.tokens = sum(sums.tokens for sums in expected.values())
+    comparison.cost_usd = math.fsum(cost for sums in expected.values() for cost in sums.costs_usd)
+    return comparison, dict(expected)
 
 
 def compare_report(
-    expected: Mapping[Place, Sums], others: Iterable[UsageGroup], report: Iterable[UsageGroup]
+    expected: Mapping[GroupKey, Sums], others: Iterable[UsageGroup], report: Iterable[UsageGroup]
 ) -> list[Difference]:
     """Compares the report with the sums of the ledger, and of the usage of others."""
-    due = {place: _group(place, sums) for place, sums in expected.items()}
+    due = {key: _group(key, sums) for key, sums in expected.items()}
     for other in others:
-        place = _place(other)
-        due[place] = _plus(due[place], other) if place in due else other
-    found = []
+        key = _place(other)
+        due[key] = _plus(due[key], other) if key in due else other
+    differences = []
     reported = {_place(group): group for group in report}
-    for place in sorted(due.keys() | reported.keys()):
-        hour, tenant, model = place
-        empty = _group(place, Sums())
-        want, have = due.get(place, empty), reported.get(place, empty)
+    for key in sorted(due.keys() | reported.keys()):
+        hour, tenant, model = key
+        empty = _group(key, Sums())
+        want, have = due.get(key, empty), reported.get(key, empty)
         facts = [
             f"{name} {getattr(have, name)}, not {getattr(want, name)}"
             for name in UsageGroup._fields[3:]
             if not _same(getattr(want, name), getattr(have, name))
         ]
         if facts:
-            what = f"{hour:%Y-%m-%d %H:00} {tenant} {model}"
-            found.append(Difference("report differs", what, tenant, model, "; ".join(facts)))
-    return found
+            label = f"{hour:%Y-%m-%d %H:00} {tenant} {model}"
+            differences.append(Difference("report differs", label, tenant, model, "; ".join(facts)))
+    return differences
 
 
 def _line_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
@@ -194,7 +196,9 @@ def _answer_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator
         )
 
 
-def _add(expected: defaultdict[Place, Sums], line: LedgerLine, rows: Sequence[RowOfLoad]) -> None:
+def _add(
+    expected: defaultdict[GroupKey, Sums], line: LedgerLine, rows: Sequence[RowOfLoad]
+) -> None:
     """Adds a request to its group: as its answer says, or, without an answer, as its rows do."""
     if line.ending != "answered" or line.status != 200:
         for row in rows:
@@ -223,12 +227,12 @@ def _hour(moment: datetime) -> datetime:
     return moment.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
 
 
-def _place(group: UsageGroup) -> Place:
+def _place(group: UsageGroup) -> GroupKey:
     return _hour(group.hour), group.tenant or "", group.model
 
 
-def _group(place: Place, sums: Sums) -> UsageGroup:
-    return UsageGroup(*place, *(getattr(sums, name) for name in UsageGroup._fields[3:]))
+def _group(key: GroupKey, sums: Sums) -> UsageGroup:
+    return UsageGroup(*key, *(getattr(sums, name) for name in UsageGroup._fields[3:]))
 
 
 def _plus(one: UsageGroup, other: UsageGroup) -> UsageGroup:

@@ -78,7 +78,7 @@ class Day:
         repeat_share: the share of requests that repeat an earlier one of their tenant and model.
         cancel_share: the share of requests whose caller hangs up.
         cancel_within_s: the longest that such a caller waits.
-        batch_share: the share of the requests in the `batch` lane.
+        batch_share: the share of the requests at `batch` priority.
     """
 
     requests: int
@@ -140,15 +140,15 @@ def arrivals_of(day: Day) -> list[Arrival]:
     sizes = _of_models(chance, models, [one.sizes for one in day.models.values()])
     items = _of_models(chance, models, [one.items for one in day.models.values()])
     cancels = _marked(chance, day.requests, day.cancel_share)
-    lanes = _marked(chance, day.requests, day.batch_share)
+    priorities = _marked(chance, day.requests, day.batch_share)
     cancel_after_s = chance.uniform(0.0, day.cancel_within_s, day.requests).round(3)
     names, groups = list(day.models), _Groups(day)
-    found = []
+    arrivals = []
     for number in range(day.requests):
         tenant, model = int(tenants[number]), int(models[number])
         shape = groups.of(number, (tenant, model), (int(sizes[number]), int(items[number])))
         group, (size, count) = shape
-        found.append(
+        arrivals.append(
             Arrival(
                 at_s=round(float(at_s[number]), 6),
                 tenant=day.tenants[tenant],
@@ -157,10 +157,10 @@ def arrivals_of(day: Day) -> list[Arrival]:
                 group=group,
                 items=count,
                 cancel_after_s=float(cancel_after_s[number]) if cancels[number] else None,
-                lane="batch" if lanes[number] else "",
+                priority="batch" if priorities[number] else "",
             )
         )
-    return found
+    return arrivals
 
 
 class _Groups:
@@ -172,10 +172,10 @@ class _Groups:
         self._known: dict[tuple[int, int], list[tuple[str, tuple[int, int]]]] = {}
 
     def of(
-        self, number: int, whose: tuple[int, int], shape: tuple[int, int]
+        self, number: int, owner: tuple[int, int], shape: tuple[int, int]
     ) -> tuple[str, tuple[int, int]]:
         """The group of the next request and its size and items, as those of the first one."""
-        known = self._known.setdefault(whose, [])
+        known = self._known.setdefault(owner, [])
         # Sampling in one pass (Knuth, volume 2, algorithm S). Who has nothing to repeat yet leaves
         # it to a later request.
         is_repeat = self._random.random() * self._to_come < self._left

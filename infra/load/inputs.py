@@ -61,14 +61,14 @@ def _text(name: str, size: int) -> str:
     return " ".join([name, *drawn.choices(WORDS, k=size - 1)])
 
 
-def _picture(arrival: Arrival, group: str) -> dict[str, Any]:
+def _image(arrival: Arrival, group: str) -> dict[str, Any]:
     digest = hashlib.blake2b(group.encode(), digest_size=8).digest()
     drawn = random.Random(digest)
     color, ground = drawn.sample(COLORS, 2)
-    made = f"a large {color} {drawn.choice(SHAPES)} on a {ground} background"
+    prompt = f"a large {color} {drawn.choice(SHAPES)} on a {ground} background"
     body = {
         "model": arrival.model,
-        "prompt": arrival.input or made,
+        "prompt": arrival.input or prompt,
         "n": arrival.items,
         "seed": int.from_bytes(digest[:4]) % SEEDS,
         "response_format": "b64_json",
@@ -97,7 +97,7 @@ REQUEST_FORMS: Mapping[str, RequestForm] = {
         ((0.95, 1, 1), (0.04, 2, 4), (0.01, 5, 16)),
     ),
     IMAGE.name: RequestForm(
-        "/v1/images/generations", _picture, 1.0, ((1.0, 0, 0),), ((0.9, 1, 1), (0.1, 2, 4))
+        "/v1/images/generations", _image, 1.0, ((1.0, 0, 0),), ((0.9, 1, 1), (0.1, 2, 4))
     ),
     TEXT.name: RequestForm(
         "/v1/chat/completions",

@@ -110,29 +110,29 @@ def _tasks(served: Mapping[str, ServedModel]) -> dict[str, str]:
 def _shares(models: Sequence[str], served: Mapping[str, ServedModel]) -> dict[str, float | None]:
     """The models of a day with their shares. None: the usual one of its task."""
     if not models:
-        found = {one.id: None for one in served.values() if can_be_replayed(one.task)}
-        if not found:
+        replayed = {one.id: None for one in served.values() if can_be_replayed(one.task)}
+        if not replayed:
             raise BadInput("model: none is served that can be replayed", field="model")
-        return dict(found)
+        return dict(replayed)
     shares: dict[str, float | None] = {}
-    for given in models:
-        name, sign, text = given.partition("=")
+    for pair in models:
+        name, sign, text = pair.partition("=")
         try:
             share = float(text) if sign else None
         except ValueError:
             share = -1.0
         if share is not None and not 0 < share < float("inf"):
-            raise BadInput(f"model: {given!r} is not NAME or NAME=SHARE", field="model")
+            raise BadInput(f"model: {pair!r} is not NAME or NAME=SHARE", field="model")
         shares[served[name].id if name in served else name] = share
     return shares
 
 
-def _numbers(given: Mapping[str, float]) -> dict[str, Any]:
-    if unknown := given.keys() - NUMBERS.keys():
+def _numbers(numbers: Mapping[str, float]) -> dict[str, Any]:
+    if unknown := numbers.keys() - NUMBERS.keys():
         raise BadInput(
             f"set: a day has no {min(unknown)[:80]!r}; there are: {', '.join(NUMBERS)}", field="set"
         )
     return {
         name: int(value) if name == "bursts" and isfinite(value) else value
-        for name, value in given.items()
+        for name, value in numbers.items()
     }

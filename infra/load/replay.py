@@ -186,8 +186,8 @@ class Replay:
         }
         if arrival.deadline_s is not None:
             headers["x-penstock-deadline-ms"] = str(max(1, round(arrival.deadline_s * 1000)))
-        if arrival.lane:
-            headers["x-penstock-lane"] = arrival.lane
+        if arrival.priority:
+            headers["x-penstock-lane"] = arrival.priority
         path = self._target.path + form.path
         self._open[number] = _Open(arrival, time.time())
         if arrival.cancel_after_s is not None:

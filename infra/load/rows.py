@@ -114,17 +114,17 @@ class LoadRows:
             ScalarQueryParameter,
         )
 
-        given: list[Any] = [
+        parameters: list[Any] = [
             ScalarQueryParameter("since", "TIMESTAMP", since),
             ScalarQueryParameter("until", "TIMESTAMP", until),
             ScalarQueryParameter("run", "STRING", run),
         ]
         if tenants is not None:
-            given.append(ArrayQueryParameter("tenants", "STRING", list(tenants)))
+            parameters.append(ArrayQueryParameter("tenants", "STRING", list(tenants)))
         config = QueryJobConfig(
             default_dataset=f"{self._client.project}.{self._dataset}",
             maximum_bytes_billed=self._most_bytes,
-            query_parameters=given,
+            query_parameters=parameters,
         )
         sql = resources.files("infra.load").joinpath(file).read_text(encoding="utf-8")
         with translated_errors():

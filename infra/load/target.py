@@ -110,18 +110,18 @@ def read_keys(path: Path) -> dict[str, str]:
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            found = {row["tenant"]: row["key"] for row in csv.DictReader(file)}
+            keys = {row["tenant"]: row["key"] for row in csv.DictReader(file)}
     except OSError as error:
         raise ConfigurationError(f"keys: {path}: {error.strerror}", field="keys") from error
     except (KeyError, ValueError, csv.Error) as error:
         raise ConfigurationError(
             f"keys: {path}: needs the columns tenant and key", field="keys"
         ) from error
-    if not found or not all(tenant and key for tenant, key in found.items()):
+    if not keys or not all(tenant and key for tenant, key in keys.items()):
         raise ConfigurationError(
             f"keys: {path}: every line needs a tenant and its key", field="keys"
         )
-    return found
+    return keys
 
 
 def _caller(tenant: str, key: str) -> LoadCaller:

@@ -44,7 +44,7 @@ class Arrival(msgspec.Struct, frozen=True, omit_defaults=True):
     """The deadline that the caller requests. None: the default of the model."""
     cancel_after_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     """The time at which the caller hangs up. None: never."""
-    lane: Literal["", "interactive", "batch"] = ""
+    priority: Literal["", "interactive", "batch"] = msgspec.field(default="", name="lane")
 
 
 def read_trace(path: Path) -> list[Arrival]:
@@ -53,7 +53,7 @@ def read_trace(path: Path) -> list[Arrival]:
     Raises:
         ConfigurationError: it can't be read, or a line is wrong.
     """
-    found = []
+    arrivals = []
     for number, line in _numbered(path):
         try:
             arrival = msgspec.convert(line, Arrival, strict=False)
@@ -61,8 +61,8 @@ def read_trace(path: Path) -> list[Arrival]:
             raise _wrong(path, number, str(error).replace(" - at `$.", " in `")) from error
         if not math.isfinite(arrival.at_s):
             raise _wrong(path, number, "at_s is not a number of seconds")
-        found.append(arrival)
-    return sorted(found, key=lambda arrival: arrival.at_s)
+        arrivals.append(arrival)
+    return sorted(arrivals, key=lambda arrival: arrival.at_s)
 
 
 def read_times(path: Path) -> list[float]:

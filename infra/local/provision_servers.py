@@ -42,8 +42,8 @@ async def provision(
 
     Args:
         admin: an open connection with permission to create. It bounds the concurrent calls.
-        catalog: its models get a jobs topic, a subscription of each lane for their workers, and a
-            place for dead letters.
+        catalog: its models get a jobs topic, a subscription of each priority for their workers, and
+            a place for dead letters.
         inbox_pool: number of reply inboxes to create, numbered from 0.
         slots: filtered subscriptions of each inbox.
         functions_url: the URL of the functions, each at its own path. Empty: no functions run.

@@ -99,8 +99,8 @@ def main(pid: int, mark: str) -> None:
     asked: set[int] = set()
     looks_in_vain = 0
     while looks_in_vain < 2:
-        found = _marked(mark.encode(), excluded=children) | children
-        for one, pidfd in found.items():
+        marked = _marked(mark.encode(), excluded=children) | children
+        for one, pidfd in marked.items():
             if time.monotonic() > kill_at_s:
                 _send(pidfd, signal.SIGKILL)
             elif one not in asked:
@@ -110,7 +110,7 @@ def main(pid: int, mark: str) -> None:
             asked.add(one)
             if one not in children:
                 os.close(pidfd)
-        looks_in_vain = 0 if found else looks_in_vain + 1
+        looks_in_vain = 0 if marked else looks_in_vain + 1
         time.sleep(LOOK_AGAIN_S)
         _forget_ended(children)
 
@@ -126,20 +126,20 @@ def _wait_for_parent(pid: int) -> dict[int, int]:
     while True:
         ready, _, _ = select.select(waited_for, [], [], 0 if has_ended else None)
         if 0 in ready:
-            given = os.read(0, 65536)
+            data = os.read(0, 65536)
             _forget_ended(children)
-            children.update(_opened(given))
-            waited_for = waited_for if given else waited_for[1:]
+            children.update(_opened(data))
+            waited_for = waited_for if data else waited_for[1:]
         elif ready or has_ended:
             return children
 
 
 def _opened(pids: bytes) -> dict[int, int]:
-    found = {}
+    parents = {}
     for pid in map(int, pids.split()):
         with contextlib.suppress(ProcessLookupError):
-            found[pid] = os.pidfd_open(pid)
-    return found
+            parents[pid] = os.pidfd_open(pid)
+    return parents
 
 
 def _forget_ended(children: dict[int, int]) -> None:
@@ -150,7 +150,7 @@ def _forget_ended(children: dict[int, int]) -> None:
 
 def _marked(mark: bytes, excluded: Container[int]) -> dict[int, int]:
     """Opens the processes that have `mark`: their descriptors by their ids."""
-    found = {}
+    processes = {}
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) in excluded:
             continue
@@ -158,10 +158,10 @@ def _marked(mark: bytes, excluded: Container[int]) -> dict[int, int]:
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(int(name))
             if _has_mark(name, mark):
-                found[int(name)] = pidfd
+                processes[int(name)] = pidfd
             else:
                 os.close(pidfd)
-    return found
+    return processes
 
 
 def _has_mark(pid: str, mark: bytes) -> bool:

@@ -45,14 +45,14 @@ def kept_secrets(state_dir: Path) -> dict[str, str]:
     path = state_dir / "secrets.json"
     if not path.exists():
         key = base64.b64encode(secrets.token_bytes(WEBHOOK_KEY_BYTES)).decode()
-        made = {
+        processes = {
             "PENSTOCK_SECRET": secrets.token_hex(32),
             "PENSTOCK_WEBHOOK_SECRETS": f"whsec_{key}",
         }
         state_dir.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(made, file)
+            json.dump(processes, file)
         part.rename(path)
     kept: dict[str, str] = json.loads(path.read_text())
     return kept

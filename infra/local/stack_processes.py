@@ -39,16 +39,16 @@ def find_rabbitmq_server() -> Path:
     chosen = os.environ.get(_SERVER)
     if chosen and not os.access(chosen, os.X_OK):
         raise ConfigurationError(f"{_SERVER}: no program {chosen}", field="broker")
-    found = chosen or shutil.which(
+    executable = chosen or shutil.which(
         "rabbitmq-server", path=f"{_LIBRARY}:{os.environ.get('PATH', '')}"
     )
-    if found is None or shutil.which("epmd") is None:
+    if executable is None or shutil.which("epmd") is None:
         raise ConfigurationError(
             "no rabbitmq-server on this machine: install the rabbitmq-server package, or name a "
             "running one in PENSTOCK_BROKER",
             field="broker",
         )
-    return Path(found)
+    return Path(executable)
 
 
 class RabbitServer(Process):
@@ -168,14 +168,14 @@ class StackProcesses:
         self,
         state_dir: Path,
         ports: Ports,
-        given: Mapping[str, str],
+        variables: Mapping[str, str],
         *,
         keep_messages: bool,
         has_rabbitmq: bool,
     ) -> None:
         self._state_dir = state_dir
         self._ports = ports
-        self._given = dict(given)
+        self._given = dict(variables)
         self._keep_messages = keep_messages
         self._has_rabbitmq = has_rabbitmq
 

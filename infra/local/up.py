@@ -35,7 +35,7 @@ PLAIN = (
 
 def exposed_settings(
     state_dir: Path,
-    given: Mapping[str, str],
+    variables: Mapping[str, str],
     say: Callable[[str], None],
     *,
     may_show_key: bool,
@@ -47,7 +47,7 @@ def exposed_settings(
 
     Args:
         state_dir: gets keys.json.
-        given: `PENSTOCK_*` variables.
+        variables: `PENSTOCK_*` variables.
         say: gets each line for a person.
         may_show_key: whether a person alone reads these lines. Else no key is made, because logs
             would keep it.
@@ -55,10 +55,10 @@ def exposed_settings(
     Raises:
         PenstockError: the directory of keys can't be read or made.
     """
-    if is_loopback(given.get("PENSTOCK_HOST", "127.0.0.1")):
-        return dict(given)
-    settings = {"PENSTOCK_WEBHOOKS_PRIVATE": "0", **given}
-    if not given.get("PENSTOCK_TLS_CERT"):
+    if is_loopback(variables.get("PENSTOCK_HOST", "127.0.0.1")):
+        return dict(variables)
+    settings = {"PENSTOCK_WEBHOOKS_PRIVATE": "0", **variables}
+    if not variables.get("PENSTOCK_TLS_CERT"):
         say(PLAIN)
     if not settings.get("PENSTOCK_KEYS_URL"):
         state_dir.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def _usage(stack: Stack) -> str:
         "Redis": stack.settings.redis_url.rpartition("@")[2],
         "logs": str(stack.log_dir),
     }
-    listed = "\n".join(f"  {what:<10}{where}" for what, where in lines.items())
+    listed = "\n".join(f"  {label:<10}{where}" for label, where in lines.items())
     example = model.definition.example_request(model, "a mill by a river")
     body = json.dumps(example.body)
     # The certificate is for the name that others use.

@@ -136,7 +136,7 @@ _TRAFFIC = UsageSection(
     ),
 )
 _LATENCY = UsageSection(
-    "Latency of the interactive lane",
+    "Latency of interactive requests",
     (
         UsagePanel("Total, 50th percentile", "lines", "milliseconds", _latency("total_p50_ms")),
         UsagePanel("Total, 95th percentile", "lines", "milliseconds", _latency("total_p95_ms")),

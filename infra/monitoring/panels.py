@@ -150,7 +150,7 @@ _QUEUE = (
         ),
     ),
     Panel(
-        "Items that wait for a worker, by model and lane",
+        "Items that wait for a worker, by model and priority",
         "count",
         (
             PanelQuery("sum by (model, lane) (penstock_api_items_in_flight)", "{{model}} {{lane}}"),
@@ -257,12 +257,12 @@ def _cost(by_worker_usd: str) -> tuple[Panel, ...]:
 
 _TENANTS = (
     Panel(
-        "Tenants with waiting items, by model and lane",
+        "Tenants with waiting items, by model and priority",
         "count",
         (PanelQuery("max by (model, lane) (penstock_api_tenants)", "{{model}} {{lane}}"),),
     ),
     Panel(
-        "Part of the largest tenant, by model and lane",
+        "Part of the largest tenant, by model and priority",
         "percent",
         (
             PanelQuery(

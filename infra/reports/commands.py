@@ -95,14 +95,14 @@ def invoice(
     formatted = invoice_page if format_ == "html" else invoices_csv
     question = ask_month(month, tz, tenants=tuple(tenant) if tenant else None)
     with _waiting(), configured_runner(int(max_gib * GIB)) as runner:
-        made = invoices(runner.run(find_report("invoice"), question))
+        documents = invoices(runner.run(find_report("invoice"), question))
     if output is None:
-        sys.stdout.buffer.write(formatted(made))
+        sys.stdout.buffer.write(formatted(documents))
         sys.stdout.buffer.flush()
         return
-    for one in made:
+    for one in documents:
         _save(output / f"{one.number}.{format_}", formatted([one]))
-    if not made:
+    if not documents:
         typer.echo("nothing was used in that month", err=True)
 
 
@@ -131,14 +131,14 @@ def _check_format(format_: str, *, is_one: bool) -> None:
 
 
 def _numbers(changes: Sequence[str]) -> dict[str, float]:
-    found = {}
+    parameters = {}
     for change in changes:
         name, _, text = change.partition("=")
         try:
-            found[name] = float(text)
+            parameters[name] = float(text)
         except ValueError:
             raise BadInput(f"set: {change!r} is not NAME=NUMBER", field="set") from None
-    return found
+    return parameters
 
 
 def _own(report_: Report, values: Mapping[str, float], *, is_only: bool) -> dict[str, float]:

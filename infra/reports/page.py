@@ -63,8 +63,8 @@ def _name(result: ReportResult) -> str:
 def _about(result: ReportResult) -> str:
     question = result.question
     words = [f"Time zone {question.tz}"]
-    for what, names in (("Tenants", question.tenants), ("Models", question.models)):
-        words.append(f"{what}: {', '.join(names) if names else 'all'}")
+    for label, names in (("Tenants", question.tenants), ("Models", question.models)):
+        words.append(f"{label}: {', '.join(names) if names else 'all'}")
     return f"<p>{_escaped('. '.join(words))}.</p>"
 
 

@@ -33,8 +33,8 @@ def run_daily(
         raise BadInput("day: is not for a range; use --from and --to", field="day")
     if hours and (day or since or until):
         raise BadInput("hours: are those of today; give no day", field="hours")
-    given = {"from": day or since, "to": day or until}
-    asked = {name: text for name, text in given.items() if text}
+    options = {"from": day or since, "to": day or until}
+    asked = {name: text for name, text in options.items() if text}
     if function:
         typer.echo(_called(function, {"only": "anomalies"} if hours else asked))
     else:

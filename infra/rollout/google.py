@@ -74,40 +74,40 @@ class GoogleClient:
         Raises:
             Unavailable: it failed, or has not ended in time.
         """
-        found: Mapping[str, Any] = operation
+        state: Mapping[str, Any] = operation
         for _ in range(max(1, int(limit_s / 2))):
-            if found.get("done"):
+            if state.get("done"):
                 break
             pause(2)
-            found = self.get(api, f"v2/{operation['name']}") or {}
-        if "error" in found:
-            raise Unavailable(f"{operation['name']}: {found['error'].get('message', 'failed')}")
-        if not found.get("done"):
+            state = self.get(api, f"v2/{operation['name']}") or {}
+        if "error" in state:
+            raise Unavailable(f"{operation['name']}: {state['error'].get('message', 'failed')}")
+        if not state.get("done"):
             raise Unavailable(f"{operation['name']} has not ended after {limit_s:g} s")
 
     def secret(self, project: str, name: str) -> str:
         """The latest version of a secret. Raises as `get` does."""
-        found = (
+        error = (
             self.get(
                 "secretmanager", f"v1/projects/{project}/secrets/{name}/versions/latest:access"
             )
             or {}
         )
-        return base64.b64decode(found["payload"]["data"]).decode()
+        return base64.b64decode(error["payload"]["data"]).decode()
 
     def _ask(
-        self, verb: str, api: str, path: str, *, missing_ok: bool = False, **given: Any
+        self, verb: str, api: str, path: str, *, missing_ok: bool = False, **options: Any
     ) -> dict[str, Any] | None:
         url = f"{self._endpoints[api]}/{path}"
         try:
             # A new connection for each call: they are minutes apart.
             with AuthorizedSession(self._credentials) as session:
-                answer = session.request(verb, url, timeout=CALL_LIMIT_S, **given)
+                answer = session.request(verb, url, timeout=CALL_LIMIT_S, **options)
         except (OSError, GoogleAuthError) as error:  # what requests raises is an OSError
             raise Unavailable(f"{verb} {url}: {error}") from error
         if answer.status_code == 404 and missing_ok:
             return None
         if answer.status_code != 200:
             raise Unavailable(f"{verb} {url}: {answer.status_code} {answer.text[:500]}")
-        found: dict[str, Any] = answer.json()
-        return found
+        document: dict[str, Any] = answer.json()
+        return document

@@ -66,7 +66,7 @@ class CanaryJudge:
             "resource.labels.location": region,
             "resource.labels.revision_name": revision,
         }
-        found = self._google.get(
+        reply = self._google.get(
             "monitoring",
             f"v3/projects/{self._project}/timeSeries",
             {
@@ -80,7 +80,7 @@ class CanaryJudge:
             },
         )
         counts: dict[str, int] = {}
-        for series in (found or {}).get("timeSeries", []):
+        for series in (reply or {}).get("timeSeries", []):
             kind = series.get("metric", {}).get("labels", {}).get("response_code_class", "")
             counts[kind] = sum(int(point["value"]["int64Value"]) for point in series["points"])
         requests, failed = sum(counts.values()), counts.get("5xx", 0)

@@ -58,12 +58,12 @@ class CloudRunService:
         Raises:
             Unavailable: Cloud Run can't be asked.
         """
-        found = self._google.get("run", f"v2/{self.name}", missing_ok=True)
-        if found is None:
+        service = self._google.get("run", f"v2/{self.name}", missing_ok=True)
+        if service is None:
             return None
-        newest = str(found.get("latestReadyRevision", "")).rpartition("/")[2]
+        newest = str(service.get("latestReadyRevision", "")).rpartition("/")[2]
         # Without any target, Cloud Run gives everything to the newest.
-        targets = found.get("traffic") or [{"type": LATEST, "percent": 100}]
+        targets = service.get("traffic") or [{"type": LATEST, "percent": 100}]
         shares: dict[str, int] = {}
         for target in targets:
             revision = newest if target.get("type") == LATEST else target.get("revision", "")
@@ -71,7 +71,7 @@ class CloudRunService:
                 shares[revision] = shares.get(revision, 0) + int(target["percent"])
         urls = [
             one.get("uri", "")
-            for one in found.get("trafficStatuses", [])
+            for one in service.get("trafficStatuses", [])
             if one.get("tag") == CANDIDATE_TAG
         ]
         return Traffic(

@@ -79,17 +79,17 @@ class LineChecker:
 
     def check(self, lines: Iterable[bytes]) -> CheckedLines:
         """Sorts them. A column that is not known makes no line bad."""
-        found = CheckedLines([], 0, [])
+        checked = CheckedLines([], 0, [])
         trimmed = 0
         for line in lines:
             if self._fits(self._strict, line):
-                found.good.append(line)
+                checked.good.append(line)
             elif self._fits(self._known, line):
-                found.good.append(line)
+                checked.good.append(line)
                 trimmed += 1
             else:
-                found.bad.append(line)
-        return found._replace(trimmed=trimmed)
+                checked.bad.append(line)
+        return checked._replace(trimmed=trimmed)
 
     def _fits(self, decoder: msgspec.json.Decoder[msgspec.Struct], line: bytes) -> bool:
         try:
@@ -192,10 +192,12 @@ class RowArchive:
 
     async def _begun(self) -> _Pass | None:
         """The pass that was begun before, or a new one. None without rows."""
-        found = await self._objects.listing(incoming(self._table), PASS_OBJECTS)
-        waiting = [one.key for one in found if one.size_bytes <= OBJECT_MAX_BYTES]
-        if len(waiting) < len(found):
-            log.error("objects are too large for rows", extra={"count": len(found) - len(waiting)})
+        objects = await self._objects.listing(incoming(self._table), PASS_OBJECTS)
+        waiting = [one.key for one in objects if one.size_bytes <= OBJECT_MAX_BYTES]
+        if len(waiting) < len(objects):
+            log.error(
+                "objects are too large for rows", extra={"count": len(objects) - len(waiting)}
+            )
         OLDEST.labels(self._table).set(_age_s(waiting[0]) if waiting else 0.0)
         if (kept := await self._kept()) is not None or not waiting:
             return kept

@@ -56,10 +56,10 @@ def parquet_of_lines(table: str, lines: Path, folder: Path) -> ParquetFiles:
     with _connected(folder) as connection:
         connection.execute(f"CREATE TABLE found AS SELECT DISTINCT {chosen} FROM {read}")
         days = connection.execute(f"SELECT DISTINCT {day} AS day FROM found ORDER BY day")
-        files = {found: folder / f"{found}.parquet" for (found,) in days.fetchall()}
-        for found, path in files.items():
+        files = {date: folder / f"{date}.parquet" for (date,) in days.fetchall()}
+        for date, path in files.items():
             connection.execute(
-                f"COPY (SELECT * FROM found WHERE {day} = ?) TO {_text(path)} ({_OPTIONS})", [found]
+                f"COPY (SELECT * FROM found WHERE {day} = ?) TO {_text(path)} ({_OPTIONS})", [date]
             )
         if len(files) == 1:
             return ParquetFiles(next(iter(files.values())), files)

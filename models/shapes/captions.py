@@ -41,14 +41,14 @@ def tell(scene: Scene, rng: random.Random) -> str:
     """A caption of the scene. The wording is `rng`'s choice."""
     figures = [_figure(figure, rng) for figure in scene.figures]
     if scene.relation is None:
-        what = f"{figures[0]} {rng.choice(_PLACES[scene.place or 'center'])}".rstrip()
+        scene_text = f"{figures[0]} {rng.choice(_PLACES[scene.place or 'center'])}".rstrip()
     else:
-        what = rng.choice(_RELATIONS[scene.relation]).format(a=figures[0], b=figures[1])
+        scene_text = rng.choice(_RELATIONS[scene.relation]).format(a=figures[0], b=figures[1])
     ground = _background(scene.background, rng)
     if ground.startswith("on ") and rng.random() < 0.15:
-        return f"{ground}, {what}"
+        return f"{ground}, {scene_text}"
     comma = "," if ground and not ground.startswith("on ") else ""
-    return f"{rng.choice(_OPENINGS)}{what}{comma} {ground}".rstrip()
+    return f"{rng.choice(_OPENINGS)}{scene_text}{comma} {ground}".rstrip()
 
 
 def _figure(figure: DrawnShape, rng: random.Random) -> str:

@@ -1,4 +1,4 @@
-"""Draws a scene as a picture of 64 x 64 pixels with smooth edges, and many as one array."""
+"""Draws a scene as an image of 64 x 64 pixels with smooth edges, and many as one array."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def draw_many(scenes: Iterable[Scene]) -> npt.NDArray[np.uint8]:
 
 def draw(scene: Scene) -> Image.Image:
     """The scene in RGB, 64 x 64."""
-    picture = Image.new("RGB", (SIDE * FINER, SIDE * FINER), BACKGROUNDS[scene.background])
-    pen = ImageDraw.Draw(picture)
+    image = Image.new("RGB", (SIDE * FINER, SIDE * FINER), BACKGROUNDS[scene.background])
+    pen = ImageDraw.Draw(image)
     for figure in scene.figures:
         _draw_figure(pen, figure, BACKGROUNDS[scene.background])
-    return picture.reduce(FINER)
+    return image.reduce(FINER)
 
 
 def _draw_figure(

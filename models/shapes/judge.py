@@ -45,15 +45,15 @@ class DetectedShape:
 
 @dataclass(frozen=True)
 class DetectedScene:
-    """The figures in a picture, from left to right."""
+    """The figures in an image, from left to right."""
 
     background: str
     figures: tuple[DetectedShape, ...]
 
 
-def read(picture: Pixels) -> DetectedScene:
-    """Reads a picture of [height, width, 3]."""
-    pixels = picture.astype(np.float64)
+def read(image: Pixels) -> DetectedScene:
+    """Reads an image of [height, width, 3]."""
+    pixels = image.astype(np.float64)
     edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
     ground = np.median(edge, axis=0)
     far = np.linalg.norm(pixels - ground, axis=2)
@@ -65,7 +65,7 @@ def read(picture: Pixels) -> DetectedScene:
 
 
 def _figure(pixels: Floats, ground: Floats, part: Mask) -> DetectedShape | None:
-    """The figure in this connected part of the picture, or None for a speck."""
+    """The figure in this connected part of the image, or None for a speck."""
     if part.sum() < AREA_MIN:
         return None
     inner = ndimage.binary_erosion(part)

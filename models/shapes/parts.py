@@ -26,7 +26,7 @@ class Widths:
 
 
 def make_vae(widths: Widths) -> Any:
-    """Pictures [n, 3, 64, 64] from -1 to 1 to latents [n, latents, 8, 8] and back.
+    """Images [n, 3, 64, 64] from -1 to 1 to latents [n, latents, 8, 8] and back.
 
     Convolutions only.
     """

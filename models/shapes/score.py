@@ -1,7 +1,7 @@
-"""`python -m models.shapes.score FOLDER`: the share of pictures that the judge accepts.
+"""`python -m models.shapes.score FOLDER`: the share of images that the judge accepts.
 
 The captions are of scenes that training never saw. A figure counts as right only if the judge
-reads it in the picture. Extra figures count against the picture as a whole. Files describe a
+reads it in the image. Extra figures count against the image as a whole. Files describe a
 trained pipeline: scores as JSON, a sheet of samples, and a model card.
 """
 
@@ -58,18 +58,18 @@ def weights_sha256(folder: Path) -> str:
 
 
 def captioned_sheet(
-    captions: Sequence[str], pictures: Sequence[npt.NDArray[np.uint8]]
+    captions: Sequence[str], images: Sequence[npt.NDArray[np.uint8]]
 ) -> Image.Image:
-    """Pictures of one size in rows, each with its caption below."""
-    side = pictures[0].shape[0] * LARGER
+    """Images of one size in rows, each with its caption below."""
+    side = images[0].shape[0] * LARGER
     width, height = side + 12, side + 8 + _LINES * _LINE_PX
-    rows = -(-len(pictures) // COLUMNS)
+    rows = -(-len(images) // COLUMNS)
     whole = Image.new("RGB", (COLUMNS * width, rows * height), (225, 225, 225))
     pen, font = ImageDraw.Draw(whole), ImageFont.load_default(size=10)
-    for index, (caption, picture) in enumerate(zip(captions, pictures, strict=True)):
+    for index, (caption, image) in enumerate(zip(captions, images, strict=True)):
         left, top = index % COLUMNS * width + 6, index // COLUMNS * height + 6
         whole.paste(
-            Image.fromarray(picture).resize((side, side), Image.Resampling.NEAREST), (left, top)
+            Image.fromarray(image).resize((side, side), Image.Resampling.NEAREST), (left, top)
         )
         for number, line in enumerate(textwrap.wrap(caption, _LETTERS)[:_LINES]):
             pen.text((left, top + side + 2 + number * _LINE_PX), line, fill=(0, 0, 0), font=font)
@@ -136,24 +136,24 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help=f"put {SCORES}, {SHEET} and the card's table into FOLDER",
     )
-    given = parser.parse_args(arguments)
-    pipeline = load(given.folder)
-    asked = held_out(given.captions)
-    table = score_text(pipeline, asked, given.guidance)
-    table |= score_edits(pipeline, given.edits, given.guidance)
+    options = parser.parse_args(arguments)
+    pipeline = load(options.folder)
+    asked = held_out(options.captions)
+    table = score_text(pipeline, asked, options.guidance)
+    table |= score_edits(pipeline, options.edits, options.guidance)
     print(as_text(table))
-    if given.keep:
+    if options.keep:
         scores = {name: {"right": tally.right, "of": tally.of} for name, tally in table.items()}
         write_scores(
-            given.folder,
-            {"steps": STEPS, "guidance": given.guidance, "scores": scores},
+            options.folder,
+            {"steps": STEPS, "guidance": options.guidance, "scores": scores},
             as_text(table),
         )
         some = asked[:SAMPLES]
         samples = captioned_sheet(
-            [one.caption for one in some], draw_asked(pipeline, some, given.guidance)
+            [one.caption for one in some], draw_asked(pipeline, some, options.guidance)
         )
-        samples.quantize(256).save(given.folder / SHEET, optimize=True)
+        samples.quantize(256).save(options.folder / SHEET, optimize=True)
     return int(any(table[name].part < target for name, target in TARGETS.items()))
 
 
@@ -190,20 +190,20 @@ def score_text(
     }
     for at in range(0, len(asked), _AT_ONCE):
         some = asked[at : at + _AT_ONCE]
-        for one, picture in zip(some, draw_asked(pipeline, some, guidance), strict=True):
-            _count(table, one.scene, read(picture))
+        for one, image in zip(some, draw_asked(pipeline, some, guidance), strict=True):
+            _count(table, one.scene, read(image))
     return table
 
 
 def draw_asked(pipeline: Any, asked: Sequence[Asked], guidance: float = GUIDANCE) -> list[Pixels]:
-    """Each caption's picture, [64, 64, 3]."""
+    """Each caption's image, [64, 64, 3]."""
     drawn = pipeline(
         [one.caption for one in asked],
         num_inference_steps=STEPS,
         guidance_scale=guidance,
         generator=[torch.Generator("cpu").manual_seed(one.seed) for one in asked],
     )
-    return [np.asarray(picture.convert("RGB")) for picture in drawn.images]
+    return [np.asarray(image.convert("RGB")) for image in drawn.images]
 
 
 def _count(table: dict[str, Accuracy], scene: Scene, detected: DetectedScene) -> None:
@@ -248,7 +248,7 @@ def _likeness(asked: DrawnShape, seen: DetectedShape | None) -> float:
 
 
 def _is_near(figure: DrawnShape, seen: DetectedShape) -> bool:
-    """Within the same ninth of the picture, about: 9 pixels each way."""
+    """Within the same ninth of the image, about: 9 pixels each way."""
     return max(abs(figure.x - seen.x), abs(figure.y - seen.y)) <= 9.0
 
 
@@ -315,13 +315,13 @@ def as_text(table: dict[str, Accuracy]) -> str:
     return "\n".join(lines)
 
 
-def sheet(pictures: Sequence[Pixels], columns: int) -> Image.Image:
-    """Pictures side by side, row by row."""
-    side = pictures[0].shape[0]
-    rows = -(-len(pictures) // columns)
+def sheet(images: Sequence[Pixels], columns: int) -> Image.Image:
+    """Images side by side, row by row."""
+    side = images[0].shape[0]
+    rows = -(-len(images) // columns)
     whole = Image.new("RGB", (columns * side, rows * side), (255, 255, 255))
-    for index, picture in enumerate(pictures):
-        whole.paste(Image.fromarray(picture), (index % columns * side, index // columns * side))
+    for index, image in enumerate(images):
+        whole.paste(Image.fromarray(image), (index % columns * side, index // columns * side))
     return whole
 
 

@@ -87,21 +87,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--vae-steps", type=int, default=VaePlan.steps)
     parser.add_argument("--text-steps", type=int, default=TextPlan.steps)
     parser.add_argument("--unet-steps", type=int, default=UnetPlan.steps)
-    parser.add_argument("--pictures", type=int, default=UnetPlan.pictures)
+    parser.add_argument("--images", type=int, default=UnetPlan.images)
     parser.add_argument("--look-every-s", type=float, default=600.0)
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(given.threads)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
     transformers.utils.logging.set_verbosity_error()
     train(
-        given.folder,
-        given.state,
+        options.folder,
+        options.state,
         widths=Widths(),
-        vae_plan=VaePlan(steps=given.vae_steps),
-        text_plan=TextPlan(steps=given.text_steps),
-        unet_plan=UnetPlan(steps=given.unet_steps, pictures=given.pictures),
-        seed=given.seed,
-        device=given.device,
-        look_every_s=given.look_every_s,
+        vae_plan=VaePlan(steps=options.vae_steps),
+        text_plan=TextPlan(steps=options.text_steps),
+        unet_plan=UnetPlan(steps=options.unet_steps, images=options.images),
+        seed=options.seed,
+        device=options.device,
+        look_every_s=options.look_every_s,
     )
     return 0
 
@@ -128,7 +128,7 @@ def train(
     tokenizer = make_tokenizer()
     vae = train_vae(state_dir, vae_plan, widths, seed, device=device, say=say)
     text_encoder = train_text(state_dir, text_plan, widths, seed, tokenizer, device=device, say=say)
-    latents = encode_scenes(state_dir, vae, unet_plan.pictures, seed, device=device, say=say)
+    latents = encode_scenes(state_dir, vae, unet_plan.images, seed, device=device, say=say)
     vae.register_to_config(scaling_factor=latents.scale)
     training = UnetTraining(state_dir, unet_plan, widths, seed, text_encoder, tokenizer, device)
     pipeline = join(vae, text_encoder, tokenizer, training.average)
@@ -147,8 +147,8 @@ def _look(
 ) -> None:
     """Draws the sheet and a short table of the weights as they are."""
     asked = held_out(captions)
-    pictures = draw_asked(pipeline, asked)
-    sheet(pictures, columns=8).save(state_dir / f"sheet-{step:06}.png")
+    images = draw_asked(pipeline, asked)
+    sheet(images, columns=8).save(state_dir / f"sheet-{step:06}.png")
     table = score_text(pipeline, asked) | score_edits(pipeline, captions // 2)
     (state_dir / f"score-{step:06}.json").write_text(
         json.dumps({name: tally.part for name, tally in table.items()})

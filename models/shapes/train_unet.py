@@ -37,7 +37,7 @@ class UnetPlan:
 
     steps: int = 6800
     batch: int = 64
-    pictures: int = 24_000
+    images: int = 24_000
     lr: float = 1e-3
     untold: float = 0.1
     """The part of the captions that is left out."""
@@ -47,8 +47,8 @@ class Latents:
     """Scenes with their latents in memory.
 
     Args:
-        scenes: what the pictures show.
-        mean, std: of each picture's latents, [scenes, latents, 8, 8].
+        scenes: what the images show.
+        mean, std: of each image's latents, [scenes, latents, 8, 8].
     """
 
     def __init__(self, scenes: Sequence[Scene], mean: torch.Tensor, std: torch.Tensor) -> None:
@@ -217,10 +217,10 @@ class UnetTraining:
         noise = torch.randn(clean.shape).to(clean.device)
         noisy = alpha.sqrt() * clean + (1 - alpha).sqrt() * noise
         velocity = alpha.sqrt() * noise - (1 - alpha).sqrt() * clean
-        found = self.unet(noisy, times, encoder_hidden_states=told).sample.float()
+        noise_ = self.unet(noisy, times, encoder_hidden_states=told).sample.float()
         snr = alpha / (1 - alpha)
         weight = snr.clamp(max=SNR_MAX) / (snr + 1)
-        loss: torch.Tensor = (weight * (found - velocity) ** 2).mean() / weight.mean()
+        loss: torch.Tensor = (weight * (noise_ - velocity) ** 2).mean() / weight.mean()
         return loss
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
-"""First stage of the training: the autoencoder learns to encode pictures in 8 x 8 latents.
+"""First stage of the training: the autoencoder learns to encode images in 8 x 8 latents.
 
-It has convolutions only, so its first steps see crops of a quarter of a picture around a figure,
+It has convolutions only, so its first steps see crops of a quarter of an image around a figure,
 which cost a quarter and show little of the flat background.
 """
 
@@ -35,7 +35,7 @@ EDGE_PIXELS = 2
 NOISE = 0.07
 """Deviation of the noise that is added to latents, relative to theirs.
 
-The UNet will not find latents exactly, and a picture must not depend on finer detail.
+The UNet will not find latents exactly, and an image must not depend on finer detail.
 """
 SAVE_EVERY_S = 60.0
 
@@ -44,15 +44,15 @@ SAVE_EVERY_S = 60.0
 class VaePlan:
     """How long and on what the autoencoder is trained.
 
-    `batch` counts crops, and a quarter as many whole pictures.
+    `batch` counts crops, and a quarter as many whole images.
     """
 
     steps: int = 11_000
     full_from: float = 0.4
-    """From this part of the steps on, whole pictures instead of crops."""
+    """From this part of the steps on, whole images instead of crops."""
     batch: int = 64
     crop: int = 32
-    pictures: int = 10_000
+    images: int = 10_000
     lr: float = 1e-3
 
 
@@ -83,14 +83,14 @@ def train_vae(
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
     if first < plan.steps:
-        pictures, weights = make_pictures(plan.pictures, seed)
+        images, weights = make_images(plan.images, seed)
         saved_s = began_s = time.monotonic()
         for step in range(first, plan.steps):
             torch.manual_seed(seed * 1_000_003 + step)
             loss = _step(
                 vae,
                 optimizer,
-                *_batch(pictures, weights, plan, step, seed, device),
+                *_batch(images, weights, plan, step, seed, device),
                 _rate(plan, step),
             )
             if step % 50 == 0:
@@ -109,20 +109,20 @@ def train_vae(
     return vae.eval()
 
 
-def make_pictures(number: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pictures, uint8 [number, 3, 64, 64], and weights of pixels, float16 [number, 1, 64, 64]."""
+def make_images(number: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images, uint8 [number, 3, 64, 64], and weights of pixels, float16 [number, 1, 64, 64]."""
     rng = random.Random(seed)
     pixels = draw_many(sample_scene(rng) for _ in range(number))
-    weights = np.stack([_weights(picture) for picture in pixels])[:, None]
+    weights = np.stack([_weights(image) for image in pixels])[:, None]
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))), torch.from_numpy(
         weights
     )
 
 
-def _weights(picture: npt.NDArray[np.uint8]) -> npt.NDArray[np.float16]:
-    weights = np.ones(picture.shape[:2], np.float16)
+def _weights(image: npt.NDArray[np.uint8]) -> npt.NDArray[np.float16]:
+    weights = np.ones(image.shape[:2], np.float16)
     # The corner is always background.
-    parts, number = ndimage.label((picture != picture[0, 0]).any(axis=2))
+    parts, number = ndimage.label((image != image[0, 0]).any(axis=2))
     for part in range(1, number + 1):
         figure = parts == part
         smallness = min(2.5, math.sqrt(FIGURE_PIXELS / figure.sum()))
@@ -138,7 +138,7 @@ def as_input(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def _batch(
-    pictures: torch.Tensor, weights: torch.Tensor, plan: VaePlan, step: int, seed: int, device: str
+    images: torch.Tensor, weights: torch.Tensor, plan: VaePlan, step: int, seed: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The input of this step and the weight of its pixels, whichever run it is in."""
     rng = random.Random(f"{seed} {step}")
@@ -147,9 +147,9 @@ def _batch(
     number = plan.batch // 4 if whole else plan.batch
     crops, counts = [], []
     for _ in range(number):
-        index = rng.randrange(len(pictures))
+        index = rng.randrange(len(images))
         top, left = (0, 0) if whole else _corner(weights[index, 0] > 1.0, size, rng)
-        crops.append(pictures[index, :, top : top + size, left : left + size])
+        crops.append(images[index, :, top : top + size, left : left + size])
         counts.append(weights[index, :, top : top + size, left : left + size])
     return as_input(torch.stack(crops)).to(device), torch.stack(counts).float().to(device)
 
@@ -202,8 +202,8 @@ def even_out(vae: Any, mean: torch.Tensor, std: torch.Tensor) -> tuple[torch.Ten
 
     Args:
         vae: changed in place.
-        mean: of many pictures' latents, [pictures, latents, 8, 8].
-        std: of the same, [pictures, latents, 8, 8].
+        mean: of many images' latents, [images, latents, 8, 8].
+        std: of the same, [images, latents, 8, 8].
 
     Returns:
         mean and std as the changed autoencoder gives them.

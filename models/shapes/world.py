@@ -1,4 +1,4 @@
-"""The world of the pictures: shapes, colors, sizes, places, relations, and random scenes.
+"""The world of the images: shapes, colors, sizes, places, relations, and random scenes.
 
 First on the path of training: a scene is sampled here, drawn in draw.py and described in
 captions.py.
@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 
 SIDE = 64
-"""Pixels of a picture's side."""
+"""Pixels of an image's side."""
 
 COLORS: dict[str, tuple[int, int, int]] = {
     "red": (220, 30, 40),
@@ -72,7 +72,7 @@ HELD_OUT_IN = 10
 
 @dataclass(frozen=True)
 class DrawnShape:
-    """One shape in a picture, with its center (x, y from the top left) and radius in pixels."""
+    """One shape in an image, with its center (x, y from the top left) and radius in pixels."""
 
     shape: str
     color: str
@@ -84,7 +84,7 @@ class DrawnShape:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows: one figure at a place, or two in a relation."""
+    """What an image shows: one figure at a place, or two in a relation."""
 
     background: str
     figures: tuple[DrawnShape, ...]

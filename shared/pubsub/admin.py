@@ -84,15 +84,15 @@ class PubSubAdmin:
         request = self._subscription(subscription_id, settings)
         if await self._create("Subscriber/CreateSubscription", _Subscription, request):
             return True
-        found = await self._find(
+        topic = await self._find(
             "Subscriber/GetSubscription", _Subscription, subscription=request.name
         )
-        if found is not None and (found.topic, found.filter) != (request.topic, request.filter):
+        if topic is not None and (topic.topic, topic.filter) != (request.topic, request.filter):
             raise ConfigurationError(
-                f"{request.name} exists with topic {found.topic!r} and filter {found.filter!r}, "
+                f"{request.name} exists with topic {topic.topic!r} and filter {topic.filter!r}, "
                 f"not {request.topic!r} and {request.filter!r}"
             )
-        if found is not None and found.push_config.push_endpoint != settings.push_endpoint:
+        if topic is not None and topic.push_config.push_endpoint != settings.push_endpoint:
             await self._push_to(request)
         return False
 
@@ -129,8 +129,8 @@ class PubSubAdmin:
 
     async def list_subscriptions(self) -> list[str]:
         """The ids of all subscriptions of the project."""
-        found = await self._list("Subscriber", "Subscriptions", "subscriptions")
-        return [subscription.name.rpartition("/")[2] for subscription in found]
+        subscriptions = await self._list("Subscriber", "Subscriptions", "subscriptions")
+        return [subscription.name.rpartition("/")[2] for subscription in subscriptions]
 
     async def _create(self, path: str, response: Any, request: RawMessage) -> bool:
         try:
@@ -176,7 +176,7 @@ class PubSubAdmin:
     async def _list(self, service: str, kind: str, field: str) -> list[RawMessage]:
         response = getattr(pubsub, f"List{kind}Response").pb()
         method = Method(self._channel, f"{service}/List{kind}", response, "project")
-        found: list[RawMessage] = []
+        messages: list[RawMessage] = []
         request = getattr(pubsub, f"List{kind}Request").pb()(
             project=f"projects/{self._project}", page_size=PAGE_SIZE
         )
@@ -185,9 +185,9 @@ class PubSubAdmin:
                 page = await self._call(method, request)
             except aio.AioRpcError as error:
                 raise translate(error, f"list {kind.lower()}") from error
-            found.extend(getattr(page, field))
+            messages.extend(getattr(page, field))
             if not page.next_page_token:
-                return found
+                return messages
             request.page_token = page.next_page_token
 
     async def _call(self, method: Method, request: RawMessage) -> RawMessage:

@@ -130,12 +130,12 @@ class Channels:
         host = self._endpoint.target.rpartition(":")[0]
         try:
             # Looks at files and may ask the metadata server, so it stays off the loop.
-            found, _ = await asyncio.to_thread(google.auth.default, default_scopes=SCOPES)
+            credentials, _ = await asyncio.to_thread(google.auth.default, default_scopes=SCOPES)
         except DefaultCredentialsError as error:
             raise ConfigurationError(
                 f"no Google credentials for {host}: {error}", field="credentials"
             ) from error
-        plugin = AuthMetadataPlugin(found, Request(), default_host=host)
+        plugin = AuthMetadataPlugin(credentials, Request(), default_host=host)
         self._credentials = grpc.composite_channel_credentials(
             grpc.ssl_channel_credentials(), grpc.metadata_call_credentials(plugin)
         )
@@ -228,9 +228,9 @@ def routing(name: str, value: str) -> tuple[tuple[str, str], ...]:
     return (("x-goog-request-params", f"{name}={quote(value, safe='')}"),)
 
 
-def translate(error: aio.AioRpcError, what: str) -> PenstockError:
-    """Translates a failed call into a PenstockError. The message begins with `what`."""
-    code, message = error.code(), f"{what}: {error.code().name}: {error.details()}"
+def translate(error: aio.AioRpcError, action: str) -> PenstockError:
+    """Translates a failed call into a PenstockError. The message begins with `action`."""
+    code, message = error.code(), f"{action}: {error.code().name}: {error.details()}"
     if code in REFUSED_INPUT:
         return BadInput(message, public="the message was refused")
     if code is StatusCode.RESOURCE_EXHAUSTED:

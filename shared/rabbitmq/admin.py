@@ -132,9 +132,9 @@ class RabbitAdmin:
 
     async def missing_subscriptions(self, subscription_ids: list[str]) -> list[str]:
         """Those of `subscription_ids` that do not exist, in their order."""
-        found = await asyncio.gather(*map(self.subscription_exists, subscription_ids))
+        exist = await asyncio.gather(*map(self.subscription_exists, subscription_ids))
         return [
-            name for name, is_there in zip(subscription_ids, found, strict=True) if not is_there
+            name for name, is_there in zip(subscription_ids, exist, strict=True) if not is_there
         ]
 
     def _arguments(self, settings: SubscriptionSettings) -> dict[str, Any]:
@@ -162,19 +162,19 @@ class RabbitAdmin:
             f"look at {queue or exchange}",
         )
 
-    async def _run(self, call: Callable[[Channel], Awaitable[object]], what: str) -> None:
+    async def _run(self, call: Callable[[Channel], Awaitable[object]], action: str) -> None:
         async def on_own_channel() -> None:
             channel = await self._connection.channel()
             try:
                 await ChannelWaits(channel).within(self._connection.answer_limit_s, call(channel))
             except BROKEN as error:
-                raise translate(error, what) from error
+                raise translate(error, action) from error
             finally:
                 await close_channel(channel)
 
-        await self._until(on_own_channel, what)
+        await self._until(on_own_channel, action)
 
-    async def _until(self, call: Callable[[], Awaitable[T]], what: str) -> T:
+    async def _until(self, call: Callable[[], Awaitable[T]], action: str) -> T:
         """Repeats `call` while the broker is out of reach."""
         failure: Unavailable | None = None
         try:
@@ -187,7 +187,7 @@ class RabbitAdmin:
                     await asyncio.sleep(pause_s)
         except TimeoutError:
             pass
-        raise failure or Unavailable(f"{what}: no answer within {self._timeout_s:g} s")
+        raise failure or Unavailable(f"{action}: no answer within {self._timeout_s:g} s")
 
 
 def _delay(queue: str, delay_s: float) -> dict[str, Any]:

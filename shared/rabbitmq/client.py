@@ -144,10 +144,10 @@ class ConfirmedPublisher:
         self, topic_id: str, data: bytes, properties: spec.Basic.Properties, timeout_s: float
     ) -> None:
         """Publishes until the broker confirms."""
-        what = f"publish to {topic_id}"
+        action = f"publish to {topic_id}"
         # Callers in a hurry must not all wait on a channel that gives no confirmation.
         limit_s = min(self._connection.answer_limit_s, timeout_s / 2)
-        failure: PenstockError = Unavailable(f"{what}: no answer within {timeout_s:g} s")
+        failure: PenstockError = Unavailable(f"{action}: no answer within {timeout_s:g} s")
         try:
             async with asyncio.timeout(timeout_s):
                 for pause_s in backoff(longest_s=MAX_PAUSE_S):
@@ -160,7 +160,7 @@ class ConfirmedPublisher:
                         return
                     except aiormq.DeliveryError:
                         # Also said of a queue whose node is just away.
-                        failure = Overloaded(f"{what}: the queue takes no more")
+                        failure = Overloaded(f"{action}: the queue takes no more")
                     except TimeoutError:
                         limit_s = longer(limit_s)
                     except (*BROKEN, Unavailable):

@@ -133,9 +133,9 @@ class BrokerConnection:
             return self._current
 
 
-def translate(error: BaseException, what: str) -> PenstockError:
-    """Translates a failure of aiormq into a PenstockError. The message begins with `what`."""
-    message = f"{what}: {type(error).__name__}: {error}".rstrip(": ")
+def translate(error: BaseException, action: str) -> PenstockError:
+    """Translates a failure of aiormq into a PenstockError. The message begins with `action`."""
+    message = f"{action}: {type(error).__name__}: {error}".rstrip(": ")
     refused_us = (
         aiormq.AuthenticationError,
         aiormq.ProbableAuthenticationError,

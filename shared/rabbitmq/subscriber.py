@@ -54,12 +54,12 @@ class AckRuns:
 
         No delivery is acked that was not settled.
         """
-        given = sorted(tags)
-        for tag in given:
+        ordered = sorted(tags)
+        for tag in ordered:
             self.settle(tag)
-        in_run = [tag for tag in given if tag <= self._all_up_to]
+        in_run = [tag for tag in ordered if tag <= self._all_up_to]
         joined = [(in_run[-1], len(in_run) > 1)] if in_run else []
-        return joined + [(tag, False) for tag in given[len(in_run) :]]
+        return joined + [(tag, False) for tag in ordered[len(in_run) :]]
 
 
 REFUSALS = 4

@@ -24,10 +24,10 @@ async def read_budgets(keys_url: str) -> dict[str, float]:
 
 def budgets_usd(document: Document) -> dict[str, float]:
     """Returns the budget of each tenant that has one, in US dollars per calendar month (UTC)."""
-    found = {}
+    budgets = {}
     for tenant in {*document.tenants, *(key.tenant for key in document.keys)}:
         named = document.tenants.get(tenant)
         plan = document.plans.get(DEFAULT_PLAN_NAME if named is None else named.plan)
         if plan is not None and plan.budget_usd_per_month is not None:
-            found[tenant] = plan.budget_usd_per_month
-    return found
+            budgets[tenant] = plan.budget_usd_per_month
+    return budgets

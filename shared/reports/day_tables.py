@@ -109,12 +109,12 @@ def _day(asked: Mapping[str, object], field: str) -> date | None:
         return None
     text = asked[field]
     try:
-        found = date.fromisoformat(text) if isinstance(text, str) and len(text) == 10 else None
+        day = date.fromisoformat(text) if isinstance(text, str) and len(text) == 10 else None
     except ValueError:
-        found = None
-    if found is None or not 1970 <= found.year <= 9998:
+        day = None
+    if day is None or not 1970 <= day.year <= 9998:
         raise BadInput(f"{field}: {str(text)[:40]!r} is not a day such as 2026-10-01", field=field)
-    return found
+    return day
 
 
 def _midnight(day: date, tz: str) -> datetime:

@@ -156,16 +156,16 @@ def _head(sql: str) -> list[str]:
 
 
 def _parameter(name: str, line: str) -> Parameter:
-    found = _PARAMETER.fullmatch(line)
-    if found is None:
+    match = _PARAMETER.fullmatch(line)
+    if match is None:
         raise ValueError(f"{name}.sql: {line!r} is not a parameter; this is a bug")
-    parameter, kind, default, about = found.groups()
+    parameter, kind, default, about = match.groups()
     return Parameter(parameter, kind, None if default is None else float(default), about)
 
 
 def _plot(name: str, text: str) -> Plot:
-    found = _PLOT.fullmatch(text)
-    if found is None or found[1] not in get_args(PlotKind):
+    match = _PLOT.fullmatch(text)
+    if match is None or match[1] not in get_args(PlotKind):
         raise ValueError(f"{name}.sql: {text!r} is not a plot; this is a bug")
-    kind, values, by, rows, color = found.groups()
+    kind, values, by, rows, color = match.groups()
     return Plot(cast(PlotKind, kind), tuple(values.split(", ")), by, rows or color or "")

@@ -75,11 +75,11 @@ class Invoice:
 
 def invoices(result: ReportResult) -> list[Invoice]:
     """One invoice per tenant and month, from a result of the `invoice` report."""
-    found: dict[tuple[str, date], list[dict[str, Any]]] = {}
+    lines: dict[tuple[str, date], list[dict[str, Any]]] = {}
     for record in result.records():
         # Rows without a tenant are of no customer. The report data_quality counts them.
         if record["tenant"]:
-            found.setdefault((record["tenant"], record["month"]), []).append(record)
+            lines.setdefault((record["tenant"], record["month"]), []).append(record)
     return [
         Invoice(
             number_of(tenant, month),
@@ -88,7 +88,7 @@ def invoices(result: ReportResult) -> list[Invoice]:
             result.question.tz,
             [_line(at, record) for at, record in enumerate(records, start=1)],
         )
-        for (tenant, month), records in sorted(found.items())
+        for (tenant, month), records in sorted(lines.items())
     ]
 
 
@@ -114,12 +114,12 @@ def _line(position: int, record: dict[str, Any]) -> InvoiceLine:
     )
 
 
-def invoices_csv(made: Sequence[Invoice]) -> bytes:
+def invoices_csv(invoices: Sequence[Invoice]) -> bytes:
     """CSV with one line for each line of the invoices."""
     file = io.StringIO()
     writer = csv.writer(file)
     writer.writerow(CSV_HEADS)
-    for invoice in made:
+    for invoice in invoices:
         for line in invoice.lines:
             price = line.unit_price_usd
             writer.writerow(
@@ -162,11 +162,11 @@ RULES = (
 )
 
 
-def invoice_page(made: Sequence[Invoice]) -> bytes:
+def invoice_page(invoices: Sequence[Invoice]) -> bytes:
     """The page of one invoice, or of several, each on a sheet of its own."""
     style = resources.files("shared.reports").joinpath("invoice.css").read_text(encoding="utf-8")
-    title = f"Invoice {made[0].number}" if len(made) == 1 else "Invoices"
-    sheets = "".join(_sheet(invoice) for invoice in made) or "<p>Nothing was used.</p>"
+    title = f"Invoice {invoices[0].number}" if len(invoices) == 1 else "Invoices"
+    sheets = "".join(_sheet(invoice) for invoice in invoices) or "<p>Nothing was used.</p>"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -21,7 +21,7 @@ _NOT_ADDED = ("_percent", "_ms", "_mean", "_burn", "_max")
 
 
 _Cells = dict[tuple[str, str], float | None]
-"""Values by series and place."""
+"""Values by series and x."""
 
 
 class PlotSeries(NamedTuple):
@@ -57,11 +57,11 @@ def _drawing(result: ReportResult, plot: Plot) -> Drawing:
             cells = _fewest_colors(cells)
         if plot.by in ("tenant", "model", "error_code") and is_added:
             cells = _fewest_bars(cells)
-    places = list(dict.fromkeys(x for _, x in cells))
+    x_values = list(dict.fromkeys(x for _, x in cells))
     if plot.by in ("day", "hour"):
-        places.sort(key=lambda x: (len(x), x) if plot.kind == "heat" else (0, x))
+        x_values.sort(key=lambda x: (len(x), x) if plot.kind == "heat" else (0, x))
     series = [
-        PlotSeries(name, places, [cells.get((name, x)) for x in places])
+        PlotSeries(name, x_values, [cells.get((name, x)) for x in x_values])
         for name in _names(cells, plot)
     ]
     words = ", ".join(_words(value) for value in plot.values)
@@ -70,8 +70,8 @@ def _drawing(result: ReportResult, plot: Plot) -> Drawing:
 
 
 def _cells(result: ReportResult, plot: Plot) -> _Cells:
-    """The values by series and place. Those of one place are added up."""
-    found: _Cells = {}
+    """The values by series and x. Those of one x are added up."""
+    cells: _Cells = {}
     for record in result.records():
         x = _label(record[plot.by])
         for value in plot.values:
@@ -80,10 +80,10 @@ def _cells(result: ReportResult, plot: Plot) -> _Cells:
                 name = _label(record[plot.color], is_weekday=plot.color == "weekday")
             number = record[value]
             if number is not None:
-                found[name, x] = (found.get((name, x)) or 0.0) + float(number)
+                cells[name, x] = (cells.get((name, x)) or 0.0) + float(number)
             else:
-                found.setdefault((name, x), None)
-    return found
+                cells.setdefault((name, x), None)
+    return cells
 
 
 def _fewest_colors(
@@ -111,10 +111,10 @@ def _largest(values: Iterable[tuple[str, float | None]], most: int) -> set[str]:
 def _added(
     values: Iterable[tuple[tuple[str, str], float | None]],
 ) -> _Cells:
-    found: _Cells = {}
+    cells: _Cells = {}
     for key, value in values:
-        found[key] = (found.get(key) or 0.0) + (value or 0.0)
-    return found
+        cells[key] = (cells.get(key) or 0.0) + (value or 0.0)
+    return cells
 
 
 def _names(cells: _Cells, plot: Plot) -> list[str]:

@@ -140,15 +140,15 @@ def _moment(text: str, zone: ZoneInfo, field: str) -> datetime:
     if _DAY.fullmatch(text) and (day := _date(text)):
         return _midnight(day, zone)
     try:
-        found = datetime.fromisoformat(text)
-        found = (found if found.tzinfo else found.replace(tzinfo=zone)).astimezone(UTC)
+        moment = datetime.fromisoformat(text)
+        moment = (moment if moment.tzinfo else moment.replace(tzinfo=zone)).astimezone(UTC)
     except (ValueError, OverflowError):
-        found = None
-    if found is None or not 1970 <= found.year <= 9998:
+        moment = None
+    if moment is None or not 1970 <= moment.year <= 9998:
         raise BadInput(
             f"{field}: {text[:40]!r} is not a day such as 2026-10-01, or a moment", field=field
         )
-    return found
+    return moment
 
 
 def _midnight(day: date, zone: ZoneInfo) -> datetime:
@@ -157,10 +157,10 @@ def _midnight(day: date, zone: ZoneInfo) -> datetime:
 
 def _date(text: str) -> date | None:
     try:
-        found = date.fromisoformat(text)
+        day = date.fromisoformat(text)
     except ValueError:
         return None
-    return found if 1970 <= found.year <= 9998 else None
+    return day if 1970 <= day.year <= 9998 else None
 
 
 def _names(names: tuple[str, ...] | None, field: str) -> tuple[str, ...] | None:

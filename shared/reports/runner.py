@@ -167,13 +167,13 @@ class ReportRunner:
                 field="set",
             )
         budgets = dict(sorted(self._budgets_usd.items()))
-        given = {"budget_tenants": list(budgets), "budgets_usd": list(budgets.values())}
+        parameters = {"budget_tenants": list(budgets), "budgets_usd": list(budgets.values())}
         for one in report.parameters:
             if one.default is not None:
                 value = values.get(one.name, one.default)
                 yield ScalarQueryParameter(one.name, one.type, value)
             else:
-                yield ArrayQueryParameter(one.name, _item_type(one), given[one.name])
+                yield ArrayQueryParameter(one.name, _item_type(one), parameters[one.name])
 
 
 def _standard(question: ReportQuestion) -> list[Any]:

@@ -149,15 +149,15 @@ class ScheduledReports:
         result = await asyncio.to_thread(
             self._runner.run, find_report("invoice"), question, None, limit_s
         )
-        made = invoices(result)
+        documents = invoices(result)
         folder = f"invoices/{month}"
         keys = [f"{folder}/all.csv"]
-        await self._objects.put(keys[0], invoices_csv(made), "text/csv; charset=utf-8")
-        for start in range(0, len(made), PUTS_AT_ONCE):
+        await self._objects.put(keys[0], invoices_csv(documents), "text/csv; charset=utf-8")
+        for start in range(0, len(documents), PUTS_AT_ONCE):
             steps.left_s(f"before the invoices of {month} were written")
-            some = made[start : start + PUTS_AT_ONCE]
+            some = documents[start : start + PUTS_AT_ONCE]
             await asyncio.gather(*(self._put_invoice(folder, invoice) for invoice in some))
-        return keys + [f"{folder}/{invoice.number}.html" for invoice in made]
+        return keys + [f"{folder}/{invoice.number}.html" for invoice in documents]
 
     async def _put_invoice(self, folder: str, invoice: Invoice) -> None:
         page = invoice_page([invoice])

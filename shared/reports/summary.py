@@ -33,10 +33,10 @@ class Summary:
     def subject(self) -> str:
         """One line for a mail's subject, and for the log."""
         count = len(self.anomalies)
-        found = f"{count} unusual {_plural('figure', count)}" if count else "nothing unusual"
+        finding = f"{count} unusual {_plural('figure', count)}" if count else "nothing unusual"
         return (
             f"Penstock {self.day.day}: {_usd(self.totals['cost_usd'])},"
-            f" {self.totals['requests']:,.0f} requests, {found}"
+            f" {self.totals['requests']:,.0f} requests, {finding}"
         )
 
 
@@ -67,11 +67,13 @@ _ALL = (*_FIGURES, "refused", "late_rows", "device_s")
 def _added(
     lines: Iterable[Mapping[str, Any]], name_of: Callable[[Mapping[str, Any]], str]
 ) -> list[tuple[str, Mapping[str, float]]]:
-    found: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(_ALL, 0.0))
+    totals: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(_ALL, 0.0))
     for line in lines:
         for figure in _ALL:
-            found[name_of(line)][figure] += line[figure] or 0
-    return sorted(found.items(), key=lambda one: (-one[1]["cost_usd"], -one[1]["requests"], one[0]))
+            totals[name_of(line)][figure] += line[figure] or 0
+    return sorted(
+        totals.items(), key=lambda one: (-one[1]["cost_usd"], -one[1]["requests"], one[0])
+    )
 
 
 def _largest(
@@ -165,10 +167,10 @@ def _anomalies(summary: Summary) -> list[str]:
     for one in summary.anomalies[:MAX_LINES]:
         is_cost = one.measure == "cost_usd"
         shown = _usd if is_cost else "{:,.0f}".format
-        what = f"{shown(one.value)} charged" if is_cost else f"{shown(one.value)} errors"
+        label = f"{shown(one.value)} charged" if is_cost else f"{shown(one.value)} errors"
         who = "all tenants" if one.scope == "all" else one.tenant
         lines.append(
-            f"{one.hour.astimezone(zone):%H:%M} {who}: {what}, usually {shown(one.low)} to"
+            f"{one.hour.astimezone(zone):%H:%M} {who}: {label}, usually {shown(one.low)} to"
             f" {shown(one.high)}"
         )
     if more := len(summary.anomalies) - MAX_LINES:

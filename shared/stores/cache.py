@@ -121,7 +121,7 @@ def cache_key(model: Model, input: Input, tenant: str) -> str:
     Raises:
         BadInput: a text has lone surrogates, which no encoding can represent.
     """
-    whose = tenant if model.cache.scope == "tenant" else ""
+    owner = tenant if model.cache.scope == "tenant" else ""
     which = (
         model.name,
         model.revision,
@@ -131,7 +131,7 @@ def cache_key(model: Model, input: Input, tenant: str) -> str:
         model.dimensions,
     )
     try:
-        canonical = msgspec.msgpack.encode((KEY_SCHEME, whose, which, input.cache_form()))
+        canonical = msgspec.msgpack.encode((KEY_SCHEME, owner, which, input.cache_form()))
     except UnicodeEncodeError as error:
         raise BadInput("the text is not valid Unicode (a lone surrogate)", field="input") from error
     return hashlib.blake2b(canonical, digest_size=32).hexdigest()
@@ -186,25 +186,25 @@ class ResultCache(RedisStore):
         Other callers share the results, so they must not be changed.
         """
         now_s, keys = self._clock(), list(dict.fromkeys(keys))
-        found = self.in_memory(keys)
-        if missing := [key for key in keys if key not in found]:
+        hits = self.in_memory(keys)
+        if missing := [key for key in keys if key not in hits]:
             from_redis = self._read(
                 missing, await self._redis.get([self._prefix + key for key in missing]), now_s
             )
             HITS.labels("redis").inc(len(from_redis))
             MISSES.inc(len(missing) - len(from_redis))
-            found |= {key: (result, "redis") for key, result in from_redis.items()}
-        return found
+            hits |= {key: (result, "redis") for key, result in from_redis.items()}
+        return hits
 
     def in_memory(self, keys: Iterable[str]) -> dict[str, tuple[Result, Level]]:
         """Like get_many, from this process's memory only."""
-        now_s, found = self._clock(), dict[str, tuple[Result, Level]]()
+        now_s, hits = self._clock(), dict[str, tuple[Result, Level]]()
         for key in keys:
             result = self._memory.get(key, now_s)
             if result is not None:
-                found[key] = (result, "memory")
-        HITS.labels("memory").inc(len(found))
-        return found
+                hits[key] = (result, "memory")
+        HITS.labels("memory").inc(len(hits))
+        return hits
 
     def _read(self, keys: list[str], values: list[bytes | None], now_s: float) -> dict[str, Result]:
         """Decodes what Redis had and keeps it in memory for as long as Redis would."""

@@ -66,10 +66,10 @@ class Holds:
             Unavailable: Redis did not answer.
         """
         args = (time.time(), most, LOOK_AGAIN_S)
-        found = await self._commands.run_script(_DUE, self._keys, *args)
+        due = await self._commands.run_script(_DUE, self._keys, *args)
         return [
             DueHold(key.decode().removeprefix(self._record_prefix), data, _record_of(fields))
-            for key, data, fields in found
+            for key, data, fields in due
         ]
 
     async def are_held(self, record_ids: Sequence[str]) -> list[bool]:
@@ -79,8 +79,8 @@ class Holds:
             Unavailable: Redis did not answer.
         """
         names = [self._record_prefix + one for one in record_ids]
-        found = await self._commands.run("ZMSCORE", self._keys[1], *names)
-        return [one is not None for one in found]
+        scores = await self._commands.run("ZMSCORE", self._keys[1], *names)
+        return [one is not None for one in scores]
 
     async def was_created(self, record_id: str, data: bytes) -> bool:
         """Returns whether a record was created with this hold, which may be settled by now.

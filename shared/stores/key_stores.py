@@ -36,12 +36,12 @@ from shared.stores.redis_client import RedisLink, RedisStore, load_script
 from shared.tenants.directory import MAX_KEYS
 from shared.tenants.key_store import (
     HOW_TO_START,
-    MAX_ACTS,
-    Act,
+    MAX_AUDIT_EVENTS,
+    AuditEvent,
     KeysReadOnly,
     KeyStore,
+    LoggedEvent,
     NoDirectory,
-    NotedAct,
     StoredDocument,
 )
 from shared.tenants.rules import Served
@@ -101,8 +101,8 @@ class KeyRedis(RedisStore):
             Unavailable: Redis did not answer.
         """
         if version:
-            found = await self._commands.run("HGET", self._directory, "version")
-            if found is not None and found.decode("latin-1") == version:
+            known_version = await self._commands.run("HGET", self._directory, "version")
+            if known_version is not None and known_version.decode("latin-1") == version:
                 return None
         new, data = await self._commands.run("HMGET", self._directory, "version", "document")
         if new is None or data is None:
@@ -110,27 +110,27 @@ class KeyRedis(RedisStore):
             raise NoDirectory(reason, public=reason)
         return StoredDocument(new.decode("latin-1"), data)
 
-    async def replace(self, version: str, data: bytes, act: Act) -> bool:
+    async def replace(self, version: str, data: bytes, act: AuditEvent) -> bool:
         """Replaces the directory if it has this version, and notes the act.
 
         Raises:
             Unavailable: Redis did not answer. It may have done so all the same.
         """
-        args = (version, secrets.token_hex(8), data, msgspec.json.encode(act), MAX_ACTS)
+        args = (version, secrets.token_hex(8), data, msgspec.json.encode(act), MAX_AUDIT_EVENTS)
         done = await self._commands.run_script(_REPLACE, [self._directory, self._audit], *args)
         return bool(done)
 
-    async def acts(self, limit: int, before: str = "") -> list[NotedAct]:
-        """The acts before this one, newest first.
+    async def audit_events(self, limit: int, before: str = "") -> list[LoggedEvent]:
+        """The audit events before this one, newest first.
 
         Raises:
             Unavailable: Redis did not answer.
         """
         end = f"({before}" if before else "+"
-        found = await self._commands.run("XREVRANGE", self._audit, end, "-", "COUNT", limit)
+        entries = await self._commands.run("XREVRANGE", self._audit, end, "-", "COUNT", limit)
         return [
-            NotedAct(act_id.decode(), msgspec.json.decode(fields[b"act"], type=Act))
-            for act_id, fields in found
+            LoggedEvent(act_id.decode(), msgspec.json.decode(fields[b"act"], type=AuditEvent))
+            for act_id, fields in entries
         ]
 
     async def note_uses(self, used_s: Mapping[str, int]) -> None:
@@ -149,8 +149,8 @@ class KeyRedis(RedisStore):
         Raises:
             Unavailable: Redis did not answer.
         """
-        found = await self._commands.run("HGETALL", self._used)
-        return {key_id.decode(): int(used_s) for key_id, used_s in found.items()}
+        used = await self._commands.run("HGETALL", self._used)
+        return {key_id.decode(): int(used_s) for key_id, used_s in used.items()}
 
 
 class KeyFile:
@@ -201,8 +201,8 @@ class KeyFile:
             NoDirectory: there is no file.
             Unavailable: it can't be read.
         """
-        found = await asyncio.to_thread(self._read)
-        return None if found.version == version else found
+        document = await asyncio.to_thread(self._read)
+        return None if document.version == version else document
 
     def _read(self) -> StoredDocument:
         try:
@@ -213,7 +213,7 @@ class KeyFile:
             raise Unavailable(f"{self._path}: {error.strerror or error}") from error
         return StoredDocument(hashlib.sha256(data).hexdigest(), data)
 
-    async def replace(self, version: str, data: bytes, act: Act) -> bool:
+    async def replace(self, version: str, data: bytes, act: AuditEvent) -> bool:
         """Replaces the file if it has this version. Other processes wait in the meantime.
 
         Raises:
@@ -224,7 +224,7 @@ class KeyFile:
             raise KeysReadOnly(self.read_only)
         return await asyncio.to_thread(self._replace, version, data, act)
 
-    def _replace(self, version: str, data: bytes, act: Act) -> bool:
+    def _replace(self, version: str, data: bytes, act: AuditEvent) -> bool:
         with self._locked():
             try:
                 if version != self._read().version:
@@ -252,15 +252,15 @@ class KeyFile:
         except OSError as error:
             raise Unavailable(f"{self._path}: {error.strerror or error}") from error
 
-    async def acts(self, limit: int, before: str = "") -> list[NotedAct]:
-        """The acts before this one, newest first.
+    async def audit_events(self, limit: int, before: str = "") -> list[LoggedEvent]:
+        """The audit events before this one, newest first.
 
         Raises:
             Unavailable: they can't be read.
         """
         return await asyncio.to_thread(self._acts, limit, before)
 
-    def _acts(self, limit: int, before: str) -> list[NotedAct]:
+    def _acts(self, limit: int, before: str) -> list[LoggedEvent]:
         try:
             lines = self._audit.read_bytes().splitlines()
         except FileNotFoundError:
@@ -268,10 +268,10 @@ class KeyFile:
         except OSError as error:
             raise Unavailable(f"{self._audit}: {error.strerror or error}") from error
         end = min(int(before.partition("-")[0]), len(lines)) if before else len(lines)
-        found = range(max(0, end - min(limit, MAX_ACTS)), end)
+        indices = range(max(0, end - min(limit, MAX_AUDIT_EVENTS)), end)
         return [
-            NotedAct(str(number), msgspec.json.decode(lines[number], type=Act))
-            for number in reversed(found)
+            LoggedEvent(str(number), msgspec.json.decode(lines[number], type=AuditEvent))
+            for number in reversed(indices)
         ]
 
     async def note_uses(self, used_s: Mapping[str, int]) -> None:

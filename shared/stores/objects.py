@@ -33,7 +33,7 @@ from prometheus_client import Counter
 
 from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
-from shared.fair_turns import FairTurns
+from shared.fair_permits import FairPermits
 
 PART_BYTES = 8 * 1024 * 1024
 """Parts are uploaded one at a time. S3 and GCS take no less than 5 MiB, except for the last."""
@@ -177,8 +177,8 @@ class GoogleCredentials:
             # Late, as requests comes with it, which an API on one machine has no need of.
             from obstore.auth.google import GoogleCredentialProvider
 
-            found, _ = google.auth.default(scopes=SCOPES)
-            self._provider = GoogleCredentialProvider(found)
+            credentials, _ = google.auth.default(scopes=SCOPES)
+            self._provider = GoogleCredentialProvider(credentials)
         return self._provider()
 
 
@@ -209,7 +209,7 @@ class ObjectStore:
         self._store = _open(url, setting)
         # The store has its own threads, because a store that hangs would block those of others.
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="objects")
-        self._turns = FairTurns(THREADS)
+        self._turns = FairPermits(THREADS)
         # A folder keeps no media types, so the extension of the key names the type.
         self._keeps_media_type = not isinstance(self._store, store.LocalStore)
 
@@ -303,10 +303,10 @@ class ObjectStore:
         """
         _check(folder)
         with _translated("list", folder):
-            found = await self._work(
+            objects = await self._work(
                 folder, partial(obstore.list_with_delimiter, self._store, f"{folder}/")
             )
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in objects["common_prefixes"])
 
     async def delete(self, key: str) -> None:
         """Removes an object. A missing object is not an error.
@@ -356,25 +356,25 @@ class ObjectStore:
 
 
 def _list(source: Any, folder: str, limit: int) -> list[StoredObject]:
-    found: list[StoredObject] = []
+    objects: list[StoredObject] = []
     for chunk in obstore.list(source, folder, chunk_size=LIST_CHUNK):
-        found += map(_stored, chunk)
+        objects += map(_stored, chunk)
         # A bucket lists in order, a folder does not.
-        if len(found) >= limit and not isinstance(source, store.LocalStore):
+        if len(objects) >= limit and not isinstance(source, store.LocalStore):
             break
-    return sorted(found)[:limit]
+    return sorted(objects)[:limit]
 
 
-def _stored(found: Any) -> StoredObject:
-    return StoredObject(found["path"], found["size"], found["last_modified"].timestamp())
+def _stored(meta: Any) -> StoredObject:
+    return StoredObject(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
 
 def _read(source: Any, key: str, max_bytes: int) -> bytes:
-    found = obstore.get(source, key)
-    size_bytes = found.meta["size"]
+    object_ = obstore.get(source, key)
+    size_bytes = object_.meta["size"]
     if size_bytes > max_bytes:
         raise InputTooLarge(f"object {key!r} has {size_bytes} bytes, above {max_bytes}")
-    return bytes(found.bytes())
+    return bytes(object_.bytes())
 
 
 def _open(url: str, setting: str) -> Any:

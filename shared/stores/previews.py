@@ -1,4 +1,4 @@
-"""Previews of pictures that are being drawn, in a Redis stream for each prediction.
+"""Previews of images that are being drawn, in a Redis stream for each prediction.
 
 A reader of a prediction's events says that it watches, again and again. Workers learn of it when
 they report progress, and draw nothing for predictions that nobody watches. Streams are bounded and
@@ -24,7 +24,7 @@ _ADD = load_script("shared/stores/preview_add.lua")
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """A picture of an item between two steps.
+    """An image of an item between two steps.
 
     `cursor` is its id in the stream. `image` is a WebP.
     """
@@ -68,8 +68,8 @@ class PreviewStore:
             Unavailable: Redis did not answer.
         """
         _, stream = self.keys_of(record)
-        found = await self._commands.run("XRANGE", stream, f"({cursor}" if cursor else "-", "+")
-        return [_preview(cursor.decode(), fields) for cursor, fields in found]
+        entries = await self._commands.run("XRANGE", stream, f"({cursor}" if cursor else "-", "+")
+        return [_preview(cursor.decode(), fields) for cursor, fields in entries]
 
     async def add(self, record: str, index: int, step: int, steps: int, image: bytes) -> None:
         """Adds a preview. Never raises: a preview may get lost."""

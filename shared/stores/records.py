@@ -137,7 +137,7 @@ class Records(RedisStore):
         self.lines = WaitingLines(self._commands, prefix)
         self.holds = Holds(self._commands, prefix)
         self.webhook_log = WebhookLog(self._commands, prefix)
-        # Round trips of their own: pictures are large, and nobody is to wait for them.
+        # Round trips of their own: images are large, and nobody is to wait for them.
         self.previews = PreviewStore(self._link.commands("the store of previews"), prefix)
         self.tokens = TokenStreams(self._link.commands("the store of tokens"), prefix)
 
@@ -316,13 +316,13 @@ class Records(RedisStore):
             *self.webhook_log.keys_of(record),
         )
         kept_s = JOB_KEEP_S + max(0, int(deadline_s - time.time()))
-        found = _HAS_REPLY
-        while found == _HAS_REPLY:  # once more at most: there is one reply
+        state = _HAS_REPLY
+        while state == _HAS_REPLY:  # once more at most: there is one reply
             held = await self.read(record)
             reply = None if held is None else held.reply
             receipts = b"" if reply is None else receipts_of(reply)
-            found = await self._commands.run_script(DELETE, keys, kept_s, receipts)
-        return {1: True, -1: False}.get(found)
+            state = await self._commands.run_script(DELETE, keys, kept_s, receipts)
+        return {1: True, -1: False}.get(state)
 
     async def read(self, record: str) -> Record | None:
         """Returns the record, or None if there is none.
@@ -345,16 +345,16 @@ class Records(RedisStore):
         Raises:
             Unavailable: Redis did not answer.
         """
-        found = await self._commands.run("HMGET", self._key(record), *_CHANGING, "keep_s")
+        values = await self._commands.run("HMGET", self._key(record), *_CHANGING, "keep_s")
         fields = {
             name.encode(): value
-            for name, value in zip(_CHANGING, found, strict=False)
+            for name, value in zip(_CHANGING, values, strict=False)
             if value is not None
         }
         if not fields:
             return None
         held = record_from_fields(fields)
-        if found[-1] is not None:  # what stays of a deleted one has no keep_s
+        if values[-1] is not None:  # what stays of a deleted one has no keep_s
             held.document = document
         return held
 
@@ -368,8 +368,8 @@ class Records(RedisStore):
         """
         newest = "+inf" if before_s is None else f"({before_s!r}"
         words = ("ZREVRANGEBYSCORE", self._of_tenant(tenant), newest, "-inf", "LIMIT", 0, limit)
-        found = await self._commands.run(*words)
-        return [one.decode() for one in found]
+        reply = await self._commands.run(*words)
+        return [one.decode() for one in reply]
 
     # What workers call. A job is done with or without Redis, so these never raise: None if it
     # did not answer.

@@ -237,9 +237,9 @@ class RedisLink:
         self, operation: str, send: Callable[[list[Sent]], Coroutine[Any, Any, list[Got]]]
     ) -> Batcher[Sent, Got]:
         """Adds a batcher, before the link is opened. `send` does one round trip with `client`."""
-        made = Batcher(operation, send, self._timeout_s, self._judge, self._errors)
-        self._batchers.append(made)
-        return made
+        batcher = Batcher(operation, send, self._timeout_s, self._judge, self._errors)
+        self._batchers.append(batcher)
+        return batcher
 
     def commands(self, store: str) -> Commands:
         """Adds a batcher for commands, before the link is opened. `store` is its name in errors."""
@@ -436,8 +436,8 @@ class Commands:
     async def _pipelined(self, commands: list[tuple[Argument, ...]]) -> list[Any]:
         if len(commands) == 1:  # a pipeline of one takes more CPU than the command
             try:
-                made = self._link.client.execute_command(*commands[0])  # type: ignore[no-untyped-call]
-                return [await made]
+                awaitable = self._link.client.execute_command(*commands[0])  # type: ignore[no-untyped-call]
+                return [await awaitable]
             except ResponseError as refusal:
                 return [refusal]
         pipeline = self._link.client.pipeline(transaction=False)

@@ -1,6 +1,6 @@
-"""Tokens of texts that are being written, in a Redis stream for each item of a prediction.
+"""Tokens of generations that are being written, in a Redis stream for each item of a prediction.
 
-A worker appends what the model wrote. Any API instance reads it from any place on. If the worker
+A worker appends what the model wrote. Any API instance reads it from any position on. If the worker
 dies, the next one goes on from what is there. Three rules make each token appear once:
 
 - Only the worker with the latest claim of a record may append, and only while the record is
@@ -9,8 +9,8 @@ dies, the next one goes on from what is there. Three rules make each token appea
   repeated append changes nothing.
 - A worker that could not reach Redis for a while appends what is missing later.
 
-Streams expire, and a text has a bounded number of tokens. The whole text is in the reply, which
-does not need this stream.
+Streams expire, and a generation has a bounded number of tokens. The whole text is in the reply,
+which does not need this stream.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class TokenStreams:
         return None
 
     async def read(self, wanted: Sequence[tuple[str, int, int]]) -> list[Tokens]:
-        """Returns the chunks of several items, each from the first that ends after a place.
+        """Returns the chunks of several items, each from the first that ends after a position.
 
         They count as delivered. If a record ended without a result, or is about to, only what
         was delivered before is returned.
@@ -127,10 +127,10 @@ class TokenStreams:
             for record, index, _ in wanted
             for key in (f"{self._prefix}record:{record}", self._key(record, index))
         ]
-        found = await self._commands.run_script(_READ, keys, *(end for _, _, end in wanted))
+        entries = await self._commands.run_script(_READ, keys, *(end for _, _, end in wanted))
         return [
             Tokens([_decoder.decode(chunk) for chunk in chunks], bool(is_over))
-            for is_over, *chunks in found
+            for is_over, *chunks in entries
         ]
 
     async def written(self, wanted: Sequence[tuple[str, int]]) -> list[list[TokenChunk]]:
@@ -142,13 +142,13 @@ class TokenStreams:
         Raises:
             Unavailable: Redis did not answer.
         """
-        found = await asyncio.gather(
+        delivered = await asyncio.gather(
             *(
                 self._commands.run("XRANGE", self._key(record, index), "-", "+")
                 for record, index in wanted
             )
         )
-        return [[_decoder.decode(entry[b"c"]) for _, entry in entries] for entries in found]
+        return [[_decoder.decode(entry[b"c"]) for _, entry in entries] for entries in delivered]
 
     async def end_delivery(self, record: str, items: Sequence[int]) -> list[Delivered | None]:
         """Returns what was delivered of items that end without a result, for their charge.
@@ -158,10 +158,10 @@ class TokenStreams:
         Raises:
             Unavailable: Redis did not answer.
         """
-        found = await self._commands.run_script(
+        reply = await self._commands.run_script(
             _DELIVERED, [f"{self._prefix}record:{record}"], *items
         )
-        return [_delivered(read, prompt) for read, prompt in found]
+        return [_delivered(read, prompt) for read, prompt in reply]
 
     async def mark_read(self, record: str) -> None:
         """Says that somebody reads along.

@@ -15,11 +15,11 @@ from shared.stores.redis_client import Commands, load_script
 MIN_LEFT = 1.0
 """The minimum number of predictions that left the line for an estimate."""
 
-_PLACE = load_script("shared/stores/record_place.lua")
+_POSITION = load_script("shared/stores/record_position.lua")
 
 
-class QueuePlace(NamedTuple):
-    """A place in line: `position` counts from 1."""
+class QueuePosition(NamedTuple):
+    """Position in the queue: `position` counts from 1."""
 
     position: int
     estimated_s: float | None
@@ -46,9 +46,9 @@ class WaitingLines:
         """Returns the key that holds the pace of that line."""
         return f"{self._prefix}waiting-pace:{model}:{tenant}"
 
-    async def place(
+    async def position(
         self, record: str, tenant: str, model: str, deadline_s: float
-    ) -> QueuePlace | None:
+    ) -> QueuePosition | None:
         """Returns the position of the prediction with this record. None if it does not wait.
 
         Raises:
@@ -59,9 +59,9 @@ class WaitingLines:
             self.key_of(tenant, model),
             self.pace_key_of(tenant, model),
         )
-        found = await self._commands.run_script(_PLACE, keys, time.time(), deadline_s)
-        if not found:
+        reply = await self._commands.run_script(_POSITION, keys, time.time(), deadline_s)
+        if not reply:
             return None
-        position, left, seconds = int(found[0]), float(found[1]), float(found[2])
+        position, left, seconds = int(reply[0]), float(reply[1]), float(reply[2])
         estimated_s = round(position * seconds / left, 3) if left >= MIN_LEFT else None
-        return QueuePlace(position, estimated_s)
+        return QueuePosition(position, estimated_s)

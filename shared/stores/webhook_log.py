@@ -95,8 +95,8 @@ class WebhookLog:
         Raises:
             Unavailable: Redis did not answer.
         """
-        found: bytes | None = await self._commands.run("GET", self._end_key(record))
-        return found
+        end: bytes | None = await self._commands.run("GET", self._end_key(record))
+        return end
 
     async def drop_end(self, record: str) -> None:
         """Drops what `keep_end` kept. Never raises: it expires anyway."""

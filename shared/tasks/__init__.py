@@ -10,8 +10,14 @@ from shared.tasks.base import Task
 from shared.tasks.embedding import EMBEDDING, EmbeddingResult, TextInput, TokensInput
 from shared.tasks.image import IMAGE, ImageInput, ImageResult
 from shared.tasks.similarity import SIMILARITY, SimilarityInput, SimilarityResult
-from shared.tasks.text import TEXT, GenerationInput, GenerationResult, TextToCount, TokenCount
+from shared.tasks.text import (
+    TEXT,
+    GenerationInput,
+    GenerationResult,
+    PromptToCount,
+    TokenCount,
+)
 
-Input = TextInput | TokensInput | ImageInput | SimilarityInput | GenerationInput | TextToCount
+Input = TextInput | TokensInput | ImageInput | SimilarityInput | GenerationInput | PromptToCount
 Result = EmbeddingResult | ImageResult | SimilarityResult | GenerationResult | TokenCount
 TASKS: dict[str, Task] = {task.name: task for task in (EMBEDDING, IMAGE, SIMILARITY, TEXT)}

@@ -1,4 +1,4 @@
-"""Image: from a prompt, or from a picture and a prompt, to a picture."""
+"""Image: from a prompt, or from an image and a prompt, to an image."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class ImageInput(TaskInput, tag="image"):
 
     @property
     def source(self) -> Blob | None:
-        """The picture to start from."""
+        """The image to start from."""
         return self.image
 
     def with_source(self, source: Blob) -> Self:
-        """The same input with the picture in another place."""
+        """The same input with the image in another place."""
         return msgspec.structs.replace(self, image=source)
 
     def estimate_work(self) -> int:
@@ -66,15 +66,15 @@ class ImageResult(TaskResult, tag="image"):
 
     @property
     def blob(self) -> Blob | None:
-        """The picture."""
+        """The image."""
         return self.image
 
     def with_blob(self, blob: Blob) -> Self:
-        """The same result with the picture in another place."""
+        """The same result with the image in another place."""
         return msgspec.structs.replace(self, image=blob)
 
     def to_output(self, media_type: str, link_to: LinkTo) -> str:
-        """A `data:` URI of a small picture that needs no other format, otherwise a URL."""
+        """A `data:` URI of a small image that needs no other format, otherwise a URL."""
         if self.image.data is not None and media_type == self.image.media_type:
             return f"data:{media_type};base64,{base64.b64encode(self.image.data).decode()}"
         return link_to(self.image.object_key)
@@ -119,11 +119,11 @@ class ImageTask(Task):
         return entry.tolerance.psnr_db
 
     def usual_work(self, entry: CatalogEntry, tokens: float | None) -> float | None:
-        """Pixel-steps of a picture with the defaults of the model."""
+        """Pixel-steps of an image with the defaults of the model."""
         return entry.image.width * entry.image.height * entry.image.steps
 
     def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
-        """A prompt, or a picture in the object store."""
+        """A prompt, or an image in the object store."""
         is_large = size_bytes > INLINE_LIMIT_BYTES
         return ImageInput(
             "" if is_large else "x" * size_bytes,
@@ -137,7 +137,7 @@ class ImageTask(Task):
         )
 
     def sample_result(self, entry: CatalogEntry, size_bytes: int | None) -> TaskResult | None:
-        """A picture, in the reply or in the object store."""
+        """An image, in the reply or in the object store."""
         if size_bytes is None:
             return None
         is_large = size_bytes > entry.reply_limit_bytes
@@ -147,12 +147,12 @@ class ImageTask(Task):
         return ImageResult(blob, entry.image.width, entry.image.height, 2**31, 10**6)
 
     def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
-        """One picture."""
+        """One image."""
         body = {"model": entry.name, "prompt": text, "n": 1, "response_format": "b64_json"}
         return ExampleRequest(path="/v1/images/generations", body=body)
 
     def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
-        """A picture."""
+        """An image."""
         if not answer["data"][0]["b64_json"]:
             raise ValueError("no image")
         return "an image"

@@ -1,6 +1,6 @@
-"""The text task: a language model continues a conversation or a prompt.
+"""Generation, `text` in the catalog: a language model continues a conversation or a prompt.
 
-Two generated texts are compared by ROUGE-L, the longest common subsequence of their words. Tokens
+Two generations are compared by ROUGE-L, the longest common subsequence of their words. Tokens
 of a conversation or a prompt are counted by the worker that prepares prompts: no model runs, and it
 costs nothing.
 """
@@ -47,13 +47,13 @@ def _common(first: list[str], second: list[str]) -> int:
     A bit for each word of `first`, and all of them in one step for each word of `second`: 1 ms for
     1,000 words. Source: Hyyro, "Bit-Parallel LCS-length Computation Revisited" (2004).
     """
-    places: dict[str, int] = {}
-    for place, word in enumerate(first):
-        places[word] = places.get(word, 0) | 1 << place
+    positions: dict[str, int] = {}
+    for position, word in enumerate(first):
+        positions[word] = positions.get(word, 0) | 1 << position
     everywhere = (1 << len(first)) - 1
     left = everywhere
     for word in second:
-        matched = left & places.get(word, 0)
+        matched = left & positions.get(word, 0)
         left = (left + matched | left - matched) & everywhere
     return len(first) - left.bit_count()
 
@@ -78,7 +78,7 @@ LOGPROB_BYTES = 48
 
 
 class TokenLogprob(msgspec.Struct, omit_defaults=True):
-    """The log probability of a token, and of the most likely ones at its place."""
+    """The log probability of a token, and of the most likely ones at its position."""
 
     token: str
     """Its text. Bytes that are not a whole character are shown as U+FFFD."""
@@ -231,7 +231,7 @@ class GenerationInput(TaskInput, tag="generation"):
         return ("generation", msgspec.json.encode(fields).decode())
 
     def for_comparison(self) -> Self | None:
-        """A text of the most likely tokens, which nobody reads along."""
+        """A generation of the most likely tokens, which nobody reads along."""
         if self.temperature > 0:
             return None
         return msgspec.structs.replace(self, is_streamed=False)
@@ -254,14 +254,14 @@ class GenerationResult(TaskResult, tag="generation"):
     prompt_text: str = ""
     """Only if it was asked for."""
     prompt_logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
-    """Of an echoed prompt. The first token has none: its place says 0 and no alternatives."""
+    """Of an echoed prompt. The first token has none: its position says 0 and no alternatives."""
 
     def to_output(self, media_type: str, link_to: LinkTo) -> str:
         """The text."""
         return self.text
 
 
-class TextTask(Task):
+class GenerationTask(Task):
     """Language models. Their unit of work is the token, read or written."""
 
     name = "text"
@@ -294,7 +294,7 @@ class TextTask(Task):
         return entry.batch.max_tokens
 
     def tolerance(self, entry: CatalogEntry) -> float:
-        """None: a text is not close to another one."""
+        """None: a generation is not close to another one."""
         return 0.0
 
     def compares(self, tolerance: Tolerance) -> bool:
@@ -302,7 +302,7 @@ class TextTask(Task):
         return tolerance.rouge_l is not None
 
     def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
-        """Compares two texts by their ROUGE-L."""
+        """Compares two generations by their ROUGE-L."""
         if not isinstance(ours, GenerationResult) or not isinstance(theirs, GenerationResult):
             return None
         if tolerance.rouge_l is None:
@@ -310,7 +310,7 @@ class TextTask(Task):
         return rouge_l(ours.text, theirs.text) >= tolerance.rouge_l
 
     def result_bytes(self, entry: CatalogEntry) -> int:
-        """A text of the most tokens."""
+        """A generation of the most tokens."""
         return entry.generation.longest_tokens * TOKEN_BYTES
 
     def usual_work(self, entry: CatalogEntry, tokens: float | None) -> float | None:
@@ -322,7 +322,7 @@ class TextTask(Task):
         return GenerationInput(entry.generation.default_tokens, 0, prompt="x" * size_bytes)
 
     def sample_result(self, entry: CatalogEntry, size_bytes: int | None) -> TaskResult | None:
-        """A text. Its size is what the operator expects."""
+        """A generation. Its size is what the operator expects."""
         if size_bytes is None:
             return None
         tokens = size_bytes // BYTES_PER_TOKEN
@@ -346,13 +346,13 @@ class TextTask(Task):
         return f"a text of {written} tokens"
 
 
-TEXT = TextTask()
+TEXT = GenerationTask()
 
 
 ID_BYTES = 4
 
 
-class TextToCount(TaskInput, tag="text_to_count"):
+class PromptToCount(TaskInput, tag="text_to_count"):
     """The messages or the prompt whose tokens are counted. `wants_ids`: the ids are wanted too."""
 
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)

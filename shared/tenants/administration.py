@@ -38,7 +38,7 @@ from shared.tenants.directory import (
     decode_document,
     encode_document,
 )
-from shared.tenants.key_store import Act, KeysReadOnly, KeyStore
+from shared.tenants.key_store import AuditEvent, KeysReadOnly, KeyStore
 from shared.tenants.plan import Limits, Plan
 from shared.tenants.rules import (
     IS_A_KEY,
@@ -100,7 +100,7 @@ class Administration:
 
     Args:
         store: where the directory is. Open.
-        actor: who acts, as `Act` says.
+        actor: who acts, as `AuditEvent` says.
         address: from where.
         served: what plans and keys may name. None: not known, so models and webhooks are not
             checked.
@@ -313,12 +313,12 @@ class Administration:
 
         def replaced(document: Document) -> _Change:
             nonlocal changed
-            places = [at for at, key in enumerate(document.keys) if key.id == key_id]
-            if not places:
+            indices = [at for at, key in enumerate(document.keys) if key.id == key_id]
+            if not indices:
                 raise NotThere(f"there is no key {key_id[:80]!r}", field="id")
             check(document)
-            keys, old = list(document.keys), document.keys[places[0]]
-            keys[places[0]] = changed = change(old)
+            keys, old = list(document.keys), document.keys[indices[0]]
+            keys[indices[0]] = changed = change(old)
             return _Change(_with(document, keys=tuple(keys)), shown(old), shown(changed))
 
         await self._change(action, key_id, replaced)
@@ -352,8 +352,8 @@ class Administration:
         target: str,
         before: dict[str, Any] | None,
         after: dict[str, Any] | None,
-    ) -> Act:
-        return Act(
+    ) -> AuditEvent:
+        return AuditEvent(
             at_s=self._clock(),
             actor=self._actor,
             address=self._address,
@@ -419,7 +419,7 @@ def _check_tenant(tenant: str) -> None:
 
 def _refuse(mistakes: Iterator[Mistake]) -> None:
     for mistake in mistakes:
-        raise BadInput(f"{mistake.place}: {mistake.reason}", field=mistake.place)
+        raise BadInput(f"{mistake.field_path}: {mistake.reason}", field=mistake.field_path)
 
 
 def _check_unused(plan: str, document: Document) -> None:
@@ -454,8 +454,8 @@ def _with(document: Document, **changed: Any) -> Document:
 
 
 def _builtins(value: Plan | StoredTenant | None) -> dict[str, Any] | None:
-    found: dict[str, Any] | None = None if value is None else msgspec.to_builtins(value)
-    return found
+    fields: dict[str, Any] | None = None if value is None else msgspec.to_builtins(value)
+    return fields
 
 
 def _checked(document: Document) -> bytes:

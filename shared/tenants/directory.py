@@ -63,13 +63,13 @@ _Hash = Annotated[str, msgspec.Meta(pattern=rf"^([0-9a-f]{{{2 * HASH_BYTES}}})?$
 
 
 class Mistake(NamedTuple):
-    """A mistake in a directory, and its place."""
+    """A mistake in a directory, and its field_path."""
 
     path: tuple[str | int, ...]
     reason: str
 
     @property
-    def place(self) -> str:
+    def field_path(self) -> str:
         """The path in words, such as `plans['team'].budget_webhook`."""
         shown = ""
         for before, step in zip((None, *self.path), self.path, strict=False):
@@ -166,14 +166,14 @@ class Directory:
             now_s: Unix time.
         """
         entry = self._entries.get(key.id, _NOBODY)
-        given = hash_of(entry.salt, key)
+        key_hash = hash_of(entry.salt, key)
         # No shortcuts: an unknown id, a wrong secret, and a revoked or expired key take the same
         # time.
-        is_current = hmac.compare_digest(given, entry.hash)
-        is_previous = hmac.compare_digest(given, entry.previous_hash)
+        is_current = hmac.compare_digest(key_hash, entry.hash)
+        is_previous = hmac.compare_digest(key_hash, entry.previous_hash)
         is_known = is_current | (is_previous & (now_s < entry.previous_until_s))
-        place = 2 * entry.is_revoked + (now_s >= entry.expires_s)
-        return Found(_STATES[is_known][place], entry.caller)
+        state = 2 * entry.is_revoked + (now_s >= entry.expires_s)
+        return Found(_STATES[is_known][state], entry.caller)
 
 
 _STATES: tuple[tuple[KeyState, ...], tuple[KeyState, ...]] = (
@@ -191,7 +191,7 @@ _NOBODY = _Entry(
     is_revoked=False,
     caller=Caller(),
 )
-"""Compared in place of a key that is not there."""
+"""Compared in field_path of a key that is not there."""
 
 
 def _entry(key: StoredKey, document: Document) -> _Entry:
@@ -240,17 +240,17 @@ def decode_document(data: bytes, source: str) -> Document:
         source: where it is from, for errors.
 
     Raises:
-        ConfigurationError: it is not valid. `field` and the message name the place.
+        ConfigurationError: it is not valid. `field` and the message name the field_path.
     """
     try:
         document = msgspec.json.decode(data, type=Document)
     except msgspec.ValidationError as error:
-        reason, _, place = str(error).partition(" - at `$")
-        place = place.rstrip("`")
+        reason, _, field_path = str(error).partition(" - at `$")
+        field_path = field_path.rstrip("`")
         # Names that somebody chose are not in it, so the line is known up to there.
-        steps = _STEP.finditer(place.partition("[...]")[0])
+        steps = _STEP.finditer(field_path.partition("[...]")[0])
         line = line_of(data, tuple(int(one[2]) if one[2] else one[1] for one in steps))
-        raise _wrong(source, line, place.lstrip("."), reason) from error
+        raise _wrong(source, line, field_path.lstrip("."), reason) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         byte = _BYTE.search(str(error))
         line = data.count(b"\n", 0, int(byte[1])) + 1 if byte else 1
@@ -268,7 +268,7 @@ def mistake_in(data: bytes, source: str, mistake: Mistake) -> ConfigurationError
         source: where it is from.
         mistake: what is wrong in it.
     """
-    return _wrong(source, line_of(data, mistake.path), mistake.place, mistake.reason)
+    return _wrong(source, line_of(data, mistake.path), mistake.field_path, mistake.reason)
 
 
 def _mistakes(document: Document) -> Iterator[Mistake]:
@@ -297,9 +297,11 @@ def tenant_mistake(tenant: str) -> str:
     return f"a tenant's name is printable and has 1 to {MAX_TENANT_BYTES} bytes"
 
 
-def _wrong(source: str, line: int, place: str, reason: str) -> ConfigurationError:
-    where = f"line {line}: " + (f"{place}: " if place else "")
-    return ConfigurationError(f"PENSTOCK_KEYS_URL: {source}: {where}{reason}", field=place or None)
+def _wrong(source: str, line: int, field_path: str, reason: str) -> ConfigurationError:
+    where = f"line {line}: " + (f"{field_path}: " if field_path else "")
+    return ConfigurationError(
+        f"PENSTOCK_KEYS_URL: {source}: {where}{reason}", field=field_path or None
+    )
 
 
 def line_of(data: bytes, path: tuple[str | int, ...]) -> int:
@@ -312,10 +314,10 @@ def line_of(data: bytes, path: tuple[str | int, ...]) -> int:
     text, at = data.decode(errors="replace"), 0
     with contextlib.suppress(ValueError, IndexError, RecursionError):
         for step in path:
-            found = _step(text, _after_space(text, at), step)
-            if found is None:
+            position = _step(text, _after_space(text, at), step)
+            if position is None:
                 break
-            at = found
+            at = position
     return text.count("\n", 0, _after_space(text, at)) + 1
 
 
@@ -338,5 +340,5 @@ def _step(text: str, at: int, step: str | int) -> int | None:
 
 
 def _after_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return at if found is None else found.end()
+    space = _SPACE.match(text, at)
+    return at if space is None else space.end()

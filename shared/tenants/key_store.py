@@ -10,7 +10,7 @@ import msgspec
 
 from shared.errors import PenstockError, Unavailable
 
-MAX_ACTS = 10_000
+MAX_AUDIT_EVENTS = 10_000
 """Acts of administration that a store keeps."""
 
 
@@ -36,7 +36,7 @@ class StoredDocument(NamedTuple):
     data: bytes
 
 
-class Act(msgspec.Struct, frozen=True, kw_only=True):
+class AuditEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One act of administration. It has no secrets."""
 
     at_s: float
@@ -53,11 +53,11 @@ class Act(msgspec.Struct, frozen=True, kw_only=True):
     after: dict[str, Any] | None = None
 
 
-class NotedAct(NamedTuple):
+class LoggedEvent(NamedTuple):
     """An act with its place in the log."""
 
     id: str
-    act: Act
+    act: AuditEvent
 
 
 class KeyStore(Protocol):
@@ -94,7 +94,7 @@ class KeyStore(Protocol):
         """
         ...
 
-    async def replace(self, version: str, data: bytes, act: Act) -> bool:
+    async def replace(self, version: str, data: bytes, act: AuditEvent) -> bool:
         """Replaces the directory and notes the act, both or neither.
 
         Args:
@@ -111,8 +111,8 @@ class KeyStore(Protocol):
         """
         ...
 
-    async def acts(self, limit: int, before: str = "") -> list[NotedAct]:
-        """The acts before this one, newest first. An empty `before` starts with the newest.
+    async def audit_events(self, limit: int, before: str = "") -> list[LoggedEvent]:
+        """The audit events before this one, newest first. An empty `before` starts with the newest.
 
         Raises:
             Unavailable: the store is out of reach.

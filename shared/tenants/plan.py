@@ -5,7 +5,7 @@ A limit of None means unlimited. Whatever a key uses counts for its tenant too.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -13,6 +13,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 Usd = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Priority: TypeAlias = Literal["interactive", "batch"]
+PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 OnOutage = Annotated[str, msgspec.Meta(pattern="^(deny|allow)$")]
 LIGHTEST, HEAVIEST = 0.01, 1000.0
 MAX_WARNINGS = 8
@@ -37,7 +38,7 @@ class Limits(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
     budget_usd_per_month: Usd | None = None
     """The budget for a calendar month (UTC). Requests beyond that are refused."""
     max_priority: Priority = "interactive"
-    """The highest priority. `batch`: all its requests go to the batch lane."""
+    """The highest priority. `batch`: all its requests have it."""
 
     @property
     def are_none(self) -> bool:

@@ -123,9 +123,9 @@ class OtlpTracer:
             links=[Link(_span_context(one)) for one in links[:MAX_LINKS]],
             start_time=_nanoseconds(started_s),
         )
-        found, tracestate = span.get_span_context(), parent.tracestate if parent else ""
-        ids = f"00-{found.trace_id:032x}-{found.span_id:016x}"
-        context = TraceContext(f"{ids}-{found.trace_flags:02x}", tracestate)
+        exported, tracestate = span.get_span_context(), parent.tracestate if parent else ""
+        ids = f"00-{exported.trace_id:032x}-{exported.span_id:016x}"
+        context = TraceContext(f"{ids}-{exported.trace_flags:02x}", tracestate)
         return context, OtlpSpan(span, self._broker) if span.is_recording() else None
 
     def _keeps_new_trace(self, name: str) -> bool:

@@ -86,16 +86,18 @@ def _is_on(environment: Mapping[str, str]) -> bool:
     Raises:
         ConfigurationError: the variables ask for what this project cannot do.
     """
-    found = next((name for name in _ENDPOINTS if environment.get(name, "").strip()), None)
+    endpoint = next((name for name in _ENDPOINTS if environment.get(name, "").strip()), None)
     exporter = environment.get("OTEL_TRACES_EXPORTER", "otlp").strip() or "otlp"
     is_disabled = environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-    if found is None or is_disabled or exporter == "none":
+    if endpoint is None or is_disabled or exporter == "none":
         return False
     _check("OTEL_TRACES_EXPORTER", exporter, ("otlp",))
     for name in _PROTOCOLS:
         _check(name, environment.get(name, "").strip() or "http/protobuf", ("http/protobuf",))
-    if not environment[found].strip().startswith(("http://", "https://")):
-        raise ConfigurationError(f"{found}: {environment[found]!r} is not a URL", field=found)
+    if not environment[endpoint].strip().startswith(("http://", "https://")):
+        raise ConfigurationError(
+            f"{endpoint}: {environment[endpoint]!r} is not a URL", field=endpoint
+        )
     return True
 
 
@@ -133,6 +135,6 @@ def _ratio(environment: Mapping[str, str]) -> float | None:
     return ratio
 
 
-def _check(name: str, given: str, known: tuple[str, ...]) -> None:
-    if given not in known:
-        raise ConfigurationError(f"{name}: {given!r} is not {' or '.join(known)}", field=name)
+def _check(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigurationError(f"{name}: {value!r} is not {' or '.join(known)}", field=name)

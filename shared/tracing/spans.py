@@ -70,10 +70,10 @@ class TraceContext:
 
 def read_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
     """The context of a caller. None if it sent none, or an invalid one."""
-    found = _TRACEPARENT.fullmatch(traceparent)
-    if found is None:
+    match = _TRACEPARENT.fullmatch(traceparent)
+    if match is None:
         return None
-    version, trace_id, span_id, flags, rest = found.groups()
+    version, trace_id, span_id, flags, rest = match.groups()
     if version == "00" and rest is not None:  # later versions may have more fields
         return None
     return TraceContext(f"00-{trace_id}-{span_id}-{flags}", tracestate and _bounded(tracestate))
@@ -103,8 +103,8 @@ def _bounded(tracestate: str) -> str:
     """The members that fit, first ones first. Empty if one is malformed or there are too many."""
     members = [member.strip(" \t") for member in tracestate.split(",", MAX_MEMBERS + 1)]
     members = [member for member in members if member]
-    found = [_MEMBER.fullmatch(member) for member in members]
-    keys = {one[1] for one in found if one is not None}
+    matches = [_MEMBER.fullmatch(member) for member in members]
+    keys = {one[1] for one in matches if one is not None}
     if len(members) > MAX_MEMBERS or len(keys) < len(members):
         return ""
     while len(text := ",".join(members)) > MAX_TRACESTATE_CHARS:
@@ -263,9 +263,9 @@ def span(
     parent, tracer = parent or current(), _Installed.tracer
     if tracer is None or parent is None or not parent.is_sampled:
         return SpanBlock(Span(name, parent, None), parent)
-    made = Span(name, *tracer.start(name, kind, started_s or time.time(), parent))
-    made.set(attributes)
-    return SpanBlock(made, made.context)
+    opened = Span(name, *tracer.start(name, kind, started_s or time.time(), parent))
+    opened.set(attributes)
+    return SpanBlock(opened, opened.context)
 
 
 def _kind_of(error: BaseException) -> str:

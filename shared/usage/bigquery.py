@@ -190,10 +190,10 @@ def open_client(project: str, endpoint: str) -> Any:
     from google.auth.credentials import AnonymousCredentials
     from google.cloud import bigquery
 
-    given: dict[str, Any] = {"project": project}
+    options: dict[str, Any] = {"project": project}
     if endpoint:
-        given |= {
+        options |= {
             "credentials": AnonymousCredentials(),
             "client_options": {"api_endpoint": endpoint},
         }
-    return bigquery.Client(**given)
+    return bigquery.Client(**options)

@@ -357,10 +357,10 @@ class Journal:
 
 
 @contextmanager
-def _disk_errors_counted(what: str) -> Iterator[None]:
+def _disk_errors_counted(operation: str) -> Iterator[None]:
     """Counts a disk error and goes on: only the rows on the disk are missing."""
     try:
         yield
     except OSError as error:
         DISK_ERRORS.inc()
-        log.warning(what, extra={"reason": str(error)})
+        log.warning(operation, extra={"reason": str(error)})

@@ -27,7 +27,7 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     request_id: str
     """One id from HTTP to reply."""
     item: int
-    """The item's place in the request, from 0."""
+    """The item's index in the request, from 0."""
     tenant: str | None = None
     """Who asked."""
     model: str
@@ -118,7 +118,7 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     spot: bool | None = None
     """Whether the worker's node is a spot node; null where that is not known."""
     priority: str | None = None
-    """interactive or batch: the lane of the item."""
+    """interactive or batch: the priority of the item."""
     user_agent_family: str | None = None
     """The kind of client, of a closed set: openai-python, curl, browser, other ...; null where the
     client did not say."""

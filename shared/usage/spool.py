@@ -310,7 +310,7 @@ class Spool:
 
     def scan(self) -> None:
         """Finds the segments without an owner and counts their rows."""
-        before, found = dict(self.unowned), dict[Path, SegmentSize]()
+        before, segments = dict(self.unowned), dict[Path, SegmentSize]()
         packed = set(self._folder.glob(f"*{SUFFIX}"))
         replaced = {original_of(path) for path in packed}
         clear_half_made(self._folder)
@@ -318,7 +318,7 @@ class Spool:
             if path in self._stuck:
                 continue
             if path in before and path not in replaced:
-                found[path] = before[path]
+                segments[path] = before[path]
                 continue
             with suppress(OSError), path.open("rb") as file:
                 if not _lock(file.fileno()):
@@ -327,15 +327,15 @@ class Spool:
                     path.unlink()
                 elif path in packed:
                     size_bytes = os.fstat(file.fileno()).st_size
-                    found[path] = SegmentSize(rows_in(path), size_bytes)
+                    segments[path] = SegmentSize(rows_in(path), size_bytes)
                 else:
                     data = file.read()
-                    found[path] = SegmentSize(data.count(b"\n"), len(data))
+                    segments[path] = SegmentSize(data.count(b"\n"), len(data))
         # In place: others count at the same time, and must not see fewer rows than there are.
-        self.unowned.update(found)
-        for path in before.keys() - found.keys():
+        self.unowned.update(segments)
+        for path in before.keys() - segments.keys():
             self.unowned.pop(path, None)
-        self._unseen = list(found)
+        self._unseen = list(segments)
 
     def release(self, segment: Segment, rows: int) -> None:
         """Releases a segment to the next process that adopts it, which may be this one."""

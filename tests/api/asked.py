@@ -236,7 +236,7 @@ charsets = chosen(
 
 
 def as_form(fields: dict[str, Any], charset: str) -> Asked:
-    """A form with a picture, its texts in the charset its header names where that makes sense."""
+    """A form with an image, its texts in the charset its header names where that makes sense."""
     parts = []
     for name, value in fields.items():
         text = str(value).encode("utf-7" if charset == "utf-7" else "utf-8", "surrogatepass")

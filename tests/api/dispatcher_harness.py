@@ -20,7 +20,7 @@ from api.dispatch.reply_inbox import ReplyInbox
 from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
 from api.inputs.codec_pool import CodecPool
 from api.inputs.image_codec import ImageCodec
-from shared.canary.board import CanaryBoard
+from shared.canary.store import CanaryStore
 from shared.catalog import Catalog
 from shared.in_memory_broker import InMemoryBroker
 from shared.messages import RequestFacts
@@ -108,10 +108,10 @@ async def running_dispatcher(
             window = PublishWindow((TEXT_MODEL,), admission.rate_of, broker_wait_s=0.5)
             if window_floor is not None:
                 slow = ServiceRate(FirstGuesses(gap_s=3600.0))
-                window.of[TEXT_MODEL.name, ""] = ModelWindow(slow, window_floor, 0.5)
+                window.of[TEXT_MODEL.name, "interactive"] = ModelWindow(slow, window_floor, 0.5)
             objects = ObjectStore("memory://")
             sender = JobSender(inbox, transport, objects, records, window, "test")
-            canaries = CanaryRouter(Catalog((TEXT_MODEL,)), CanaryBoard(redis_url))
+            canaries = CanaryRouter(Catalog((TEXT_MODEL,)), CanaryStore(redis_url))
             async with Dispatcher(
                 sender,
                 cache,

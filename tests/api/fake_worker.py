@@ -43,7 +43,7 @@ from shared.tasks.similarity import SimilarityInput, SimilarityResult
 from shared.tasks.text import (
     GenerationInput,
     GenerationResult,
-    TextToCount,
+    PromptToCount,
     TokenChunk,
     TokenCount,
     TokenLogprob,
@@ -67,7 +67,7 @@ def vector_of(given: Input, dimensions: int = 384) -> np.ndarray:
 
 
 def png_of(given: ImageInput) -> bytes:
-    """A picture of one color, made from the seed, or half way to it from the source's mean."""
+    """An image of one color, made from the seed, or half way to it from the source's mean."""
     color = (given.seed % 256, given.seed // 256 % 256, given.steps % 256)
     buffer = io.BytesIO()
     Image.new("RGB", (given.width, given.height), color).save(buffer, "png")
@@ -293,7 +293,7 @@ def _result(given: Input) -> Result:
             read = [f"<{one}>" for one in given.prompt]
             result.prompt_text, result.prompt_logprobs = "".join(read), _logprobs(given, read)
         return result
-    if isinstance(given, TextToCount):
+    if isinstance(given, PromptToCount):
         text = given.prompt or " ".join(one["content"] for one in given.messages)
         ids = b"".join(len(word).to_bytes(4, "little") for word in text.split())
         return TokenCount(len(ids) // 4, ids if given.wants_ids else b"")

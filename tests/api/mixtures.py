@@ -13,7 +13,7 @@ RUNNER = 2
 NAMES = ("one", "two", "poor", "open")
 """Of keys."""
 
-Kind = Literal["texts", "revised", "picture", "write", "stream", "prediction", "drawing", "batch"]
+Kind = Literal["texts", "revised", "image", "write", "stream", "prediction", "drawing", "batch"]
 End = Literal["read", "hang up", "hang up at once", "late", "cancel", "cancel and delete", "delete"]
 PREDICTIONS = ("prediction", "drawing", "stream")
 
@@ -69,7 +69,7 @@ class Mixture:
 asks = st.builds(
     Ask,
     kind=st.sampled_from(
-        ["texts"] * 3 + ["revised"] * 2 + ["picture", "write", "stream", "prediction", "drawing"]
+        ["texts"] * 3 + ["revised"] * 2 + ["image", "write", "stream", "prediction", "drawing"]
     ),
     key=st.sampled_from(NAMES),
     items=st.lists(st.integers(0, 8), min_size=1, max_size=6).map(tuple),

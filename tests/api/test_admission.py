@@ -16,6 +16,7 @@ from shared.catalog import Model, read_catalog
 from shared.errors import Overloaded
 from shared.service_rate import ServiceRate
 from shared.tasks.base import FirstGuesses
+from shared.tenants.plan import PRIORITIES, Priority
 from tests.clock import Clock
 
 # Names of their own: gauges of this process show what others' tests left in flight.
@@ -50,22 +51,22 @@ def test_room_for_one_is_room_for_a_whole_request() -> None:
     assert admission.in_flight == 10
 
 
-def test_counts_of_each_lane_are_there_before_the_first_request() -> None:
+def test_counts_of_each_priority_are_there_before_the_first_request() -> None:
     # Else nobody could tell a model without requests from metrics that are lost.
     model = TEXT.model_copy(update={"name": "counted"})
     admission = Admission(10, [model])
 
-    def counts(lane: str) -> tuple[float | None, ...]:
-        labels = {"model": "counted", "lane": lane}
+    def counts(priority: Priority) -> tuple[float | None, ...]:
+        labels = {"model": "counted", "lane": priority}
         names = ("items_admitted_total", "items_in_flight", "items_shed_total")
         return tuple(REGISTRY.get_sample_value(f"penstock_api_{name}", labels) for name in names)
 
     assert (counts("interactive"), counts("batch")) == ((0, 0, 0), (0, 0, 0))
     admission.admit(Demand("counted", 3))
-    admission.admit(Demand("counted", 2, lane="batch"))
+    admission.admit(Demand("counted", 2, priority="batch"))
     admission.release(Demand("counted", 1), answered=True)
     with pytest.raises(Overloaded):
-        admission.admit(Demand("counted", 4, lane="batch"), remaining_s=1e-9)
+        admission.admit(Demand("counted", 4, priority="batch"), remaining_s=1e-9)
     assert (counts("interactive"), counts("batch")) == ((3, 2, 0), (2, 2, 4))
 
 
@@ -76,13 +77,13 @@ def test_full_model_leaves_room_for_the_others() -> None:
     admission.admit(Demand(IMAGE.name, 1))
 
 
-def test_batch_lane_leaves_room_for_interactive_requests() -> None:
+def test_batch_priority_leaves_room_for_interactive_requests() -> None:
     admission = Admission(1000, [bounded(TEXT, 10)])
-    admission.admit(Demand(TEXT.name, 5, lane="batch"))
-    refused(admission, TEXT.name, 1, lane="batch")
+    admission.admit(Demand(TEXT.name, 5, priority="batch"))
+    refused(admission, TEXT.name, 1, priority="batch")
     admission.admit(Demand(TEXT.name, 4))
-    admission.release(Demand(TEXT.name, 5, lane="batch"), answered=True)
-    admission.admit(Demand(TEXT.name, 1, lane="batch"))
+    admission.release(Demand(TEXT.name, 5, priority="batch"), answered=True)
+    admission.admit(Demand(TEXT.name, 1, priority="batch"))
 
 
 def measured(
@@ -111,14 +112,14 @@ def test_items_of_the_request_itself_count() -> None:
     admission.admit(Demand(TEXT.name, 10), remaining_s=1.5)
 
 
-def test_interactive_requests_do_not_wait_for_the_batch_lane() -> None:
+def test_interactive_requests_do_not_wait_for_batch_priority() -> None:
     admission, clock = measured(0.01)
     for _ in range(100):
         clock.now_s += 0.01
         admission.release(Demand(TEXT.name, 1), answered=True, took_s=0.05)
-    admission.admit(Demand(TEXT.name, 1000, lane="batch"))
+    admission.admit(Demand(TEXT.name, 1000, priority="batch"))
     admission.admit(Demand(TEXT.name, 1), remaining_s=0.5)
-    assert refused(admission, TEXT.name, 1, remaining_s=0.5, lane="batch") > 5
+    assert refused(admission, TEXT.name, 1, remaining_s=0.5, priority="batch") > 5
 
 
 def test_time_is_counted_in_fair_order() -> None:
@@ -254,14 +255,14 @@ def test_retry_is_bounded() -> None:
     item_s=st.floats(0.002, 0.5),
     remaining_s=st.floats(0.1, 20),
     items=st.integers(1, 64),
-    lane=st.sampled_from(["", "batch"]),
+    priority=st.sampled_from(PRIORITIES),
 )
 def test_after_its_wait_a_refused_request_is_let_in(
-    item_s: float, remaining_s: float, items: int, lane: str
+    item_s: float, remaining_s: float, items: int, priority: Priority
 ) -> None:
     admission, clock = measured(item_s, service_s=item_s)
     try:
-        admission.admit(Demand(TEXT.name, items, lane=lane), remaining_s=remaining_s)
+        admission.admit(Demand(TEXT.name, items, priority=priority), remaining_s=remaining_s)
     except Overloaded as error:
         if error.retry_after_s == MAX_RETRY_S:
             return
@@ -271,7 +272,7 @@ def test_after_its_wait_a_refused_request_is_let_in(
             admission.release(Demand(TEXT.name, 1), answered=True, took_s=item_s)
             left -= 1
         clock.now_s = ends_s
-        admission.admit(Demand(TEXT.name, items, lane=lane), remaining_s=remaining_s)
+        admission.admit(Demand(TEXT.name, items, priority=priority), remaining_s=remaining_s)
 
 
 @settings(deadline=None, max_examples=10)

@@ -9,8 +9,8 @@ import pytest
 
 from shared.errors import ContextLengthExceeded
 from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.test_generation import TEXT, parsed
 from tests.api.test_stored_responses import prompt_of
-from tests.api.test_text import TEXT, parsed
 from tests.keys import key_for, keys_url
 
 pytestmark = pytest.mark.anyio

@@ -150,9 +150,9 @@ async def test_limit_that_is_no_number(api: ApiUnderTest, header: str, limit: st
     assert response.json()["error"]["param"] == header
 
 
-def _png(picture: Image.Image) -> bytes:
+def _png(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, "png")
+    image.save(buffer, "png")
     return buffer.getvalue()
 
 
@@ -164,13 +164,13 @@ BOMB = _png(Image.new("1", (10_000, 10_000)))
 @pytest.mark.parametrize(
     ("files", "data", "param", "reason"),
     [
-        ({"image": b"not a picture"}, {}, "image", "not a PNG, JPEG or WebP"),
+        ({"image": b"not an image"}, {}, "image", "not a PNG, JPEG or WebP"),
         ({"image": b""}, {}, "image", "not a PNG, JPEG or WebP"),
         ({"image": WHOLE[:5000]}, {}, "image", "broken"),
         ({"image": WHOLE[:4000] + bytes(2000) + WHOLE[6000:]}, {}, "image", "broken"),
         ({"image": BOMB}, {}, "image", "10000x10000 pixels; at most 25 megapixels are allowed"),
         ({"image": WHOLE, "mask": WHOLE}, {}, "mask", "not supported"),
-        ({"picture": WHOLE}, {}, "image", "exactly one file is needed, not 0"),
+        ({"image": WHOLE}, {}, "image", "exactly one file is needed, not 0"),
         ({"image": WHOLE, "image[]": WHOLE}, {}, "image", "not 2"),
         ({"image": WHOLE}, {"strength": "0"}, "strength", "greater than 0"),
         ({"image": WHOLE}, {"strength": "0.01"}, "strength", "less than one step"),

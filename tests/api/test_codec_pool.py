@@ -1,4 +1,4 @@
-"""The pool of picture processes, seen from outside: bounded, in order, and nothing worked on that
+"""The pool of image processes, seen from outside: bounded, in order, and nothing worked on that
 nobody waits for.
 
 Nothing here takes time on purpose: processes are stopped and continued by signals.
@@ -28,7 +28,7 @@ WAITING = "penstock_api_pictures_waiting"
 
 @pytest.fixture
 async def api(tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
-    """One with a single picture process, which has had its first picture."""
+    """One with a single image process, which has had its first image."""
     async with running_api(settings_for(tmp_path, picture_processes=1)) as running:
         assert not _processes()
         assert (await _edit(running, "first")).status_code == 200
@@ -75,7 +75,7 @@ async def _until(is_so: object) -> None:
 
 
 async def _stopped(api: ApiUnderTest) -> tuple[psutil.Process, "asyncio.Task[httpx.Response]"]:
-    """A picture process that stands still with a picture in hand, and the request that the picture
+    """An image process that stands still with an image in hand, and the request that the image
     belongs to.
     """
     (process,) = _processes()
@@ -89,7 +89,7 @@ async def _stopped(api: ApiUnderTest) -> tuple[psutil.Process, "asyncio.Task[htt
 async def _in_line(
     api: ApiUnderTest, prompt: str, **headers: str
 ) -> "asyncio.Task[httpx.Response]":
-    """A request whose picture waits for its turn."""
+    """A request whose image waits for its turn."""
     before = metric(WAITING)
     sent = asyncio.create_task(_edit(api, prompt, **headers))
     await _until(lambda: metric(WAITING) == before + 1 or sent.done())
@@ -100,7 +100,7 @@ def _prompts(api: ApiUnderTest) -> list[str]:
     return [item.input.prompt for item in api.worker.items]  # type: ignore[union-attr, misc]
 
 
-async def test_pictures_take_turns_in_order(api: ApiUnderTest) -> None:
+async def test_images_take_turns_in_order(api: ApiUnderTest) -> None:
     process, first = await _stopped(api)
     others = [await _in_line(api, f"number {number}") for number in range(5)]
     assert _processes() == [process]
@@ -136,7 +136,7 @@ async def test_deadline_that_passes_while_waiting_is_told(api: ApiUnderTest) -> 
     assert _prompts(api) == ["first", "in hand"]
 
 
-async def test_picture_of_a_caller_that_hung_up_is_not_begun(api: ApiUnderTest) -> None:
+async def test_image_of_a_caller_that_hung_up_is_not_begun(api: ApiUnderTest) -> None:
     process, first = await _stopped(api)
     gone, abandoned = await _in_line(api, "gone"), _ends("abandoned_waiting")
     gone.cancel()
@@ -147,7 +147,7 @@ async def test_picture_of_a_caller_that_hung_up_is_not_begun(api: ApiUnderTest) 
     assert _prompts(api) == ["first", "in hand"]
 
 
-async def test_picture_of_a_caller_that_hung_up_is_decoded_no_further(api: ApiUnderTest) -> None:
+async def test_image_of_a_caller_that_hung_up_is_decoded_no_further(api: ApiUnderTest) -> None:
     process, first = await _stopped(api)
     following = await _in_line(api, "next")
     first.cancel()
@@ -186,7 +186,7 @@ async def test_bytes_in_line_are_bounded(few_bytes: None, api: ApiUnderTest) -> 
     assert {response.status_code for response in await asyncio.gather(first, *others)} == {200}
 
 
-async def test_picture_that_would_be_late_is_refused_at_once(api: ApiUnderTest) -> None:
+async def test_image_that_would_be_late_is_refused_at_once(api: ApiUnderTest) -> None:
     process, first = await _stopped(api)
     other = await _in_line(api, "waits")
     refused = await _edit(api, "too late", **{"x-penstock-deadline-ms": "60"})
@@ -196,7 +196,7 @@ async def test_picture_that_would_be_late_is_refused_at_once(api: ApiUnderTest) 
     assert {response.status_code for response in await asyncio.gather(first, other)} == {200}
 
 
-async def test_picture_whose_process_died_is_told_and_the_next_gets_another(
+async def test_image_whose_process_died_is_told_and_the_next_gets_another(
     api: ApiUnderTest,
 ) -> None:
     process, first = await _stopped(api)
@@ -214,7 +214,7 @@ async def test_processes_have_no_settings(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert process.nice() > psutil.Process().nice()
 
 
-async def test_prediction_waits_for_its_picture_until_its_deadline(api: ApiUnderTest) -> None:
+async def test_prediction_waits_for_its_image_until_its_deadline(api: ApiUnderTest) -> None:
     file = (await api.http.post("/v1/files", files={"content": ("a.png", PNG, "image/png")})).json()
     (process,) = _processes()
     process.suspend()

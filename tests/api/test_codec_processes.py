@@ -66,7 +66,7 @@ async def test_no_more_is_decoded_at_once_than_the_budget_has_room_for(cost_byte
 
 
 @pytest.mark.usefixtures("fake")
-async def test_picture_that_takes_too_long_is_no_fault_of_ours() -> None:
+async def test_image_that_takes_too_long_is_no_fault_of_ours() -> None:
     """However many end at once: each has its own reason."""
     async with CodecPool(4, budget_bytes=400) as pool:
 

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from api.bodies import Body
 from api.errors import describe, to_bad_input
 from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.test_generation import chat
 from tests.api.test_responses import asked
-from tests.api.test_text import chat
 
 pytestmark = pytest.mark.anyio
 OURS = re.compile(

@@ -38,7 +38,7 @@ from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 TEXTS = {"model": TEXT_MODEL.name, "input": "a cat", "encoding_format": "base64"}
-PICTURE = {"model": IMAGE_MODEL.name, "prompt": "a cat", "n": 1}
+IMAGE = {"model": IMAGE_MODEL.name, "prompt": "a cat", "n": 1}
 UNCACHED = {"cache-control": "no-store"}
 """So that nothing but the key can spare an inference."""
 
@@ -155,13 +155,13 @@ async def test_key_of_another_tenant_is_another_key(tmp_path: Path, redis_url: s
 
 @pytest.mark.parametrize(
     ("path", "change"),
-    [("/v1/embeddings", {"input": "a dog"}), ("/v1/images/generations", PICTURE)],
+    [("/v1/embeddings", {"input": "a dog"}), ("/v1/images/generations", IMAGE)],
 )
 async def test_key_stands_for_one_request(
     api: ApiUnderTest, path: str, change: dict[str, Any]
 ) -> None:
     await api.http.post("/v1/embeddings", json=TEXTS, headers=keyed())
-    other = PICTURE if path.endswith("generations") else TEXTS | change
+    other = IMAGE if path.endswith("generations") else TEXTS | change
     refused = await api.http.post(path, json=other, headers=keyed())
     assert refused.status_code == 422
     assert refused.json()["error"]["code"] == "idempotency_key_reused"
@@ -258,12 +258,12 @@ async def test_form_is_the_same_whatever_its_boundary(api: ApiUnderTest) -> None
         .data[0]
         .b64_json
     )
-    picture = base64.b64decode(source)
+    image = base64.b64decode(source)
     drawn = [
         await api.openai().images.edit(
             model=IMAGE_MODEL.name,
             prompt="a dog",
-            image=picture,
+            image=image,
             extra_headers={"Idempotency-Key": "edit", **UNCACHED},
         )
         for _ in range(2)
@@ -274,7 +274,7 @@ async def test_form_is_the_same_whatever_its_boundary(api: ApiUnderTest) -> None
         await api.openai().images.edit(
             model=IMAGE_MODEL.name,
             prompt="a cow",
-            image=picture,
+            image=image,
             extra_headers={"Idempotency-Key": "edit"},
         )
 
@@ -331,17 +331,17 @@ async def test_key_of_an_instance_that_is_cut_off_is_taken_over(
         two_apis(tmp_path, redis_url, way=line.url, idempotency_lease_s=0.4) as (first, url),
     ):
         first.worker.go.clear()
-        running = asyncio.create_task(first.http.post(path, json=PICTURE, headers=keyed()))
+        running = asyncio.create_task(first.http.post(path, json=IMAGE, headers=keyed()))
         await first.worker.until_taken(1)
         line.cut()
         async with httpx.AsyncClient(base_url=url, timeout=WAIT_LIMIT_S) as other:
-            taken_over = asyncio.create_task(other.post(path, json=PICTURE, headers=keyed()))
+            taken_over = asyncio.create_task(other.post(path, json=IMAGE, headers=keyed()))
             await first.worker.until_taken(2)
             first.worker.go.set()
             answers = [await running, await taken_over]
             drawn, again = [answer.json()["data"][0]["b64_json"] for answer in answers]
             assert drawn == again
-            later = await other.post(path, json=PICTURE, headers=keyed())
+            later = await other.post(path, json=IMAGE, headers=keyed())
             assert (later.content, len(first.worker.jobs)) == (answers[1].content, 2)
 
 

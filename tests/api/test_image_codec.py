@@ -1,4 +1,4 @@
-"""Pictures that strangers send, whole, odd, and broken in every way."""
+"""Images that strangers send, whole, odd, and broken in every way."""
 
 import base64
 import io
@@ -42,10 +42,10 @@ async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ApiUnde
 
 def _encoded(kind: str, mode: str, **options: object) -> bytes:
     buffer = io.BytesIO()
-    picture = Image.radial_gradient("L").resize((48, 32)).convert(mode)
+    image = Image.radial_gradient("L").resize((48, 32)).convert(mode)
     exif = Image.Exif()
     exif[0x0112] = 3
-    picture.save(buffer, kind, exif=exif, **options)
+    image.save(buffer, kind, exif=exif, **options)
     return buffer.getvalue()
 
 
@@ -69,7 +69,7 @@ def _prepared(data: bytes, size: tuple[int, int] | None) -> tuple[object, Image.
 
 
 @pytest.mark.parametrize("data", WHOLE)
-async def test_every_kind_of_picture_is_taken(api: ApiUnderTest, data: bytes) -> None:
+async def test_every_kind_of_image_is_taken(api: ApiUnderTest, data: bytes) -> None:
     prompt = str(hash(data))
     response = await api.http.post(
         "/v1/images/edits", files={"image": data}, data={"prompt": prompt, "size": "48x32"}
@@ -79,8 +79,8 @@ async def test_every_kind_of_picture_is_taken(api: ApiUnderTest, data: bytes) ->
     assert isinstance(given, ImageInput)
     assert given.image is not None
     assert given.image.data is not None
-    with Image.open(io.BytesIO(given.image.data)) as picture:
-        assert (picture.format, picture.mode, picture.size) == ("PNG", "RGB", (48, 32))
+    with Image.open(io.BytesIO(given.image.data)) as image:
+        assert (image.format, image.mode, image.size) == ("PNG", "RGB", (48, 32))
 
 
 # Pillow warns about broken EXIF data and goes on without it, which is what we want.
@@ -91,7 +91,7 @@ async def test_every_kind_of_picture_is_taken(api: ApiUnderTest, data: bytes) ->
     edits=st.lists(st.tuples(st.floats(0, 0.999), st.binary(min_size=0, max_size=4)), max_size=6),
     keep=st.floats(0.05, 1),
 )
-def test_broken_picture_is_refused_or_drawn_never_worse(
+def test_broken_image_is_refused_or_drawn_never_worse(
     whole: bytes, edits: list[tuple[float, bytes]], keep: float
 ) -> None:
     broken = bytearray(whole)
@@ -172,7 +172,7 @@ def test_what_is_odd_costs_no_more_than_what_is_usual(data: bytes, is_taken: boo
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
 @pytest.mark.parametrize("turn", [1, 6])
-def test_large_picture_is_drawn_as_if_resampled_whole(kind: str, mode: str, turn: int) -> None:
+def test_large_image_is_drawn_as_if_resampled_whole(kind: str, mode: str, turn: int) -> None:
     if (kind, mode) == ("jpeg", "RGBA"):
         return
     whole = Image.merge(
@@ -199,8 +199,8 @@ def test_large_picture_is_drawn_as_if_resampled_whole(kind: str, mode: str, turn
 @pytest.mark.parametrize("output_format", ["jpeg", "webp"])
 def test_results_are_encoded(output_format: str) -> None:
     _, encoded = run_command(EncodeImage(output_format, 80), WHOLE[0], lambda cost_bytes: None)
-    with Image.open(io.BytesIO(encoded)) as picture:
-        assert (picture.format, picture.size) == (output_format.upper(), (48, 32))
+    with Image.open(io.BytesIO(encoded)) as image:
+        assert (image.format, image.size) == (output_format.upper(), (48, 32))
 
 
 @given(width=st.integers(1, 5000), height=st.integers(1, 5000), step=st.sampled_from([8, 16, 64]))
@@ -281,7 +281,7 @@ print(costs[0], peak_bytes() - before)
         ("webp", "RGB", {"lossless": True}),
     ],
 )
-def test_picture_takes_no_more_memory_than_is_reckoned(
+def test_image_takes_no_more_memory_than_is_reckoned(
     kind: str, mode: str, options: dict[str, object]
 ) -> None:
     buffer = io.BytesIO()

@@ -32,9 +32,9 @@ def source_of(given: ImageInput) -> Image.Image:
     return Image.open(io.BytesIO(given.image.data))
 
 
-def encoded(picture: Image.Image, kind: str = "png", **options: object) -> bytes:
+def encoded(image: Image.Image, kind: str = "png", **options: object) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, kind, **options)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
@@ -100,9 +100,9 @@ async def test_result_comes_in_the_format_asked_for(
     reply = await api.openai().images.generate(
         prompt="a", output_format=output_format, extra_body={"seed": 200}
     )
-    picture = Image.open(io.BytesIO(base64.b64decode(reply.data[0].b64_json)))
-    assert (picture.format, picture.size) == (kind, (64, 64))
-    assert np.allclose(np.asarray(picture.convert("RGB"))[30, 30], (200, 0, 20), atol=4)
+    image = Image.open(io.BytesIO(base64.b64decode(reply.data[0].b64_json)))
+    assert (image.format, image.size) == (kind, (64, 64))
+    assert np.allclose(np.asarray(image.convert("RGB"))[30, 30], (200, 0, 20), atol=4)
 
 
 async def test_quality_is_a_matter_of_size(api: ApiUnderTest) -> None:
@@ -166,9 +166,9 @@ async def test_edit_sends_the_source_at_the_size_to_draw(api: ApiUnderTest) -> N
     )
     (given,) = drawn(api)
     assert (given.width, given.height, given.strength, given.seed) == (96, 64, 0.5, 3)
-    picture = source_of(given)
-    assert (picture.format, picture.mode, picture.size) == ("PNG", "RGB", (96, 64))
-    assert np.allclose(np.asarray(picture)[5, 5], (10, 20, 30), atol=2)
+    image = source_of(given)
+    assert (image.format, image.mode, image.size) == ("PNG", "RGB", (96, 64))
+    assert np.allclose(np.asarray(image)[5, 5], (10, 20, 30), atol=2)
 
 
 async def test_edit_takes_one_image_in_a_list_and_one_in_json(api: ApiUnderTest) -> None:
@@ -196,11 +196,11 @@ async def test_edit_keeps_the_shape_of_the_source(
 
 
 async def test_source_is_turned_upright_and_laid_on_white(api: ApiUnderTest) -> None:
-    picture = Image.new("RGBA", (64, 32), (0, 0, 0, 0))
-    picture.paste((255, 0, 0, 255), (0, 0, 32, 32))
+    image = Image.new("RGBA", (64, 32), (0, 0, 0, 0))
+    image.paste((255, 0, 0, 255), (0, 0, 32, 32))
     exif = Image.Exif()
     exif[0x0112] = 6  # to be shown turned by 90 degrees clockwise
-    await api.openai().images.edit(image=encoded(picture, exif=exif), prompt="b", size="32x64")
+    await api.openai().images.edit(image=encoded(image, exif=exif), prompt="b", size="32x64")
     upright = source_of(drawn(api)[0])
     assert upright.getpixel((16, 8)) == (255, 0, 0)
     assert upright.getpixel((16, 56)) == (255, 255, 255)

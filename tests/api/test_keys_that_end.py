@@ -16,11 +16,11 @@ import pytest
 
 from api.http import request
 from api.http.auth import ApiKeys
-from api.predictions import text_stream
+from api.predictions import generation_stream
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT
-from tests.api.test_text import parsed
-from tests.api.test_text_charges import BODY, served
+from tests.api.test_generation import parsed
+from tests.api.test_generation_charges import BODY, served
 from tests.keys import bearer, key_for, keys_url, stored
 from tests.limits import WAIT_LIMIT_S
 
@@ -32,7 +32,7 @@ ENDED = "the API key is revoked"
 
 @pytest.fixture(autouse=True)
 def checks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (request, text_stream):
+    for module in (request, generation_stream):
         monkeypatch.setattr(module, "CHECK_S", 0.05)
 
 
@@ -155,13 +155,13 @@ async def test_long_wait_ends_with_401(
 async def test_what_was_delivered_until_then_is_charged(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_stream, "READER_S", 0.0)
+    monkeypatch.setattr(generation_stream, "READER_S", 0.0)
 
     async def is_read(*_: object) -> bool:
         return False
 
     async with served(redis_url, tmp_path) as (api, harness):
-        monkeypatch.setattr(api.dependencies.text_streams._streams, "is_read", is_read)
+        monkeypatch.setattr(api.dependencies.generation_streams._streams, "is_read", is_read)
         async with streaming(api, "POST", "/v1/completions", BODY) as answer:
             pieces = answer.aiter_text()
             text = await anext(pieces)

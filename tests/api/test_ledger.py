@@ -21,8 +21,8 @@ from tests.api.batches.batching import created, jsonl, line, until
 from tests.api.harness import already_open
 from tests.api.ledger import Ledger, LedgerWorld, ledger_keys, ledger_world
 from tests.api.predicting import OVER
-from tests.api.test_text_charges import BODY as STREAM
-from tests.api.test_text_charges import LONG
+from tests.api.test_generation_charges import BODY as STREAM
+from tests.api.test_generation_charges import LONG
 from tests.canary.world import CANARY, running_world
 from tests.keys import bearer, key_for
 from tests.limits import PATIENCE, WAIT_LIMIT_S

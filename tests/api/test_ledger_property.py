@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, Phase, example, given, note, settings
 from api.batch_runner.process import opened_runner
 from api.idempotency.store import IdempotencyStore
 from api.limits.limiter import Limiter
-from shared.canary.board import CanaryBoard
+from shared.canary.store import CanaryStore
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Batch, Cache, Canary, Price
 from shared.errors import ModelFailed, PenstockError, Unavailable
@@ -55,7 +55,7 @@ from tests.api.mixtures import (
 from tests.api.mortal import Mortal
 from tests.api.moved_clock import MovedClock
 from tests.api.predicting import OVER
-from tests.api.test_text_charges import LONG
+from tests.api.test_generation_charges import LONG
 from tests.faults.links import Links
 from tests.keys import bearer, key_for, keys_url, stored
 from tests.limits import WAIT_LIMIT_S
@@ -68,7 +68,7 @@ from tests.workers.worker_harness import (
     WorkerHarness,
     running_worker,
 )
-from workers.jobs.canary_part import CanaryPart
+from workers.jobs.canary_share import CanaryShare
 from workers.tasks import WORKER_TASKS
 
 pytestmark = pytest.mark.anyio
@@ -126,7 +126,7 @@ class Mixed:
     painter: WorkerHarness
     speller: WorkerHarness
     ledger: Ledger
-    board: CanaryBoard
+    canary_store: CanaryStore
     processes: list[Mortal[Any]] = field(default_factory=list)
     used: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -218,10 +218,12 @@ async def world(
     async with AsyncExitStack() as opened:
         links = opened.enter_context(Links(dict.fromkeys(PROCESSES, port)))
         broker = InMemoryBroker()
-        board = await opened.enter_async_context(CanaryBoard(redis_url))
-        workers: dict[str, Any] = await _workers(opened, redis_url, tmp_path, broker, board)
+        canary_store = await opened.enter_async_context(CanaryStore(redis_url))
+        workers: dict[str, Any] = await _workers(opened, redis_url, tmp_path, broker, canary_store)
         ledger = Ledger(redis_url, [], [one.rows for one in workers.values()], _nothing)
-        world = Mixed(links, settings, clock=clock, board=board, ledger=ledger, **workers)
+        world = Mixed(
+            links, settings, clock=clock, canary_store=canary_store, ledger=ledger, **workers
+        )
         ledger.until_idle = world.until_workers_idle
         for name in PROCESSES:
             url = f"redis://127.0.0.1:{links.port(name)}/0"
@@ -238,15 +240,15 @@ async def _workers(
     redis_url: str,
     folder: Path,
     broker: InMemoryBroker,
-    board: CanaryBoard,
+    canary_store: CanaryStore,
 ) -> dict[str, WorkerHarness]:
     """Opens a worker of each model."""
 
     def running(model: Model, **given: Any) -> AbstractAsyncContextManager[WorkerHarness]:
         return running_worker(redis_url, folder, model=model, broker=broker, **given)
 
-    def part(model: Model) -> CanaryPart:
-        return CanaryPart(model, CANARY, board, broker, refresh_s=0.05)
+    def part(model: Model) -> CanaryShare:
+        return CanaryShare(model, CANARY, canary_store, broker, refresh_s=0.05)
 
     pools = [LetterPool(UnlikeProcess()), LetterPool(PaintProcess())]
     preparer = WORKER_TASKS["image"].preparer(PAINTER, Path())
@@ -308,7 +310,7 @@ class Mix:
 
     async def run(self, mixture: Mixture) -> None:
         self.world.let_go()
-        await self.world.board.resume(CANARY)
+        await self.world.canary_store.resume(CANARY)
         if mixture.turn is None:
             self.world.clock.move(0)
         else:
@@ -366,7 +368,7 @@ class Mix:
             body = {"model": model.name, "input": texts, "encoding_format": "base64"}
             return "/v1/embeddings", body
         seed = 100 + number if own else first
-        if one.kind == "picture":
+        if one.kind == "image":
             prompt = "!" if first == 8 else "a circle"
             asked = {"model": PAINTER.name, "prompt": prompt, "seed": seed}
             return "/v1/images/generations", {**asked, **SMALL}

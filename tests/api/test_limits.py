@@ -308,7 +308,7 @@ async def test_plan_of_batch_lowers_the_priority(tmp_path: Path, redis_url: str)
         for headers in ({}, {"x_penstock_lane": "interactive"}, {"x_penstock_lane": "batch"}):
             answer = await embed(api, f"one {headers}", **headers)
             assert answer.status_code == 200
-        assert [job.envelope.lane for job in api.worker.jobs] == ["batch"] * 3
+        assert [job.envelope.priority for job in api.worker.jobs] == ["batch"] * 3
         assert (await embed(api, "say it")).headers["x-penstock-lane"] == "batch"
         assert "x-penstock-lane" not in (await embed(api, "one", key="other")).headers
 

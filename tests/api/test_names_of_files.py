@@ -63,7 +63,7 @@ def form(name: bytes, written: bytes, content: bytes, **fields: str) -> dict[str
     }
 
 
-def picture() -> bytes:
+def image() -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8), "red").save(buffer, "png")
     return buffer.getvalue()
@@ -83,7 +83,7 @@ async def test_file_of_a_batch_has_the_name_it_was_sent_with(
 async def test_file_of_a_prediction_is_a_file_however_it_is_named(
     api: ApiUnderTest, written: bytes
 ) -> None:
-    response = await api.http.post("/v1/files", **form(b"content", written, picture()))  # type: ignore[arg-type]
+    response = await api.http.post("/v1/files", **form(b"content", written, image()))  # type: ignore[arg-type]
     assert response.status_code == 201, response.text
 
 
@@ -91,7 +91,7 @@ async def test_file_of_a_prediction_is_a_file_however_it_is_named(
 async def test_source_image_is_a_file_however_it_is_named(
     api: ApiUnderTest, written: bytes
 ) -> None:
-    sent = form(b"image", written, picture(), prompt="a", size="64x64", model=IMAGE_MODEL.name)
+    sent = form(b"image", written, image(), prompt="a", size="64x64", model=IMAGE_MODEL.name)
     response = await api.http.post("/v1/images/edits", **sent)  # type: ignore[arg-type]
     assert response.status_code == 200, response.text
 
@@ -111,7 +111,7 @@ async def test_source_image_elsewhere_is_refused_in_words(api: ApiUnderTest, url
 async def test_source_image_may_be_wrapped_and_lack_its_padding(
     api: ApiUnderTest, wrap: object, end: str
 ) -> None:
-    text = wrap(picture()).decode().rstrip(end)  # type: ignore[operator]
+    text = wrap(image()).decode().rstrip(end)  # type: ignore[operator]
     body = {
         "prompt": f"{wrap} {end}",
         "size": "64x64",

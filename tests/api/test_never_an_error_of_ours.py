@@ -149,7 +149,7 @@ def _dumped(value: object) -> bytes:
     ),
 )
 @example(image="http://a//[x", others={})
-async def test_pictures_of_predictions(
+async def test_images_of_predictions(
     api: ApiUnderTest, image: object, others: dict[str, Any]
 ) -> None:
     body = _dumped({"input": {"prompt": "a", **others, "image": image}})

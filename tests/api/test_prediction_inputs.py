@@ -1,4 +1,4 @@
-"""What predictions take and give: texts, pictures, files, links, models, and errors in Replicate's
+"""What predictions take and give: texts, images, files, links, models, and errors in Replicate's
 shape.
 """
 

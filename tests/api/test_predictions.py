@@ -216,7 +216,7 @@ async def test_streams_of_one_tenant_leave_room_for_another(
 async def test_many_predictions_of_one_tenant_do_not_stand_before_requests(
     api: ApiUnderTest,
 ) -> None:
-    """The interactive lane gets what a model process takes at once, the batch lane the rest."""
+    """`interactive` priority gets what a model process takes at once, `batch` priority the rest."""
     api.worker.go.clear()
     most = 2 * IMAGE_MODEL.batch.max_items
     for number in range(most + 3):
@@ -224,12 +224,14 @@ async def test_many_predictions_of_one_tenant_do_not_stand_before_requests(
         created = await api.http.post("/v1/predictions", json=body)
         assert created.status_code == 201
     await api.worker.until_taken(most + 3)
-    assert [job.envelope.lane for job in api.worker.jobs] == [""] * most + ["batch"] * 3
+    assert [job.envelope.priority for job in api.worker.jobs] == ["interactive"] * most + [
+        "batch"
+    ] * 3
     api.worker.go.set()
     for prediction in (await api.http.get("/v1/predictions")).json()["results"]:
         await until_over(api, prediction)
     await api.http.post("/v1/predictions", json=TEXT, headers=WAIT)
-    assert api.worker.jobs[-1].envelope.lane == ""
+    assert api.worker.jobs[-1].envelope.priority == "interactive"
 
 
 async def test_idempotency_key_makes_one_of_two(api: ApiUnderTest) -> None:

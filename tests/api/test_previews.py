@@ -50,7 +50,7 @@ async def test_reader_who_asks_is_shown_previews_and_resumes_elsewhere(
             while not await records.progress(created["id"], 1, 20):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         for step in (1, 2):
-            await records.previews.add(created["id"], 0, step, 20, b"picture %d" % step)
+            await records.previews.add(created["id"], 0, step, 20, b"image %d" % step)
         seen = [await anext(following) for _ in range(3)]
     kinds = {event["event"] for event in seen}
     assert kinds == {"logs", "preview"}
@@ -59,11 +59,11 @@ async def test_reader_who_asks_is_shown_previews_and_resumes_elsewhere(
         "index": 0,
         "step": 1,
         "steps": 20,
-        "image": f"data:image/webp;base64,{base64.b64encode(b'picture 1').decode()}",
+        "image": f"data:image/webp;base64,{base64.b64encode(b'image 1').decode()}",
     }
     settings = settings_for(tmp_path, redis_url=redis_url, secret="s")
     async with running_api(settings, worker=api.worker) as other:
-        await records.previews.add(created["id"], 0, 3, 20, b"picture 3")
+        await records.previews.add(created["id"], 0, 3, 20, b"image 3")
         headers = {"last-event-id": second["id"]}
         async with other.http.stream("GET", path, headers=headers) as answer:
             following = events(answer)
@@ -82,7 +82,7 @@ async def test_other_readers_are_shown_none_and_have_none_drawn(
     async with api.http.stream("GET", created["urls"]["stream"]) as answer:
         following = events(answer)
         assert not await records.progress(created["id"], 1, 20)
-        await records.previews.add(created["id"], 0, 1, 20, b"picture")
+        await records.previews.add(created["id"], 0, 1, 20, b"image")
         assert (await anext(following))["event"] == "logs"
         api.worker.go.set()
         assert [event["event"] async for event in following][-2:] == ["output", "done"]

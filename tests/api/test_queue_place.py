@@ -65,4 +65,4 @@ async def _place_of_one(records: Records, tenant: str) -> Any:
     await records.create(
         tenant, tenant, b"{}", deadline_s=deadline_s, keep_s=60, model=TEXT_MODEL.name
     )
-    return await records.lines.place(tenant, tenant, TEXT_MODEL.name, deadline_s)
+    return await records.lines.position(tenant, tenant, TEXT_MODEL.name, deadline_s)

@@ -101,7 +101,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], int, str, str]] = [
     (
         EDITS,
         EDITS,
-        {"data": DRAWING, "files": {"image": b"no picture"}},
+        {"data": DRAWING, "files": {"image": b"no image"}},
         400,
         "invalid_input",
         IMAGE_MODEL.name,

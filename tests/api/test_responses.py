@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from shared.tasks.text import GenerationInput
 from tests.api.fake_worker import LAST_WORD
 from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
-from tests.api.test_text import TEXT, parsed
+from tests.api.test_generation import TEXT, parsed
 from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
 

@@ -19,7 +19,7 @@ from shared.catalog import Catalog
 from shared.catalog_entry import Generation
 from shared.stores.token_streams import TokenStreams
 from tests.api.harness import WRITER, ApiUnderTest, api_with_redis, running_api, settings_for
-from tests.api.test_text import chat, events_of, parsed, said
+from tests.api.test_generation import chat, events_of, parsed, said
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = [pytest.mark.slow(about_s=5), pytest.mark.anyio]
@@ -45,8 +45,8 @@ async def roomy(
 
     Its answers begin before there are tokens.
     """
-    monkeypatch.setattr("api.predictions.text_stream.FIRST_EVENT_S", 0.0)
-    monkeypatch.setattr("api.predictions.text_stream.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("api.predictions.generation_stream.FIRST_EVENT_S", 0.0)
+    monkeypatch.setattr("api.predictions.generation_stream.HEARTBEAT_S", 0.05)
     room = {"max_in_flight": 2 * LEAVING}
     settings = settings_for(tmp_path, redis_url=redis_url, **room)
     size = {"generation": Generation(context_tokens=10_000, longest_tokens=LONG_TOKENS)}
@@ -199,9 +199,9 @@ async def test_readers_that_leave_leave_nothing_behind(
     async def nobody(self: TokenStreams, record: str) -> bool:
         return False
 
-    monkeypatch.setattr("api.predictions.text_stream.LEFT_S", 0.0)
+    monkeypatch.setattr("api.predictions.generation_stream.LEFT_S", 0.0)
     # Tokens are written only once the answer has begun.
-    monkeypatch.setattr("api.predictions.text_stream.FIRST_EVENT_S", 0.05)
+    monkeypatch.setattr("api.predictions.generation_stream.FIRST_EVENT_S", 0.05)
     monkeypatch.setattr(TokenStreams, "is_read", nobody)
     monkeypatch.setattr("shared.stores.token_streams.READER_S", KEY_S)
     api = roomy

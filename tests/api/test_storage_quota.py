@@ -57,8 +57,8 @@ async def predicted(api: ApiUnderTest, image: bytes, key: str = "a") -> httpx.Re
     )
 
 
-def large_picture() -> bytes:
-    """A picture of 300 KiB, most of which is behind its end."""
+def large_image() -> bytes:
+    """An image of 300 KiB, most of which is behind its end."""
     return PNG + os.urandom(300 * 1024)
 
 
@@ -89,7 +89,7 @@ async def test_uploads_of_both_forms_and_images_share_one_bound(
 
     for answer, field in (
         (await for_prediction(api), "content"),
-        (await predicted(api, large_picture()), "input.image"),
+        (await predicted(api, large_image()), "input.image"),
     ):
         assert answer.status_code == 422, answer.text
         assert answer.headers["content-type"] == "application/problem+json"
@@ -104,7 +104,7 @@ async def test_uploads_of_both_forms_and_images_share_one_bound(
 
     assert (await for_batch(api, key="b")).status_code == 200, "others have their own bound"
     await api.http.delete(f"/v1/files/{second.json()['id']}", headers=bearer("a"))
-    assert (await predicted(api, large_picture())).status_code == 201
+    assert (await predicted(api, large_image())).status_code == 201
     assert (await for_batch(api)).status_code == 400, "the image counts"
 
 

@@ -11,8 +11,8 @@ import redis
 from shared.tasks.text import GenerationInput
 from shared.tenants.plan import Plan
 from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.test_generation import TEXT, parsed
 from tests.api.test_responses import CALLS, asked, weather_tool
-from tests.api.test_text import TEXT, parsed
 from tests.keys import bearer, keys_url
 
 pytestmark = pytest.mark.anyio

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from api.predictions import text_stream
+from api.predictions import generation_stream
 from shared.errors import BadInput, ContextLengthExceeded, ModelFailed, PenstockError
 from tests.api.harness import ApiUnderTest, running_api, settings_for
-from tests.api.test_text import TEXT, chat, parsed, said
+from tests.api.test_generation import TEXT, chat, parsed, said
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -73,7 +73,7 @@ async def test_a_reader_that_skips_blocks_with_comments_loses_nothing(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the benchmark client of vLLM reads: blocks between empty lines."""
-    monkeypatch.setattr(text_stream, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(generation_stream, "HEARTBEAT_S", 0.01)
     api.worker.written = asyncio.Semaphore(1)
     later, got = asyncio.get_running_loop(), ""
     async with asyncio.timeout(WAIT_LIMIT_S):

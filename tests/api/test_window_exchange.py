@@ -26,6 +26,7 @@ from shared.catalog import read_catalog
 from shared.service_rate import ServiceRate
 from shared.stores.redis_client import NO_REDIS
 from shared.tasks.base import FirstGuesses
+from shared.tenants.plan import Priority
 
 MODEL = read_catalog(Path("models.yaml")).default("embedding")
 FAR_S = 1e10
@@ -39,9 +40,9 @@ class Instance:
         self.exchange = WindowExchange(self.windows, redis_url, name)
         self.left: list[Demand] = []
 
-    async def send(self, tenant: str, jobs: int, lane: str = "") -> None:
+    async def send(self, tenant: str, jobs: int, priority: Priority = "interactive") -> None:
         for _ in range(jobs):
-            demand = Demand(MODEL.name, 1, tenant, 1.0, lane)
+            demand = Demand(MODEL.name, 1, tenant, 1.0, priority)
             await self.windows.take(demand, FAR_S)
             self.left.append(demand)
 
@@ -49,8 +50,8 @@ class Instance:
         while self.left:
             self.windows.release(self.left.pop(), is_in_topic=False)
 
-    def elsewhere(self, lane: str = "") -> Elsewhere:
-        return self.windows.of[MODEL.name, lane].elsewhere
+    def elsewhere(self, priority: Priority = "interactive") -> Elsewhere:
+        return self.windows.of[MODEL.name, priority].elsewhere
 
 
 @asynccontextmanager
@@ -85,7 +86,7 @@ async def test_each_learns_what_the_others_have(redis_url: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_lanes_are_apart(redis_url: str) -> None:
+async def test_priorities_are_apart(redis_url: str) -> None:
     async with instances(2, redis_url) as (first, second):
         await first.send("a", 3, "batch")
         await second.send("a", 4)
@@ -150,7 +151,7 @@ async def test_without_redis_an_instance_goes_on_alone() -> None:
         await only.send("a", 1)
         await only.exchange.exchange()
         await only.send("a", 100)
-        assert only.windows.of[MODEL.name, ""].published == 101
+        assert only.windows.of[MODEL.name, "interactive"].published == 101
         await only.answer_all()
 
 

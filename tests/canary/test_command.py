@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from infra.cli.main import app
-from shared.canary.board import CanaryBoard
+from shared.canary.store import CanaryStore
 from shared.canary.verdict import CanaryCounts, RevisionCounts
 from shared.catalog import read_catalog
 
@@ -67,9 +67,9 @@ def happen(redis_url: str, models_file: Path, *, failed: int = 0) -> None:
         for _ in range(10 - failed):
             ours.add(0.1)
         ours.add_failed(failed)
-        async with CanaryBoard(redis_url) as board:
-            await board.say_alive(canary)
-            await board.count(canary, CanaryCounts(stable, ours, compared=4, outside=1))
+        async with CanaryStore(redis_url) as canary_store:
+            await canary_store.say_alive(canary)
+            await canary_store.count(canary, CanaryCounts(stable, ours, compared=4, outside=1))
 
     asyncio.run(run())
 

@@ -27,7 +27,7 @@ from shared.tasks.similarity import SimilarityResult
 from shared.tasks.text import GenerationInput, GenerationResult
 from shared.usage.charge import price_of
 from tests.api.harness import IMAGE_MODEL, PAIRS_MODEL, TEXT_MODEL, WRITER
-from tests.canary.test_routing import FakeBoard
+from tests.canary.test_routing import FakeCanaryStore
 from tests.limits import WAIT_LIMIT_S
 from workers.optimize.quality import psnr_db
 
@@ -37,7 +37,7 @@ LIKE_TEXTS = Tolerance(rouge_l=0.5)
 GREEDY = GenerationInput(16, 3, prompt="a", temperature=0.0)
 
 
-class CountingBoard(FakeBoard):
+class CountingCanaryStore(FakeCanaryStore):
     """Adds up what is counted."""
 
     async def count(self, canary: Model, counts: CanaryCounts) -> None:
@@ -61,7 +61,7 @@ def vector(*numbers: float) -> EmbeddingResult:
     return EmbeddingResult(np.array(numbers, "<f4").tobytes(), 1)
 
 
-def picture(noise: float) -> ImageResult:
+def image(noise: float) -> ImageResult:
     return ImageResult(Blob("image/png", data=png(noise)), 64, 64, 1, 1)
 
 
@@ -80,7 +80,7 @@ async def compared(
     """What is counted of these results, and the requests that the other revision got."""
     canary = Catalog((model.model_copy(update={"canary": rules}),)).canaries[model.name]
     asked: list[InferenceRequest] = []
-    board = CountingBoard()
+    canary_store = CountingCanaryStore()
 
     def response(result: Result | None, of: str | None) -> InferenceResponse:
         outcome = ItemOutcome(0, "succeeded", Receipt(revision=of), result)
@@ -95,12 +95,12 @@ async def compared(
     facts = RequestFacts(request_id="req_1", tenant="acme", received_at_s=0.0, key_id="k")
     request = InferenceRequest(facts, model, [given], time.time() + 1, RequestOptions())
     async with CodecPool(1, 1 << 28) as pool:
-        parts = (board, dispatch, ObjectStore("memory://"), ImageCodec(pool))
+        parts = (canary_store, dispatch, ObjectStore("memory://"), ImageCodec(pool))
         comparisons = CanaryComparisons(*parts)
         comparisons.consider(request, canary, response(ours, revision))
         async with asyncio.timeout(WAIT_LIMIT_S):
             await asyncio.gather(*comparisons.tasks)
-    return board.seen.compared, board.seen.outside, asked
+    return canary_store.seen.compared, canary_store.seen.outside, asked
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ async def compared(
         (TEXT_MODEL, vector(float("nan"), 0), vector(1, 0), 1),
         (PAIRS_MODEL, SimilarityResult(0.5, 1), SimilarityResult(0.51, 1), 0),
         (PAIRS_MODEL, SimilarityResult(0.5, 1), SimilarityResult(0.6, 1), 1),
-        (IMAGE_MODEL, picture(0), picture(0), 0),
-        (IMAGE_MODEL, picture(0), picture(2), 0),
-        (IMAGE_MODEL, picture(0), picture(60), 1),
+        (IMAGE_MODEL, image(0), image(0), 0),
+        (IMAGE_MODEL, image(0), image(2), 0),
+        (IMAGE_MODEL, image(0), image(60), 1),
     ],
 )
 async def test_results_are_judged_by_the_tolerance(
@@ -160,7 +160,7 @@ async def test_comparison_is_nobodys_request() -> None:
     _, _, (asked,) = await compared(TEXT_MODEL, vector(1, 0), vector(1, 0))
     facts = asked.facts
     assert (facts.tenant, facts.price_share, facts.key_id) == (TENANT, 0.0, "")
-    assert (facts.lane, asked.options.cache_read, asked.options.cache_write) == (
+    assert (facts.priority, asked.options.cache_read, asked.options.cache_write) == (
         "batch",
         False,
         False,
@@ -178,11 +178,11 @@ async def test_item_that_the_other_revision_failed_says_nothing() -> None:
     assert (await compared(TEXT_MODEL, vector(1, 0), None))[:2] == (0, 0)
 
 
-async def test_distance_of_pictures_is_that_of_the_optimizer() -> None:
+async def test_distance_of_images_is_that_of_the_optimizer() -> None:
     async with CodecPool(1, 1 << 28) as pool:
         codec, until_s = ImageCodec(pool), time.time() + WAIT_LIMIT_S
         found = await codec.psnr_db(png(0), png(20), until_s)
         assert found == pytest.approx(psnr_db(pixels_of(png(0)), pixels_of(png(20))), abs=1e-6)
         assert await codec.psnr_db(png(0), png(0), until_s) == 100
         with pytest.raises(BadInput):
-            await codec.psnr_db(png(0), b"no picture", until_s)
+            await codec.psnr_db(png(0), b"no image", until_s)

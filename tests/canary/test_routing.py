@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from api.dispatch.canary_routing import STALE_LIMIT_S, CanaryRouter
 from api.dispatch.request import InferenceRequest, RequestOptions
 from api.fair_room import Demand
-from shared.canary.board import CanaryState
+from shared.canary.store import CanaryState
 from shared.canary.verdict import CanaryCounts
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Canary
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 ASKED = 4000
 
 
-class FakeBoard:
+class FakeCanaryStore:
     """What a test says is known. Out of reach while `is_away`."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class FakeBoard:
 async def router_of(**rules: object) -> CanaryRouter:
     canary = Canary.model_validate({"revision": "2", **rules})
     catalog = Catalog((MODEL.model_copy(update={"canary": canary}),))
-    router = CanaryRouter(catalog, FakeBoard())
+    router = CanaryRouter(catalog, FakeCanaryStore())
     await router.refresh()
     return router
 
@@ -130,40 +130,40 @@ async def test_request_without_equals_goes_by_its_id() -> None:
 
 
 async def test_nothing_is_sent_while_nothing_is_known() -> None:
-    now_s, board = 0.0, FakeBoard()
-    router = CanaryRouter(Catalog((MODEL,)), board, clock=lambda: now_s)
+    now_s, canary_store = 0.0, FakeCanaryStore()
+    router = CanaryRouter(Catalog((MODEL,)), canary_store, clock=lambda: now_s)
     assert not router.is_serving(CANARY)
     await router.refresh()
     assert router.is_serving(CANARY)
-    board.is_away = True
+    canary_store.is_away = True
     await router.refresh()
     assert router.is_serving(CANARY)
     now_s += STALE_LIMIT_S
     await router.refresh()
     assert not router.is_serving(CANARY)
-    board.is_away = False
+    canary_store.is_away = False
     await router.refresh()
     assert router.is_serving(CANARY)
 
 
 async def test_canary_without_workers_or_taken_back_gets_nothing() -> None:
-    board = FakeBoard()
-    router = CanaryRouter(Catalog((MODEL,)), board)
+    canary_store = FakeCanaryStore()
+    router = CanaryRouter(Catalog((MODEL,)), canary_store)
     for state in (CanaryState(is_alive=False), CanaryState(True, "by hand")):
-        board.known = state
+        canary_store.known = state
         await router.refresh()
         assert not router.is_serving(CANARY)
 
 
 async def test_bad_canary_is_taken_back_at_the_next_look() -> None:
-    board = FakeBoard()
-    router = CanaryRouter(Catalog((MODEL,)), board)
+    canary_store = FakeCanaryStore()
+    router = CanaryRouter(Catalog((MODEL,)), canary_store)
     await router.refresh()
     assert router.is_serving(CANARY)
-    board.seen.canary.add_failed(3)
+    canary_store.seen.canary.add_failed(3)
     await router.refresh()
     assert not router.is_serving(CANARY)
-    assert board.known.taken_back == "3 of 3 items failed, against 0 of 0"
+    assert canary_store.known.taken_back == "3 of 3 items failed, against 0 of 0"
 
 
 async def test_canary_without_a_topic_costs_no_request(redis_url: str, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ async def test_canary_without_a_topic_costs_no_request(redis_url: str, tmp_path:
 async def test_full_canary_refuses_nobody(redis_url: str, tmp_path: Path) -> None:
     async with running_world(redis_url, tmp_path) as world:
         await world.until_serving()
-        full = Demand(CANARY.name, CANARY.max_in_flight, "default", 1.0, "")
+        full = Demand(CANARY.name, CANARY.max_in_flight, "default", 1.0, "interactive")
         world.api.dependencies.admission.admit(full)
         answers = await world.ask_many(20)
         assert {answer.status_code for answer in answers} == {200}
@@ -202,7 +202,7 @@ async def test_predictions_of_a_bad_canary_succeed(redis_url: str, tmp_path: Pat
         assert {row.revision for row in world.rows() if row.tenant == "default"} == {"1"}
 
 
-async def test_batch_lane_gets_its_share_too(redis_url: str, tmp_path: Path) -> None:
+async def test_batch_priority_gets_its_share_too(redis_url: str, tmp_path: Path) -> None:
     async with running_world(redis_url, tmp_path) as world:
         await world.until_serving()
         world.workers[CANARY.name].process.fault = "errors"
@@ -226,7 +226,7 @@ async def test_repeated_prediction_goes_to_the_revision_that_is_chosen_now(
             return await world.api.http.put(path, json=body, headers=headers)
 
         assert {(await put(letter)).status_code for letter in "abcdefgh"} == {503}
-        await world.board.take_back(CANARY, "a test")
+        await world.canary_store.take_back(CANARY, "a test")
         await world.until_not_serving()
         world.broker.outage = None
         publish = world.broker.publish

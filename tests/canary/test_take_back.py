@@ -100,7 +100,7 @@ async def test_same_request_gets_the_same_revision(redis_url: str, tmp_path: Pat
         assert set(revisions) == {"1", "2"}
         assert [answer.headers["x-penstock-revision"] for answer in again] == revisions
         assert {answer.headers["x-penstock-cache"] for answer in again} == {"hit"}
-        await world.board.take_back(CANARY, "by hand")
+        await world.canary_store.take_back(CANARY, "by hand")
         await world.until_not_serving()
         last = [await world.ask(text) for text in texts]
         assert {answer.headers["x-penstock-revision"] for answer in last} == {"1"}

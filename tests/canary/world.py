@@ -18,7 +18,7 @@ import numpy as np
 
 from api.dispatch.canary_comparison import TENANT
 from infra.local.provision_servers import provision
-from shared.canary.board import JUDGE_EVERY_S, CanaryBoard
+from shared.canary.store import JUDGE_EVERY_S, CanaryStore
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Batch, Canary, Price
 from shared.errors import ModelFailed
@@ -35,7 +35,7 @@ from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import LetterPreparer, RowList
 from workers.functions.dead_letter import DeadLetters
 from workers.job import WorkerInfo
-from workers.jobs.canary_part import CanaryPart
+from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
 from workers.models.base import PreparedText
@@ -139,7 +139,7 @@ class RunningWorker:
         await asyncio.wait_for(self.task, WAIT_LIMIT_S)
 
     async def kill(self) -> None:
-        """Ends it without a goodbye to the board."""
+        """Ends it without a goodbye to the canary_store."""
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
@@ -150,7 +150,7 @@ class CanaryWorld:
 
     api: ApiUnderTest
     broker: InMemoryBroker
-    board: CanaryBoard
+    canary_store: CanaryStore
     redis_url: str
     folder: Path
     workers: dict[str, RunningWorker] = field(default_factory=dict)
@@ -187,14 +187,14 @@ class CanaryWorld:
     async def until_judged(self) -> None:
         """Waits until all that was counted so far was judged."""
         for _ in range(2):
-            before = (await self.board.counts(CANARY)).canary.items
+            before = (await self.canary_store.counts(CANARY)).canary.items
             await self.api.dependencies.dispatcher.canaries.refresh()
             await asyncio.sleep(JUDGE_EVERY_S)
             assert before
 
     async def taken_back(self) -> str:
         """Why it was taken back. Empty: it was not."""
-        return (await self.board.state(CANARY)).taken_back
+        return (await self.canary_store.state(CANARY)).taken_back
 
     def rows(self) -> list[Row]:
         return [
@@ -223,9 +223,9 @@ class CanaryWorld:
         async with (
             ResultCache(self.redis_url, 1_000_000) as cache,
             Records(self.redis_url, retry_s=0.01) as records,
-            CanaryBoard(self.redis_url, retry_s=0.01) as board,
+            CanaryStore(self.redis_url, retry_s=0.01) as canary_store,
         ):
-            part = CanaryPart(model, CANARY, board, self.broker, refresh_s=0.05)
+            part = CanaryShare(model, CANARY, canary_store, self.broker, refresh_s=0.05)
             objects, facts = ObjectStore("memory://"), WorkerInfo(model.name, "here", "fake")
             completion = Completion(model, self.broker, cache, records, objects, rows, facts, part)
             consumer = JobConsumer(model, LetterPreparer(), cache, records, objects, completion)
@@ -275,13 +275,13 @@ async def running_world(
     await provision(broker, CATALOG, inbox_pool=1, slots=4)
     settings = settings_for(folder, redis_url=redis_url, records_url=redis_url, **given)
     async with AsyncExitStack() as stack:
-        board = await stack.enter_async_context(CanaryBoard(redis_url))
+        canary_store = await stack.enter_async_context(CanaryStore(redis_url))
         api = await stack.enter_async_context(
             running_api(
                 settings, broker, broker, catalog=CATALOG, worker=FakeWorker(broker, (), None)
             )
         )
-        world = CanaryWorld(api, broker, board, redis_url, folder)
+        world = CanaryWorld(api, broker, canary_store, redis_url, folder)
         await stack.enter_async_context(_dead_letter_function(broker, redis_url))
         for model in CATALOG.deployed:
             await world.start(model)

@@ -17,7 +17,7 @@ from tests.end_to_end.conftest import EMBEDDER, KEY
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = [pytest.mark.slow, needs_chromium]
-PICTURES = "stable-diffusion-tiny"
+IMAGES = "stable-diffusion-tiny"
 REFUSED = re.compile("status of 40[13]")
 MARKER = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
@@ -101,18 +101,18 @@ def test_a_key_stays_in_its_tab_and_out_of_urls(page: Page, seen: Told) -> None:
     assert page.evaluate("sessionStorage.length") == 0
 
 
-def test_a_picture_is_drawn_and_shown_with_its_seed(page: Page) -> None:
+def test_an_image_is_drawn_and_shown_with_its_seed(page: Page) -> None:
     log_in(page)
-    choose(page, PICTURES)
+    choose(page, IMAGES)
     page.get_by_label("Prompt (required)").fill("a red circle")
     page.get_by_text("More options").click()
     page.get_by_label("Seed").fill("41")
     page.get_by_label("Num Outputs").fill("2")
     run(page)
-    pictures = page.get_by_role("figure").get_by_role("img")
-    expect(pictures).to_have_count(2)
+    images = page.get_by_role("figure").get_by_role("img")
+    expect(images).to_have_count(2)
     for number in range(2):
-        expect(pictures.nth(number)).to_have_js_property("naturalWidth", 64)
+        expect(images.nth(number)).to_have_js_property("naturalWidth", 64)
     expect(page.get_by_text("Seed 42")).to_be_visible()
     expect(page.get_by_role("img", name="Total")).to_be_visible()
     with page.expect_download() as saved:
@@ -121,9 +121,9 @@ def test_a_picture_is_drawn_and_shown_with_its_seed(page: Page) -> None:
     assert fits(page)
 
 
-def test_a_picture_is_previewed_and_its_drawing_canceled(page: Page) -> None:
+def test_an_image_is_previewed_and_its_drawing_canceled(page: Page) -> None:
     log_in(page)
-    choose(page, PICTURES)
+    choose(page, IMAGES)
     page.get_by_label("Prompt (required)").fill("a blue square")
     page.get_by_text("More options").click()
     page.get_by_label("Num Inference Steps").fill("100")
@@ -159,7 +159,7 @@ def test_similar_texts_are_similar_on_the_map(page: Page) -> None:
 
 def test_what_strangers_write_stays_text(page: Page) -> None:
     log_in(page)
-    choose(page, PICTURES)
+    choose(page, IMAGES)
     page.get_by_label("Prompt (required)").fill(MARKER)
     run(page)
     page.get_by_role("link", name="Open the prediction").click()

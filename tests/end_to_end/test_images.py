@@ -36,12 +36,12 @@ def pixels(png: bytes) -> NDArray[np.int16]:
 
 
 def seen_in(png: bytes) -> list[DetectedShape]:
-    """The figures that a picture shows."""
+    """The figures that an image shows."""
     return list(read(pixels(png).astype(np.uint8)).figures)
 
 
-def test_pictures_show_what_was_asked_for(client: openai.OpenAI) -> None:
-    """Six seeds each: a red circle, and one of these pictures with the circle in blue, at its
+def test_images_show_what_was_asked_for(client: openai.OpenAI) -> None:
+    """Six seeds each: a red circle, and one of these images with the circle in blue, at its
     place.
     """
     asked: dict[str, Any] = {"model": MODEL, "n": 6, "size": "64x64", "extra_body": {"seed": 11}}

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from bench.text import schemas
+from bench.generation import schemas
 
 pytestmark = pytest.mark.slow
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.generation_catalog import generation_catalog
 from tests.faults.streams import StreamReaders, read_while_killing
-from tests.faults.text_catalog import text_catalog
 from tests.faults.world import World
-from tests.workers.models.text import tiny
+from tests.workers.models.generation import tiny
 
 pytestmark = pytest.mark.slow(about_s=50)
 
@@ -22,7 +22,7 @@ def test_each_stream_is_whole_while_an_instance_and_a_worker_die(tmp_path: Path)
     folder = tmp_path / "model"
     folder.mkdir()
     tiny.write_folder(folder)
-    catalog = text_catalog(MODEL, folder, generation={"longest_tokens": 224})
+    catalog = generation_catalog(MODEL, folder, generation={"longest_tokens": 224})
     with World(tmp_path, served=(MODEL, catalog)) as world:
         readers = StreamReaders(world, MODEL, tokens=160, in_flight=8)
         found = asyncio.run(

@@ -1,4 +1,4 @@
-"""What the demo says of a picture, and its catalog with a model that writes.
+"""What the demo says of an image, and its catalog with a model that writes.
 
 The demo as a whole is what `make demo` runs.
 """
@@ -30,7 +30,7 @@ ORANGE_STAR = DrawnShape("star", "orange", "medium", 47.0, 32.0, 10.0)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_demo_says_what_a_picture_shows(scene: Scene, words: str) -> None:
+def test_demo_says_what_an_image_shows(scene: Scene, words: str) -> None:
     png = io.BytesIO()
     draw(scene).save(png, "PNG")
     assert what_it_shows(png.getvalue()) == words

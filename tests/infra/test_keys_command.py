@@ -70,14 +70,14 @@ def test_life_of_a_key(operator: Operator) -> None:
     (listed,) = operator.reads("keys", "list")
     assert (listed["id"], listed["state"]) == (key_id, "revoked")
     assert operator.reads("keys", "list", "--tenant", "other") == []
-    acts = operator.reads("keys", "audit")
+    audit_events = operator.reads("keys", "audit")
     names = ["key.revoke", "key.rotate", "key.rotate", "key.create", "directory.start"]
-    assert [act["action"] for act in acts] == names
-    assert acts[0]["actor"].startswith("user ")
+    assert [act["action"] for act in audit_events] == names
+    assert audit_events[0]["actor"].startswith("user ")
     shown = operator.types("keys", "list") + operator.types("keys", "audit")
     assert "revoked" in shown
     for key in (first, second, third):
-        assert key[21:] not in shown + operator.types("keys", "export") + json.dumps(acts)
+        assert key[21:] not in shown + operator.types("keys", "export") + json.dumps(audit_events)
 
 
 def test_options_of_a_key(operator: Operator) -> None:

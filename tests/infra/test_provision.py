@@ -83,20 +83,22 @@ async def test_direct_reply_comes_once_whatever_its_slot(pubsub_endpoint: str) -
 
 
 @pytest.mark.anyio
-async def test_job_has_one_lane(pubsub_endpoint: str) -> None:
+async def test_job_has_one_priority(pubsub_endpoint: str) -> None:
     name = CATALOG.models[0].name
     async with (
-        PubSubAdmin("lanes", pubsub_endpoint) as admin,
-        PubSubTransport("lanes", pubsub_endpoint) as broker,
+        PubSubAdmin("priorities", pubsub_endpoint) as admin,
+        PubSubTransport("priorities", pubsub_endpoint) as broker,
     ):
         await provision(admin, CATALOG, inbox_pool=0, slots=1)
         async with (
             broker.subscribe(workers_subscription_id(name), max_messages=5) as interactive,
             broker.subscribe(batch_subscription_id(name), max_messages=5) as batch,
         ):
-            for lane in ("batch", "", "batch", "interactive"):
+            for priority in ("batch", "", "batch", "interactive"):
                 await broker.publish(
-                    jobs_topic_id(name), lane.encode() or b"none", {"lane": lane} if lane else {}
+                    jobs_topic_id(name),
+                    priority.encode() or b"none",
+                    {"lane": priority} if priority else {},
                 )
             got = [
                 [(await anext(aiter(each))).data for _ in range(2)] for each in (interactive, batch)

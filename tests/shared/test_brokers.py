@@ -218,17 +218,17 @@ async def test_slot_filter_lets_its_own_through(broker: Broker) -> None:
         assert [message.data for message in await take(first, 1)] == [b"0"]
 
 
-async def test_lanes_share_what_is_published(broker: Broker) -> None:
+async def test_priorities_share_what_is_published(broker: Broker) -> None:
     if broker.kind == "google":
         pytest.skip("this emulator has no filters before gcloud 555")
     topic = await broker.topic()
     filters = (INTERACTIVE_FILTER, BATCH_FILTER)
-    lanes = [await broker.subscription(topic, filter=one) for one in filters]
+    priorities = [await broker.subscription(topic, filter=one) for one in filters]
     for data, attributes in ((b"1", {}), (b"2", {"lane": "batch"}), (b"3", {"lane": "other"})):
         await broker.transport.publish(topic, data, attributes)
     async with (
-        broker.transport.subscribe(lanes[0], max_messages=9) as interactive,
-        broker.transport.subscribe(lanes[1], max_messages=9) as batch,
+        broker.transport.subscribe(priorities[0], max_messages=9) as interactive,
+        broker.transport.subscribe(priorities[1], max_messages=9) as batch,
     ):
         assert {message.data for message in await take(interactive, 2)} == {b"1", b"3"}
         assert [message.data for message in await take(batch, 1)] == [b"2"]

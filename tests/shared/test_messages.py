@@ -22,6 +22,7 @@ from shared.messages import (
     Reply,
     ReplyBody,
     decode_job,
+    decode_leniently,
     decode_reply,
     encode_job,
     encode_reply,
@@ -29,7 +30,7 @@ from shared.messages import (
 )
 from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
 from shared.tasks.image import ImageInput, ImageResult
-from shared.tenants.plan import HEAVIEST, LIGHTEST
+from shared.tenants.plan import HEAVIEST, LIGHTEST, PRIORITIES
 from shared.usage.row import row_of
 
 MINI = Model(
@@ -63,7 +64,7 @@ envelopes = st.builds(
     deadline_s=seconds, received_at_s=seconds, published_at_s=seconds, api_instance=texts,
     attempt=counts, traceparent=texts, cache_key=texts, client_request_id=texts,
     weight=st.floats(LIGHTEST, HEAVIEST) | st.just(1.0), plan=texts, user_agent_family=texts,
-    batch_id=texts,
+    batch_id=texts, priority=st.sampled_from(PRIORITIES),
 )  # fmt: skip
 jobs = st.builds(
     Job, envelopes, st.builds(JobBody, items, cache_read=st.booleans(), cache_write=st.booleans())
@@ -114,7 +115,7 @@ def test_reply_round_trip(sent: Reply) -> None:
 
 @given(
     st.binary(max_size=60),
-    st.dictionaries(st.sampled_from([*Envelope.__struct_fields__, "schema"]), texts),
+    st.dictionaries(st.sampled_from([*Envelope.__struct_encode_fields__, "schema"]), texts),
 )
 def test_noise_is_undecodable_and_nothing_else(data: bytes, attributes: dict[str, str]) -> None:
     for decode in (decode_job, decode_reply):
@@ -175,6 +176,17 @@ def test_row_says_of_a_batch_only_where_a_model_ran() -> None:
     assert (row.cold_start, row.batch_capacity, row.padded_tokens) == (None, None, None)
     joined = ItemOutcome(0, "succeeded", Receipt("joined", tokens=4, batch_size=3))
     assert row_of(job().envelope, joined, MINI).padded_tokens is None
+
+
+def test_priority_has_its_old_name_on_the_wire_and_is_left_out_if_interactive() -> None:
+    assert not {"lane", "priority"} & encode_job(job(priority="interactive"))[1].keys()
+    data, attributes = encode_job(job(priority="batch"))
+    assert attributes["lane"] == "batch"
+    assert "priority" not in attributes
+    assert decode_job(data, attributes).envelope.priority == "batch"
+    read = decode_leniently(attributes | {"deadline_s": "soon"})
+    assert read is not None
+    assert read.priority == "batch"
 
 
 def test_weight_is_on_the_wire_only_if_it_is_not_one() -> None:

@@ -116,7 +116,7 @@ class Transitions(RuleBasedStateMachine):
             one.state = one.state if one.open else "starting"
 
     @rule(name=NAMES, alone=st.integers(0, 1))
-    def stay_innocent(self, name: str, alone: int) -> None:
+    def stay_unsuspected(self, name: str, alone: int) -> None:
         released = ReleasedClaim(name, 1, alone, is_back=False)
         self.runner.run(self.records.release([released]))
         one = self.expected[name]
@@ -271,7 +271,7 @@ async def test_previews_are_bounded_and_expire(records: Records, redis_url: str)
     await previews.watch("req_1")
     assert await records.progress("req_1", 2, 20)
     for step in range(MAX_KEPT + 5):
-        await previews.add("req_1", 0, step, 99, b"picture")
+        await previews.add("req_1", 0, step, 99, b"image")
     kept = await previews.after("req_1", "")
     assert [one.step for one in kept] == list(range(5, MAX_KEPT + 5))
     assert await previews.after("req_1", kept[-2].cursor) == [kept[-1]]
@@ -284,7 +284,7 @@ async def test_place_in_line_is_by_deadline_among_the_tenants_own(records: Recor
     now_s = time.time()
 
     async def place(name: str, after_s: float) -> tuple[int, float | None] | None:
-        return await records.lines.place(name, "acme", "m", now_s + after_s)
+        return await records.lines.position(name, "acme", "m", now_s + after_s)
 
     for name, after_s in (("a", 30), ("b", 20), ("c", 40), ("over", 10)):
         await records.create(name, "acme", b"{}", deadline_s=now_s + after_s, keep_s=60, model="m")
@@ -312,7 +312,7 @@ async def test_lines_expire_with_their_last_deadline(records: Records, redis_url
     now_s = time.time()
     for name, after_s in (("a", 50), ("b", 20)):
         await records.create(name, "acme", b"{}", deadline_s=now_s + after_s, keep_s=60, model="m")
-    await records.lines.place("b", "acme", "m", now_s + 20)
+    await records.lines.position("b", "acme", "m", now_s + 20)
     async with redis.asyncio.Redis.from_url(redis_url) as client:
         assert 40 < await client.ttl(records.lines.key_of("acme", "m")) <= 50
         assert 0 < await client.ttl(records.lines.pace_key_of("acme", "m")) <= 60

@@ -1,4 +1,7 @@
-"""What of a step is spare: against steps with a known fixed time, and docs/reference/text.md."""
+"""What of a step is spare:
+
+against steps with a known fixed time, and docs/reference/generation.md.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from shared.step_time import StepTime
 
 PLACES = 16
 TEXTS_MS = {1: 21.8, 2: 26.5, 4: 24.8, 8: 29.8, 16: 43.6}
-"""A step of so many texts in bf16 (docs/reference/text.md). A prompt of 256 tokens took 213."""
+"""A step of so many texts in bf16 (docs/reference/generation.md).
+
+A prompt of 256 tokens took 213.
+"""
 PROMPT_TOKENS, PROMPT_MS = 256, 213.0
 
 

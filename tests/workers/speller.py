@@ -49,7 +49,7 @@ def prompt_of(given: Input) -> PreparedPrompt:
     )
 
 
-class _Text:
+class _Generation:
     def __init__(self, item: PreparedPrompt) -> None:
         self.item = item
         self.prompt = "".join(map(chr, np.frombuffer(item.ids, "<u4")))
@@ -83,7 +83,7 @@ class Speller:
     device_name = "letters"
 
     def __init__(self) -> None:
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, _Generation] = {}
         self._is_one_done = False
 
     def setup(self) -> None:
@@ -92,9 +92,9 @@ class Speller:
     def warmup(self) -> None:
         """Nothing to warm up."""
 
-    def admit(self, place: int, item: PreparedItem) -> None:
+    def admit(self, slot: int, item: PreparedItem) -> None:
         assert isinstance(item, PreparedPrompt)
-        text = _Text(item)
+        text = _Generation(item)
         if text.prompt.startswith("?"):
             raise BadInput("no questions", field="prompt")
         if text.prompt.startswith("~") and self._texts:
@@ -102,12 +102,12 @@ class Speller:
         if _waits(text):
             for _ in range(FIRST_LETTERS - len(text.letters)):
                 text.write()
-        self._texts[place] = text
+        self._texts[slot] = text
 
     def step(self) -> StepEnd:
         time.sleep(STEP_S)
         end = StepEnd()
-        for place, text in self._texts.items():
+        for slot, text in self._texts.items():
             if text.prompt.startswith("!"):
                 raise RuntimeError("a bang")
             if text.prompt.startswith("†") and len(text.letters) == 2:
@@ -117,23 +117,23 @@ class Speller:
             if len(text.letters) < text.item.max_tokens:
                 text.write()
             if len(text.letters) >= text.item.max_tokens:
-                end.results[place] = text.result
-        for place in end.results:
-            self._is_one_done |= not _waits(self._texts.pop(place))
+                end.results[slot] = text.result
+        for slot in end.results:
+            self._is_one_done |= not _waits(self._texts.pop(slot))
         return end
 
     def take_chunks(self) -> dict[int, TokenChunk]:
         streamed = {p: text for p, text in self._texts.items() if text.item.is_streamed}
         return {p: chunk for p, text in streamed.items() if (chunk := text.chunk()) is not None}
 
-    def interrupt(self, place: int) -> TokenChunk | None:
-        return self._texts.pop(place).chunk()
+    def interrupt(self, slot: int) -> TokenChunk | None:
+        return self._texts.pop(slot).chunk()
 
-    def drop(self, place: int) -> None:
-        self._texts.pop(place, None)
+    def drop(self, slot: int) -> None:
+        self._texts.pop(slot, None)
 
 
-def _waits(text: _Text) -> bool:
+def _waits(text: _Generation) -> bool:
     return text.prompt.startswith("=")
 
 

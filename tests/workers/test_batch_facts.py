@@ -35,8 +35,8 @@ class Counting:
     def warmup(self) -> None: ...
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        short = [place for place, item in enumerate(batch) if item.length <= 4]
-        return [short, [place for place in range(len(batch)) if place not in short]]
+        short = [index for index, item in enumerate(batch) if item.length <= 4]
+        return [short, [index for index in range(len(batch)) if index not in short]]
 
     def computed_work(self, lengths: Sequence[int]) -> int:
         # Without padding each item alone, the sum is rounded up to 10.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.scheduling.lanes import MIN_SLOPE, BatchTime
+from workers.scheduling.priority_queue import MIN_SLOPE, BatchTime
 
 
 def test_nothing_is_bounded_before_the_first_batch() -> None:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.tenants.plan import Priority
 from tests.clock import Clock
-from workers.utilization import FADE_S, BusyRatio, Lane
+from workers.utilization import FADE_S, BusyRatio
 
 
 def test_worker_without_work_is_idle() -> None:
@@ -50,7 +51,7 @@ def test_looking_changes_nothing() -> None:
     assert looked_at.read("interactive") == busy.read("interactive")
 
 
-def test_lanes_have_their_parts_of_a_batch() -> None:
+def test_priorities_have_their_parts_of_a_batch() -> None:
     clock = Clock()
     busy = BusyRatio(2, clock)
     busy.start(["interactive", "batch", "batch", "batch"])
@@ -72,14 +73,14 @@ def test_what_was_spare_is_not_busy() -> None:
     assert busy.read("interactive") == pytest.approx(3 / 8), "nothing more was spare"
 
 
-LANES = st.sampled_from(["interactive", "batch"])
+PRIORITIES = st.sampled_from(["interactive", "batch"])
 
 
 @given(
     st.lists(
         st.tuples(
             st.floats(0, 100),
-            st.lists(LANES, min_size=1, max_size=9),
+            st.lists(PRIORITIES, min_size=1, max_size=9),
             st.floats(0, 100),
             st.floats(0, 1),
         ),
@@ -87,13 +88,13 @@ LANES = st.sampled_from(["interactive", "batch"])
     )
 )
 def test_one_process_is_never_more_than_busy(
-    runs: list[tuple[float, list[Lane], float, float]],
+    runs: list[tuple[float, list[Priority], float, float]],
 ) -> None:
     clock = Clock()
     busy = BusyRatio(1, clock)
-    for idle_s, lanes, run_s, spare in runs:
+    for idle_s, priorities, run_s, spare in runs:
         clock.now_s += idle_s
-        parts = busy.start(lanes)
+        parts = busy.start(priorities)
         clock.now_s += run_s
         busy.spare(parts, spare * run_s)
         assert min(busy.read("interactive"), busy.read("batch")) >= 0.0

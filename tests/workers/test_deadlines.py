@@ -190,7 +190,7 @@ async def test_only_predictions_with_the_usual_time_count_for_the_objective(
             [
                 {"prediction": "1", "left_s": usual_s},
                 {},  # the API counts it
-                {"prediction": "1", "left_s": usual_s, "lane": "batch"},
+                {"prediction": "1", "left_s": usual_s, "priority": "batch"},
                 {"prediction": "1", "left_s": usual_s - 1},
                 {"prediction": "1", "left_s": usual_s, "queue_limit_s": usual_s - 1},
             ]

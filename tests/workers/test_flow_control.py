@@ -113,7 +113,7 @@ def test_it_grows_at_once_and_shrinks_slowly() -> None:
     assert far.now[-1] < HELD + 0.1 * (full - HELD)
 
 
-def test_each_lane_holds_what_it_has() -> None:
+def test_each_priority_holds_what_it_has() -> None:
     interactive, batch = Held(steady(0.1)), Held(steady(0.1))
     mixed = [*batch_of(interactive, 48), *batch_of(batch, 16)]
     for at in (interactive, batch):

@@ -9,12 +9,12 @@ from PIL import Image
 
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import WorkerHarness, running_worker
-from workers.models.base import Picture
+from workers.models.base import RgbImage
 from workers.runtime.protocol import Previews
 
 pytestmark = pytest.mark.anyio
 
-GREEN = Picture(4, 2, b"\0\xff\0" * 8)
+GREEN = RgbImage(4, 2, b"\0\xff\0" * 8)
 
 
 async def drawing(worker: WorkerHarness, name: str) -> None:

@@ -71,25 +71,25 @@ async def test_replies_to_slots_stay_small(
     store = ObjectStore(f"file://{tmp_path}")
     model = MODEL.model_copy(update={"replies": replies})
     async with running_worker(redis_url, tmp_path, objects=store, model=model) as harness:
-        harness.process.picture = b"p" * size_bytes
-        await harness.send("PICTURE")
+        harness.process.image = b"p" * size_bytes
+        await harness.send("IMAGE")
         outcome = (await harness.reply()).body.outcomes[0]
         assert isinstance(outcome.result, ImageResult)
         image = outcome.result.image
         assert (image.data is None, image.object_key is not None) == (is_apart, is_apart)
         key = image.object_key
         got = image.data if key is None else await store.get(key, 1_000_000)
-        assert got == harness.process.picture
+        assert got == harness.process.image
 
 
 @pytest.mark.parametrize("replies", ["slots", "direct"])
-async def test_record_keeps_a_small_picture_and_repeats_it_small(
+async def test_record_keeps_a_small_image_and_repeats_it_small(
     redis_url: str, tmp_path: Path, replies: Replies
 ) -> None:
     model = MODEL.model_copy(update={"replies": replies})
     async with running_worker(redis_url, tmp_path, model=model) as harness:
-        harness.process.picture = b"p" * 2000
-        await harness.send("PICTURE", request_id="r")
+        harness.process.image = b"p" * 2000
+        await harness.send("IMAGE", request_id="r")
         first = (await harness.reply()).body
         await harness.until(lambda: len(harness.rows) == 1)
         record = await harness.records.read("r")
@@ -97,9 +97,9 @@ async def test_record_keeps_a_small_picture_and_repeats_it_small(
         assert record.reply is not None
         (kept,) = record.reply.outcomes
         assert isinstance(kept.result, ImageResult)
-        assert kept.result.image.data == harness.process.picture
+        assert kept.result.image.data == harness.process.image
         harness.process.gate.clear()  # a broker that lost the ack sends it again
-        await harness.send("PICTURE", request_id="r", cache_read=False)
+        await harness.send("IMAGE", request_id="r", cache_read=False)
         assert (await harness.reply()).body == first
         harness.process.gate.set()
 
@@ -110,8 +110,8 @@ async def test_reply_of_a_prediction_only_says_that_its_record_is_there(
 ) -> None:
     model = MODEL.model_copy(update={"replies": replies})
     async with running_worker(redis_url, tmp_path, model=model) as harness:
-        harness.process.picture = b"p" * INLINE_LIMIT_BYTES
-        await harness.send("PICTURE", request_id="p", prediction="1")
+        harness.process.image = b"p" * INLINE_LIMIT_BYTES
+        await harness.send("IMAGE", request_id="p", prediction="1")
         (outcome,) = (await harness.reply()).body.outcomes
         assert (outcome.status, outcome.result) == ("succeeded", None)
         record = await harness.records.read("p")
@@ -119,4 +119,4 @@ async def test_reply_of_a_prediction_only_says_that_its_record_is_there(
         assert record.reply is not None
         (kept,) = record.reply.outcomes
         assert isinstance(kept.result, ImageResult)
-        assert kept.result.image.data == harness.process.picture
+        assert kept.result.image.data == harness.process.image

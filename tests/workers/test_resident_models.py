@@ -36,7 +36,7 @@ class CountingModel:
         return None
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        return [[place] for place in range(len(batch))]
+        return [[index] for index in range(len(batch))]
 
     def computed_work(self, lengths: Sequence[int]) -> int:
         return sum(lengths)

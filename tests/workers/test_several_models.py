@@ -269,13 +269,13 @@ async def test_interleaved_jobs_of_both_are_answered_by_their_own_model(
     texts = [f"text number {number}" for number in range(20)]
     expected = [await embed(process, hosted, number, *texts) for number in (LARGE, SMALL)]
     async with serving(redis_url, tmp_path, hosted, pool) as harness:
-        for place, text in enumerate(texts):
+        for index, text in enumerate(texts):
             for number in (LARGE, SMALL):
-                await harness.send(hosted[number].entry, f"{number}-{place}", text)
+                await harness.send(hosted[number].entry, f"{number}-{index}", text)
         await harness.answers(2 * len(texts))
         assert harness.worker.is_ready
     for number in (LARGE, SMALL):
-        given = np.array([harness.vectors[f"{number}-{place}"] for place in range(len(texts))])
+        given = np.array([harness.vectors[f"{number}-{index}"] for index in range(len(texts))])
         assert np.allclose(given, expected[number], atol=1e-5)
 
 

@@ -23,16 +23,16 @@ from workers.runtime.protocol import (
 )
 from workers.runtime.resident_models import ResidentModels
 
-PLACES, BUDGET = 8, 800
+SLOTS, BUDGET = 8, 800
 MODEL = Model(
     name="timed",
     task="text",
     source="local:nowhere",
-    batch=Batch(max_tokens=BUDGET, max_items=PLACES),
+    batch=Batch(max_tokens=BUDGET, max_items=SLOTS),
     generation=Generation(context_tokens=BUDGET, default_tokens=4, longest_tokens=300),
 )
 FIXED_S, EACH_S = 0.020, 0.002
-FULL_S = FIXED_S + PLACES * EACH_S
+FULL_S = FIXED_S + SLOTS * EACH_S
 
 
 class TimedModel:
@@ -53,28 +53,28 @@ class TimedModel:
     def warmup(self) -> None:
         """Nothing to warm up."""
 
-    def admit(self, place: int, item: PreparedItem) -> None:
+    def admit(self, slot: int, item: PreparedItem) -> None:
         assert isinstance(item, PreparedPrompt)
-        self._left[place] = item.max_tokens
+        self._left[slot] = item.max_tokens
 
     def step(self) -> StepEnd:
         self.now_s += FIXED_S + EACH_S * len(self._left)
         end = StepEnd(work=len(self._left))
-        for place in list(self._left):
-            self._left[place] -= 1
-            if not self._left[place]:
-                del self._left[place]
-                end.results[place] = GenerationResult("", "length", 1, 0, 1)
+        for slot in list(self._left):
+            self._left[slot] -= 1
+            if not self._left[slot]:
+                del self._left[slot]
+                end.results[slot] = GenerationResult("", "length", 1, 0, 1)
         return end
 
     def take_chunks(self) -> dict[int, TokenChunk]:
         return {}
 
-    def drop(self, place: int) -> None:
-        del self._left[place]
+    def drop(self, slot: int) -> None:
+        del self._left[slot]
 
 
-def text(steps: int, room: int = BUDGET // PLACES) -> PreparedPrompt:
+def text(steps: int, room: int = BUDGET // SLOTS) -> PreparedPrompt:
     return PreparedPrompt(key="", length=room, ids=b"", max_tokens=steps, seed=0)
 
 
@@ -86,7 +86,7 @@ class Process:
         self._room = StepRoom(MODEL)
         self._resident = ResidentModels([lambda: self._model], [folder], loaded={0: self._model})
         self._resident.open()
-        self.run(*[text(10 * number) for number in range(1, PLACES + 1)])
+        self.run(*[text(10 * number) for number in range(1, SLOTS + 1)])
 
     def run(self, *texts: PreparedPrompt) -> list[ServerMessage]:
         caller, process = socket.socketpair()
@@ -118,13 +118,13 @@ def told(messages: list[ServerMessage]) -> list[float]:
     return [message.seconds for message in messages if isinstance(message, Spare)]
 
 
-@pytest.mark.parametrize("company", [1, 2, 4, PLACES])
+@pytest.mark.parametrize("company", [1, 2, 4, SLOTS])
 def test_a_text_takes_as_much_alone_as_in_company(process: Process, company: int) -> None:
     messages = process.run(*[text(200)] * company)
     for done in ends(messages):
         assert seconds(done) == pytest.approx(200 * (FIXED_S / company + EACH_S))
         taken = seconds(done) - done.spare_s
-        assert taken == pytest.approx(200 * FULL_S / PLACES, rel=0.02)
+        assert taken == pytest.approx(200 * FULL_S / SLOTS, rel=0.02)
 
 
 def test_all_that_is_spare_is_told_while_it_runs_and_with_the_ends(process: Process) -> None:
@@ -135,7 +135,7 @@ def test_all_that_is_spare_is_told_while_it_runs_and_with_the_ends(process: Proc
 
 
 def test_full_workers_have_nothing_to_spare(process: Process) -> None:
-    assert told(process.run(*[text(50)] * PLACES)) == []
-    # Places are free, but nobody can join: the room is reserved.
+    assert told(process.run(*[text(50)] * SLOTS)) == []
+    # Slots are free, but nobody can join: the room is reserved.
     assert told(process.run(text(50, room=BUDGET))) == []
     assert told(process.run(*[text(50, room=BUDGET // 2)] * 2)) == []

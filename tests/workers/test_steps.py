@@ -21,6 +21,7 @@ from shared.in_memory_broker import InMemoryBroker
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody
 from shared.stores.record_state import record_id
 from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk
+from shared.tenants.plan import Priority
 from shared.topics import inbox_topic_id
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.speller import FIRST_LETTERS, SpellerPreparer
@@ -78,7 +79,7 @@ async def ask(
     tokens: int,
     *,
     left_s: float = WAIT_LIMIT_S,
-    lane: str = "",
+    priority: Priority = "interactive",
     tenant: str = "t",
     is_streamed: bool = False,
     attempt: int = 1,
@@ -99,7 +100,7 @@ async def ask(
         left_s=left_s,
         attempt=attempt,
         tenant=tenant,
-        lane=lane,
+        priority=priority,
         prediction="1" if is_streamed else "",
     )
 
@@ -113,7 +114,7 @@ async def publish(
     left_s: float = 300,
     attempt: int = 1,
     tenant: str = "t",
-    lane: str = "",
+    priority: Priority = "interactive",
     prediction: str = "1",
 ) -> None:
     now_s = time.time()
@@ -128,7 +129,7 @@ async def publish(
         received_at_s=now_s,
         published_at_s=now_s,
         attempt=attempt,
-        lane=lane,
+        priority=priority,
         prediction=prediction,
     )
     await harness.publish(Job(envelope, JobBody([Item(0, given, cache_key)])))
@@ -289,7 +290,7 @@ async def test_a_text_that_gave_its_place_away_goes_on_from_its_tokens(
         for name in names:
             await ask(harness, name, name, tokens, left_s=300, is_streamed=is_streamed)
         await harness.until(lambda: len(running(harness)) == 4)
-        # None of them goes on before this one is done, so one must give its place away.
+        # None of them goes on before this one is done, so one must be preempted.
         await ask(harness, "e", "e", 3, tenant="other")
         found = dict([await outcome(harness) for _ in range(5)])
         if is_streamed:  # then the reply says where it is

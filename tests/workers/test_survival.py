@@ -405,18 +405,18 @@ async def test_worker_whose_batches_all_fail_leaves(redis_url: str, tmp_path: Pa
             await asyncio.wait_for(asyncio.shield(harness.running), WAIT_LIMIT_S)
 
 
-async def test_lane_batch_waits_for_interactive_jobs(redis_url: str, tmp_path: Path) -> None:
+async def test_batch_priority_waits_for_interactive_jobs(redis_url: str, tmp_path: Path) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         await hold_first(harness)
         for number in range(6):  # of such lengths that none shares a batch
-            await harness.send("b" * (60 + number), request_id=f"b{number}", lane="batch")
+            await harness.send("b" * (60 + number), request_id=f"b{number}", priority="batch")
             await harness.send("a" * (60 + number), request_id=f"i{number}")
         await queued(harness)
         harness.process.gate.set()
         for _ in range(13):
             await harness.reply()
-        lanes = "".join(batch[0][0] for batch in harness.process.batches[1:])
-        assert lanes == "a" * 6 + "b" * 6
+        priorities = "".join(batch[0][0] for batch in harness.process.batches[1:])
+        assert priorities == "a" * 6 + "b" * 6
 
 
 async def test_tenant_with_many_jobs_does_not_delay_another(redis_url: str, tmp_path: Path) -> None:
@@ -497,9 +497,9 @@ async def test_large_image_is_kept_in_hand_until_the_store_takes_it(
 ) -> None:
     store = FailingStore(f"file://{tmp_path}", failures=2)
     async with running_worker(redis_url, tmp_path, objects=store) as harness:
-        await harness.send("PICTURE")
+        await harness.send("IMAGE")
         outcome = (await harness.reply()).body.outcomes[0]
         assert isinstance(outcome.result, ImageResult)
         assert outcome.result.image.object_key is not None
         assert await store.get(outcome.result.image.object_key, 1_000_000) == LARGE_IMAGE
-        assert harness.process.batches == [["PICTURE"]]
+        assert harness.process.batches == [["IMAGE"]]

@@ -104,26 +104,26 @@ class Echo:
     def warmup(self) -> None:
         pass
 
-    def admit(self, place: int, item: PreparedItem) -> None:
+    def admit(self, slot: int, item: PreparedItem) -> None:
         assert isinstance(item, PreparedPrompt)
-        self.inside[place], self.written[place] = item, ""
+        self.inside[slot], self.written[slot] = item, ""
 
     def step(self) -> StepEnd:
         self.most = max(self.most, len(self.inside))
         ended = StepEnd()
-        for place, item in list(self.inside.items()):
-            text = item.ids.decode()[: len(self.written[place]) + 1]
-            self.written[place] = text
+        for slot, item in list(self.inside.items()):
+            text = item.ids.decode()[: len(self.written[slot]) + 1]
+            self.written[slot] = text
             if len(text) == item.max_tokens:
-                ended.results[place] = GenerationResult(text, "length", 8, 4, len(text), 0)
-                del self.inside[place]
+                ended.results[slot] = GenerationResult(text, "length", 8, 4, len(text), 0)
+                del self.inside[slot]
         return ended
 
     def take_chunks(self) -> dict[int, TokenChunk]:
         return {}
 
-    def drop(self, place: int) -> None:
-        self.inside.pop(place, None)
+    def drop(self, slot: int) -> None:
+        self.inside.pop(slot, None)
 
 
 async def test_model_is_loaded_once_and_everything_is_acked() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from shared.messages import Item
 from shared.tasks import Input
-from shared.tasks.text import TextToCount, TokenCount
+from shared.tasks.text import PromptToCount, TokenCount
 from tests.workers.worker_harness import LetterPreparer, running_worker
 from workers.models.base import PreparedOutcome
 
@@ -21,7 +21,7 @@ class CountingPreparer:
         return [self._prepare(given) for given in inputs]
 
     def _prepare(self, given: Input) -> PreparedOutcome:
-        if isinstance(given, TextToCount):
+        if isinstance(given, PromptToCount):
             return TokenCount(len(given.prompt))
         return LetterPreparer().prepare([given])[0]
 
@@ -31,7 +31,7 @@ async def test_a_count_is_answered_while_the_model_is_busy(redis_url: str, tmp_p
         worker.process.gate.clear()
         await worker.send("busy", request_id="busy")
         await worker.process.started.wait()
-        items = [Item(0, TextToCount(prompt="four")), Item(1, TextToCount(prompt="fifth"))]
+        items = [Item(0, PromptToCount(prompt="four")), Item(1, PromptToCount(prompt="fifth"))]
         await worker.send_items(items, request_id="counts")
         reply = await worker.reply()
         assert reply.request_id == "counts"

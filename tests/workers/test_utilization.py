@@ -114,9 +114,9 @@ class Lifetime(RuleBasedStateMachine):
     def wait(self, elapsed_s: float) -> None:
         self.clock.now_s += elapsed_s
 
-    @rule(place=st.integers(0, 3), state=st.sampled_from(get_args(State)))
-    def enter(self, place: int, state: State) -> None:
-        self.times.enter(place % self.times.processes, state)
+    @rule(index=st.integers(0, 3), state=st.sampled_from(get_args(State)))
+    def enter(self, index: int, state: State) -> None:
+        self.times.enter(index % self.times.processes, state)
 
     @rule(switch_s=st.floats(0, 100))
     def end_batch(self, switch_s: float) -> None:

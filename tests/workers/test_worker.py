@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY
 from shared.errors import BadInput, Unavailable
 from shared.tasks import Input
 from shared.tasks.embedding import TextInput
+from shared.tenants.plan import Priority
 from shared.topics import (
     dead_letter_subscription_id,
     inbox_topic_id,
@@ -327,21 +328,22 @@ async def test_stop_hands_back_what_the_limit_leaves(redis_url: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("lane", "prediction", "counted"),
-    [("", "", "interactive"), ("batch", "", "batch"), ("batch", "1", "interactive")],
+    ("priority", "prediction", "counted"),
+    [("interactive", "", "interactive"), ("batch", "", "batch"), ("batch", "1", "interactive")],
 )
 async def test_busy_worker_is_seen_while_its_batch_runs(
-    redis_url: str, tmp_path: Path, lane: str, prediction: str, counted: str
+    redis_url: str, tmp_path: Path, priority: Priority, prediction: str, counted: str
 ) -> None:
     def busy(name: str) -> float | None:
         return REGISTRY.get_sample_value("penstock_worker_busy_ratio", {"lane": name})
 
     async with running_worker(redis_url, tmp_path) as harness:
         harness.process.gate.clear()
-        await harness.send("cat", lane=lane, prediction=prediction)
+        await harness.send("cat", priority=priority, prediction=prediction)
         try:
             await harness.until(lambda: (busy(counted) or 0.0) > 0)
-            # The ratio grows while the batch runs, so only the lane that stays idle is compared.
+            # The ratio grows while the batch runs, so only the priority that stays idle is
+            # compared.
             assert not busy("batch" if counted == "interactive" else "interactive")
         finally:
             harness.process.gate.set()

@@ -26,6 +26,7 @@ from shared.stores.records import Records
 from shared.tasks import Input, Result
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.tasks.image import ImageResult
+from shared.tenants.plan import Priority
 from shared.topics import (
     WEBHOOKS_SUBSCRIPTION_ID,
     WEBHOOKS_TOPIC_ID,
@@ -40,7 +41,7 @@ from shared.transport import SubscriptionSettings
 from shared.usage.row import Row
 from tests.limits import WAIT_LIMIT_S
 from workers.job import WorkerInfo
-from workers.jobs.canary_part import CanaryPart
+from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import Clock, JobConsumer
 from workers.jobs.registry import JobRegistry
@@ -88,7 +89,7 @@ class LetterProcess:
         self.batches: list[list[str]] = []
         self.gate = asyncio.Event()
         self.gate.set()
-        self.picture = LARGE_IMAGE
+        self.image = LARGE_IMAGE
         self.loaded_at_s = 0.0
         self.computed_work: list[int] = []
         self.deaths = 0
@@ -156,12 +157,12 @@ class LetterProcess:
         return prepared.ids.decode()
 
     def _result(self, text: str) -> Result | PenstockError:
-        if text == "PICTURE":
-            return ImageResult(Blob("image/png", data=self.picture), 8, 8, 1, 64)
+        if text == "IMAGE":
+            return ImageResult(Blob("image/png", data=self.image), 8, 8, 1, 64)
         return ModelFailed("a bang") if "!" in text else EmbeddingResult(text.encode(), len(text))
 
-    def watch(self, places: Sequence[int]) -> None:
-        self.watched.append(list(places))
+    def watch(self, slots: Sequence[int]) -> None:
+        self.watched.append(list(slots))
 
     def cancel(self) -> None:
         if not self.is_deaf:
@@ -170,7 +171,7 @@ class LetterProcess:
 
 
 class PaintProcess(LetterProcess):
-    """The same for pictures, of a color that the seed decides. A prompt with "!" fails."""
+    """The same for images, of a color that the seed decides. A prompt with "!" fails."""
 
     def _text(self, prepared: Prepared) -> str:
         assert isinstance(prepared, PreparedImage)
@@ -181,9 +182,9 @@ class PaintProcess(LetterProcess):
         if "!" in text:
             return ModelFailed("a bang")
         width, height, seed, steps = map(int, text.split()[:4])
-        picture = io.BytesIO()
-        Image.new("RGB", (width, height), (seed % 256, 0, 0)).save(picture, "png")
-        blob = Blob("image/png", data=picture.getvalue())
+        image = io.BytesIO()
+        Image.new("RGB", (width, height), (seed % 256, 0, 0)).save(image, "png")
+        blob = Blob("image/png", data=image.getvalue())
         return ImageResult(blob, width, height, seed, width * height * steps)
 
 
@@ -237,7 +238,7 @@ class WorkerHarness:
         *texts: str,
         request_id: str = "req",
         left_s: float = 30.0,
-        lane: str = "",
+        priority: Priority = "interactive",
         tenant: str = "t",
         prediction: str = "",
         webhook: str = "",
@@ -258,7 +259,7 @@ class WorkerHarness:
             deadline_s=now_s + left_s,
             received_at_s=now_s - received_ago_s,
             published_at_s=now_s - age_s,
-            lane=lane,
+            priority=priority,
             prediction=prediction,
             webhook=webhook,
             start_by_s=now_s + queue_limit_s if queue_limit_s else 0.0,
@@ -344,7 +345,7 @@ async def running_worker(
     times: ProcessTimes | None = None,
     preparer: Preparer | None = None,
     clock: Clock | None = None,
-    canary: CanaryPart | None = None,
+    canary: CanaryShare | None = None,
 ) -> AsyncIterator[WorkerHarness]:
     """Runs a worker, on `pool` or on a fake model process that the test controls."""
     letters = pool if isinstance(pool, LetterPool) else LetterPool()

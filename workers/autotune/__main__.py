@@ -49,17 +49,17 @@ def main() -> int:
     parser.add_argument(
         "--behind", action="store_true", help="run at low priority next to a worker"
     )
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     configure_logs("WARNING")
     # A worker that is killed can't end it, and the next worker would measure alongside it.
     die_with_parent()
-    if given.behind:
+    if arguments.behind:
         os.nice(MIN_PRIORITY)
-    entry = Model.model_validate_json(given.model)
-    tuning = msgspec.json.decode(given.settings, type=TuningSettings)
+    entry = Model.model_validate_json(arguments.model)
+    tuning = msgspec.json.decode(arguments.settings, type=TuningSettings)
     try:
         answer: Choice | Refusal = _choose(
-            entry, given.folder, given.digest, tuning, again=given.again
+            entry, arguments.folder, arguments.digest, tuning, again=arguments.again
         )
     except ConfigurationError as error:
         answer = Refusal(message=error.message)

@@ -87,15 +87,15 @@ def _loaded(target: BenchmarkTarget) -> _LoadedTarget:
 def vectors(target: BenchmarkTarget, texts: Sequence[PreparedText], together: int) -> np.ndarray:
     """Vectors, float32 [texts, dimensions], computed `together` at a time in order of length."""
     model = _loaded(target).model
-    order = sorted(range(len(texts)), key=lambda place: texts[place].length)
+    order = sorted(range(len(texts)), key=lambda index: texts[index].length)
     rows: dict[int, np.ndarray] = {}
     for at in range(0, len(order), together):
-        places = order[at : at + together]
-        for place, row in zip(
-            places, _predict(model, [texts[place] for place in places]), strict=True
+        indices = order[at : at + together]
+        for index, row in zip(
+            indices, _predict(model, [texts[index] for index in indices]), strict=True
         ):
-            rows[place] = row
-    return np.stack([rows[place] for place in range(len(texts))])
+            rows[index] = row
+    return np.stack([rows[index] for index in range(len(texts))])
 
 
 def _predict(model: InferenceModel, texts: Sequence[PreparedText]) -> list[np.ndarray]:
@@ -144,7 +144,7 @@ def throughput(
     cut = [list(range(len(texts)))]
     if model.pads:
         cut = cut_by_length([text.length for text in texts], call_cost)
-    groups = [[texts[place] for place in places] for places in cut]
+    groups = [[texts[index] for index in indices] for indices in cut]
     tokens = sum(model.computed_work([text.length for text in group]) for group in groups)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     rounds = 0

@@ -110,7 +110,7 @@ class BenchmarkPool:
                 self._entry,
                 self._folder,
                 target,
-                self._place(number),
+                self._device_of(number),
                 self.keeps_several,
             )
             for number in missing
@@ -122,7 +122,7 @@ class BenchmarkPool:
         self._gather(begun, OPEN_LIMIT_S)
         self._opened |= {(number, target) for number in missing}
 
-    def _place(self, number: int) -> str:
+    def _device_of(self, number: int) -> str:
         """The device of a process. Spread over GPUs as in ModelPool."""
         gpus = len(self._machine.gpus)
         is_spread = self._device in ("auto", "cuda") and gpus
@@ -169,9 +169,9 @@ class BenchmarkPool:
         )
 
     def _ask_first(
-        self, ask: Callable[Given, Answer], *given: Given.args, **named: Given.kwargs
+        self, ask: Callable[Given, Answer], *args: Given.args, **named: Given.kwargs
     ) -> Answer:
-        return self._gather([self._executors[0].submit(ask, *given, **named)], CALL_LIMIT_S)[0]
+        return self._gather([self._executors[0].submit(ask, *args, **named)], CALL_LIMIT_S)[0]
 
     def _gather(self, begun: Sequence[Future[Answer]], limit_s: float) -> list[Answer]:
         try:

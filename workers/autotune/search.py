@@ -324,8 +324,8 @@ class _AccuracyCheck:
     def is_within(self, finding: Finding) -> bool:
         """Returns whether the loaded backend is within the tolerance. Fills in the finding."""
         assert self._calibration is not None, "prepare() was not called; this is a bug"
-        given = self.pool.vectors(self.texts, _TOGETHER)
-        cosines = _cosines(given, self._calibration.vectors)
+        vectors = self.pool.vectors(self.texts, _TOGETHER)
+        cosines = _cosines(vectors, self._calibration.vectors)
         finding.cosine_min, finding.cosine_mean = float(cosines.min()), float(cosines.mean())
         if not finding.cosine_min >= self._tolerance:
             finding.reason = (
@@ -357,9 +357,9 @@ def _mix_of(texts: Sequence[PreparedText], longest: int) -> list[PreparedText]:
     return mix
 
 
-def _cosines(given: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    norms = np.linalg.norm(given, axis=1) * np.linalg.norm(reference, axis=1)
-    return np.asarray((given * reference).sum(axis=1) / norms)
+def _cosines(vectors: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    norms = np.linalg.norm(vectors, axis=1) * np.linalg.norm(reference, axis=1)
+    return np.asarray((vectors * reference).sum(axis=1) / norms)
 
 
 def _without_figures(entry: Model, layout: Layout, findings: list[Finding]) -> Choice:

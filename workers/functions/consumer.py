@@ -71,12 +71,12 @@ class QueueDepths:
     async def look(self) -> None:
         """Looks once. A queue that can't be asked has no value: an old one would mislead."""
         try:
-            found = await asyncio.gather(*map(self._admin.waiting_messages, self._subscriptions))
+            counts = await asyncio.gather(*map(self._admin.waiting_messages, self._subscriptions))
         except PenstockError as error:
             log.warning("queues could not be looked at", extra={"reason": error.message})
             MESSAGES.clear()
             return
-        for subscription, count in zip(self._subscriptions, found, strict=True):
+        for subscription, count in zip(self._subscriptions, counts, strict=True):
             if count is not None:
                 MESSAGES.labels(subscription).set(count)
 

@@ -32,12 +32,12 @@ from shared.messages import (
     Reply,
     ReplyBody,
     decode_job,
+    decode_leniently,
     decode_reply_body,
     encode_reply,
     encode_reply_body,
     error_item,
     failure,
-    salvage_envelope,
 )
 from shared.stores.record_state import Finish, record_id
 from shared.stores.records import Records
@@ -105,7 +105,7 @@ class DeadLetters:
             UndecodableMessage: it does not identify its job.
             PenstockError: a step failed and is to be retried.
         """
-        envelope = salvage_envelope(message.attributes)
+        envelope = decode_leniently(message.attributes)
         if envelope is None:
             raise UndecodableMessage(
                 "its attributes do not say whose job it is", field="attributes"
@@ -144,11 +144,11 @@ class DeadLetters:
         )
         if isinstance(error, UndecodableMessage):  # its items are not known
             body.error = error_item(error)
-        found = await self._end(envelope, body)
-        if found is None:
+        ended = await self._end(envelope, body)
+        if ended is None:
             DEAD_LETTERS.labels("none").inc()
             return
-        answered, end = found
+        answered, end = ended
         facts = {
             "request_id": envelope.request_id,
             "model": envelope.model,

@@ -80,12 +80,12 @@ class DeliveryState(RedisStore):
         key = self._key(delivery_id, "refused")
         with contextlib.suppress(Unavailable):
             await self._commands.run("SET", key, now_s, "NX", "EX", KEEP_S)
-            found = await self._commands.run("GET", key)
-            return None if found is None else float(found)
+            value = await self._commands.run("GET", key)
+            return None if value is None else float(value)
         return None
 
-    def _key(self, record: str, what: str) -> str:
-        return f"{self._prefix}webhook:{record}:{what}"
+    def _key(self, record: str, kind: str) -> str:
+        return f"{self._prefix}webhook:{record}:{kind}"
 
 
 WRITE_LIMIT_S = 3.0

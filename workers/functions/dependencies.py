@@ -25,7 +25,7 @@ from shared.usage.writer import fields_of
 from workers.functions.dead_letter import DeadLetters
 from workers.functions.deliveries import Deliveries, DeliveryState
 from workers.functions.handler import Handler
-from workers.functions.receiver_turns import ReceiverTurns
+from workers.functions.receiver_permits import ReceiverPermits
 from workers.functions.settings import FunctionSettings
 from workers.functions.webhook import ATTRIBUTES, EventWebhooks, Webhooks
 
@@ -78,7 +78,7 @@ class FunctionDependencies:
         settings = self._settings
         delivery_state = await self._stack.enter_async_context(DeliveryState(settings.redis_url))
         url_signer = UrlSigner(settings.secret)
-        turns = ReceiverTurns()
+        turns = ReceiverPermits()
         deliveries = Deliveries(RowTable(settings, WEBHOOK_DELIVERIES), settings.region)
         webhooks = Webhooks(
             await self._open_records(),

@@ -32,7 +32,7 @@ from prometheus_client import Counter, generate_latest
 from shared.errors import PenstockError, UndecodableMessage
 from shared.transport import ReceivedMessage
 from workers.functions.push_auth import PushAuthenticator, PushRefused
-from workers.functions.receiver_turns import ReceiverBusy
+from workers.functions.receiver_permits import ReceiverBusy
 
 _METADATA = "x-goog-pubsub-"
 _CREDENTIALS = frozenset({"authorization", "cookie", "x-serverless-authorization"})
@@ -58,11 +58,11 @@ def read_push(headers: Mapping[str, str], body: bytes) -> ReceivedMessage:
     if f"{_METADATA}message-id" in headers:
         return _unwrapped(headers, body)
     try:
-        found = json.loads(body)
+        event = json.loads(body)
     except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, dict) and isinstance(found.get("message"), dict):
-        return _wrapped(found)
+        event = None
+    if isinstance(event, dict) and isinstance(event.get("message"), dict):
+        return _wrapped(event)
     # An unwrapped push without metadata is the message's data and nothing else.
     return ReceivedMessage(body, {}, "", "")
 

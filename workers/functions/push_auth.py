@@ -26,7 +26,7 @@ ISSUERS = frozenset({"accounts.google.com", "https://accounts.google.com"})
 CERTS_KEPT_S = 600.0
 """Google shows a new key days before it signs with it."""
 CLOCK_SKEW_S = 10
-# What Cloud Run puts in the place of a signature that it has checked itself.
+# What Cloud Run puts instead of a signature that it has checked itself.
 REMOVED_SIGNATURE = "SIGNATURE_REMOVED_BY_GOOGLE"
 
 

@@ -63,7 +63,7 @@ from shared.webhooks import (
     tenant_secrets,
 )
 from workers.functions.deliveries import Deliveries, DeliveryState
-from workers.functions.receiver_turns import ReceiverBusy, ReceiverTurns, Turn
+from workers.functions.receiver_permits import ReceiverBusy, ReceiverPermits, Turn
 
 CONNECT_LIMIT_S = 5.0
 TOTAL_LIMIT_S = 20.0
@@ -85,8 +85,8 @@ async def resolve(host: str, port: int) -> list[str]:
     Raises:
         OSError: it has none.
     """
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))
+    addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in addresses))
 
 
 class WebhookClient:
@@ -239,7 +239,7 @@ class Webhooks:
         url_signer: UrlSigner,
         secrets: str,
         deliveries: Deliveries,
-        turns: ReceiverTurns,
+        turns: ReceiverPermits,
         *,
         allow_private: bool,
     ) -> None:
@@ -279,10 +279,10 @@ class Webhooks:
             log.info("webhook", extra={"record": event.id, "event": event.event, "end": end})
 
     async def _deliver(self, event: WebhookEvent, message: ReceivedMessage) -> str:
-        found = await self._find(event)
-        if isinstance(found, str):
-            return found
-        prediction, record = found
+        snapshot = await self._find(event)
+        if isinstance(snapshot, str):
+            return snapshot
+        prediction, record = snapshot
         if not prediction.webhook or event.event not in prediction.webhook_events:
             return "unwanted"
         if event.event == "completed" and not record.is_over:
@@ -466,7 +466,7 @@ class EventWebhooks:
         secrets: str,
         deliveries: Deliveries,
         delivery_state: DeliveryState,
-        turns: ReceiverTurns,
+        turns: ReceiverPermits,
         *,
         allow_private: bool,
     ) -> None:

@@ -1,7 +1,7 @@
 """Passes progress, previews, tokens and results of batches on to their jobs; retries failed ones.
 
-Previews are encoded as WebP. Tokens of texts go to a stream while they are written, so that callers
-can read along. A worker that takes over from one that died continues from the tokens there.
+Previews are encoded as WebP. Tokens of generations go to a stream while they are written, so that
+callers can read along. A worker that takes over from one that died continues from the tokens there.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from workers import metrics
 from workers.job import Computed, PulledJob, QueuedItem, kept_traces
 from workers.jobs.completion import Completion, is_streamed
 from workers.jobs.model_queue import ModelQueue
-from workers.models.base import Picture, Prepared, PreparedPrompt
+from workers.models.base import Prepared, PreparedPrompt, RgbImage
 from workers.runtime.protocol import BatchResult, ItemPreview, Previews
 
 QUALITY = 60
 FASTEST = 0
-"""The method of libwebp. A picture of 256 x 256 takes 1.5 ms and has about 7 KB."""
+"""The method of libwebp. An image of 256 x 256 takes 1.5 ms and has about 7 KB."""
 
 
-def encode_preview(picture: Picture) -> bytes:
-    """The picture as a small WebP."""
+def encode_preview(preview: RgbImage) -> bytes:
+    """The image as a small WebP."""
     encoded = io.BytesIO()
-    image = Image.frombytes("RGB", (picture.width, picture.height), picture.pixels)
+    image = Image.frombytes("RGB", (preview.width, preview.height), preview.pixels)
     image.save(encoded, "WEBP", quality=QUALITY, method=FASTEST)
     return encoded.getvalue()
 
@@ -67,7 +67,7 @@ class BatchResults:
     ) -> None:
         """Writes a batch's progress to the records of its predictions, at most twice a second.
 
-        Calls `watch` with the places of the batch that somebody wants to see.
+        Calls `watch` with the slots of the batch that somebody wants to see.
         """
         now_s = time.monotonic()
         if now_s - self._reported_s < PROGRESS_EVERY_S:
@@ -97,14 +97,14 @@ class BatchResults:
         }
         # The process may be at its next batch by now.
         if watched and any(one is batch for one in self._queue.running):
-            watch([place for place, queued in enumerate(batch) if _wait_for(queued, watched)])
+            watch([index for index, queued in enumerate(batch) if _wait_for(queued, watched)])
 
     def report_items(
         self,
         progress: Mapping[QueuedItem, tuple[int, int]],
         watch: Callable[[Collection[QueuedItem]], None],
     ) -> None:
-        """Writes the progress of items that joined others, each with a step and steps of its own.
+        """Writes the progress of admitted items, each with a step and steps of its own.
 
         A prediction of several items is as far as the last of them. Calls `watch` with the items
         that somebody wants to see.
@@ -134,10 +134,10 @@ class BatchResults:
         if watched:
             watch([queued for queued in progress if _wait_for(queued, watched)])
 
-    def pass_on_picture(self, queued: QueuedItem, seen: ItemPreview) -> None:
+    def pass_on_image(self, queued: QueuedItem, seen: ItemPreview) -> None:
         """Writes a preview of one item for the predictions that wait for it."""
         self._completion.registry.spawn(
-            self._pass_on([queued], Previews(seen.number, seen.step, seen.steps, {0: seen.picture}))
+            self._pass_on([queued], Previews(seen.number, seen.step, seen.steps, {0: seen.image}))
         )
 
     def pass_on_previews(self, batch: Sequence[QueuedItem], previews: Previews) -> None:
@@ -145,13 +145,13 @@ class BatchResults:
         self._completion.registry.spawn(self._pass_on(batch, previews))
 
     async def _pass_on(self, batch: Sequence[QueuedItem], previews: Previews) -> None:
-        for place, picture in previews.pictures.items():
+        for index, preview in previews.images.items():
             # On a thread, because libwebp releases the interpreter for the milliseconds it takes.
-            image = await asyncio.to_thread(encode_preview, picture)
-            for pulled, item in batch[place].open_waiters():
+            encoded = await asyncio.to_thread(encode_preview, preview)
+            for pulled, item in batch[index].open_waiters():
                 if pulled.envelope.has_record:
                     await self._records.previews.add(
-                        pulled.record, item.index, previews.step, previews.steps, image
+                        pulled.record, item.index, previews.step, previews.steps, encoded
                     )
 
     def distribute(self, batch: list[QueuedItem], done: BatchResult) -> None:
@@ -180,7 +180,7 @@ class BatchResults:
     ) -> None:
         self._observe_wait(queued, done, is_traced=bool(traces))
         if isinstance(outcome, Canceled):
-            self._requeue_joined(queued)
+            self._requeue_coalesced(queued)
         queued.computed = Computed(outcome, done, traces, computed)
         for pulled, item_outcome in list(queued.outcomes()):
             self._completion.settle(pulled, item_outcome)
@@ -191,12 +191,12 @@ class BatchResults:
         wait_s = max(0.0, done.started_at_s - queued.queued_at_s)
         self._waits.observe(wait_s, traces[0].exemplar if traces else None)
 
-    def _requeue_joined(self, queued: QueuedItem) -> None:
-        """Queues a canceled item again for callers who joined it in the meantime."""
-        joined = [waiter for waiter in queued.open_waiters() if not waiter[0].is_unwanted]
-        if joined:
+    def _requeue_coalesced(self, queued: QueuedItem) -> None:
+        """Queues a canceled item again for callers that were coalesced with it in the meantime."""
+        coalesced = [waiter for waiter in queued.open_waiters() if not waiter[0].is_unwanted]
+        if coalesced:
             queued.waiters = [waiter for waiter in queued.waiters if waiter[0].is_unwanted]
-            self._queue.requeue(QueuedItem(queued.prepared, None, time.time(), joined))
+            self._queue.requeue(QueuedItem(queued.prepared, None, time.time(), coalesced))
 
     def retry(self, batch: list[QueuedItem], reason: str) -> None:
         """Queues a batch again after its model process died.
@@ -257,7 +257,7 @@ class TokenOutput:
         try:
             while self._has_more:
                 self._has_more = False
-                # One that gave its place away may lose its readers while it waits.
+                # A preempted one may lose its readers while it waits.
                 self._open = {one: sent for one, sent in self._open.items() if _readers(one)}
                 await self._send()
         finally:
@@ -293,21 +293,21 @@ class TokenOutput:
         """
         written: list[list[TokenChunk]] = [[] for _ in missing]
         wanted = [
-            place
-            for place, (pulled, item) in enumerate(missing)
+            index
+            for index, (pulled, item) in enumerate(missing)
             if pulled.envelope.attempt > 1
             and is_streamed(item)
-            and isinstance(prepared[place], PreparedPrompt)
+            and isinstance(prepared[index], PreparedPrompt)
         ]
         if not wanted:
             return written
-        places = [(missing[place][0].record, missing[place][1].index) for place in wanted]
+        wanted_items = [(missing[index][0].record, missing[index][1].index) for index in wanted]
         try:
-            found = await self._streams.written(places)
+            streams = await self._streams.written(wanted_items)
         except Unavailable:  # the text is written again, and readers compare
             return written
-        for place, chunks in zip(wanted, found, strict=True):
-            written[place] = chunks
+        for index, chunks in zip(wanted, streams, strict=True):
+            written[index] = chunks
         return written
 
 

@@ -6,7 +6,7 @@ deliver it again. The first attempt to end the record decides the answer. Later 
 answer and write equal rows.
 
 Pure functions turn the outcomes of a job's items into the state of its record, and the record into
-rows. A text that ends without a result is charged by what its readers got.
+rows. A generation that ends without a result is charged by what its readers got.
 
 Results that are too large for a message are stored in the object store. Records and the cache carry
 the keys of the largest, replies also those of smaller ones. A message that is not a job gets a
@@ -42,12 +42,12 @@ from shared.messages import (
     ItemError,
     ItemOutcome,
     ReplyBody,
+    decode_leniently,
     decode_reply_body,
     encode_reply_body,
     error_item,
     failure,
     reply_attributes,
-    salvage_envelope,
 )
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
@@ -64,7 +64,7 @@ from shared.webhook_publisher import WebhookPublisher
 from shared.webhooks import EventName
 from workers import metrics
 from workers.job import NOT_SENT, PulledJob, WorkerInfo, record_spans, reply_span, row_for
-from workers.jobs.canary_part import CanaryPart, Forwarding
+from workers.jobs.canary_share import CanaryShare, Forwarding
 from workers.jobs.registry import JobRegistry
 
 log = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class ReplyPublisher:
         facts = {"message_id": message.message_id, "reason": error.message}
         log.warning("message is not a job", extra=facts)
         metrics.UNDECODABLE.inc()
-        envelope = salvage_envelope(message.attributes)
+        envelope = decode_leniently(message.attributes)
         try:
             if envelope is not None:
                 reason = error_item(error)
@@ -228,7 +228,7 @@ def is_streamed(item: Item) -> bool:
 
 
 async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBody) -> ReplyBody:
-    """Ends the delivery of a job's canceled and late texts. Their receipts count what was read.
+    """Ends the delivery of a job's canceled and late generations. Receipts count what was read.
 
     Args:
         streams: have the tokens.
@@ -246,9 +246,9 @@ async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBo
     ]
     if not ended:
         return body
-    found = dict(zip(ended, await streams.end_delivery(pulled.record, ended), strict=True))
+    delivered = dict(zip(ended, await streams.end_delivery(pulled.record, ended), strict=True))
     return msgspec.structs.replace(
-        body, outcomes=[_counted(one, found.get(one.index)) for one in body.outcomes]
+        body, outcomes=[_counted(one, delivered.get(one.index)) for one in body.outcomes]
     )
 
 
@@ -343,7 +343,7 @@ class Completion:
         objects: ObjectStore,
         rows: RowSink,
         worker: WorkerInfo,
-        canary: CanaryPart | None = None,
+        canary: CanaryShare | None = None,
     ) -> None:
         self.registry = JobRegistry(records)
         self.canary = canary
@@ -442,8 +442,8 @@ class Completion:
         has_record = pulled.envelope.has_record
         deliver = self._record_then_reply if has_record else self._record_and_reply
         answered = await deliver(pulled, ours)
-        # After the reply, which a caller waits for. Until then an identical item joins the queued
-        # one.
+        # After the reply, which a caller waits for. Until then an identical item is coalesced with
+        # the queued one.
         await self._fill_cache(pulled, answered)
         subscribed = pulled.envelope.webhook_events
         await self._webhooks.publish(pulled.record, subscribed, "output")
@@ -487,7 +487,7 @@ class Completion:
                 raise Unavailable("the record could not be ended")
         answered, body = answered_by(ours, finish), encode_reply_body(ours)
         if finish.is_ours:
-            self._count_promised(pulled.envelope, ours)
+            self._count_toward_slo(pulled.envelope, ours)
         await self._reply(pulled, answered, body)
         return answered
 
@@ -507,14 +507,14 @@ class Completion:
             return ours, None
         return ours, finish
 
-    def _count_promised(self, envelope: Envelope, ours: ReplyBody) -> None:
+    def _count_toward_slo(self, envelope: Envelope, ours: ReplyBody) -> None:
         """Counts the items of a prediction. The API counts those whose callers wait."""
         limits_s = (
             until_s - envelope.received_at_s
             for until_s in (envelope.deadline_s, envelope.start_by_s)
             if until_s
         )
-        if slo.is_promised(self._model.deadline, envelope.lane, limits_s):
+        if slo.counts_toward_slo(self._model.deadline, envelope.priority, limits_s):
             for outcome in ours.outcomes:
                 slo.count_ended(self._model.public_name, outcome.status)
 
@@ -539,8 +539,8 @@ class Completion:
         if not pulled.to_cache or not self._model.cache.ttl_s:
             return
         results = {outcome.index: outcome.result for outcome in answered.outcomes}
-        found = {key: results.get(index) for key, index in pulled.to_cache.items()}
-        kept = {key: result for key, result in found.items() if result is not None}
+        computed = {key: results.get(index) for key, index in pulled.to_cache.items()}
+        kept = {key: result for key, result in computed.items() if result is not None}
         if kept:
             await self._cache.put_many(kept, self._model.cache.ttl_s)
 

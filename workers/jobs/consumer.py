@@ -35,7 +35,7 @@ from shared.tracing.spans import is_recorded
 from shared.transport import ReceivedMessage, Subscription
 from workers.job import JobTimer, PulledJob, QueuedItem, Run
 from workers.jobs.batch_results import BatchResults, TokenOutput
-from workers.jobs.canary_part import CanaryPart
+from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion
 from workers.jobs.model_queue import ModelQueue
 from workers.jobs.registry import JobRegistry
@@ -203,13 +203,13 @@ class Preprocessor:
 
     async def prepare(self, items: Sequence[Item]) -> list[_Ready]:
         """One outcome per item, in order: the prepared item, or an error."""
-        found: Sequence[Item | PenstockError] = items
+        loaded: Sequence[Item | PenstockError] = items
         if any(item.input.source is not None for item in items):
-            found = await asyncio.gather(*(self._with_source(item) for item in items))
+            loaded = await asyncio.gather(*(self._with_source(item) for item in items))
         return (
-            await asyncio.to_thread(self._prepare, found)
+            await asyncio.to_thread(self._prepare, loaded)
             if self._on_thread
-            else self._prepare(found)
+            else self._prepare(loaded)
         )
 
     async def _with_source(self, item: Item) -> Item | PenstockError:
@@ -237,7 +237,7 @@ class Preprocessor:
             # The boundary to tokenizers and templates. What one of them can't bear fails alone:
             # otherwise the worker would end, and so would the next ones that get the job.
             if len(inputs) > 1:
-                return [one for given in inputs for one in self._prepare_inputs([given])]
+                return [one for value in inputs for one in self._prepare_inputs([value])]
             log.warning("input not prepared", exc_info=True)
             return [ModelFailed("the input could not be prepared")]
 
@@ -331,8 +331,8 @@ ADMIT_MESSAGES_MAX = 256
 class JobConsumer:
     """Consumes the subscriptions of one model. The caller opens and closes the parts it is given.
 
-    `queue` has the items that wait, `batches` takes the results, `tokens` takes what texts have so
-    far, and `cancellation` drops jobs.
+    `queue` has the items that wait, `batches` takes the results, `tokens` takes what generations
+    have so far, and `cancellation` drops jobs.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class JobConsumer:
         clock = clock or SystemClock()
         self.model = model
         self.computes_steps = in_steps
-        """Whether items join and leave a batch of the model between steps."""
+        """Whether the model batches continuously: items are admitted between steps."""
         self.queue = ModelQueue(model, completion)
         self.batches = BatchResults(model, self.queue, completion, records)
         self.cancellation = Cancellation(self.queue, completion, records)
@@ -380,7 +380,7 @@ class JobConsumer:
         return self._registry
 
     @property
-    def canary(self) -> CanaryPart | None:
+    def canary(self) -> CanaryShare | None:
         """The part in the comparison of two revisions. None: the model has no canary."""
         return self._completion.canary
 
@@ -449,14 +449,14 @@ class JobConsumer:
         decoded = [self._decode(message, subscription) for message, subscription in arrived]
         pulled_jobs = [pulled for pulled in decoded if pulled is not None]
         await self._claims.claim(pulled_jobs)
-        found = await self._look_up(pulled_jobs)
+        cached = await self._look_up(pulled_jobs)
         missing = []
         for pulled in pulled_jobs:
             for item in () if pulled.is_over else pulled.items:
-                if pulled.reads_cache and item.cache_key in found:
-                    result, level = found[item.cache_key]
+                if pulled.reads_cache and item.cache_key in cached:
+                    result, level = cached[item.cache_key]
                     self._completion.settle(pulled, pulled.hit(item, result, level))
-                elif not self.queue.join(pulled, item):
+                elif not self.queue.coalesce(pulled, item):
                     missing.append((pulled, item))
         if missing:
             await self._enqueue(missing)
@@ -514,8 +514,8 @@ class JobConsumer:
             if pulled.reads_cache:
                 keys = [item.cache_key for item in pulled.items if item.cache_key is not None]
                 (in_memory if pulled.is_fresh else in_redis).extend(keys)
-        found = self._cache.in_memory(in_memory)
-        return found | await self._cache.get_many(in_redis) if in_redis else found
+        hits = self._cache.in_memory(in_memory)
+        return hits | await self._cache.get_many(in_redis) if in_redis else hits
 
     async def _enqueue(self, missing: list[tuple[PulledJob, Item]]) -> None:
         """Prepares inputs and queues them. A job that a worker died with is prepared by itself."""
@@ -543,7 +543,7 @@ class JobConsumer:
                 self._completion.settle(pulled, failure(item.index, ready, pulled.receipt()))
             elif isinstance(ready, TokenCount):  # no model is needed
                 self._completion.settle(pulled, pulled.hit(item, ready, "none"))
-            elif not self.queue.join(
+            elif not self.queue.coalesce(
                 pulled, item
             ):  # an identical item of this admission may be queued by now
                 self.queue.add(ready, pulled, item, before)

@@ -1,6 +1,7 @@
 """A batch of a model that computes in steps, while it runs on one model process.
 
-Items join it between two steps, and leave one by one. It ends when nothing is left in it.
+Continuous batching: items are admitted between two steps, and leave one by one. It ends when
+nothing is left in it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from shared.tenants.plan import Priority
 from workers.job import QueuedItem
 from workers.jobs.batch_results import PROGRESS_EVERY_S, to_compute
 from workers.jobs.consumer import JobConsumer
@@ -23,7 +25,7 @@ from workers.runtime.protocol import (
     Spare,
     StepMessage,
 )
-from workers.utilization import BusyRatio, Lane
+from workers.utilization import BusyRatio
 
 TIMEOUT_S = 300.0
 """A process that sends nothing for this time is stuck. It is killed, and its jobs are retried.
@@ -38,7 +40,7 @@ class StepRun:
         number: of the model.
         consumer: of the model.
         processes: how many there are, which share the items that wait.
-        may_join: whether the process is to stay with this model.
+        may_admit: whether the process is to stay with this model.
         on_item: called with the end of each item.
         busy: counts the process as busy, less the spare time that it reports.
     """
@@ -49,7 +51,7 @@ class StepRun:
         number: int,
         consumer: JobConsumer,
         processes: int,
-        may_join: Callable[[], bool],
+        may_admit: Callable[[], bool],
         on_item: Callable[[BatchResult], None],
         busy: BusyRatio,
     ) -> None:
@@ -57,14 +59,14 @@ class StepRun:
         self._number = number
         self._consumer = consumer
         self._processes = processes
-        self._may_join = may_join
+        self._may_admit = may_admit
         self._on_item = on_item
         self._busy = busy
         self._inside: dict[int, QueuedItem] = {}
         self._dropped: set[int] = set()
-        self._yielding: set[int] = set()
-        """Places that another tenant is to get."""
-        self._counted: dict[Lane, float] = {}
+        self._preempted: set[int] = set()
+        """Slots that another tenant is to get."""
+        self._counted: dict[Priority, float] = {}
         self._reported_s = 0.0
 
     async def run(self, batch: Sequence[QueuedItem]) -> str:
@@ -88,40 +90,40 @@ class StepRun:
             self._count()
         if ended.failure is not None:
             self._fail(ended.failure)
-        for queued in self._inside.values():  # they came too late to join
+        for queued in self._inside.values():  # they came too late to be admitted
             self._consumer.queue.left_over(queued)
         self._inside.clear()
         return ""
 
-    def join_waiting(self) -> None:
-        """Lets items that wait join, as far as there is room."""
-        if not self._inside or not self._may_join():
+    def admit_waiting(self) -> None:
+        """Admits waiting items, as far as there is room."""
+        if not self._inside or not self._may_admit():
             return
-        joining = self._consumer.queue.take_joining(self._inside.values(), self._processes)
-        if joining:
-            first = self._process.join([to_compute(queued) for queued in joining])
+        admitted = self._consumer.queue.admit(self._inside.values(), self._processes)
+        if admitted:
+            first = self._process.admit([to_compute(queued) for queued in admitted])
             if first is None:  # it has just ended
-                for queued in joining:
+                for queued in admitted:
                     self._consumer.queue.left_over(queued)
                 return
-            self._add(first, joining)
-        self._make_place()
+            self._add(first, admitted)
+        self._preempt_for_others()
 
-    def _make_place(self) -> None:
-        """Interrupts texts of a tenant that has too many places, for one that waits."""
-        if self._yielding or self._dropped & self._inside.keys():
-            return  # a place is about to be free
-        chosen = self._consumer.queue.to_yield(self._inside.values())
+    def _preempt_for_others(self) -> None:
+        """Interrupts generations of a tenant that has too many slots, for one that waits."""
+        if self._preempted or self._dropped & self._inside.keys():
+            return  # a slot is about to be free
+        chosen = self._consumer.queue.to_preempt(self._inside.values())
         if chosen:
-            self._yielding = {at for at, one in self._inside.items() if one in chosen}
-            self._process.yield_places(sorted(self._yielding))
+            self._preempted = {at for at, one in self._inside.items() if one in chosen}
+            self._process.preempt(sorted(self._preempted))
 
     def drop_unwanted(self) -> None:
         """Stops the items whose callers are all gone."""
         gone = [
-            place
-            for place, queued in self._inside.items()
-            if place not in self._dropped and self._consumer.cancellation.is_unwanted([queued])
+            slot
+            for slot, queued in self._inside.items()
+            if slot not in self._dropped and self._consumer.cancellation.is_unwanted([queued])
         ]
         self._dropped.update(gone)
         self._process.drop(gone)
@@ -136,59 +138,59 @@ class StepRun:
         match message:
             case Chunks():
                 chunks = [
-                    (self._inside[place], chunk)
-                    for place, chunk in message.chunks.items()
-                    if place in self._inside
+                    (self._inside[slot], chunk)
+                    for slot, chunk in message.chunks.items()
+                    if slot in self._inside
                 ]
                 self._consumer.tokens.pass_on(chunks)
             case ItemsProgress():
                 self._report_progress(message)
             case ItemPreview():
-                if (queued := self._inside.get(message.place)) is not None:
-                    self._consumer.batches.pass_on_picture(queued, message)
+                if (queued := self._inside.get(message.slot)) is not None:
+                    self._consumer.batches.pass_on_image(queued, message)
             case ItemEnded():
                 self._end(message)
-                self.join_waiting()
+                self.admit_waiting()
             case Spare():
                 self._busy.spare(self._counted, message.seconds)
             case Preempted():
                 self._wait_again(message)
 
     def _wait_again(self, message: Preempted) -> None:
-        """Queues texts again that are not to be computed now."""
-        has_yielded = bool(self._yielding & set(message.places))
-        for place in message.places:
-            queued = self._inside.pop(place, None)
+        """Queues generations again that are not to be computed now."""
+        was_preempted = bool(self._preempted & set(message.slots))
+        for slot in message.slots:
+            queued = self._inside.pop(slot, None)
             if queued is None:
                 continue
-            if (chunk := message.chunks.get(place)) is not None:
+            if (chunk := message.chunks.get(slot)) is not None:
                 self._consumer.tokens.pass_on([(queued, chunk)])
-            if place in self._yielding:
+            if slot in self._preempted:
                 self._consumer.queue.left_over(queued)
             else:
                 self._consumer.queue.preempted(queued)
-        self._yielding &= self._inside.keys()
+        self._preempted &= self._inside.keys()
         self._count()
-        if has_yielded:
-            self.join_waiting()
+        if was_preempted:
+            self.admit_waiting()
 
     def _report_progress(self, message: ItemsProgress) -> None:
         if (now_s := time.monotonic()) - self._reported_s < PROGRESS_EVERY_S:
             return
         self._reported_s = now_s
         progress = {
-            self._inside[place]: steps
-            for place, steps in message.progress.items()
-            if place in self._inside
+            self._inside[slot]: steps
+            for slot, steps in message.progress.items()
+            if slot in self._inside
         }
         self._consumer.batches.report_items(progress, self._watch)
 
     def _watch(self, watched: Collection[QueuedItem]) -> None:
-        self._process.watch([place for place, queued in self._inside.items() if queued in watched])
+        self._process.watch([slot for slot, queued in self._inside.items() if queued in watched])
 
     def _end(self, message: ItemEnded) -> None:
-        queued = self._inside.pop(message.place, None)
-        self._yielding.discard(message.place)
+        queued = self._inside.pop(message.slot, None)
+        self._preempted.discard(message.slot)
         if queued is None:
             return
         self._count()
@@ -202,7 +204,7 @@ class StepRun:
             self._retry(failure.message)
             return
         now_s = time.time()
-        for place in list(self._inside):
+        for slot in list(self._inside):
             done = BatchResult(
                 results=[failure],
                 started_at_s=now_s,
@@ -211,7 +213,7 @@ class StepRun:
                 real_work=0,
                 padded_work=0,
             )
-            self._end(ItemEnded(0, place, done))
+            self._end(ItemEnded(0, slot, done))
 
     def _retry(self, reason: str) -> None:
         batch = list(self._inside.values())
@@ -225,8 +227,8 @@ class StepRun:
             self._busy.end(self._counted)
             self._counted = {}
         if self._inside:
-            lanes: list[Lane] = [
+            priorities: list[Priority] = [
                 "batch" if queued.may_wait_for_hours else "interactive"
                 for queued in self._inside.values()
             ]
-            self._counted = self._busy.start(lanes)
+            self._counted = self._busy.start(priorities)

@@ -21,8 +21,8 @@ class Prepared(msgspec.Struct, kw_only=True):
 
     `key`: only items with equal keys may share a batch. `length`: the work of the item, in tokens
     or pixel-steps, which counts against the batch budget. If a model pads, every item of a call
-    costs as much as the longest. `room`: what it takes of the budget if items join and leave
-    between steps. 0: its length.
+    costs as much as the longest. `room`: what it takes of the budget if items are admitted and
+    leave between steps. 0: its length.
     """
 
     key: str
@@ -111,7 +111,7 @@ OnStep = Callable[[int, int], None]
 """Called as on_step(step, steps) after each step of a batch, from 1."""
 
 
-class Picture(msgspec.Struct, array_like=True):
+class RgbImage(msgspec.Struct, array_like=True):
     """RGB pixels of 3 bytes, row by row."""
 
     width: int
@@ -154,7 +154,7 @@ class InferenceModel(LoadedModel, Protocol):
     """Whether an item costs as much as the longest one of its call. Known after setup."""
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        """Splits a batch into groups of places. Each group is one call of `predict`."""
+        """Splits a batch into groups of indices. Each group is one call of `predict`."""
 
     def computed_work(self, lengths: Sequence[int]) -> int:
         """The work of one call with items of these lengths, including padding."""
@@ -170,7 +170,7 @@ class InferenceModel(LoadedModel, Protocol):
 
 
 class StepEnd(msgspec.Struct):
-    """The items that a step of a SteppedModel ended, by place.
+    """The items that a step of a SteppedModel ended, by slot.
 
     `results`: items that are done. `preempted`: items that have to wait and start over, because the
     device had too little memory for all. `work`: what the step computed of all items, in tokens or
@@ -186,11 +186,11 @@ class StepEnd(msgspec.Struct):
 class SteppedModel(LoadedModel, Protocol):
     """Computes items step by step.
 
-    Items join between two steps and leave one by one. A place is the number of an item, which its
-    caller chooses.
+    Continuous batching: items are admitted between two steps and leave one by one. A slot is the
+    number of an item, which its caller chooses.
     """
 
-    def admit(self, place: int, item: PreparedItem) -> None:
+    def admit(self, slot: int, item: PreparedItem) -> None:
         """Takes an item in, which the next steps compute.
 
         Raises:
@@ -207,7 +207,7 @@ class SteppedModel(LoadedModel, Protocol):
     def take_chunks(self) -> dict[int, TokenChunk]:
         """Returns the output of each streamed item since the last call. Empty if there is none."""
 
-    def drop(self, place: int) -> None:
+    def drop(self, slot: int) -> None:
         """Removes an item, if it is still in."""
 
 
@@ -215,7 +215,7 @@ class SteppedModel(LoadedModel, Protocol):
 class Resumable(Protocol):
     """A SteppedModel whose items can be interrupted, and admitted again with what they have."""
 
-    def interrupt(self, place: int) -> TokenChunk | None:
+    def interrupt(self, slot: int) -> TokenChunk | None:
         """Removes an item that is in. Returns what it has written since its last report.
 
         None: nothing.
@@ -227,9 +227,9 @@ class ProgressReporter(Protocol):
     """A SteppedModel whose items have a known number of steps, and can be drawn between two."""
 
     def progress(self) -> dict[int, tuple[int, int]]:
-        """Returns the completed and total steps of each item, by place."""
+        """Returns the completed and total steps of each item, by slot."""
 
-    def picture(self, place: int) -> Picture | None:
+    def image(self, slot: int) -> RgbImage | None:
         """A small image of an item. None if it can't be drawn."""
 
 
@@ -237,8 +237,8 @@ class ProgressReporter(Protocol):
 class Previewer(Protocol):
     """A model that can draw what its items look like between two steps."""
 
-    def preview(self, places: Sequence[int]) -> Sequence[Picture | None]:
-        """Small images of the items at these places of the call. None if it can't draw them.
+    def preview(self, indices: Sequence[int]) -> Sequence[RgbImage | None]:
+        """Small images of the items at these indices of the call. None if it can't draw them.
 
         To be called within `on_step` only.
         """

@@ -23,7 +23,7 @@ from obstore.store import GCSStore, ObjectStore
 
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.stores.objects import GoogleCredentials
-from workers.models.text.gguf import converted
+from workers.models.generation.gguf import converted
 
 log = logging.getLogger(__name__)
 
@@ -107,9 +107,9 @@ def resolve(
 
     Args:
         source: `package:IMPORT.NAME/sub/path` (a folder in an installed package), `local:PATH`
-            (either may be a GGUF file, which is converted once, see workers/models/text/gguf.py),
-            `hf:ORG/NAME` (the Hugging Face hub, or its cache on this machine) or
-            `gs://BUCKET/PREFIX`.
+            (either may be a GGUF file, which is converted once, see
+            workers/models/generation/gguf.py), `hf:ORG/NAME` (the Hugging Face hub, or its cache on
+            this machine) or `gs://BUCKET/PREFIX`.
         revision: branch, tag or commit of a hub repository. The copy of a bucket is kept under this
             name.
         cache_dir: where copies of buckets and converted files are kept.
@@ -235,11 +235,11 @@ def _download(store: ObjectStore, prefix: str, folder: Path) -> int:
     """Copies all objects below `prefix` into `folder`. Returns how many."""
     count = 0
     for page in obstore.list(store, prefix or None):
-        for found in page:
-            path = folder / PurePosixPath(found["path"]).relative_to(prefix)
+        for entry in page:
+            path = folder / PurePosixPath(entry["path"]).relative_to(prefix)
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
-                for chunk in obstore.get(store, found["path"]):
+                for chunk in obstore.get(store, entry["path"]):
                     file.write(chunk)
             count += 1
     return count

@@ -127,10 +127,10 @@ def optimize(
         calibration=calibration,
         threads=threads,
     )
-    places = {"models_file": models_file, "artifacts_dir": artifacts_dir}
+    paths = {"models_file": models_file, "artifacts_dir": artifacts_dir}
     try:
         settings = read_settings(
-            WorkerSettings, model=model, **{k: v for k, v in places.items() if v is not None}
+            WorkerSettings, model=model, **{k: v for k, v in paths.items() if v is not None}
         )
         _optimize(settings, options, Output(as_json=as_json), force=force)
     except PenstockError as error:
@@ -155,22 +155,24 @@ class Output:
     def show_found(self, artifact: Artifact) -> None:
         """Prints an artifact that exists already."""
         if self._as_json:
-            found = [
+            verdicts = [
                 {"variant": one.name, "relative_speed": one.relative_speed}
                 for one in artifact.manifest.variants
             ]
             typer.echo(
-                json.dumps({"folder": str(artifact.folder), "made": [], "found": found}, indent=2)
+                json.dumps(
+                    {"folder": str(artifact.folder), "made": [], "found": verdicts}, indent=2
+                )
             )
         else:
             typer.echo(_described(artifact))
 
-    def show_made(self, made: Made, folder: Path) -> None:
+    def show_made(self, optimized: Made, folder: Path) -> None:
         """Prints the verdict on each variant that was tried."""
         if self._as_json:
-            typer.echo(json.dumps({"folder": str(folder)} | verdicts_as_dict(made), indent=2))
+            typer.echo(json.dumps({"folder": str(folder)} | verdicts_as_dict(optimized), indent=2))
         else:
-            typer.echo(verdict_table(made))
+            typer.echo(verdict_table(optimized))
 
 
 def _optimize(
@@ -216,11 +218,11 @@ def _make(
     digest = target.name
     with new_artifact(target.parents[1], entry.name, digest) as draft:
         with Console(stderr=True).status(f"optimizing {entry.name}"):
-            made = _maker(entry)(entry, source, draft, options, output.say)
-        output.show_made(made, target)
+            optimized = _maker(entry)(entry, source, draft, options, output.say)
+        output.show_made(optimized, target)
         kept = [] if there is None else take_over(there, draft)
-        accepted = [verdict.variant for verdict in made.verdicts if verdict.is_accepted]
-        refused = [verdict for verdict in made.verdicts if not verdict.is_accepted]
+        accepted = [verdict.variant for verdict in optimized.verdicts if verdict.is_accepted]
+        refused = [verdict for verdict in optimized.verdicts if not verdict.is_accepted]
         if not kept and not accepted:
             refusals = "; ".join(
                 f"{verdict.variant.name}: {verdict.refusal}" for verdict in refused

@@ -98,13 +98,13 @@ def export_graph(model: Any, path: Path, *, has_types: bool) -> None:
     ids = torch.ones(2, 16, dtype=torch.long)
     mask = torch.ones_like(ids)
     mask[1, 8:] = 0
-    given = (ids, mask, torch.zeros_like(ids))[: len(names)]
+    arguments = (ids, mask, torch.zeros_like(ids))[: len(names)]
     axes = {name: {0: "items", 1: "tokens"} for name in (*names, STATES)}
     try:
         with _quiet(), torch.inference_mode():
             torch.onnx.export(
                 _States(model, names),
-                given,
+                arguments,
                 str(path),
                 input_names=names,
                 output_names=[STATES],
@@ -126,9 +126,9 @@ class _States(torch.nn.Module):
         self.model = model
         self._names = names
 
-    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         states: torch.Tensor = self.model(
-            **dict(zip(self._names, given, strict=True))
+            **dict(zip(self._names, tensors, strict=True))
         ).last_hidden_state
         return states
 
@@ -252,13 +252,13 @@ class Baseline:
         order = np.argsort([text.length for text in self.texts], kind="stable")
         vectors = np.empty_like(self.vectors)
         for at in range(0, len(order), _JUDGED_TOGETHER):
-            places = order[at : at + _JUDGED_TOGETHER]
-            vectors[places] = _vectors(model, [self.texts[place] for place in places])
+            indices = order[at : at + _JUDGED_TOGETHER]
+            vectors[indices] = _vectors(model, [self.texts[index] for index in indices])
         return vectors
 
     def _time_s(self, model: EmbeddingModel) -> float:
         texts = self.texts[::_TIMED_EVERY]
-        groups = [[texts[place] for place in places] for places in model.groups(texts)]
+        groups = [[texts[index] for index in indices] for indices in model.groups(texts)]
         began_s = time.perf_counter()
         for group in groups:
             _vectors(model, group)

@@ -1,4 +1,4 @@
-"""Judges the variants of an image model by the pictures that they draw."""
+"""Judges the variants of an image model by the images that they draw."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPTS = (
     "portrait of an old sailor, soft light",
     "a bowl of lemons on a wooden table",
 )
-"""Each has its own seed. The first two are also drawn from a source picture."""
+"""Each has its own seed. The first two are also drawn from a source image."""
 _STRENGTH = 0.5
 _PLANS: dict[str, tuple[torch.dtype, dict[str, bool]]] = {
     "tuned": (torch.float32, {"is_tuned": True}),
@@ -60,7 +60,7 @@ def make_variants(
     """
     names = wanted_variants(entry, options)
     device, device_name = Device("auto", options.threads, 1.0).open()
-    say(f"drawing the reference pictures in fp32 on {device_name}")
+    say(f"drawing the reference images in fp32 on {device_name}")
     original = _Studio(entry, folder, device, _plan("", entry))
     features = _VaeFeatures(original.text_to_image.vae)
     verdicts = []
@@ -88,7 +88,7 @@ def _plan(name: str, entry: Model) -> ImagePlan:
 
 @dataclass(frozen=True)
 class _Quality:
-    """The minimum PSNR of all pictures, mean SSIM, and mean distance of VAE features."""
+    """The minimum PSNR of all images, mean SSIM, and mean distance of VAE features."""
 
     psnr_db: float
     ssim: float
@@ -96,14 +96,14 @@ class _Quality:
 
 
 class _Studio:
-    """A pipeline and the pictures that it draws, each float32 [height, width, 3] from 0 to 1."""
+    """A pipeline and the images that it draws, each float32 [height, width, 3] from 0 to 1."""
 
     def __init__(self, entry: Model, folder: Path, device: torch.device, plan: ImagePlan) -> None:
         self._usual = entry.image
         self.text_to_image, self._image_to_image = load_pipelines(folder, device, plan)
-        self.pictures = [self._draw(seed, prompt) for seed, prompt in enumerate(PROMPTS)]
+        self.images = [self._draw(seed, prompt) for seed, prompt in enumerate(PROMPTS)]
         if self._image_to_image is not None:
-            self.pictures += [self._redraw(seed, prompt) for seed, prompt in enumerate(PROMPTS[:2])]
+            self.images += [self._redraw(seed, prompt) for seed, prompt in enumerate(PROMPTS[:2])]
 
     @property
     def weights_bytes(self) -> int:
@@ -116,7 +116,7 @@ class _Studio:
         return sum(_stored_bytes(weight) for part in parts for weight in part.parameters())
 
     def time_s(self) -> float:
-        """Seconds that one picture from text takes."""
+        """Seconds that one image from text takes."""
         began_s = time.perf_counter()
         self._draw(0, PROMPTS[0])
         return time.perf_counter() - began_s
@@ -134,10 +134,10 @@ class _Studio:
             strength=_STRENGTH,
         )
 
-    def _run(self, pipeline: Any, seed: int, **given: Any) -> np.ndarray:
+    def _run(self, pipeline: Any, seed: int, **options: Any) -> np.ndarray:
         with torch.inference_mode():
             drawn = pipeline(
-                **given,
+                **options,
                 num_inference_steps=self._usual.steps,
                 guidance_scale=self._usual.guidance_scale,
                 generator=torch.Generator("cpu").manual_seed(seed),
@@ -154,7 +154,7 @@ def _stored_bytes(weight: torch.Tensor) -> int:
 
 
 def _source(width: int, height: int) -> Image.Image:
-    """A picture of smooth colors with hard edges."""
+    """An image of smooth colors with hard edges."""
     down, across = np.mgrid[0:height, 0:width]
     stripes = ((down // max(1, height // 8) + across // max(1, width // 8)) % 2) * 64
     pixels = np.stack(
@@ -174,18 +174,18 @@ class _VaeFeatures:
     def __init__(self, vae: Any) -> None:
         self._vae = vae
 
-    def of(self, picture: np.ndarray) -> list[np.ndarray]:
-        """The features of one picture."""
+    def of(self, image: np.ndarray) -> list[np.ndarray]:
+        """The features of one image."""
         seen: list[np.ndarray] = []
         hooks = [
             block.register_forward_hook(
-                lambda module, given, output: seen.append(output[0].float().cpu().numpy())
+                lambda module, inputs, output: seen.append(output[0].float().cpu().numpy())
             )
             for block in self._vae.encoder.down_blocks
         ]
         try:
             with torch.inference_mode():
-                pixels = torch.from_numpy(picture).permute(2, 0, 1)[None] * 2 - 1
+                pixels = torch.from_numpy(image).permute(2, 0, 1)[None] * 2 - 1
                 self._vae.encoder(pixels.to(self._vae.device, self._vae.dtype))
         finally:
             for hook in hooks:
@@ -233,8 +233,8 @@ def _measure(
     tolerance_db: float,
     device: torch.device,
 ) -> Verdict:
-    """The verdict on a variant that draws, by its pictures and its speed."""
-    quality = _compare(studio.pictures, original.pictures, features)
+    """The verdict on a variant that draws, by its images and its speed."""
+    quality = _compare(studio.images, original.images, features)
     # By turns, so that whatever else the machine does disturbs both alike.
     times_s = [(original.time_s(), studio.time_s()) for _ in range(2)]
     original_s, variant_s = (min(column) for column in zip(*times_s, strict=True))
@@ -283,9 +283,9 @@ def _missing(plan: ImagePlan, device: torch.device) -> str:
 
 
 def _compare(
-    pictures: Sequence[np.ndarray], reference: Sequence[np.ndarray], features: _VaeFeatures
+    images: Sequence[np.ndarray], reference: Sequence[np.ndarray], features: _VaeFeatures
 ) -> _Quality:
-    pairs = list(zip(pictures, reference, strict=True))
+    pairs = list(zip(images, reference, strict=True))
     return _Quality(
         psnr_db=min(psnr_db(ours, theirs) for ours, theirs in pairs),
         ssim=float(np.mean([ssim(ours, theirs) for ours, theirs in pairs])),

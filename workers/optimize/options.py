@@ -20,7 +20,7 @@ class OptimizeOptions:
     """The options of the command line.
 
     `variants`: names that the task knows. Empty: the usual ones. `tolerance`:
-    the least cosine (images: PSNR in dB) in the place of the catalog's. `prune_neurons`,
+    the least cosine (images: PSNR in dB) instead of the catalog's. `prune_neurons`,
     `prune_heads`: the part to cut, 0 to 1. `calibration`: how int8-static takes ranges. `threads`:
     of the reference and of every variant alike.
     """

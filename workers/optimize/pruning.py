@@ -110,7 +110,7 @@ def _inputs_of(
     def record(
         inputs: list[torch.Tensor],
     ) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], None]:
-        return lambda module, given: inputs.append(given[0].flatten(0, -2))
+        return lambda module, arguments: inputs.append(arguments[0].flatten(0, -2))
 
     hooks = [
         cut.consumer.register_forward_pre_hook(record(inputs))

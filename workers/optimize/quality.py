@@ -101,8 +101,8 @@ def feature_distance(features: list[np.ndarray], reference: list[np.ndarray]) ->
     """Distance of two images by features, one array [channels, height, width] per layer.
 
     Made like LPIPS (Zhang et al., "The Unreasonable Effectiveness of Deep Features as a Perceptual
-    Metric", 2018): at each place the channels are scaled to unit length, and squared differences
-    are averaged over places and summed over layers. The features are not LPIPS's and have no
+    Metric", 2018): at each position the channels are scaled to unit length, and squared differences
+    are averaged over positions and summed over layers. The features are not LPIPS's and have no
     learned weights, so figures compare only with each other.
     """
     return float(

@@ -133,11 +133,11 @@ def _multiply(
     """Has `nodes` take the activation times `factors`, by one new node before the first of them."""
     constant, product = f"{activation}_smooth_factors", f"{activation}_smooth"
     graph.initializer.append(numpy_helper.from_array(factors.astype(np.float32), constant))
-    place = min(list(graph.node).index(node) for node in nodes)
+    first_index = min(list(graph.node).index(node) for node in nodes)
     for node in nodes:
         node.input[0] = product
     graph.node.insert(
-        place, helper.make_node("Mul", [activation, constant], [product], name=product)
+        first_index, helper.make_node("Mul", [activation, constant], [product], name=product)
     )
 
 
@@ -190,13 +190,13 @@ def _products(source: onnx.ModelProto, graph: OnnxModel) -> list[_Product]:
     weights = {weight.name: weight for weight in source.graph.initializer}
     nodes = {node.name: node for node in graph.get_nodes_by_op_type("MatMul")}
     producers = graph.output_name_to_node()
-    found = []
+    replaced = []
     for activation, originals in weighted_products(source).items():
         for original in originals:
             node = nodes[original.name]
             left, right = (producers[name] for name in node.input)
             integers, scales, _ = (graph.get_constant_value(name) for name in right.input)
-            found.append(
+            replaced.append(
                 _Product(
                     node=node,
                     left=left,
@@ -208,7 +208,7 @@ def _products(source: onnx.ModelProto, graph: OnnxModel) -> list[_Product]:
                     rounded_weights=integers * scales,
                 )
             )
-    return found
+    return replaced
 
 
 def _shifts(source: Path, products: Sequence[_Product], feeds: Sequence[Feed]) -> list[np.ndarray]:

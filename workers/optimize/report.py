@@ -44,10 +44,10 @@ class Made:
     original: dict[str, str]
 
 
-def verdict_table(made: Made) -> str:
+def verdict_table(optimized: Made) -> str:
     """The original and every variant, one a line with its fate at the end, and the notes below."""
-    verdicts, columns = made.verdicts, list(made.original)
-    rows = [list(made.original.values())]
+    verdicts, columns = optimized.verdicts, list(optimized.original)
+    rows = [list(optimized.original.values())]
     for verdict in verdicts:
         rows.append(
             [verdict.variant.name] + [verdict.figures.get(column, "") for column in columns[1:]]
@@ -69,7 +69,7 @@ def verdict_table(made: Made) -> str:
     return "\n".join([_rendered(made_table), *notes])
 
 
-def verdicts_as_dict(made: Made) -> dict[str, object]:
+def verdicts_as_dict(optimized: Made) -> dict[str, object]:
     """The same for a program: the figures of the original and the verdict on every variant."""
     tried = [
         {
@@ -80,9 +80,9 @@ def verdicts_as_dict(made: Made) -> dict[str, object]:
             "figures": verdict.figures,
             "note": verdict.variant.note,
         }
-        for verdict in made.verdicts
+        for verdict in optimized.verdicts
     ]
-    return {"original": made.original, "made": tried}
+    return {"original": optimized.original, "made": tried}
 
 
 def _rendered(table: Table) -> str:

@@ -135,10 +135,10 @@ class ForkedProcess:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         # If the template died and this is the container's first process, we reap the process.
         with contextlib.suppress(ChildProcessError):
-            found = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
-            if found is not None:
+            status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+            if status is not None:
                 self.set_status(
-                    found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+                    status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
                 )
         os.close(self._pidfd)
         self._has_ended.set()

@@ -30,12 +30,12 @@ from workers.runtime.protocol import (
     StepMessage,
     StepsEnded,
     decode_server_message,
+    encode_admit,
     encode_cancel,
     encode_drop,
-    encode_join,
+    encode_preempt,
     encode_run,
     encode_watch,
-    encode_yield,
 )
 
 EXIT_LIMIT_S = 5.0
@@ -189,10 +189,10 @@ class ModelClient:
     ) -> StepsEnded:
         """Runs items on model number `model`, which computes in steps, until none is left.
 
-        Others may join. `timeout_s` counts from the last message.
+        More may be admitted. `timeout_s` counts from the last message.
 
         Args:
-            batch: the items, whose places are their indexes.
+            batch: the items, whose slots are their indexes.
             timeout_s: the longest time without a message.
             on_message: called with each message but the last one.
             model: the number of the model.
@@ -224,8 +224,8 @@ class ModelClient:
         reason = f"the batch was not done in {timeout_s:g} s"
         return asyncio.get_running_loop().call_later(timeout_s, self.kill, reason)
 
-    def join(self, items: Sequence[Prepared]) -> int | None:
-        """Adds items to the batch that runs in steps. Returns the place of the first.
+    def admit(self, items: Sequence[Prepared]) -> int | None:
+        """Adds items to the batch that runs in steps. Returns the slot of the first.
 
         None: no batch runs. The batch may be over by now, which its end says: then the items have
         no end of their own.
@@ -234,18 +234,18 @@ class ModelClient:
         if pending is None or pending.on_steps is None:
             return None
         first, pending.size = pending.size, pending.size + len(items)
-        self._writer.write(encode_join(pending.number, first, list(items)))
+        self._writer.write(encode_admit(pending.number, first, list(items)))
         return first
 
-    def drop(self, places: Sequence[int]) -> None:
+    def drop(self, slots: Sequence[int]) -> None:
         """Stops these items of the batch that runs in steps. They fail as canceled."""
-        if self._pending is not None and places:
-            self._writer.write(encode_drop(self._pending.number, list(places)))
+        if self._pending is not None and slots:
+            self._writer.write(encode_drop(self._pending.number, list(slots)))
 
-    def yield_places(self, places: Sequence[int]) -> None:
+    def preempt(self, slots: Sequence[int]) -> None:
         """Interrupts these items of the batch that runs in steps. They come back as preempted."""
-        if self._pending is not None and places:
-            self._writer.write(encode_yield(self._pending.number, list(places)))
+        if self._pending is not None and slots:
+            self._writer.write(encode_preempt(self._pending.number, list(slots)))
 
     def cancel(self) -> None:
         """Stops the current batch after its current step, if it has steps.
@@ -255,10 +255,10 @@ class ModelClient:
         if self._pending is not None:
             self._writer.write(encode_cancel(self._pending.number))
 
-    def watch(self, places: Sequence[int]) -> None:
-        """Has previews of these places of the current batch drawn, for a moment."""
+    def watch(self, slots: Sequence[int]) -> None:
+        """Has previews of these slots of the current batch drawn, for a moment."""
         if self._pending is not None:
-            self._writer.write(encode_watch(self._pending.number, list(places)))
+            self._writer.write(encode_watch(self._pending.number, list(slots)))
 
     def kill(self, fault: str) -> None:
         """Kills the process. `fault` is the reason that callers get."""

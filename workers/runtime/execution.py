@@ -1,4 +1,4 @@
-"""Runs batches in a model process: a whole one, or one that items join and leave between two steps.
+"""Runs batches in a model process: whole ones, or one to which items come between two steps.
 
 Groups of a whole batch that fail are halved, and it stops when it is canceled. For a SteppedModel
 it is measured how much of the process the items take, step by step. Callers see their progress, and
@@ -22,14 +22,15 @@ from shared.tasks import Result
 from workers.models.base import (
     InferenceModel,
     OutOfMemory,
-    Picture,
     PreparedItem,
     Previewer,
     ProgressReporter,
     Resumable,
+    RgbImage,
     SteppedModel,
 )
 from workers.runtime.protocol import (
+    Admit,
     BatchResult,
     Cancel,
     Chunks,
@@ -38,7 +39,7 @@ from workers.runtime.protocol import (
     ItemEnded,
     ItemPreview,
     ItemsProgress,
-    Join,
+    Preempt,
     Preempted,
     Previews,
     RunBatch,
@@ -47,7 +48,6 @@ from workers.runtime.protocol import (
     StepDone,
     StepsEnded,
     Watch,
-    Yield,
     encode_server_message,
     read_client_message,
 )
@@ -62,7 +62,7 @@ FIRST_PREVIEW_S = 0.25
 WATCH_VALID_S = 2.0
 """The I/O process repeats a Watch every half second while somebody watches."""
 MAX_PREVIEWED = 8
-"""Places of a batch that are previewed at a time."""
+"""Slots of a batch that are previewed at a time."""
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def run_batch(resident_models: ResidentModels, batch: RunBatch, steps: StepRepor
     if execution.padded:
         padded = execution.padded
         done.computed_work = [
-            padded.get(place, item.length) for place, item in enumerate(batch.items)
+            padded.get(slot, item.length) for slot, item in enumerate(batch.items)
         ]
     return done
 
@@ -132,8 +132,8 @@ class StepReporter:
         self._preview_from_s = self._reported_s + FIRST_PREVIEW_S
         self.previewer: Previewer | None = None
         """The model, if it draws previews."""
-        self.places: Sequence[int] = ()
-        """The places of the batch that the current call of the model computes."""
+        self.slots: Sequence[int] = ()
+        """The slots of the batch that the current call of the model computes."""
         self.saved: int | None = None
         """The steps that were left out, if the batch was canceled."""
 
@@ -150,7 +150,7 @@ class StepReporter:
         if (now_s := time.monotonic()) - self._reported_s >= PROGRESS_EVERY_S:
             self._reported_s = now_s
             self._connection.sendall(encode_server_message(StepDone(self._number, step, steps)))
-        # After the last step the picture itself comes.
+        # After the last step the image itself comes.
         is_watched = bool(self._watched) and now_s < self._watched_until_s
         if is_watched and step < steps and now_s >= self._preview_from_s:
             self._preview(step, steps, now_s)
@@ -162,7 +162,7 @@ class StepReporter:
             # can arrive.
             if isinstance(message, Watch):
                 if message.number == self._number:
-                    self._watched = message.places
+                    self._watched = message.slots
                     self._watched_until_s = time.monotonic() + WATCH_VALID_S
             elif not isinstance(message, Cancel) or message.number == self._number:
                 return True
@@ -170,23 +170,23 @@ class StepReporter:
 
     def _preview(self, step: int, steps: int, began_s: float) -> None:
         watched = set(self._watched)
-        inside = [at for at, place in enumerate(self.places) if place in watched][:MAX_PREVIEWED]
+        inside = [at for at, slot in enumerate(self.slots) if slot in watched][:MAX_PREVIEWED]
         if self.previewer is None or not inside:
             return
         try:
             drawn = self.previewer.preview(inside)
         except Exception:
-            # The boundary to the model libraries: a picture that nobody needs never fails a batch.
+            # The boundary to the model libraries: an image that nobody needs never fails a batch.
             log.warning("no preview could be drawn", exc_info=True)
             self._preview_from_s = float("inf")
             return
-        pictures = {
-            self.places[at]: picture
-            for at, picture in zip(inside, drawn, strict=True)
-            if picture is not None
+        images = {
+            self.slots[at]: image
+            for at, image in zip(inside, drawn, strict=True)
+            if image is not None
         }
-        if pictures:
-            previews = Previews(self._number, step, steps, pictures)
+        if images:
+            previews = Previews(self._number, step, steps, images)
             self._connection.sendall(encode_server_message(previews))
         took_s = time.monotonic() - began_s
         self._preview_from_s = began_s + max(PREVIEW_EVERY_S, took_s / PREVIEW_SHARE)
@@ -205,20 +205,20 @@ class BatchExecution:
         self.results: dict[int, Result | Failure] = {}
         self.padded_work = 0
         self.padded: dict[int, int] = {}
-        """Work of the items that were padded, padding included, by place."""
+        """Work of the items that were padded, padding included, by slot."""
         self.out_of_memory = False
 
     def compute(self, items: Sequence[PreparedItem]) -> None:
-        """Fills `results` for every place in `items`."""
+        """Fills `results` for every slot in `items`."""
         try:
-            for places in self._model.groups(items):
-                self._compute_group(items, places)
+            for slots in self._model.groups(items):
+                self._compute_group(items, slots)
         except Canceled as error:
-            for place in range(len(items)):
-                self.results.setdefault(place, Failure.from_error(error))
+            for slot in range(len(items)):
+                self.results.setdefault(slot, Failure.from_error(error))
 
-    def _compute_group(self, items: Sequence[PreparedItem], places: Sequence[int]) -> None:
-        group = [items[place] for place in places]
+    def _compute_group(self, items: Sequence[PreparedItem], slots: Sequence[int]) -> None:
+        group = [items[slot] for slot in slots]
         lengths = [item.length for item in group]
         computed = self._model.computed_work(lengths)
         self.padded_work += computed
@@ -227,8 +227,8 @@ class BatchExecution:
             each = [computed // len(group)] * len(group)
             if not self._model.pads:
                 each = [length * computed // real for length in lengths]
-            self.padded |= dict(zip(places, each, strict=True))
-        self._steps.places = places
+            self.padded |= dict(zip(slots, each, strict=True))
+        self._steps.slots = slots
         try:
             results = self._model.predict(group, self._steps)
             if len(results) != len(group):
@@ -241,17 +241,17 @@ class BatchExecution:
             self.out_of_memory |= isinstance(error, OutOfMemory)
             log.warning("batch failed", exc_info=True, extra={"items": len(group)})
             if len(group) == 1:
-                self.results[places[0]] = Failure.from_error(error)
+                self.results[slots[0]] = Failure.from_error(error)
                 return
         else:
-            for place, result in zip(places, results, strict=True):
-                self.results[place] = (
+            for slot, result in zip(slots, results, strict=True):
+                self.results[slot] = (
                     Failure.from_error(result) if isinstance(result, PenstockError) else result
                 )
             return
-        middle = len(places) // 2
-        self._compute_group(items, places[:middle])
-        self._compute_group(items, places[middle:])
+        middle = len(slots) // 2
+        self._compute_group(items, slots[:middle])
+        self._compute_group(items, slots[middle:])
 
 
 class StepPreviews:
@@ -274,9 +274,9 @@ class StepPreviews:
         self._watched: set[int] = set()
         self._watched_until_s = 0.0
 
-    def watch(self, places: Sequence[int]) -> None:
-        """Somebody watches these places for a moment."""
-        self._watched = set(places)
+    def watch(self, slots: Sequence[int]) -> None:
+        """Somebody watches these slots for a moment."""
+        self._watched = set(slots)
         self._watched_until_s = time.monotonic() + WATCH_VALID_S
 
     def report(self) -> None:
@@ -292,28 +292,29 @@ class StepPreviews:
             self._draw(progress, now_s)
 
     def _draw(self, progress: dict[int, tuple[int, int]], began_s: float) -> None:
-        for place in sorted(self._watched & progress.keys())[:MAX_PREVIEWED]:
-            picture = self._drawn(place)
-            if picture is not None:
-                self._send(ItemPreview(self._number, place, *progress[place], picture))
+        for slot in sorted(self._watched & progress.keys())[:MAX_PREVIEWED]:
+            image = self._drawn(slot)
+            if image is not None:
+                self._send(ItemPreview(self._number, slot, *progress[slot], image))
         took_s = time.monotonic() - began_s
         self._preview_from_s = max(
             self._preview_from_s, began_s + max(PREVIEW_EVERY_S, took_s / PREVIEW_SHARE)
         )
 
-    def _drawn(self, place: int) -> Picture | None:
+    def _drawn(self, slot: int) -> RgbImage | None:
         try:
-            return self._model.picture(place)
+            return self._model.image(slot)
         except Exception:
-            # The boundary to the model libraries: a picture that nobody needs never fails an item.
+            # The boundary to the model libraries: an image that nobody needs never fails an item.
             log.warning("no preview could be drawn", exc_info=True)
             self._preview_from_s = float("inf")
             return None
 
 
 SHARED_WEIGHTS_SHARE = 0.5
-"""The guess for a model whose steps read all weights once: a step that writes a token of each place
-takes twice the fixed time. SmolLM2-135M: 16 texts 1.8 to 4.1 times one (docs/reference/text.md)."""
+"""The guess for a model whose steps read all weights once: a step that writes a token of each slot
+takes twice the fixed time. SmolLM2-135M: 16 texts 1.8 to 4.1 times one
+(docs/reference/generation.md)."""
 
 
 class StepRoom:
@@ -402,8 +403,8 @@ class StepExecution:
         except Exception as error:
             # The boundary to the model libraries, as below. It fails only these items.
             log.warning("model not loaded", exc_info=True, extra={"model": self._batch.model})
-            for place in range(len(self._batch.items)):
-                self._end(place, _Item(time.time()), error)
+            for slot in range(len(self._batch.items)):
+                self._end(slot, _Item(time.time()), error)
             self._send(StepsEnded(self._batch.number, None, self._resident_models.changes()))
             return
         self._run(model)
@@ -422,8 +423,8 @@ class StepExecution:
             # The boundary to the model libraries: their errors fail items, never the process.
             log.warning("step failed", exc_info=True, extra={"items": len(self._items)})
             failure = Failure.from_error(error)
-            for place in self._items:
-                model.drop(place)
+            for slot in self._items:
+                model.drop(slot)
         switched = self._resident_models.changes()
         self._send(StepsEnded(self._batch.number, failure, switched))
 
@@ -435,45 +436,45 @@ class StepExecution:
                 return False
             if message.number != self._batch.number:
                 continue  # about a batch that is over
-            if isinstance(message, Join):
+            if isinstance(message, Admit):
                 self._admit(model, message.first, message.items)
             elif isinstance(message, Drop):
-                self._drop(model, message.places)
-            elif isinstance(message, Yield):
-                self._interrupt(model, message.places)
+                self._drop(model, message.slots)
+            elif isinstance(message, Preempt):
+                self._interrupt(model, message.slots)
             elif isinstance(message, Cancel):
                 self._drop(model, list(self._items))
             elif isinstance(message, Watch) and self._previews is not None:
-                self._previews.watch(message.places)
+                self._previews.watch(message.slots)
         return bool(self._items)
 
     def _admit(self, model: SteppedModel, first: int, items: list[PreparedItem]) -> None:
-        for place, item in enumerate(items, first):
+        for slot, item in enumerate(items, first):
             admitted = _Item(time.time(), item.room or item.length)
             try:
-                model.admit(place, item)
+                model.admit(slot, item)
             except PenstockError as error:
                 # An item that has the device to itself would wait for room forever.
                 if isinstance(error, OutOfMemory) and self._items:
-                    self._send(Preempted(self._batch.number, [place]))
+                    self._send(Preempted(self._batch.number, [slot]))
                 else:
-                    self._end(place, admitted, error)
+                    self._end(slot, admitted, error)
             else:
-                self._items[place] = admitted
+                self._items[slot] = admitted
 
-    def _drop(self, model: SteppedModel, places: list[int]) -> None:
+    def _drop(self, model: SteppedModel, slots: list[int]) -> None:
         progress = model.progress() if isinstance(model, ProgressReporter) else {}
-        for place in places:
-            if (item := self._items.pop(place, None)) is not None:
-                model.drop(place)
-                steps = progress.get(place)
-                self._end(place, item, Canceled(), steps and steps[1] - steps[0])
+        for slot in slots:
+            if (item := self._items.pop(slot, None)) is not None:
+                model.drop(slot)
+                steps = progress.get(slot)
+                self._end(slot, item, Canceled(), steps and steps[1] - steps[0])
 
-    def _interrupt(self, model: SteppedModel, places: list[int]) -> None:
+    def _interrupt(self, model: SteppedModel, slots: list[int]) -> None:
         assert isinstance(model, Resumable), "only generations are preempted; this is a bug"
-        left = [place for place in places if self._items.pop(place, None) is not None]
-        written = {place: model.interrupt(place) for place in left}
-        chunks = {place: chunk for place, chunk in written.items() if chunk is not None}
+        left = [slot for slot in slots if self._items.pop(slot, None) is not None]
+        written = {slot: model.interrupt(slot) for slot in left}
+        chunks = {slot: chunk for slot, chunk in written.items() if chunk is not None}
         self._send(Preempted(self._batch.number, left, chunks))
 
     def _step(self, model: SteppedModel) -> None:
@@ -483,11 +484,11 @@ class StepExecution:
         self._charge(end.work, now_s - began_s, cpu_s)
         if end.results or now_s - self._spare_reported_s >= SPARE_EVERY_S:
             self._report_spare(now_s)
-        for place, result in end.results.items():
-            self._end(place, self._items.pop(place), result)
+        for slot, result in end.results.items():
+            self._end(slot, self._items.pop(slot), result)
         if end.preempted:
-            for place in end.preempted:
-                del self._items[place]
+            for slot in end.preempted:
+                del self._items[slot]
             self._send(Preempted(self._batch.number, end.preempted))
         if self._previews is not None:
             self._previews.report()
@@ -517,7 +518,7 @@ class StepExecution:
 
     def _end(
         self,
-        place: int,
+        slot: int,
         item: _Item,
         result: Result | Exception,
         steps_saved: int | None = None,
@@ -540,7 +541,7 @@ class StepExecution:
             average_items=batch_items,
             steps_saved=steps_saved,
         )
-        self._send(ItemEnded(self._batch.number, place, done))
+        self._send(ItemEnded(self._batch.number, slot, done))
 
     def _send(self, message: ServerMessage) -> None:
         self._connection.sendall(encode_server_message(message))

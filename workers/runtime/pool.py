@@ -139,19 +139,19 @@ class ModelPool(ProcessPool):
         command: Sequence[str] = (sys.executable, "-m", "workers.runtime.server"),
     ) -> None:
         environment = child_environment(threads)
-        given = [f"--threads={threads}", f"--memory-fraction={memory_fraction}"]
-        given.append(f"--memory-budget-bytes={memory_budget_bytes}")
+        options = [f"--threads={threads}", f"--memory-fraction={memory_fraction}"]
+        options.append(f"--memory-budget-bytes={memory_budget_bytes}")
         for entry, folder, backend in models:
-            given += [f"--model={entry.model_dump_json()}", f"--folder={folder.resolve()}"]
-            given.append(f"--backend={msgspec.json.encode(backend).decode()}")
-        places = _places(device, processes, threads)
-        ahead = (*command, *given, f"--device={places[0]}")
+            options += [f"--model={entry.model_dump_json()}", f"--folder={folder.resolve()}"]
+            options.append(f"--backend={msgspec.json.encode(backend).decode()}")
+        targets = _devices(device, processes, threads)
+        ahead = (*command, *options, f"--device={targets[0]}")
         template = Template(ahead, environment, start_timeout_s) if can_fork() else None
         forked = []
-        for place in places:
-            start: Start = partial(spawn, (*command, *given, f"--device={place}"), environment)
+        for target in targets:
+            start: Start = partial(spawn, (*command, *options, f"--device={target}"), environment)
             if template is not None:
-                start = partial(template.fork, place)
+                start = partial(template.fork, target)
             forked.append(PooledProcess(Launch(start, start_timeout_s)))
         super().__init__(forked, template)
 
@@ -208,7 +208,7 @@ class PooledProcess:
         on_message: OnStepMessage,
         model: int = 0,
     ) -> StepsEnded:
-        """Runs items on a model that computes in steps, until none is left. Others may join.
+        """Runs items on a model that computes in steps, until none is left. More may be admitted.
 
         Args:
             batch: at least one item.
@@ -223,19 +223,19 @@ class PooledProcess:
             raise ModelProcessDied("the model process is not up")
         return await self._child.run_steps(batch, timeout_s, on_message, model)
 
-    def join(self, items: Sequence[Prepared]) -> int | None:
-        """Adds items to the batch that runs in steps, as ModelClient.join."""
-        return None if self._child is None else self._child.join(items)
+    def admit(self, items: Sequence[Prepared]) -> int | None:
+        """Adds items to the batch that runs in steps, as ModelClient.admit."""
+        return None if self._child is None else self._child.admit(items)
 
-    def drop(self, places: Sequence[int]) -> None:
+    def drop(self, slots: Sequence[int]) -> None:
         """Stops these items of the batch that runs in steps. They fail as canceled."""
         if self._child is not None:
-            self._child.drop(places)
+            self._child.drop(slots)
 
-    def yield_places(self, places: Sequence[int]) -> None:
+    def preempt(self, slots: Sequence[int]) -> None:
         """Interrupts these items of the batch that runs in steps. They come back as preempted."""
         if self._child is not None:
-            self._child.yield_places(places)
+            self._child.preempt(slots)
 
     def cancel(self) -> None:
         """Stops the running batch, if any, after its current step.
@@ -245,10 +245,10 @@ class PooledProcess:
         if self._child is not None:
             self._child.cancel()
 
-    def watch(self, places: Sequence[int]) -> None:
-        """Has previews of these places of the running batch drawn, for a moment."""
+    def watch(self, slots: Sequence[int]) -> None:
+        """Has previews of these slots of the running batch drawn, for a moment."""
         if self._child is not None:
-            self._child.watch(places)
+            self._child.watch(slots)
 
     async def keep_alive(self) -> None:
         """Starts the process, and restarts it when it dies.
@@ -325,7 +325,7 @@ class PooledProcess:
         return self._child.memory_bytes if self._child else 0
 
 
-def _places(device: str, processes: int, threads: int) -> list[str]:
+def _devices(device: str, processes: int, threads: int) -> list[str]:
     """The device of each process. Does not use torch, which this process must not import."""
     gpus = [f"cuda:{number}" for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
     if device in ("auto", "cuda") and gpus:

@@ -4,10 +4,10 @@ A frame is its length in bytes (unsigned 32-bit, little-endian), then one of the
 model process gets RunBatch, Watch and Cancel. It sends Ready or Refused once, then
 StepDone, Previews and BatchResult.
 
-Items of a model that computes in steps join with Join and leave with Drop or Yield while their
-batch runs.
+Items of a model that computes in steps are admitted by Admit and leave with Drop or Preempt while
+their batch runs.
 The process sends Chunks, ItemsProgress, ItemPreview, ItemEnded, Spare and Preempted, and StepsEnded
-when no item is left. A Join can cross with that. So the process ignores one for a batch that is
+when no item is left. An Admit can cross with that. So the process ignores one for a batch that is
 over, and the I/O process queues the items again that StepsEnded left without an end.
 """
 
@@ -21,7 +21,7 @@ import msgspec
 from shared.errors import ModelFailed, PenstockError, error_for_code
 from shared.tasks import Result
 from shared.tasks.text import TokenChunk
-from workers.models.base import Picture, Prepared, PreparedItem
+from workers.models.base import Prepared, PreparedItem, RgbImage
 
 HEADER = struct.Struct("<I")
 FRAME_MAX_BYTES = 512 * 1024 * 1024
@@ -43,8 +43,8 @@ class Cancel(msgspec.Struct, tag="cancel"):
     number: int
 
 
-class Join(msgspec.Struct, tag="join"):
-    """Add items to batch `number`, which may be over already. Places count on from `first`."""
+class Admit(msgspec.Struct, tag="admit"):
+    """Add items to batch `number`, which may be over already. Slots count on from `first`."""
 
     number: int
     first: int
@@ -52,24 +52,24 @@ class Join(msgspec.Struct, tag="join"):
 
 
 class Drop(msgspec.Struct, tag="drop"):
-    """Stop these places of batch `number`, which may have ended already."""
+    """Stop these slots of batch `number`, which may have ended already."""
 
     number: int
-    places: list[int]
+    slots: list[int]
 
 
-class Yield(msgspec.Struct, tag="yield"):
-    """Interrupt these places of batch `number`, which may have ended already. They go on later."""
+class Preempt(msgspec.Struct, tag="preempt"):
+    """Interrupt these slots of batch `number`, which may have ended already. They go on later."""
 
     number: int
-    places: list[int]
+    slots: list[int]
 
 
 class Watch(msgspec.Struct, tag="watch"):
-    """Somebody watches these places of batch `number`, which may be over already."""
+    """Somebody watches these slots of batch `number`, which may be over already."""
 
     number: int
-    places: list[int]
+    slots: list[int]
 
 
 class ResidencyReport(msgspec.Struct):
@@ -114,12 +114,12 @@ class StepDone(msgspec.Struct, tag="progress"):
 
 
 class Previews(msgspec.Struct, tag="previews"):
-    """Previews of some places of batch `number` after step `step` of `steps`."""
+    """Previews of some slots of batch `number` after step `step` of `steps`."""
 
     number: int
     step: int
     steps: int
-    pictures: dict[int, Picture]
+    images: dict[int, RgbImage]
 
 
 class Failure(msgspec.Struct, tag="failure"):
@@ -172,9 +172,9 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     computed_work: list[int] = []
     """Each item's tokens or pixel-steps, with its part of the padding. Empty: no padding."""
     spare_s: float = 0.0
-    """The spare seconds of its steps that belong to it, if it joined others."""
+    """The spare seconds of its steps that belong to it, if it was admitted to others."""
     average_items: int = 0
-    """The average number of items computed at a time, if items join between steps. 0: all."""
+    """The average number of items computed at a time, with continuous batching. 0: all."""
 
     @property
     def batch_items(self) -> int:
@@ -198,34 +198,34 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
 
 
 class Chunks(msgspec.Struct, tag="chunks"):
-    """The output of places of batch `number` since the last message of this kind."""
+    """The output of slots of batch `number` since the last message of this kind."""
 
     number: int
     chunks: dict[int, TokenChunk]
 
 
 class ItemsProgress(msgspec.Struct, tag="items_progress"):
-    """The completed and total steps of the places of batch `number`."""
+    """The completed and total steps of the slots of batch `number`."""
 
     number: int
     progress: dict[int, tuple[int, int]]
 
 
-class ItemPreview(msgspec.Struct, tag="picture"):
-    """The preview of a place of batch `number` after step `step` of `steps`."""
+class ItemPreview(msgspec.Struct, tag="item_preview"):
+    """The preview of a slot of batch `number` after step `step` of `steps`."""
 
     number: int
-    place: int
+    slot: int
     step: int
     steps: int
-    picture: Picture
+    image: RgbImage
 
 
 class ItemEnded(msgspec.Struct, tag="ended"):
-    """One place of batch `number` has ended. `done` is about this item alone."""
+    """One slot of batch `number` has ended. `done` is about this item alone."""
 
     number: int
-    place: int
+    slot: int
     done: BatchResult
 
 
@@ -240,14 +240,14 @@ class Spare(msgspec.Struct, tag="spare"):
 
 
 class Preempted(msgspec.Struct, tag="preempted"):
-    """These places of batch `number` are to wait.
+    """These slots of batch `number` are to wait.
 
     The device had too little memory for them, or they were preempted. Then `chunks` has what
     they have written since the last Chunks. One that is not streamed had none before.
     """
 
     number: int
-    places: list[int]
+    slots: list[int]
     chunks: dict[int, TokenChunk] = {}
 
 
@@ -265,7 +265,7 @@ class StepsEnded(msgspec.Struct, tag="steps_ended"):
 
 StepMessage = Chunks | ItemsProgress | ItemPreview | ItemEnded | Spare | Preempted | StepsEnded
 ServerMessage = Ready | Refused | StepDone | Previews | BatchResult | StepMessage
-ClientMessage = RunBatch | Cancel | Watch | Join | Drop | Yield
+ClientMessage = RunBatch | Cancel | Watch | Admit | Drop | Preempt
 
 _encoder = msgspec.msgpack.Encoder()
 _client_message_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(
@@ -284,21 +284,21 @@ def encode_run(
     return _frame(_encoder.encode(run))
 
 
-def encode_join(number: int, first: int, items: list[Prepared]) -> bytes:
+def encode_admit(number: int, first: int, items: list[Prepared]) -> bytes:
     """The frame that adds items to a batch."""
     return _frame(
-        _encoder.encode({"type": "join", "number": number, "first": first, "items": items})
+        _encoder.encode({"type": "admit", "number": number, "first": first, "items": items})
     )
 
 
-def encode_yield(number: int, places: list[int]) -> bytes:
-    """A Yield as bytes."""
-    return _frame(_encoder.encode(Yield(number, places)))
+def encode_preempt(number: int, slots: list[int]) -> bytes:
+    """A Preempt as bytes."""
+    return _frame(_encoder.encode(Preempt(number, slots)))
 
 
-def encode_drop(number: int, places: list[int]) -> bytes:
+def encode_drop(number: int, slots: list[int]) -> bytes:
     """The frame that stops some items of a batch."""
-    return _frame(_encoder.encode(Drop(number, places)))
+    return _frame(_encoder.encode(Drop(number, slots)))
 
 
 def encode_cancel(number: int) -> bytes:
@@ -306,9 +306,9 @@ def encode_cancel(number: int) -> bytes:
     return _frame(_encoder.encode(Cancel(number)))
 
 
-def encode_watch(number: int, places: list[int]) -> bytes:
+def encode_watch(number: int, slots: list[int]) -> bytes:
     """The frame that asks for previews."""
-    return _frame(_encoder.encode(Watch(number, places)))
+    return _frame(_encoder.encode(Watch(number, slots)))
 
 
 def encode_server_message(message: ServerMessage) -> bytes:
@@ -340,10 +340,10 @@ def read_client_message(connection: socket.socket) -> ClientMessage | None:
 
 def _read(connection: socket.socket, size_bytes: int) -> bytearray | None:
     body = bytearray(size_bytes)
-    view, place = memoryview(body), 0
-    while place < size_bytes:
-        got = connection.recv_into(view[place:])
+    view, got_bytes = memoryview(body), 0
+    while got_bytes < size_bytes:
+        got = connection.recv_into(view[got_bytes:])
         if not got:
             return None
-        place += got
+        got_bytes += got
     return body

@@ -169,9 +169,9 @@ def gpu_bytes() -> int:
     )
 
 
-def weights_bytes(place: Path) -> int:
-    """The size of weight files: `place`, or the files below it in one format."""
-    files = [path for path in (place, *place.rglob("*")) if path.is_file()]
+def weights_bytes(root: Path) -> int:
+    """The size of weight files: `root`, or the files below it in one format."""
+    files = [path for path in (root, *root.rglob("*")) if path.is_file()]
     sums = (
         sum(path.stat().st_size for path in files if path.suffix == suffix) for suffix in _SUFFIXES
     )

@@ -50,21 +50,21 @@ log = logging.getLogger(__name__)
 
 def main() -> int:
     """Serves the given models until the socket closes. Returns the exit status."""
-    given = _arguments()
+    arguments = _arguments()
     configure_logs("WARNING")
     # Only the I/O process obeys signals to the whole group (Ctrl-C, a supervisor's TERM). It
     # drains, then hangs up.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     loaded: dict[int, LoadedModel] = {}
-    if given.fd is None:
-        loaded = _load_ahead(given)
-        child = _fork_for(given, loaded)
+    if arguments.fd is None:
+        loaded = _load_ahead(arguments)
+        child = _fork_for(arguments, loaded)
         if child is None:
             return 0
-        given.fd, given.device = child.fd, child.device
+        arguments.fd, arguments.device = child.fd, child.device
     template.name_process(template.MODEL_PROCESS_NAME)
-    return serve(given, loaded)
+    return serve(arguments, loaded)
 
 
 def _arguments() -> argparse.Namespace:
@@ -95,7 +95,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _load_ahead(given: argparse.Namespace) -> dict[int, LoadedModel]:
+def _load_ahead(arguments: argparse.Namespace) -> dict[int, LoadedModel]:
     """Imports libraries and loads what forks can share, on one thread so that forks are safe.
 
     Weights are shared on a CPU without a memory budget. ONNX Runtime sessions start threads, so
@@ -104,15 +104,15 @@ def _load_ahead(given: argparse.Namespace) -> dict[int, LoadedModel]:
     template.name_process(template.TEMPLATE_NAME)
     template.die_with_parent()
     loaded = {}
-    for number, make in enumerate(_makers(given, threads=1)):
+    for number, make in enumerate(_makers(arguments, threads=1)):
         try:
             model = make()
-            backend = _backends(given)[number]
+            backend = _backends(arguments)[number]
             if (
-                given.device == "cpu"
-                and not given.memory_budget_bytes
+                arguments.device == "cpu"
+                and not arguments.memory_budget_bytes
                 and (backend is None or not backend.graph)
-                and _loads_before_fork(given.model[number])
+                and _loads_before_fork(arguments.model[number])
             ):
                 model.setup()
                 loaded[number] = model
@@ -129,7 +129,7 @@ def _loads_before_fork(encoded: str) -> bool:
 
 
 def _fork_for(
-    given: argparse.Namespace, loaded: Mapping[int, LoadedModel]
+    arguments: argparse.Namespace, loaded: Mapping[int, LoadedModel]
 ) -> template.ForkedChild | None:
     """Forks on request.
 
@@ -141,20 +141,20 @@ def _fork_for(
         resident_bytes(),
         template.is_alone(),
     )
-    child = template.ForkServer(socket.socket(fileno=given.template_fd)).run(facts)
+    child = template.ForkServer(socket.socket(fileno=arguments.template_fd)).run(facts)
     if child is not None and not child.is_sound:
         template.start_anew(child)
     if child is not None and (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(given.threads)
+        torch.set_num_threads(arguments.threads)
     return child
 
 
-def serve(given: argparse.Namespace, loaded: Mapping[int, LoadedModel]) -> int:
+def serve(arguments: argparse.Namespace, loaded: Mapping[int, LoadedModel]) -> int:
     """Loads the models and runs batches until the socket closes. Returns the exit status."""
-    connection = socket.socket(fileno=given.fd)
-    threading.Thread(target=_exit_on_hangup, args=(given.fd,), daemon=True).start()
-    rooms = [StepRoom(Model.model_validate_json(entry)) for entry in given.model]
-    return ModelServer(connection, _resident_models(given, loaded), rooms).run()
+    connection = socket.socket(fileno=arguments.fd)
+    threading.Thread(target=_exit_on_hangup, args=(arguments.fd,), daemon=True).start()
+    rooms = [StepRoom(Model.model_validate_json(entry)) for entry in arguments.model]
+    return ModelServer(connection, _resident_models(arguments, loaded), rooms).run()
 
 
 class ModelServer:
@@ -211,29 +211,33 @@ def _exit_on_hangup(fd: int) -> None:
     os._exit(0)
 
 
-def _backends(given: argparse.Namespace) -> list[Backend | None]:
-    encoded = given.backend or ["null"] * len(given.model)
+def _backends(arguments: argparse.Namespace) -> list[Backend | None]:
+    encoded = arguments.backend or ["null"] * len(arguments.model)
     return [msgspec.json.decode(one, type=Backend | None) for one in encoded]
 
 
-def _makers(given: argparse.Namespace, threads: int) -> list[Callable[[], LoadedModel]]:
+def _makers(arguments: argparse.Namespace, threads: int) -> list[Callable[[], LoadedModel]]:
     makers: list[Callable[[], LoadedModel]] = []
-    for entry, folder, backend in zip(given.model, given.folder, _backends(given), strict=True):
+    for entry, folder, backend in zip(
+        arguments.model, arguments.folder, _backends(arguments), strict=True
+    ):
         make = partial(
-            model_for, Model.model_validate_json(entry), folder, given.device, backend=backend
+            model_for, Model.model_validate_json(entry), folder, arguments.device, backend=backend
         )
-        makers.append(partial(make, threads=threads, memory_fraction=given.memory_fraction))
+        makers.append(partial(make, threads=threads, memory_fraction=arguments.memory_fraction))
     return makers
 
 
 def _resident_models(
-    given: argparse.Namespace, loaded: Mapping[int, LoadedModel]
+    arguments: argparse.Namespace, loaded: Mapping[int, LoadedModel]
 ) -> ResidentModels:
     weights = [
         Path(backend.graph) if backend is not None and backend.graph else folder
-        for folder, backend in zip(given.folder, _backends(given), strict=True)
+        for folder, backend in zip(arguments.folder, _backends(arguments), strict=True)
     ]
-    return ResidentModels(_makers(given, given.threads), weights, given.memory_budget_bytes, loaded)
+    return ResidentModels(
+        _makers(arguments, arguments.threads), weights, arguments.memory_budget_bytes, loaded
+    )
 
 
 if __name__ == "__main__":

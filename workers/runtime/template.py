@@ -397,10 +397,10 @@ class ForkServer:
                     poller.unregister(fd)
                     self._reap(fd)
                     continue
-                order, given = receive_request(self._control)
+                order, descriptors = receive_request(self._control)
                 if order is None:
                     return None
-                connection, output = given
+                connection, output = descriptors
                 pidfd = self._fork(order, connection, output)
                 if pidfd is None:
                     return self._as_child(connection, output, order.device, is_alone)

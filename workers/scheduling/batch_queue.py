@@ -75,10 +75,10 @@ class Batchable(Protocol):
 
 
 ItemT = TypeVar("ItemT", bound=Batchable)
-Place: TypeAlias = "tuple[float, int, ItemT, TenantQueue[ItemT]]"
+HeapEntry: TypeAlias = "tuple[float, int, ItemT, TenantQueue[ItemT]]"
 """Deadline, arrival number, item, tenant. It is stale once the item was taken or filed again."""
-Filed: TypeAlias = "Mapping[ItemT, Place[ItemT]]"
-"""The place of each item that waits."""
+Filed: TypeAlias = "Mapping[ItemT, HeapEntry[ItemT]]"
+"""The heap entry of each item that waits."""
 
 
 class TenantQueue(Generic[ItemT]):
@@ -86,7 +86,7 @@ class TenantQueue(Generic[ItemT]):
 
     Args:
         name: of the tenant.
-        filed: the places of all items of the queue, which says which places are stale.
+        filed: the entries of all items of the queue, which says which entries are stale.
     """
 
     __slots__ = ("_by_deadline", "_filed", "_stale", "by_key", "name", "quantum", "spent",
@@ -102,8 +102,8 @@ class TenantQueue(Generic[ItemT]):
         """The number of items that wait."""
         self.work = 0
         """Their work."""
-        self.by_key: dict[str, list[Place[ItemT]]] = {}
-        self._by_deadline: list[Place[ItemT]] = []  # only while there are several keys
+        self.by_key: dict[str, list[HeapEntry[ItemT]]] = {}
+        self._by_deadline: list[HeapEntry[ItemT]] = []  # only while there are several keys
         self._filed = filed
         self._stale = 0
 
@@ -112,49 +112,49 @@ class TenantQueue(Generic[ItemT]):
         """The first round in which its deficit is above 0."""
         return int(self.spent) + 1
 
-    def add(self, place: Place[ItemT]) -> bool:
-        """Adds the place of an item. Returns whether its key is new here."""
-        item = place[2]
+    def add(self, entry: HeapEntry[ItemT]) -> bool:
+        """Adds the entry of an item. Returns whether its key is new here."""
+        item = entry[2]
         self.waiting += 1
         self.work += item.length
         is_new = item.key not in self.by_key
         if is_new:
             self._by_deadline = self._by_deadline or self._live()
             self.by_key[item.key] = []
-        heappush(self.by_key[item.key], place)
+        heappush(self.by_key[item.key], entry)
         if len(self.by_key) > 1:
-            heappush(self._by_deadline, place)
+            heappush(self._by_deadline, entry)
         return is_new
 
-    def first(self, key: str) -> Place[ItemT] | None:
-        """The place of its first item of `key`."""
-        places = self.by_key.get(key)
-        return self._top(places) if places else None
+    def first(self, key: str) -> HeapEntry[ItemT] | None:
+        """The entry of its first item of `key`."""
+        entries = self.by_key.get(key)
+        return self._top(entries) if entries else None
 
-    def earliest(self) -> Place[ItemT] | None:
-        """The place of its first item of all keys."""
+    def earliest(self) -> HeapEntry[ItemT] | None:
+        """The entry of its first item of all keys."""
         if len(self.by_key) == 1:
-            (places,) = self.by_key.values()
-            return self._top(places)
+            (entries,) = self.by_key.values()
+            return self._top(entries)
         if len(self._by_deadline) > 2 * self.waiting + STALE_MAX:
             self._by_deadline = self._live()
         return self._top(self._by_deadline)
 
-    def removed(self, place: Place[ItemT]) -> None:
-        """Takes note that `place` is stale now."""
-        item = place[2]
+    def removed(self, entry: HeapEntry[ItemT]) -> None:
+        """Takes note that `entry` is stale now."""
+        item = entry[2]
         self.waiting -= 1
         self.work -= item.length
-        places = self.by_key[item.key]
-        if places[0] is place:
-            heappop(places)
+        entries = self.by_key[item.key]
+        if entries[0] is entry:
+            heappop(entries)
             return
         self._stale += 1
         if self._stale > self.waiting + STALE_MAX:
             self._stale = 0
-            for places in self.by_key.values():
-                places[:] = [one for one in places if self._filed.get(one[2]) is one]
-                heapify(places)
+            for entries in self.by_key.values():
+                entries[:] = [one for one in entries if self._filed.get(one[2]) is one]
+                heapify(entries)
             self._by_deadline = self._live() if len(self.by_key) > 1 else []
 
     def forget_key(self, key: str) -> None:
@@ -163,20 +163,20 @@ class TenantQueue(Generic[ItemT]):
         if len(self.by_key) < 2:
             self._by_deadline = []
 
-    def _top(self, places: list[Place[ItemT]]) -> Place[ItemT] | None:
-        while places:
-            first = places[0]
+    def _top(self, entries: list[HeapEntry[ItemT]]) -> HeapEntry[ItemT] | None:
+        while entries:
+            first = entries[0]
             if self._filed.get(first[2]) is first:
                 return first
-            heappop(places)
+            heappop(entries)
         return None
 
-    def _live(self) -> list[Place[ItemT]]:
-        """A heap of the places of all items."""
+    def _live(self) -> list[HeapEntry[ItemT]]:
+        """A heap of the entries of all items."""
         live = [
             one
-            for places in self.by_key.values()
-            for one in places
+            for entries in self.by_key.values()
+            for one in entries
             if self._filed.get(one[2]) is one
         ]
         heapify(live)
@@ -210,7 +210,7 @@ class BatchQueue(Generic[ItemT]):
         self._round = 0
         self._turns = count()
         self._arrivals = count()
-        self._filed: OrderedDict[ItemT, Place[ItemT]] = OrderedDict()
+        self._filed: OrderedDict[ItemT, HeapEntry[ItemT]] = OrderedDict()
         self._tenants: dict[str, TenantQueue[ItemT]] = {}
         self._idle = 0
         self._ring: Ring[ItemT] = []
@@ -239,13 +239,13 @@ class BatchQueue(Generic[ItemT]):
         Takes O(tenants).
         """
         tenants = [one for one in self._tenants.values() if one.waiting and self._may_run(one)]
-        firsts = [place for tenant in tenants if (place := tenant.earliest()) is not None]
+        firsts = [entry for tenant in tenants if (entry := tenant.earliest()) is not None]
         return min(firsts)[2] if firsts else None
 
     def firsts(self) -> list[ItemT]:
         """The item of each tenant that is its next. Takes O(tenants)."""
         tenants = (one for one in self._tenants.values() if one.waiting)
-        return [place[2] for one in tenants if (place := one.earliest()) is not None]
+        return [entry[2] for one in tenants if (entry := one.earliest()) is not None]
 
     def add(self, item: ItemT) -> None:
         """Adds `item` to those of its tenant."""
@@ -253,10 +253,10 @@ class BatchQueue(Generic[ItemT]):
 
     def update(self, item: ItemT) -> None:
         """Files `item` again if its tenant or its deadline has changed."""
-        place = self._filed[item]
-        if (place[0], place[3].name) != (item.deadline_s, item.tenant):
-            self._file(item, place[1])
-            self._removed(place)
+        entry = self._filed[item]
+        if (entry[0], entry[3].name) != (item.deadline_s, item.tenant):
+            self._file(item, entry[1])
+            self._removed(entry)
 
     def remove(self, item: ItemT) -> None:
         """Removes `item` without a charge."""
@@ -294,10 +294,10 @@ class BatchQueue(Generic[ItemT]):
         leader = first if first is not None else self._lead(is_wanted)
         if leader is None:
             return []
-        place = self._filed[leader]
-        self._charge(place)
+        entry = self._filed[leader]
+        self._charge(entry)
         batch, work = [leader], leader.length
-        done = 0 if place[3].waiting else work
+        done = 0 if entry[3].waiting else work
         at_most, room = min(at_most, self.max_items), min(room, self.budget) - work
         self._extend(batch, at_most, room, spare, is_wanted, done)
         return batch
@@ -311,7 +311,7 @@ class BatchQueue(Generic[ItemT]):
         is_wanted: Callable[[ItemT], bool] = always,
         room_of: Callable[[ItemT], float] | None = None,
     ) -> list[ItemT]:
-        """Removes and returns items that join a running batch, strictly in the order of turns.
+        """Removes and returns items for a running batch, strictly in the order of turns.
 
         The first item that does not fit ends it, so that the items of its tenant are not passed by.
 
@@ -322,16 +322,16 @@ class BatchQueue(Generic[ItemT]):
             is_wanted: items that are not wanted are removed without a charge.
             room_of: the room that an item takes. None: its work.
         """
-        joining: list[ItemT] = []
-        while len(joining) < at_most and (leader := self._lead(is_wanted)) is not None:
+        admitted: list[ItemT] = []
+        while len(admitted) < at_most and (leader := self._lead(is_wanted)) is not None:
             key = leader.key if key is None else key
             takes = leader.length if room_of is None else room_of(leader)
             if leader.key != key or takes > room:
                 break
             self._charge(self._filed[leader])
-            joining.append(leader)
+            admitted.append(leader)
             room -= takes
-        return joining
+        return admitted
 
     def fill(
         self, batch: list[ItemT], room: float, is_wanted: Callable[[ItemT], bool] = always
@@ -343,11 +343,11 @@ class BatchQueue(Generic[ItemT]):
     def _lead(self, is_wanted: Callable[[ItemT], bool]) -> ItemT | None:
         """The first item of the tenant whose turn it is."""
         while (tenant := self._advance()) is not None:
-            place = tenant.earliest()
-            assert place is not None, "a tenant with items has a first; this is a bug"
-            if is_wanted(place[2]):
-                return place[2]
-            self.remove(place[2])
+            entry = tenant.earliest()
+            assert entry is not None, "a tenant with items has a first; this is a bug"
+            if is_wanted(entry[2]):
+                return entry[2]
+            self.remove(entry[2])
         return None
 
     def _extend(
@@ -365,8 +365,8 @@ class BatchQueue(Generic[ItemT]):
         """
         key, total = batch[0].key, batch[0].length
         room += total
-        while len(batch) < at_most and (place := self._next_of_key(key)) is not None:
-            _, _, item, tenant = place
+        while len(batch) < at_most and (entry := self._next_of_key(key)) is not None:
+            _, _, item, tenant = entry
             if not is_wanted(item):
                 self.remove(item)
                 continue
@@ -375,7 +375,7 @@ class BatchQueue(Generic[ItemT]):
                 break
             if done and tenant.work > self.budget and longer - done > max(spare, done):
                 break
-            self._charge(place)
+            self._charge(entry)
             batch.append(item)
             total = longer
             if not tenant.waiting:
@@ -385,15 +385,15 @@ class BatchQueue(Generic[ItemT]):
     def _file(self, item: ItemT, arrival: int) -> None:
         tenant = self._tenants.get(item.tenant)
         if tenant is None or not tenant.waiting:
-            tenant = self._join(item.tenant)
+            tenant = self._queue_of(item.tenant)
         tenant.quantum = self._quantum * item.weight
-        place = item.deadline_s, arrival, item, tenant
-        self._filed[item] = place
-        if tenant.add(place):
+        entry = item.deadline_s, arrival, item, tenant
+        self._filed[item] = entry
+        if tenant.add(entry):
             ring = self._ring_of_key.setdefault(item.key, [])
             heappush(ring, (tenant.next_round, next(self._turns), tenant))
 
-    def _join(self, name: str) -> TenantQueue[ItemT]:
+    def _queue_of(self, name: str) -> TenantQueue[ItemT]:
         """The tenant `name`, of which nothing waits, in the next round or when its debt is paid."""
         self._advance()
         tenant = self._tenants.get(name)
@@ -406,20 +406,20 @@ class BatchQueue(Generic[ItemT]):
         heappush(self._ring, (tenant.next_round, next(self._turns), tenant))
         return tenant
 
-    def _charge(self, place: Place[ItemT]) -> None:
+    def _charge(self, entry: HeapEntry[ItemT]) -> None:
         """Takes an item out of the queue, at its tenant's expense."""
-        _, _, item, tenant = place
+        _, _, item, tenant = entry
         del self._filed[item]
         tenant.spent += item.length / tenant.quantum
-        tenant.removed(place)
+        tenant.removed(entry)
         if not tenant.waiting:
             self._count_idle()
 
-    def _removed(self, place: Place[ItemT]) -> None:
-        place[3].removed(place)
-        if not place[3].waiting:
+    def _removed(self, entry: HeapEntry[ItemT]) -> None:
+        entry[3].removed(entry)
+        if not entry[3].waiting:
             self._count_idle()
-        self._next_of_key(place[2].key)
+        self._next_of_key(entry[2].key)
 
     def _may_run(self, tenant: TenantQueue[ItemT]) -> bool:
         """Returns whether it has overdrawn its share by less than a batch."""
@@ -451,7 +451,7 @@ class BatchQueue(Generic[ItemT]):
                 self._idle -= 1
         return None
 
-    def _next_of_key(self, key: str) -> Place[ItemT] | None:
+    def _next_of_key(self, key: str) -> HeapEntry[ItemT] | None:
         """The first item of `key` of the tenant whose turn it is.
 
         Forgets the key if there is none.

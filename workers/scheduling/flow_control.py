@@ -1,8 +1,8 @@
 """How many jobs a worker holds, so that its model never waits for the broker.
 
 Two batches for each process, one that runs and one that waits, are enough for a broker that is
-near. The place of a job that ends is filled again only after its reply and its ack have traveled to
-the broker, and the next job from there. So the worker also holds what its model computes in that
+near. The permit of a job that ends is filled again only after its reply and its ack have traveled
+to the broker, and the next job from there. So the worker also holds what its model computes in that
 time: its rate times the round trip, the bandwidth-delay product of a network path.
 
 It is bounded: when a worker dies, what it held waits for its leases to end, and is computed again.
@@ -29,7 +29,7 @@ class FlowControl:
 
     Args:
         model: the name of the model, for metrics.
-        lane: of the subscription, for metrics.
+        priority: of the subscription, for metrics.
         subscription: whose number it sets.
         held: the number near the broker: two batches for each process.
         processes: of the worker.
@@ -40,7 +40,7 @@ class FlowControl:
     def __init__(
         self,
         model: str,
-        lane: str,
+        priority: str,
         subscription: Subscription,
         held: int,
         processes: int,
@@ -48,7 +48,7 @@ class FlowControl:
         ack_linger_s: float,
     ) -> None:
         self._round_trips = metrics.ROUND_TRIP.labels(model)
-        self._held_max = metrics.HELD_MAX.labels(model, lane)
+        self._held_max = metrics.HELD_MAX.labels(model, priority)
         self._subscription = subscription
         self._held = held
         self._processes = processes

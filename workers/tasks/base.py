@@ -51,7 +51,7 @@ class WorkerTask(ABC):
         """
 
     def computes_steps(self, entry: Model, folder: Path) -> bool:
-        """Returns whether this model batches continuously: items join and leave between steps.
+        """Returns whether this model batches continuously: items come and leave between steps.
 
         Its class is a SteppedModel then. By default: no.
         """

@@ -10,7 +10,7 @@ from workers.tasks.base import Resources, WorkerTask
 
 
 class ImageWorker(WorkerTask):
-    """Preparing an image can mean decoding its source picture."""
+    """Preparing an image can mean decoding its source image."""
 
     prepares_on_thread = True
     optimizer = "image"
@@ -23,23 +23,23 @@ class ImageWorker(WorkerTask):
 
     def computes_steps(self, entry: Model, folder: Path) -> bool:
         """Pipelines of Stable Diffusion and its XL, unless the entry says otherwise."""
-        from workers.models.image.preprocessing import can_join
+        from workers.models.image.preprocessing import can_step
 
-        return entry.image.join == "auto" and can_join(folder)
+        return entry.image.join == "auto" and can_step(folder)
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """Checks sizes and steps, and decodes sources."""
         from workers.models.image.preprocessing import ImagePreparer
 
-        return ImagePreparer(entry.image, joins=self.computes_steps(entry, folder))
+        return ImagePreparer(entry.image, is_stepped=self.computes_steps(entry, folder))
 
     def model(self, entry: Model, folder: Path, resources: Resources) -> InferenceModel:
         """A pipeline."""
         from workers.models.device import Device
-        from workers.models.image.joining import JoiningImageModel
         from workers.models.image.model import ImageModel
+        from workers.models.image.stepped import SteppedImageModel
 
-        kind = JoiningImageModel if self.computes_steps(entry, folder) else ImageModel
+        kind = SteppedImageModel if self.computes_steps(entry, folder) else ImageModel
         device = Device(resources.device, resources.threads, resources.memory_fraction)
         return kind(entry, folder, device)
 

@@ -25,7 +25,7 @@ from workers.models.embedding.model import EmbeddingModel
 from workers.tasks.base import Resources
 from workers.tasks.embedding import EmbeddingWorker, encoder_model
 
-_Text = tuple[str, Truncate]
+_CutText = tuple[str, Truncate]
 
 
 class PairPreparer:
@@ -36,11 +36,11 @@ class PairPreparer:
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedPair | BadInput]:
         """One outcome per input, in order."""
-        given = [value for value in inputs if isinstance(value, SimilarityInput)]
-        wanted = [(text, one.truncate) for one in given for text in (one.text, one.query)]
+        pairs = [value for value in inputs if isinstance(value, SimilarityInput)]
+        wanted = [(text, one.truncate) for one in pairs for text in (one.text, one.query)]
         distinct = list(dict.fromkeys(wanted))
-        found = self._texts.prepare([TextInput(text, truncate) for text, truncate in distinct])
-        prepared = dict(zip(distinct, found, strict=True))
+        outcomes = self._texts.prepare([TextInput(text, truncate) for text, truncate in distinct])
+        prepared = dict(zip(distinct, outcomes, strict=True))
         return [self._pair(value, prepared) for value in inputs]
 
     def _pair(
@@ -102,8 +102,8 @@ class SimilarityModel:
     def _units(self, texts: Sequence[PreparedText], on_step: OnStep) -> dict[bytes, np.ndarray]:
         """The vectors of texts, scaled to length 1, by their token ids."""
         units: dict[bytes, np.ndarray] = {}
-        for places in self._encoder.groups(texts):
-            group = [texts[place] for place in places]
+        for indices in self._encoder.groups(texts):
+            group = [texts[index] for index in indices]
             for text, result in zip(group, self._encoder.predict(group, on_step), strict=True):
                 assert isinstance(result, EmbeddingResult), "an encoder fails as a whole"
                 vector = np.frombuffer(result.vector, "<f4").astype(np.float64)

@@ -9,7 +9,7 @@ from workers.models.base import LoadedModel, Preparer
 from workers.tasks.base import Resources, WorkerTask
 
 
-class TextWorker(WorkerTask):
+class GenerationWorker(WorkerTask):
     """Rendering a chat template and reading its tokens takes up to milliseconds."""
 
     prepares_on_thread = True
@@ -27,7 +27,7 @@ class TextWorker(WorkerTask):
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """A chat template and a tokenizer."""
-        from workers.models.text.prompts import PromptPreparer
+        from workers.models.generation.prompts import PromptPreparer
 
         return PromptPreparer(entry, folder)
 
@@ -37,16 +37,16 @@ class TextWorker(WorkerTask):
 
         device = Device(resources.device, resources.threads, resources.memory_fraction)
         if entry.backend == "vllm":
-            from workers.models.text.vllm_model import VllmTextModel
+            from workers.models.generation.vllm_model import VllmModel
 
-            return VllmTextModel(entry, folder, device)
-        from workers.models.text.model import TextModel
+            return VllmModel(entry, folder, device)
+        from workers.models.generation.model import GenerationModel
 
-        return TextModel(entry, folder, device)
+        return GenerationModel(entry, folder, device)
 
     def loads_before_fork(self, entry: Model) -> bool:
         """An engine of vLLM has threads."""
         return entry.backend != "vllm"
 
 
-TASK = TextWorker()
+TASK = GenerationWorker()

@@ -9,7 +9,7 @@ const PREVIEW = /^data:image\/(png|jpeg|webp);base64,[A-Za-z0-9+/=]+$/;
 /** Shows the progress of a prediction in `outcome`, until it ends. */
 export async function follow(path, outcome, signal) {
   const words = h("p", { class: "progress" }, "Waits for a worker …");
-  const preview = h("img", { class: "picture", alt: "Preview", hidden: true });
+  const preview = h("img", { class: "image", alt: "Preview", hidden: true });
   const cancel = button("Cancel", () => call(`${path}/cancel`, { method: "POST", signal }));
   put(outcome, h("div", { class: "card" }, words, preview, cancel));
   for await (const { event, data } of events(`${path}/stream?events=preview,queue`, signal)) {

@@ -131,7 +131,7 @@ const CONTROLS = {
     });
     const read = () => {
       if (control.value !== "") return Number(control.value);
-      // Chosen here, so that the picture can be shown with the seed that draws it again.
+      // Chosen here, so that the image can be shown with the seed that draws it again.
       return isSeed ? Math.floor(Math.random() * LARGEST_SEED) : undefined;
     };
     return { control, read };

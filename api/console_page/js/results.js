@@ -5,7 +5,7 @@ import { button, download, failure, h } from "./dom.js";
 import { heatMap } from "./heat_map.js";
 import { dollars, timeBar } from "./timing.js";
 
-const PICTURE = /^data:image\/(png|jpeg|webp);base64,/;
+const IMAGE_URI = /^data:image\/(png|jpeg|webp);base64,/;
 const SHOWN_NUMBERS = 6;
 
 /** The output of a finished prediction with its time and cost. */
@@ -32,11 +32,11 @@ export function resultOf(prediction, signal) {
 function shown(prediction, signal) {
   const { output } = prediction;
   const list = Array.isArray(output) ? output : [output];
-  if (list.every((one) => typeof one === "string" && isPicture(one))) {
+  if (list.every((one) => typeof one === "string" && isImage(one))) {
     return h(
       "div",
-      { class: "pictures" },
-      list.map((link, index) => picture(prediction, link, index, signal)),
+      { class: "images" },
+      list.map((link, index) => imageFigure(prediction, link, index, signal)),
     );
   }
   const save = button("Download JSON", () =>
@@ -52,7 +52,7 @@ function shown(prediction, signal) {
   return [h("pre", { class: "code" }, JSON.stringify(output, null, 2)), save];
 }
 
-const isPicture = (text) => PICTURE.test(text) || /^https?:\/\//.test(text);
+const isImage = (text) => IMAGE_URI.test(text) || /^https?:\/\//.test(text);
 
 /** One text was given, so the numbers are its vector. */
 const isVectorOf = ({ input }) => typeof (input.text ?? input.input) === "string";
@@ -63,18 +63,18 @@ function textsOf({ input, output }) {
   return output.map((_, index) => texts[index] ?? `#${index + 1}`);
 }
 
-function picture(prediction, link, index, signal) {
+function imageFigure(prediction, link, index, signal) {
   const { input } = prediction;
-  const image = h("img", { alt: input.prompt ?? `output ${index + 1}`, class: "picture" });
+  const image = h("img", { alt: input.prompt ?? `output ${index + 1}`, class: "image" });
   const actions = h("div", { class: "row" });
   const extension = (type) => type.split("/").pop().replace("jpeg", "jpg");
   const offer = (href, type) =>
     actions.append(
       h("a", { href, download: `${prediction.id}-${index}.${extension(type)}` }, "Download"),
     );
-  if (PICTURE.test(link)) {
+  if (IMAGE_URI.test(link)) {
     image.src = link;
-    offer(link, PICTURE.exec(link)[1]);
+    offer(link, IMAGE_URI.exec(link)[1]);
   } else {
     linked(link, signal)
       .then((blob) => {

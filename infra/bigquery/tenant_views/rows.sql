@@ -2,7 +2,7 @@
 -- column row_id: identifies the row
 -- column request_id: one id from HTTP to reply
 -- column client_request_id: the caller's x-request-id
--- column item: the item's place in the request, from 0
+-- column item: the item's index in the request, from 0
 -- column batch_id: the batch that the item is a line of
 -- column key_id: the public part of the API key
 -- column plan: the tenant's plan when the request came

@@ -13,7 +13,7 @@ import typer
 from shared.errors import ConfigurationError, Unavailable
 
 if TYPE_CHECKING:
-    from shared.canary.board import CanaryBoard
+    from shared.canary.store import CanaryStore
     from shared.catalog import Catalog, Model
 
 Done = TypeVar("Done")
@@ -28,15 +28,15 @@ def show_status(as_json: AsJson = False) -> None:
     """Show what each canary gets, and what it did in the last ten minutes."""
     from infra.text_table import table
 
-    async def read(board: CanaryBoard, catalog: Catalog) -> list[dict[str, Any]]:
-        return [await _status(board, found) for found in catalog.canaries.values()]
+    async def read(canary_store: CanaryStore, catalog: Catalog) -> list[dict[str, Any]]:
+        return [await _status(canary_store, canary) for canary in catalog.canaries.values()]
 
-    found = _run(read)
+    states = _run(read)
     if as_json:
-        print(json.dumps(found, indent=2))
-    elif found:
-        heads = list(found[0])
-        print(table(heads, [[_shown(one[head]) for head in heads] for one in found]))
+        print(json.dumps(states, indent=2))
+    elif states:
+        heads = list(states[0])
+        print(table(heads, [[_shown(one[head]) for head in heads] for one in states]))
     else:
         typer.echo("no model has a canary")
 
@@ -45,8 +45,8 @@ def show_status(as_json: AsJson = False) -> None:
 def take_back(name: Name) -> None:
     """Give a canary no requests any more. Its jobs are done by the other revision."""
 
-    async def act(board: CanaryBoard, catalog: Catalog) -> bool:
-        return await board.take_back(_find(catalog, name), f"by user {getpass.getuser()}")
+    async def act(canary_store: CanaryStore, catalog: Catalog) -> bool:
+        return await canary_store.take_back(_find(catalog, name), f"by user {getpass.getuser()}")
 
     typer.echo(f"{name}: taken back" if _run(act) else f"{name}: it was taken back before")
 
@@ -55,8 +55,8 @@ def take_back(name: Name) -> None:
 def resume(name: Name) -> None:
     """Give a canary that was taken back its share again, and forget what it did."""
 
-    async def act(board: CanaryBoard, catalog: Catalog) -> None:
-        await board.resume(_find(catalog, name))
+    async def act(canary_store: CanaryStore, catalog: Catalog) -> None:
+        await canary_store.resume(_find(catalog, name))
 
     _run(act)
     typer.echo(f"{name}: it gets its share again, as soon as one of its workers lives")
@@ -76,30 +76,30 @@ def promote_canary(
     from infra.cli.canaries.promotion import promote
     from shared.settings import Settings, read_settings
 
-    async def act(board: CanaryBoard, catalog: Catalog) -> None:
-        found = _find(catalog, name)
-        status = await _status(board, found)
+    async def act(canary_store: CanaryStore, catalog: Catalog) -> None:
+        canary = _find(catalog, name)
+        status = await _status(canary_store, canary)
         if not force and status["taken_back"]:
             raise ConfigurationError(f"{name}: it was taken back: {status['taken_back']}")
         if not force and not status["items"]:
             raise ConfigurationError(f"{name}: nothing is known of it: it had no items lately")
         promote(path, name)
-        await board.take_back(found, "promoted")
+        await canary_store.take_back(canary, "promoted")
 
     path = read_settings(Settings).models_file
     _run(act)
     typer.echo(f"{path}: the canary is the revision of {name} now; deploy it")
 
 
-async def _status(board: CanaryBoard, found: Model) -> dict[str, Any]:
+async def _status(canary_store: CanaryStore, canary: Model) -> dict[str, Any]:
     from shared.canary.verdict import judge
 
-    state, counts = await asyncio.gather(board.state(found), board.counts(found))
-    assert found.canary is not None, "a canary has the rules of its entry; this is a bug"
+    state, counts = await asyncio.gather(canary_store.state(canary), canary_store.counts(canary))
+    assert canary.canary is not None, "a canary has the rules of its entry; this is a bug"
     return {
-        "model": found.public_name,
-        "revision": found.revision,
-        "share": found.canary.share if state.is_serving else 0.0,
+        "model": canary.public_name,
+        "revision": canary.revision,
+        "share": canary.canary.share if state.is_serving else 0.0,
         "alive": state.is_alive,
         "taken_back": state.taken_back,
         "items": counts.canary.items,
@@ -108,7 +108,7 @@ async def _status(board: CanaryBoard, found: Model) -> dict[str, Any]:
         "stable_p95_s": counts.stable.p95_s,
         "compared": counts.compared,
         "outside": counts.outside,
-        "verdict": judge(counts, found.canary).reason,
+        "verdict": judge(counts, canary.canary).reason,
     }
 
 
@@ -119,28 +119,28 @@ def _shown(value: object) -> object:
 
 
 def _find(catalog: Catalog, name: str) -> Model:
-    found = catalog.canaries.get(catalog.find(name).name)
-    if found is None:
+    canary = catalog.canaries.get(catalog.find(name).name)
+    if canary is None:
         raise ConfigurationError(f"the model {name!r} has no canary", field="canary")
-    return found
+    return canary
 
 
-def _run(act: Callable[[CanaryBoard, Catalog], Awaitable[Done]]) -> Done:
-    """Opens the board of the configured Redis and runs `act`.
+def _run(act: Callable[[CanaryStore, Catalog], Awaitable[Done]]) -> Done:
+    """Opens the canary_store of the configured Redis and runs `act`.
 
     Raises:
         Unavailable: Redis did not answer. The message names the setting.
     """
-    from shared.canary.board import CanaryBoard
+    from shared.canary.store import CanaryStore
     from shared.catalog import read_catalog
     from shared.settings import Settings, read_settings
 
     settings = read_settings(Settings)
 
     async def run() -> Done:
-        async with CanaryBoard(settings.records_redis_url) as board:
+        async with CanaryStore(settings.records_redis_url) as canary_store:
             try:
-                return await act(board, read_catalog(settings.models_file))
+                return await act(canary_store, read_catalog(settings.models_file))
             except Unavailable as error:
                 raise Unavailable(
                     f"PENSTOCK_RECORDS_URL, PENSTOCK_REDIS_URL: {error.message}"

@@ -60,9 +60,9 @@ def _promoted(text: str, entry: yaml.MappingNode, path: Path) -> str:
     end = text.find("\n", max(_ends(canary)))
     edits = [_Edit(start, len(text) if end < 0 else end + 1, "")]
     for field in ("revision", "source"):
-        if field not in (given := _fields(canary)):
+        if field not in (known := _fields(canary)):
             continue
-        node = given[field][1]
+        node = known[field][1]
         value = text[node.start_mark.index : node.end_mark.index]
         if field in fields:
             old = fields[field][1]

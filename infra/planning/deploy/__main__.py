@@ -169,8 +169,8 @@ def _pool_rows(plan: DeployPlan, site: Site, pool: Pool) -> Iterator[tuple[Any, 
 def _api(plan: DeployPlan) -> str:
     api = plan.platform.api
     heads = ("region", "instances", "min", "max", "concurrency", "CPU", "memory")
-    given = (api.min_instances, api.max_instances, api.concurrency, f"{api.cpu:g}", api.memory)
-    rows = [(site.region, f"{site.api_mean}-{site.api_peak}", *given) for site in plan.sites]
+    values = (api.min_instances, api.max_instances, api.concurrency, f"{api.cpu:g}", api.memory)
+    rows = [(site.region, f"{site.api_mean}-{site.api_peak}", *values) for site in plan.sites]
     return table(heads, rows)
 
 
@@ -362,11 +362,13 @@ def plan(
         raise typer.BadParameter(f"unexpected: {' '.join(more_regions)}")
     regions = [*(region or []), *(more_regions or [])]
     try:
-        made = _plan(models, rates, rate or [], seconds or [], tfvars, regions, prices, buffer)
+        deploy_plan = _plan(
+            models, rates, rate or [], seconds or [], tfvars, regions, prices, buffer
+        )
     except ConfigurationError as error:
         typer.echo(f"penstock deploy plan: {error.message}", err=True)
         raise typer.Exit(1) from error
-    print(plan_as_json(made) if as_json else text(made))
+    print(plan_as_json(deploy_plan) if as_json else text(deploy_plan))
 
 
 def _plan(

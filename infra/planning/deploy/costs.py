@@ -21,7 +21,7 @@ SIDECAR_CPU, SIDECAR_GIB = 0.5, 0.25
 """The API's sidecar that collects metrics (infra/terraform/modules/region/api.tf)."""
 REPLIES: Mapping[Replies, str] = {"direct": "direct replies", "slots": "replies to slots"}
 JOB_DELIVERIES = 2
-"""A job goes to the workers' subscription and to that of the `batch` lane.
+"""A job goes to the workers' subscription and to that of `batch` priority.
 
 What a filter drops is billed too (docs.cloud.google.com/pubsub/docs/subscription-message-filter).
 """
@@ -147,14 +147,14 @@ def _region(bill: _Bill, site: Site, platform: Platform) -> None:
 
 def disks_gib(site: Site) -> dict[str, tuple[float, float]]:
     """Boot disks of a region's nodes at the mean and at the peak, by disk type."""
-    found = {
+    costs = {
         "pd-balanced": (GENERAL_DISK_GIB * site.general_mean, GENERAL_DISK_GIB * site.general_peak)
     }
     for pool in site.pools:
-        mean, peak = found.get(pool.node.disk_type, (0, 0))
+        mean, peak = costs.get(pool.node.disk_type, (0, 0))
         size = pool.node.disk_gb
-        found[pool.node.disk_type] = mean + size * pool.nodes_mean, peak + size * pool.nodes_peak
-    return dict(found)
+        costs[pool.node.disk_type] = mean + size * pool.nodes_mean, peak + size * pool.nodes_peak
+    return dict(costs)
 
 
 def _kind(pool: Pool, platform: Platform) -> str:

@@ -61,15 +61,15 @@ def quotas(
     subscription_count: int,
 ) -> list[CloudQuota]:
     """The quotas to request before the first apply: of each region, then of the project."""
-    found = [quota for site in sites for quota in _region(site, platform, gpus)]
+    quotas = [quota for site in sites for quota in _region(site, platform, gpus)]
     total = sum(pool.nodes_peak for site in sites for pool in site.pools)
     if total:
-        found.append(CloudQuota("GPUS_ALL_REGIONS", "project", total, UNKNOWN, "spot or not"))
+        quotas.append(CloudQuota("GPUS_ALL_REGIONS", "project", total, UNKNOWN, "spot or not"))
     limit = str(SUBSCRIPTIONS_OF_A_PROJECT)
-    found.append(
+    quotas.append(
         CloudQuota("Pub/Sub topics", "project", topic_count, limit, "of older copies of the page")
     )
-    found.append(
+    quotas.append(
         CloudQuota(
             "Pub/Sub subscriptions",
             "project",
@@ -79,19 +79,19 @@ def quotas(
         )
     )
     per_topic = platform.inboxes.made_slots
-    found.append(
+    quotas.append(
         CloudQuota(
             "Pub/Sub subscriptions of a topic", "inbox", per_topic, str(SUBSCRIPTIONS_OF_A_TOPIC)
         )
     )
     rows_mb = sum(_peak_of(one.model, sites) * one.row_bytes for one in volumes) / 1e6
     inserts = str(INSERT_MB_PER_S.get(platform.dataset_location, 300))
-    found.append(
+    quotas.append(
         CloudQuota("BigQuery inserts, MB/s", platform.dataset_location, round(rows_mb, 3), inserts)
     )
     if platform.domain is not None:
-        found.append(CloudQuota("static addresses", "global", 1, UNKNOWN, "of the load balancer"))
-    return found
+        quotas.append(CloudQuota("static addresses", "global", 1, UNKNOWN, "of the load balancer"))
+    return quotas
 
 
 def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterator[CloudQuota]:
@@ -311,10 +311,10 @@ def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[
     most_slots = max(1, MAX_REPLY_SUBSCRIPTIONS // (inboxes * len(sites)) - 1)
     slots: dict[str, int] = {}
     for name in ("slots", "kept_slots"):
-        given = getattr(platform.inboxes, name)
-        if given is not None and given > most_slots:
+        value = getattr(platform.inboxes, name)
+        if value is not None and value > most_slots:
             slots[name] = most_slots
-            changes.append(Change("tfvars", f"inboxes.{name}", given, most_slots))
+            changes.append(Change("tfvars", f"inboxes.{name}", value, most_slots))
     nodes, regions = platform.nodes, dict(platform.regions)
     most = max(site.general_peak for site in sites)
     general = nodes.general.model_copy(

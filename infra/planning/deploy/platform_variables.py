@@ -104,11 +104,11 @@ class GeneralNodes(_Variable):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_the_default(cls, given: object) -> object:
+    def _null_is_the_default(cls, chosen: object) -> object:
         return (
-            {name: value for name, value in given.items() if value is not None}
-            if isinstance(given, dict)
-            else given
+            {name: value for name, value in chosen.items() if value is not None}
+            if isinstance(chosen, dict)
+            else chosen
         )
 
 

@@ -108,12 +108,12 @@ def read_rates(path: Path, catalog: Catalog) -> DemandRates:
         ConfigurationError: it can't be read, or a field is wrong, missing or of an unknown model.
     """
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
-    return _checked(given, catalog, str(path))
+    return _checked(document, catalog, str(path))
 
 
 def rates_of_words(rates: Sequence[str], seconds: Sequence[str], catalog: Catalog) -> DemandRates:
@@ -148,9 +148,9 @@ def _split(word: str, form: str, most: int) -> tuple[str, list[float]]:
     return name, values
 
 
-def _checked(given: object, catalog: Catalog, where: str) -> DemandRates:
+def _checked(document: object, catalog: Catalog, where: str) -> DemandRates:
     try:
-        rates = DemandRates.model_validate(given)
+        rates = DemandRates.model_validate(document)
     except ValidationError as error:
         raise _explained(error, where) from error
     known = {model.name for model in catalog.models}

@@ -44,11 +44,11 @@ def subscriptions(models: Iterable[Model], platform: Platform) -> list[str]:
     of_model = [workers_subscription_id, batch_subscription_id, dead_letter_subscription_id]
     if platform.functions.dead_letters is not None:
         of_model.append(dead_letter_push_subscription_id)
-    found = [name(model.name) for model in models for name in of_model]
+    names = [name(model.name) for model in models for name in of_model]
     for inbox in _inboxes(platform):
-        made = range(platform.inboxes.made_slots)
-        found += [direct_id(inbox), *(slot_subscription_id(inbox, slot) for slot in made)]
-    return found + ([WEBHOOKS_SUBSCRIPTION_ID] if platform.functions.webhooks is not None else [])
+        slots = range(platform.inboxes.made_slots)
+        names += [direct_id(inbox), *(slot_subscription_id(inbox, slot) for slot in slots)]
+    return names + ([WEBHOOKS_SUBSCRIPTION_ID] if platform.functions.webhooks is not None else [])
 
 
 def _inboxes(platform: Platform) -> list[str]:
@@ -65,21 +65,21 @@ def gpu_pools(
     """The names of a region's GPU node pools. None if ComputeClasses create the nodes."""
     if platform.nodes.compute_classes:
         return []
-    found, overflow = [], platform.overflow_in(region)
+    names, overflow = [], platform.overflow_in(region)
     for gpu in dict.fromkeys(model.gpu for model in models if model.gpu.type != "none"):
         name = gpu_class(gpu)
         if gpu.provisioning == "flex-start":
-            found.append(name)
+            names.append(name)
             continue
         if gpu.type in platform.regions[region].reservations:
-            found.append(f"{name}-reserved")
+            names.append(f"{name}-reserved")
         if gpus[gpu.type].on_demand:
-            found.append(name)
+            names.append(name)
         if platform.nodes.spot:
-            found.append(f"{name}-spot")
+            names.append(f"{name}-spot")
         if overflow not in (None, gpu.type):
-            found.append(f"{name}-on-{overflow}")
-    return found
+            names.append(f"{name}-on-{overflow}")
+    return names
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class Redis:
 def redis(platform: Platform) -> list[Redis]:
     """One in each region for cache and leases, and one for all records if they are separate."""
     cache, records = platform.cache, platform.records
-    found = [
+    names = [
         Redis(region, "cache", cache.node_type, 1 + cache.replicas) for region in platform.regions
     ]
     apart = records.apart if records.apart is not None else len(platform.regions) > 1
-    return found + (
+    return names + (
         [Redis(platform.home, "records", records.node_type, 1 + records.replicas)] if apart else []
     )

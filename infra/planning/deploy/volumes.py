@@ -102,10 +102,10 @@ def _apart(model: Model, size_bytes: int | None, limit_bytes: int) -> int:
 
 def job_bytes(model: Model, input_bytes: int, items: int) -> int:
     """Returns the billed bytes of a job: body, attributes and the overhead of each message."""
-    given = cast(Input, model.definition.sample_input(model, input_bytes))
+    sample = cast(Input, model.definition.sample_input(model, input_bytes))
     job = Job(
         _envelope(model),
-        JobBody([Item(index, given, cache_key="0" * 64) for index in range(items)]),
+        JobBody([Item(index, sample, cache_key="0" * 64) for index in range(items)]),
     )
     return _billed(*encode_job(job))
 

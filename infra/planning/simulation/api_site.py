@@ -24,7 +24,7 @@ class SimulatedJob:
         "arrived_s",
         "deadline_s",
         "has_ended",
-        "is_batch_lane",
+        "is_batch_priority",
         "items",
         "read_s",
         "share_s",
@@ -35,12 +35,17 @@ class SimulatedJob:
     )
 
     def __init__(
-        self, arrived_s: float, deadline_s: float, items: int, is_batch_lane: bool, site: ApiSite
+        self,
+        arrived_s: float,
+        deadline_s: float,
+        items: int,
+        is_batch_priority: bool,
+        site: ApiSite,
     ) -> None:
         self.arrived_s = arrived_s
         self.deadline_s = deadline_s
         self.items = items
-        self.is_batch_lane = is_batch_lane
+        self.is_batch_priority = is_batch_priority
         self.site = site
         self.started_s = -1.0
         self.has_ended = False
@@ -66,43 +71,43 @@ class ApiSite:
         self._most_items = instances * model.max_in_flight
         self.rate = ServiceRate(model.definition.first_guesses)
         self.interactive = self.batch = 0
-        """Items in flight of each lane."""
+        """Items in flight of each priority."""
         self.admitted = [0, 0]
-        """Admitted items of each lane."""
+        """Admitted items of each priority."""
         self.shed = [0, 0]
-        """Items refused, of each lane."""
+        """Items refused, of each priority."""
         self.requests = 0
         self.is_lost = False
 
     @property
     def in_flight(self) -> int:
-        """Items that wait for a worker, of both lanes."""
+        """Items that wait for a worker, of both priorities."""
         return self.interactive + self.batch
 
     def admits(self, job: SimulatedJob, now_s: float) -> bool:
         """Takes a request in, or refuses it."""
         if not self._has_room(job) or (self.in_flight and not self._is_in_time(job, now_s)):
-            self.shed[job.is_batch_lane] += job.items
+            self.shed[job.is_batch_priority] += job.items
             return False
         if self.in_flight == 0:
             self.rate.start_busy_period(now_s)
         self._count(job, 1)
-        self.admitted[job.is_batch_lane] += job.items
+        self.admitted[job.is_batch_priority] += job.items
         return True
 
     def _has_room(self, job: SimulatedJob) -> bool:
         if self.requests >= self._most_requests:
             return False
-        if job.is_batch_lane:
+        if job.is_batch_priority:
             return self.batch + job.items <= self._most_items * BATCH_SHARE
         return self.interactive + job.items <= self._most_items
 
     def _is_in_time(self, job: SimulatedJob, now_s: float) -> bool:
         rate = self.rate
         item_s = rate.item_s * rate.margin
-        if not job.is_batch_lane and self.batch:
+        if not job.is_batch_priority and self.batch:
             item_s /= INTERACTIVE_SHARE
-        before = self.in_flight if job.is_batch_lane else self.interactive
+        before = self.in_flight if job.is_batch_priority else self.interactive
         ahead = before + job.items - 1
         left_s = job.deadline_s - now_s - rate.service_s - rate.stalled_s(now_s)
         wait_s = max(ahead * item_s, min(self.in_flight * item_s, rate.service_s))
@@ -124,7 +129,7 @@ class ApiSite:
 
     def _count(self, job: SimulatedJob, sign: int) -> None:
         self.requests += sign
-        if job.is_batch_lane:
+        if job.is_batch_priority:
             self.batch += sign * job.items
         else:
             self.interactive += sign * job.items

@@ -113,13 +113,13 @@ class Autoscaler:
     def _queried(self, trigger: Trigger, query: PromQuery, now_s: float) -> float:
         if not self.is_endpoint_up:
             raise QueryFailed
-        found = query.value(self.series, now_s)
-        if isinstance(found, dict):
-            if len(found) > 1:
+        value = query.value(self.series, now_s)
+        if isinstance(value, dict):
+            if len(value) > 1:
                 raise QueryFailed
-            found = next(iter(found.values()), math.nan)
-        if not math.isfinite(found):
+            value = next(iter(value.values()), math.nan)
+        if not math.isfinite(value):
             if trigger.ignoreNullValues:
                 return 0.0
             raise QueryFailed
-        return found
+        return value

@@ -33,9 +33,9 @@ class StepsLoad(Entry):
         more_s = max(0.0, self.first_s - self.fixed_s)
         return max(1, round(more_s / self.per_item_s)) if self.per_item_s else 1
 
-    def item_s(self, places: int) -> float:
-        """Seconds that an item takes of a worker whose places are all taken."""
-        return self.first_s + self.count * self.step_s(places) / places
+    def item_s(self, slots: int) -> float:
+        """Seconds that an item takes of a worker whose slots are all taken."""
+        return self.first_s + self.count * self.step_s(slots) / slots
 
 
 class ModelLoad(Entry):
@@ -56,7 +56,7 @@ class ModelLoad(Entry):
     """The distribution of batch seconds. `exponential` is for comparisons with theory."""
     items_per_request: int = Field(1, ge=1, le=16)
     batch_lane_share: float = Field(0.0, ge=0, le=1)
-    """Share of the requests in the `batch` lane."""
+    """Share of the requests at `batch` priority."""
     deadline_s: float | None = Field(None, gt=0)
     """Default: the catalog's."""
     start_replicas: int | None = Field(None, ge=0)

@@ -116,7 +116,7 @@ Lines = list[tuple[str, list[float], list[float]]]
 
 
 def _replicas(result: SimulationResult) -> Lines:
-    found: Lines = []
+    lines: Lines = []
     for model in result.scenario.models:
         for field in ("replicas", "ready", "busy"):
             at_s: dict[float, float] = {}
@@ -124,8 +124,8 @@ def _replicas(result: SimulationResult) -> Lines:
                 if sample.model == model:
                     at_s[sample.at_s] = at_s.get(sample.at_s, 0) + getattr(sample, field)
             name = "wanted" if field == "replicas" else field
-            found.append((f"{model}: {name}", *_hours(at_s)))
-    return found
+            lines.append((f"{model}: {name}", *_hours(at_s)))
+    return lines
 
 
 def _gpus(result: SimulationResult) -> Lines:
@@ -138,22 +138,22 @@ def _gpus(result: SimulationResult) -> Lines:
 
 
 def _rates(result: SimulationResult) -> Lines:
-    found: Lines = []
+    lines: Lines = []
     edges = _edges(result)
     for model, record in result.recorder.models.items():
         for name, times in (("answered", record.arrived_s), ("refused or late", record.ended_s)):
             counts = np.histogram(np.asarray(times), edges)[0] / np.diff(edges)
-            found.append((f"{model}: {name}", _middles(edges), counts.tolist()))
-    return found
+            lines.append((f"{model}: {name}", _middles(edges), counts.tolist()))
+    return lines
 
 
 def _answers(result: SimulationResult) -> Lines:
-    found: Lines = []
+    lines: Lines = []
     for model, record in result.recorder.models.items():
         values = _percentiles(result, record.arrived_s, record.answer_s, (50, 95, 99))
         for which, line in zip((50, 95, 99), values, strict=True):
-            found.append((f"{model}: answer p{which}", _middles(_edges(result)), line))
-    return found
+            lines.append((f"{model}: answer p{which}", _middles(_edges(result)), line))
+    return lines
 
 
 def _waits(result: SimulationResult) -> Lines:
@@ -195,9 +195,9 @@ def _percentiles(
     at_s, all_values = np.asarray(times), np.asarray(values)
     order = np.argsort(at_s, kind="stable")
     cuts = np.searchsorted(at_s[order], _edges(result)[1:-1])
-    found: list[list[float]] = [[] for _ in which]
+    columns: list[list[float]] = [[] for _ in which]
     for part in np.split(all_values[order], cuts):
         computed = np.percentile(part, which) if len(part) else [float("nan")] * len(which)
-        for line, value in zip(found, computed, strict=True):
+        for line, value in zip(columns, computed, strict=True):
             line.append(float(value))
-    return found
+    return columns

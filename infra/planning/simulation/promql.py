@@ -224,9 +224,9 @@ class _Compiler:
         step: _Step = method(node)
         return step
 
-    def _refused(self, what: str) -> ConfigurationError:
+    def _refused(self, construct: str) -> ConfigurationError:
         return ConfigurationError(
-            f"query {self._text!r}: {what} is not evaluated by the simulation "
+            f"query {self._text!r}: {construct} is not evaluated by the simulation "
             "(infra/planning/simulation/promql.py)",
             field="query",
         )
@@ -246,12 +246,12 @@ class _Compiler:
         name, matchers, back_s = self._selected(node)
 
         def step(at: _Moment) -> Value:
-            found: Vector = {}
+            vector: Vector = {}
             for one in at.series.select(name, matchers):
                 value = newest(one, at.at_s - back_s, at.now_s, LOOKBACK_S)
                 if value is not None:
-                    found[one.labels] = value
-            return found
+                    vector[one.labels] = value
+            return vector
 
         return step
 
@@ -319,7 +319,7 @@ class _Compiler:
 
         def step(at: _Moment) -> Value:
             to_s = at.at_s - back_s
-            found: Vector = {}
+            vector: Vector = {}
             for one in at.series.select(chosen, matchers):
                 first, last = window(one, to_s - range_s, to_s, at.now_s)
                 if how is not None:
@@ -329,8 +329,8 @@ class _Compiler:
                     if value is not None and name == "rate":
                         value /= range_s
                 if value is not None:
-                    found[one.labels] = value
-            return found
+                    vector[one.labels] = value
+            return vector
 
         return step
 

@@ -64,7 +64,7 @@ class SimulatedDeployment:
             self.workers.append(worker)
             self.fleet.request(worker)
             if worker.node is not None:
-                self.service.join(worker)
+                self.service.add_worker(worker)
 
     def roll_out(self) -> None:
         """A new version of the pods."""
@@ -135,7 +135,7 @@ class SimulatedDeployment:
         yield worker.placed
         yield self._env.timeout(self._cluster.pod_start_s)
         if not worker.is_gone and not worker.is_draining:
-            self.service.join(worker)
+            self.service.add_worker(worker)
             self._reconcile()
 
     def _delete(self, worker: SimulatedWorker, reason: str) -> None:
@@ -198,6 +198,6 @@ class SimulatedDeployment:
         self.wanted = 0
 
 
-def _share(given: str, replicas: int) -> float:
+def _share(share: str, replicas: int) -> float:
     """Pods, of a number or a share of the replicas."""
-    return replicas * float(given[:-1]) / 100 if given.endswith("%") else float(given)
+    return replicas * float(share[:-1]) / 100 if share.endswith("%") else float(share)

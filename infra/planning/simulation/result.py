@@ -114,18 +114,18 @@ class SimulationResult:
     @cached_property
     def gpus_over_time(self) -> dict[float, int]:
         """Paid nodes, by the seconds of samples."""
-        found: dict[float, int] = {}
+        counts: dict[float, int] = {}
         for sample in self.recorder.gpu_samples:
-            found[sample.at_s] = found.get(sample.at_s, 0) + sample.nodes
-        return found
+            counts[sample.at_s] = counts.get(sample.at_s, 0) + sample.nodes
+        return counts
 
     def replicas_over_time(self, model: str) -> dict[float, int]:
         """Replicas of all regions, by the seconds of samples."""
-        found: dict[float, int] = {}
+        counts: dict[float, int] = {}
         for sample in self.recorder.samples:
             if sample.model == model:
-                found[sample.at_s] = found.get(sample.at_s, 0) + sample.replicas
-        return found
+                counts[sample.at_s] = counts.get(sample.at_s, 0) + sample.replicas
+        return counts
 
     def _dollars(self) -> float | None:
         total = 0.0
@@ -163,10 +163,10 @@ class SimulationResult:
 
     def as_dict(self) -> dict[str, Any]:
         """The figures, for a program."""
-        found = asdict(self.summary)
-        for one, summary in zip(found["models"], self.summary.models, strict=True):
+        fields = asdict(self.summary)
+        for one, summary in zip(fields["models"], self.summary.models, strict=True):
             one["within_deadline"] = summary.within_deadline
-        return found
+        return fields
 
 
 def _percentiles(values: Any, which: tuple[int, ...]) -> tuple[float | None, ...]:

@@ -180,10 +180,10 @@ def autoscaler_rules(scaled_object: Document) -> AutoscalerRules:
                 f"trigger {trigger.get('name')}: only prometheus with AverageValue is simulated"
             )
     config = advanced.get("horizontalPodAutoscalerConfig") or {}
-    given = config.get("behavior") or {}
+    policy = config.get("behavior") or {}
     behavior = {
-        "scaleUp": DEFAULT_UP | (given.get("scaleUp") or {}),
-        "scaleDown": DEFAULT_DOWN | (given.get("scaleDown") or {}),
+        "scaleUp": DEFAULT_UP | (policy.get("scaleUp") or {}),
+        "scaleDown": DEFAULT_DOWN | (policy.get("scaleDown") or {}),
     }
     triggers = [
         {"name": trigger.get("name", f"trigger-{number}")} | trigger["metadata"]
@@ -203,10 +203,10 @@ def _settings(folder: Path) -> dict[str, str]:
 
 
 def _one(objects: list[Document], kind: str) -> Document:
-    found = [one for one in objects if one["kind"] == kind]
-    if len(found) != 1:
-        raise ConfigurationError(f"the overlay of a worker has {len(found)} objects {kind}")
-    return found[0]
+    matching = [one for one in objects if one["kind"] == kind]
+    if len(matching) != 1:
+        raise ConfigurationError(f"the overlay of a worker has {len(matching)} objects {kind}")
+    return matching[0]
 
 
 def rendered(folder: Path) -> list[Document]:
@@ -256,13 +256,13 @@ def _patch(kustomization: Document, objects: list[Document]) -> None:
 def _merged(base: Any, patch: Any, *, by_name: bool) -> Any:
     """A strategic merge. Lists of Kubernetes' own kinds are merged by name, others replaced."""
     if isinstance(base, dict) and isinstance(patch, dict):
-        found = dict(base)
+        merged = dict(base)
         for key, value in patch.items():
             if value is None:
-                found.pop(key, None)
+                merged.pop(key, None)
             else:
-                found[key] = _merged(base[key], value, by_name=by_name) if key in base else value
-        return found
+                merged[key] = _merged(base[key], value, by_name=by_name) if key in base else value
+        return merged
     if by_name and _is_named(base) and _is_named(patch):
         names = {one["name"]: one for one in base}
         for one in patch:

@@ -135,7 +135,7 @@ class RolloutEvent(Entry):
 
 
 class SetReplicas(Entry):
-    """Somebody sets how many workers a model has in each region, in place of the autoscaler."""
+    """Somebody sets how many workers a model has in each region, in index of the autoscaler."""
 
     kind: Literal["set_replicas"]
     at_s: Seconds
@@ -201,10 +201,10 @@ def read_scenario(name: str, changes: tuple[str, ...] = ()) -> Scenario:
     path = Path(name)
     if not path.suffix and (SHIPPED / f"{name}.yaml").is_file():
         path = SHIPPED / f"{name}.yaml"
-    given = _read(path)
+    document = _read(path)
     for change in changes:
-        given = _changed(given, change)
-    return scenario_of(given, str(path))
+        document = _changed(document, change)
+    return scenario_of(document, str(path))
 
 
 def _read(path: Path, nested: int = 0) -> Any:
@@ -212,7 +212,7 @@ def _read(path: Path, nested: int = 0) -> Any:
     if nested > MAX_BASES:
         raise ConfigurationError(f"{path}: base: more than {MAX_BASES} of them", field="base")
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         known = ", ".join(sorted(one.stem for one in SHIPPED.glob("*.yaml")))
         raise ConfigurationError(
@@ -220,10 +220,10 @@ def _read(path: Path, nested: int = 0) -> Any:
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: {error}", field="scenario") from error
-    given = _with_paths(given, path.parent)
-    if isinstance(given, dict) and isinstance(base := given.pop("base", None), Path):
-        return _merged(_read(base, nested + 1), given)
-    return given
+    document = _with_paths(document, path.parent)
+    if isinstance(document, dict) and isinstance(base := document.pop("base", None), Path):
+        return _merged(_read(base, nested + 1), document)
+    return document
 
 
 def _merged(base: Any, over: Any) -> Any:
@@ -232,14 +232,14 @@ def _merged(base: Any, over: Any) -> Any:
     return over
 
 
-def scenario_of(given: object, where: str = "scenario") -> Scenario:
+def scenario_of(document: object, where: str = "scenario") -> Scenario:
     """Checks a scenario.
 
     Raises:
         ConfigurationError: a field is wrong.
     """
     try:
-        return Scenario.model_validate(given)
+        return Scenario.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "file"
@@ -247,39 +247,41 @@ def scenario_of(given: object, where: str = "scenario") -> Scenario:
         raise ConfigurationError(f"{where}: {field}: {reason}", field=field) from error
 
 
-def _changed(given: Any, change: str) -> Any:
+def _changed(document: Any, change: str) -> Any:
     key, is_set, value = change.partition("=")
     if not is_set or not key:
         raise ConfigurationError(f"--set {change}: the form is KEY=VALUE", field="set")
     try:
-        return _with(given, key.split("."), yaml.safe_load(value))
+        return _with(document, key.split("."), yaml.safe_load(value))
     except (KeyError, IndexError, ValueError, TypeError, yaml.YAMLError) as error:
         raise ConfigurationError(f"--set {change}: no such field", field=key) from error
 
 
-def _with(given: Any, keys: list[str], value: Any) -> Any:
+def _with(document: Any, keys: list[str], value: Any) -> Any:
     if not keys:
         return value
-    if isinstance(given, list):
-        place = int(keys[0])
-        return [*given[:place], _with(given[place], keys[1:], value), *given[place + 1 :]]
+    if isinstance(document, list):
+        index = int(keys[0])
+        return [*document[:index], _with(document[index], keys[1:], value), *document[index + 1 :]]
     # A model's name may have dots: the longest key that is there wins.
     for length in range(len(keys), 0, -1):
         name = ".".join(keys[:length])
-        if name in (given or {}):
-            return {**given, name: _with(given[name], keys[length:], value)}
-    return {**(given or {}), keys[0]: _with({}, keys[1:], value)}
+        if name in (document or {}):
+            return {**document, name: _with(document[name], keys[length:], value)}
+    return {**(document or {}), keys[0]: _with({}, keys[1:], value)}
 
 
-def _with_paths(given: Any, folder: Path) -> Any:
+def _with_paths(document: Any, folder: Path) -> Any:
     """Files of a scenario are relative to it."""
-    if isinstance(given, dict):
-        if isinstance(given.get("catalog"), str):
-            given = given | {"catalog": folder / given["catalog"]}
+    if isinstance(document, dict):
+        if isinstance(document.get("catalog"), str):
+            document = document | {"catalog": folder / document["catalog"]}
         return {
             key: folder / value
             if key in ("file", "base") and isinstance(value, str)
             else _with_paths(value, folder)
-            for key, value in given.items()
+            for key, value in document.items()
         }
-    return [_with_paths(one, folder) for one in given] if isinstance(given, list) else given
+    return (
+        [_with_paths(one, folder) for one in document] if isinstance(document, list) else document
+    )

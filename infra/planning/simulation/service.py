@@ -24,8 +24,8 @@ from shared.catalog import Model
 from shared.step_time import StepTime
 
 INTERACTIVE, BATCH = 0, 1
-BATCH_LANE_EVERY = 16
-"""Every 16th batch begins with the batch lane (workers/scheduling/lanes.py)."""
+BATCH_PRIORITY_EVERY = 16
+"""Every 16th batch begins with `batch` priority (workers/scheduling/priority_queue.py)."""
 
 OnEnded = Callable[[SimulatedWorker, list[SimulatedJob], float], None]
 """Called with jobs that a worker is done with, and the seconds that the model took for them."""
@@ -72,11 +72,11 @@ class WholeBatches:
         # Those that compute share the GPU in time. It counts as of the start of the batch.
         took_s *= worker.slowed(self._load.kept_when_sharing)
         worker.running, worker.running_s, worker.started_s = batch, took_s, self._env.now
-        in_batch_lane = 0
+        in_batch_priority = 0
         for job in batch:
             job.started_s = self._env.now
-            in_batch_lane += job.items * job.is_batch_lane
-        share = in_batch_lane / items
+            in_batch_priority += job.items * job.is_batch_priority
+        share = in_batch_priority / items
         worker.set_busy((1 - share, share), self._env.now)
         done = worker.batch_done = self._env.timeout(took_s, worker)
         assert done.callbacks is not None
@@ -85,16 +85,16 @@ class WholeBatches:
     def _batch_of(self, worker: SimulatedWorker) -> Iterator[SimulatedJob]:
         """Returns waiting jobs, up to a full batch: interactive first, except every 16th time."""
         self._batches += 1
-        lanes = (INTERACTIVE, BATCH)
-        if worker.held[BATCH] and self._batches % BATCH_LANE_EVERY == 0:
-            lanes = (BATCH, INTERACTIVE)
+        priorities = (INTERACTIVE, BATCH)
+        if worker.held[BATCH] and self._batches % BATCH_PRIORITY_EVERY == 0:
+            priorities = (BATCH, INTERACTIVE)
         items = 0
-        for lane in lanes:
-            held = worker.held[lane]
+        for priority in priorities:
+            held = worker.held[priority]
             while held and (items == 0 or items + held[0].items <= self._most_items):
                 job = held.popleft()
                 if job.has_ended:
-                    worker.held_items[lane] -= job.items
+                    worker.held_items[priority] -= job.items
                     continue
                 items += job.items
                 yield job
@@ -118,8 +118,8 @@ class WholeBatches:
         return batch
 
 
-BATCH_JOIN_SHARE = 1 / 4
-"""Share of a batch for the batch lane, as in workers/scheduling/lanes.py."""
+BATCH_SLOTS_SHARE = 1 / 4
+"""Share of a batch for `batch` priority, as in workers/scheduling/priority_queue.py."""
 SHARED_WEIGHTS_SHARE = 0.5
 """The value in workers/runtime/execution.py."""
 NEARLY = 1e-9
@@ -143,53 +143,53 @@ class SteppedBatches:
         self._kept_when_sharing = load.kept_when_sharing
         self._chance = chance
         self._on_ended = on_ended
-        self._places = model.batch.max_items
+        self._slots = model.batch.max_items
         self._fixed_share = SHARED_WEIGHTS_SHARE if model.definition.shares_weights else 0.0
 
     def start(self, worker: SimulatedWorker) -> None:
         """Admits the items that a worker holds, up to its free slots."""
         self._advance(worker)
-        joining = list(self._joining(worker))
-        if not joining:
+        admitted = list(self._admitted(worker))
+        if not admitted:
             return
         inside = worker.inside
         if inside is None:
             worker.occupy(self._env.now)
             if worker.step_time is None:
-                worker.step_time = StepTime(self._fixed_share, self._places)
+                worker.step_time = StepTime(self._fixed_share, self._slots)
             inside = worker.inside = Inside(worker.step_time)
             worker.started_s = self._env.now
-        for job in joining:
+        for job in admitted:
             job.started_s = self._env.now
             job.read_s, job.steps = self._steps.first_s * job.items, self._steps.count
             if self._steps.spread == "exponential":
                 job.steps = self._chance.expovariate(1 / self._steps.count)
             job.share_s, job.spare_s = inside.share_s, inside.spare_s
-        worker.running = [*worker.running, *joining]
+        worker.running = [*worker.running, *admitted]
         self._schedule(worker, inside)
 
-    def _joining(self, worker: SimulatedWorker) -> Iterator[SimulatedJob]:
-        """Interactive jobs first. Alongside, the `batch` lane gets 1/4 of the slots."""
-        free = self._places - sum(job.items for job in worker.running)
-        has_callers = any(not job.is_batch_lane for job in worker.running)
-        for lane in (INTERACTIVE, BATCH):
-            if lane == BATCH and (has_callers or worker.held[INTERACTIVE]):
-                taken = sum(job.items for job in worker.running if job.is_batch_lane)
-                free = min(free, max(1, int(self._places * BATCH_JOIN_SHARE)) - taken)
-            held = worker.held[lane]
+    def _admitted(self, worker: SimulatedWorker) -> Iterator[SimulatedJob]:
+        """Interactive jobs first. Alongside, `batch` priority gets 1/4 of the slots."""
+        free = self._slots - sum(job.items for job in worker.running)
+        has_callers = any(not job.is_batch_priority for job in worker.running)
+        for priority in (INTERACTIVE, BATCH):
+            if priority == BATCH and (has_callers or worker.held[INTERACTIVE]):
+                taken = sum(job.items for job in worker.running if job.is_batch_priority)
+                free = min(free, max(1, int(self._slots * BATCH_SLOTS_SHARE)) - taken)
+            held = worker.held[priority]
             while held and held[0].items <= free:
                 job = held.popleft()
                 if job.has_ended:
-                    worker.held_items[lane] -= job.items
+                    worker.held_items[priority] -= job.items
                     continue
-                has_callers = has_callers or lane == INTERACTIVE
+                has_callers = has_callers or priority == INTERACTIVE
                 free -= job.items
                 yield job
 
     def _schedule(self, worker: SimulatedWorker, inside: Inside) -> None:
         """Returns the next event in a worker, and its spare time until then."""
         items = sum(job.items for job in worker.running)
-        fill = min(1.0, items / self._places)
+        fill = min(1.0, items / self._slots)
         slowed = worker.slowed(self._kept_when_sharing)
         reads = _reading(worker)
         if reads is not None:
@@ -203,14 +203,16 @@ class SteppedBatches:
             step_s, work = self._steps.step_s(items), items
             next_s = min(job.steps for job in worker.running) * step_s * slowed
             inside.steps_per_s = 1 / step_s / slowed
-            full_s = self._steps.step_s(self._places)
+            full_s = self._steps.step_s(self._slots)
             inside.work_part = fill * full_s / step_s / slowed
         inside.time.observe(work, step_s * slowed)
         spare_s = inside.time.spare_s(fill, work, step_s * slowed)
         inside.spare_part = spare_s / (step_s * slowed)
-        in_batch_lane = sum(job.items for job in worker.running if job.is_batch_lane) / items
+        in_batch_priority = (
+            sum(job.items for job in worker.running if job.is_batch_priority) / items
+        )
         taken = 1 - inside.spare_part
-        parts = (taken * (1 - in_batch_lane), taken * in_batch_lane)
+        parts = (taken * (1 - in_batch_priority), taken * in_batch_priority)
         worker.set_busy(parts, self._env.now)
         worker.batch_done = self._env.timeout(max(0.0, next_s), worker)
         assert worker.batch_done.callbacks is not None
@@ -305,7 +307,7 @@ class Service:
         self._is_idle_first = broker.delivery == "idle_first"
         self._lease_s = broker.lease_s
         self._most_held = broker.batches_held * model.batch.max_items
-        """Maximum held items in each lane, including the running batch."""
+        """Maximum held items in each priority, including the running batch."""
         self.queues: tuple[deque[SimulatedJob], deque[SimulatedJob]] = (deque(), deque())
         """Published, and with no worker."""
         self._open: list[SimulatedWorker] = []
@@ -365,38 +367,38 @@ class Service:
     # Delivery
 
     def _deliver(self, job: SimulatedJob) -> None:
-        lane = BATCH if job.is_batch_lane else INTERACTIVE
-        worker = self._worker_for(lane) if not self.queues[lane] else None
+        priority = BATCH if job.is_batch_priority else INTERACTIVE
+        worker = self._worker_for(priority) if not self.queues[priority] else None
         if worker is None:
-            self.queues[lane].append(job)
+            self.queues[priority].append(job)
         else:
-            self._hold(worker, job, lane)
+            self._hold(worker, job, priority)
             self._compute(worker)
 
-    def _worker_for(self, lane: int) -> SimulatedWorker | None:
+    def _worker_for(self, priority: int) -> SimulatedWorker | None:
         if self._is_idle_first and self._idle:
             return next(iter(self._idle))
         count = len(self._open)
         first = int(self._chance.random() * count)
         for number in range(first, first + count):
             worker = self._open[number % count]
-            # Workers are open by their room for the interactive lane.
-            if worker.held_items[lane] < self._most_held:
+            # Workers are open by their room for `interactive` priority.
+            if worker.held_items[priority] < self._most_held:
                 return worker
         return None
 
-    def _hold(self, worker: SimulatedWorker, job: SimulatedJob, lane: int) -> None:
-        worker.held[lane].append(job)
-        worker.held_items[lane] += job.items
-        if lane == INTERACTIVE and worker.held_items[lane] >= self._most_held:
+    def _hold(self, worker: SimulatedWorker, job: SimulatedJob, priority: int) -> None:
+        worker.held[priority].append(job)
+        worker.held_items[priority] += job.items
+        if priority == INTERACTIVE and worker.held_items[priority] >= self._most_held:
             self._close(worker)
 
     def _refill(self, worker: SimulatedWorker) -> None:
-        for lane, queue in enumerate(self.queues):
-            while queue and worker.held_items[lane] < self._most_held:
+        for priority, queue in enumerate(self.queues):
+            while queue and worker.held_items[priority] < self._most_held:
                 job = queue.popleft()
                 if not job.has_ended:
-                    self._hold(worker, job, lane)
+                    self._hold(worker, job, priority)
 
     def _open_up(self, worker: SimulatedWorker) -> None:
         if worker.open_at < 0 and worker.held_items[INTERACTIVE] < self._most_held:
@@ -423,8 +425,8 @@ class Service:
     def _ended(self, worker: SimulatedWorker, jobs: list[SimulatedJob], took_s: float) -> None:
         """A worker is done with jobs, for which the model took this time. It continues."""
         for job in jobs:
-            lane = BATCH if job.is_batch_lane else INTERACTIVE
-            worker.held_items[lane] -= job.items
+            priority = BATCH if job.is_batch_priority else INTERACTIVE
+            worker.held_items[priority] -= job.items
             worker.items += job.items
             if not job.has_ended:
                 self._serve(job, took_s)
@@ -453,7 +455,7 @@ class Service:
 
     # Workers that come and go
 
-    def join(self, worker: SimulatedWorker) -> None:
+    def add_worker(self, worker: SimulatedWorker) -> None:
         """A worker is warm: it pulls."""
         worker.is_ready, worker.ready_s = True, self._env.now
         self._refill(worker)
@@ -495,7 +497,7 @@ class Service:
 
     def _hand_back(self, jobs: Iterable[SimulatedJob]) -> None:
         for job in sorted(jobs, key=_age, reverse=True):
-            self.queues[BATCH if job.is_batch_lane else INTERACTIVE].appendleft(job)
+            self.queues[BATCH if job.is_batch_priority else INTERACTIVE].appendleft(job)
         while self._open and any(self.queues):
             worker = self._open[int(self._chance.random() * len(self._open))]
             self._refill(worker)

@@ -40,12 +40,12 @@ class Matcher:
 
     def fits(self, labels: Labels) -> bool:
         """Returns whether labels meet the condition. A missing label is empty, as in Prometheus."""
-        found = dict(labels).get(self.label, "")
+        value = dict(labels).get(self.label, "")
         tests: dict[str, Callable[[], bool]] = {
-            "=": lambda: found == self.value,
-            "!=": lambda: found != self.value,
-            "=~": lambda: re.fullmatch(self.value, found) is not None,
-            "!~": lambda: re.fullmatch(self.value, found) is None,
+            "=": lambda: value == self.value,
+            "!=": lambda: value != self.value,
+            "=~": lambda: re.fullmatch(self.value, value) is not None,
+            "!~": lambda: re.fullmatch(self.value, value) is None,
         }
         return tests[self.operator]()
 
@@ -109,13 +109,13 @@ class TimeSeries:
 def newest(series: Series, at_s: float, now_s: float, lookback_s: float) -> float | None:
     """The newest value up to a time that a query at `now_s` sees. None beyond the lookback."""
     seen_s = min(at_s, now_s - series.age_s)
-    place = bisect_right(series.times_s, seen_s) - 1
-    if place < 0 or series.times_s[place] <= at_s - lookback_s or series.ended_s <= seen_s:
+    index = bisect_right(series.times_s, seen_s) - 1
+    if index < 0 or series.times_s[index] <= at_s - lookback_s or series.ended_s <= seen_s:
         return None
-    return series.values[place]
+    return series.values[index]
 
 
 def window(series: Series, from_s: float, to_s: float, now_s: float) -> tuple[int, int]:
-    """The places of the samples after `from_s`, up to `to_s`, that a query at `now_s` sees."""
+    """The indices of the samples after `from_s`, up to `to_s`, that a query at `now_s` sees."""
     last = bisect_right(series.times_s, min(to_s, now_s - series.age_s))
     return min(bisect_left(series.times_s, from_s), last), last

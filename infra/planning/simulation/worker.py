@@ -133,7 +133,7 @@ class SimulatedWorker:
         """True if it has the newest version of its Deployment."""
         self.ready_s = -1.0
         self.held: tuple[deque[SimulatedJob], deque[SimulatedJob]] = (deque(), deque())
-        """Jobs of each lane that wait here: interactive, batch."""
+        """Jobs of each priority that wait here: interactive, batch."""
         self.held_items = [0, 0]
         self.running: list[SimulatedJob] = []
         self.running_s = 0.0
@@ -154,7 +154,7 @@ class SimulatedWorker:
         self.work_s = 0.0
         """Seconds in which a full worker would have done the same work."""
         self.busy_parts = (0.0, 0.0)
-        """The share of each lane in what it computes."""
+        """The share of each priority in what it computes."""
         self.busy_average = (0.0, 0.0)
         self.busy_since_s = 0.0
 
@@ -189,12 +189,12 @@ class SimulatedWorker:
         return 1.0 if node.busy <= 1 else node.busy / kept_when_sharing
 
     def set_busy(self, parts: tuple[float, float], now_s: float) -> None:
-        """It computes for each lane, by parts of what a full one does, or not at all (0, 0)."""
+        """It computes for each priority, by parts of what a full one does, or not at all (0, 0)."""
         self.busy_average = self.busy_ratio(now_s)
         self.busy_since_s, self.busy_parts = now_s, parts
 
     def busy_ratio(self, now_s: float) -> tuple[float, float]:
-        """Returns penstock_worker_busy_ratio of each lane."""
+        """Returns penstock_worker_busy_ratio of each priority."""
         fade = math.exp((self.busy_since_s - now_s) / BUSY_FADE_S)
         (interactive, batch), (old, old_batch) = self.busy_parts, self.busy_average
         return interactive + (old - interactive) * fade, batch + (old_batch - batch) * fade

@@ -51,7 +51,7 @@ from shared.errors import ConfigurationError
 from shared.settings import ApiSettings
 from shared.topics import batch_subscription_id, workers_subscription_id
 
-Place = tuple[str, str]
+SiteKey = tuple[str, str]
 """Model and region."""
 
 
@@ -61,11 +61,11 @@ class Parts:
 
     services: dict[str, Service]
     """Services by model. Workers of all regions pull from one subscription."""
-    sites: dict[Place, ApiSite] = field(default_factory=dict)
+    sites: dict[SiteKey, ApiSite] = field(default_factory=dict)
     fleets: dict[tuple[str, str], Fleet] = field(default_factory=dict)
     """Fleets by GPU class and region."""
-    replicas: dict[Place, SimulatedDeployment] = field(default_factory=dict)
-    autoscalers: dict[Place, Autoscaler] = field(default_factory=dict)
+    replicas: dict[SiteKey, SimulatedDeployment] = field(default_factory=dict)
+    autoscalers: dict[SiteKey, Autoscaler] = field(default_factory=dict)
 
 
 BROKER_WAIT_S = float(ApiSettings.model_fields["broker_wait_s"].default)
@@ -144,7 +144,7 @@ class Scraper:
     def _sample_pubsub(self) -> Steps:
         while True:
             for name, service in self._parts.services.items():
-                sites = [site for place, site in self._parts.sites.items() if place[0] == name]
+                sites = [site for key, site in self._parts.sites.items() if key[0] == name]
                 published = sum(site.published(BROKER_WAIT_S) for site in sites)
                 in_flight = sum(site.in_flight for site in sites)
                 batch = sum(site.batch for site in sites)
@@ -258,12 +258,12 @@ def happen(env: simpy.Environment, event: Event, parts: Parts, scraper: Scraper)
 
 
 def _set_replicas(event: SetReplicas, parts: Parts) -> None:
-    for place, replicas in parts.replicas.items():
-        if place[0] == event.model:
-            old = parts.autoscalers[place]
+    for key, replicas in parts.replicas.items():
+        if key[0] == event.model:
+            old = parts.autoscalers[key]
             bounds = {"minReplicaCount": event.count, "maxReplicaCount": event.count}
             rules = old.rules.model_copy(update=bounds)
-            parts.autoscalers[place] = Autoscaler(rules, old.series)
+            parts.autoscalers[key] = Autoscaler(rules, old.series)
             if event.is_kill:
                 replicas.kill_down_to(event.count)
             replicas.set(event.count)
@@ -301,23 +301,23 @@ def _set_endpoint(parts: Parts, *, is_up: bool) -> None:
 
 
 def _region_loss(env: simpy.Environment, event: RegionLoss, parts: Parts) -> Steps:
-    places = [place for place in parts.sites if place[1] == event.region]
-    fleets = [fleet for place, fleet in parts.fleets.items() if place[1] == event.region]
-    for place in places:
-        parts.sites[place].is_lost = True
-        parts.services[place[0]].lose_requests(parts.sites[place])
+    keys = [key for key in parts.sites if key[1] == event.region]
+    fleets = [fleet for key, fleet in parts.fleets.items() if key[1] == event.region]
+    for key in keys:
+        parts.sites[key].is_lost = True
+        parts.services[key[0]].lose_requests(parts.sites[key])
     for fleet in fleets:
         fleet.lose_all()
-    for place in places:
-        parts.replicas[place].lose_all()
+    for key in keys:
+        parts.replicas[key].lose_all()
     yield env.timeout(event.for_s)
     for fleet in fleets:
         fleet.is_lost = False
-    for place in places:
-        parts.sites[place].is_lost = False
-        old = parts.autoscalers[place]
-        parts.autoscalers[place] = Autoscaler(old.rules, old.series)
-        parts.replicas[place].set(old.rules.minReplicaCount)
+    for key in keys:
+        parts.sites[key].is_lost = False
+        old = parts.autoscalers[key]
+        parts.autoscalers[key] = Autoscaler(old.rules, old.series)
+        parts.replicas[key].set(old.rules.minReplicaCount)
 
 
 SAMPLES = 1440
@@ -431,9 +431,9 @@ class World:
         )
 
     def _add(self, region: str, model: Model, rules: WorkerRules) -> None:
-        scenario, place = self.scenario, (model.name, region)
+        scenario, key = self.scenario, (model.name, region)
         api = scenario.api
-        self.parts.sites[place] = ApiSite(region, model, api.max_instances, api.concurrency)
+        self.parts.sites[key] = ApiSite(region, model, api.max_instances, api.concurrency)
         pool = (gpu_class(model.gpu), region)
         if pool not in self.parts.fleets:
             cluster = scenario.cluster
@@ -442,7 +442,7 @@ class World:
                 cluster = cluster.model_copy(update={"buffer": 0, "spot": False})
             most = scenario.regions[region].max_gpus if model.gpu.type != "none" else None
             self.parts.fleets[pool] = Fleet(self.env, cluster, model.gpu.share, most, self._chance)
-        self.parts.replicas[place] = SimulatedDeployment(
+        self.parts.replicas[key] = SimulatedDeployment(
             self.env,
             self.parts.services[model.name],
             self.parts.fleets[pool],
@@ -451,44 +451,44 @@ class World:
             region,
             self.recorder,
         )
-        self.parts.autoscalers[place] = Autoscaler(rules.autoscaler, self.series)
-        self.env.process(self._poll(place))
-        self.env.process(self._sync(place))
+        self.parts.autoscalers[key] = Autoscaler(rules.autoscaler, self.series)
+        self.env.process(self._poll(key))
+        self.env.process(self._sync(key))
 
     def _start_workers(self) -> None:
         """Workers, and nodes for them and for the buffer, that are there at the start."""
         for fleet in self.parts.fleets.values():
             members = [
-                place for place in self.parts.replicas if self.parts.replicas[place].fleet is fleet
+                key for key in self.parts.replicas if self.parts.replicas[key].fleet is fleet
             ]
-            counts = {place: self._first_replicas(place) for place in members}
-            places = sum(counts.values()) + fleet.buffer
-            fleet.start_with(-(-places // fleet.places))
-            for place, count in counts.items():
-                self.parts.replicas[place].start_with(count)
+            counts = {key: self._first_replicas(key) for key in members}
+            workers = sum(counts.values()) + fleet.buffer
+            fleet.start_with(-(-workers // fleet.places))
+            for key, count in counts.items():
+                self.parts.replicas[key].start_with(count)
 
-    def _first_replicas(self, place: Place) -> int:
-        asked = self.scenario.models[place[0]].start_replicas
-        return self.models[place[0]].replicas.min if asked is None else asked
+    def _first_replicas(self, key: SiteKey) -> int:
+        asked = self.scenario.models[key[0]].start_replicas
+        return self.models[key[0]].replicas.min if asked is None else asked
 
     # Processes
 
-    def _poll(self, place: Place) -> Steps:
-        autoscaler = self.parts.autoscalers[place]
+    def _poll(self, key: SiteKey) -> Steps:
+        autoscaler = self.parts.autoscalers[key]
         period_s = autoscaler.rules.pollingInterval
         yield self.env.timeout(self._chance.uniform(0, period_s))
         while True:
-            replicas = self.parts.replicas[place]
+            replicas = self.parts.replicas[key]
             if not replicas.fleet.is_lost:
                 replicas.set(autoscaler.poll(self.env.now, replicas.wanted))
             yield self.env.timeout(period_s)
 
-    def _sync(self, place: Place) -> Steps:
+    def _sync(self, key: SiteKey) -> Steps:
         yield self.env.timeout(self._chance.uniform(0, SYNC_S))
         while True:
-            replicas = self.parts.replicas[place]
+            replicas = self.parts.replicas[key]
             if not replicas.fleet.is_lost:
-                replicas.set(self.parts.autoscalers[place].sync(self.env.now, replicas.wanted))
+                replicas.set(self.parts.autoscalers[key].sync(self.env.now, replicas.wanted))
             yield self.env.timeout(SYNC_S)
 
     def _arrive(self, name: str, stream: Arrivals, number: int) -> Steps:

@@ -74,7 +74,7 @@ async def test_batch_whose_lines_all_fail_has_no_output_file(api: ApiUnderTest) 
     assert len(await answers(client, done.error_file_id)) == 1
 
 
-async def test_rows_are_of_the_lane_and_cost_the_plans_share(
+async def test_rows_are_of_the_priority_and_cost_the_plans_share(
     both: tuple[ApiUnderTest, Running],
 ) -> None:
     api, _ = both
@@ -83,7 +83,7 @@ async def test_rows_are_of_the_lane_and_cost_the_plans_share(
     await until(client, batch)
     envelopes = [job.envelope for job in api.worker.jobs]
     assert {one.batch_id for one in envelopes} == {batch.id}
-    assert {(one.lane, one.price_share) for one in envelopes} == {("batch", 0.5)}
+    assert {(one.priority, one.price_share) for one in envelopes} == {("batch", 0.5)}
     assert len({one.request_id for one in envelopes}) == 3
     assert {one.request_id.rpartition("-")[2] for one in envelopes} == {"1", "2", "3"}
 

@@ -63,13 +63,13 @@ ENCODER = SERVED.default("embedding").model_copy(
 PAINTER = SERVED.default("image").model_copy(
     update={"price": Price(per_million_pixel_steps_usd=0.5, cached_share=0.5)}
 )
-PICTURE = ImageInput("a circle", 64, 64, 20, 2.0, 1, "default")
+IMAGE = ImageInput("a circle", 64, 64, 20, 2.0, 1, "default")
 INPUTS: list[tuple[Model, Input]] = [
     (WRITER, GenerationInput(200, 1, prompt="{}[]();" * 8)),
     (WRITER, GenerationInput(20, 1, messages=[{"role": "user", "content": "éè"}])),
     (ENCODER, TextInput("?!" * 40)),
     (ENCODER, TokensInput([7] * 30)),
-    (PAINTER, PICTURE),
+    (PAINTER, IMAGE),
 ]
 SHARES = st.sampled_from([0.0, 0.4, 1.0])
 

@@ -9,7 +9,7 @@ import pytest
 
 from api.usage.rows import UsageLine, UsageQuery, UsageRows
 from api.usage.service import KEEP_S, UsageService
-from api.usage.turns import MAX_OF_ONE_TENANT, MAX_RUNNING, QueryTurns
+from api.usage.turns import MAX_OF_ONE_TENANT, MAX_RUNNING, QueryPermits
 from shared.errors import Overloaded, Unavailable
 from tests.limits import WAIT_LIMIT_S
 
@@ -42,7 +42,7 @@ def question(number: int) -> UsageQuery:
 
 async def test_same_question_is_asked_once_in_a_while() -> None:
     rows, now = Rows(), [0.0]
-    service = UsageService(rows, QueryTurns(), lambda: now[0])
+    service = UsageService(rows, QueryPermits(), lambda: now[0])
     rows.go.set()
     await asyncio.gather(*(service.read(question(1), "acme") for _ in range(3)))
     now[0] = KEEP_S - 1
@@ -55,7 +55,7 @@ async def test_same_question_is_asked_once_in_a_while() -> None:
 
 async def test_one_tenant_takes_not_all_places() -> None:
     rows = Rows()
-    service = UsageService(rows, QueryTurns())
+    service = UsageService(rows, QueryPermits())
     waiting = [
         asyncio.create_task(service.read(question(number), "acme"))
         for number in range(MAX_OF_ONE_TENANT)
@@ -72,7 +72,7 @@ async def test_one_tenant_takes_not_all_places() -> None:
 
 
 async def test_slow_questions_of_one_tenant_hold_up_nobody() -> None:
-    slow, quick, turns = Rows(), Rows(), QueryTurns()
+    slow, quick, turns = Rows(), Rows(), QueryPermits()
     quick.go.set()
     asked = UsageService(slow, turns)
     waiting = [
@@ -90,7 +90,7 @@ async def test_slow_questions_of_one_tenant_hold_up_nobody() -> None:
 
 
 async def test_tenants_that_wait_take_turns() -> None:
-    turns, order, go = QueryTurns(), [], asyncio.Event()
+    turns, order, go = QueryPermits(), [], asyncio.Event()
 
     async def ask(tenant: str) -> None:
         turns.claim(tenant)
@@ -117,7 +117,7 @@ async def test_failure_is_not_kept() -> None:
     rows = Rows()
     rows.go.set()
     rows.is_broken = True
-    service = UsageService(rows, QueryTurns())
+    service = UsageService(rows, QueryPermits())
     with pytest.raises(Unavailable):
         await service.read(question(1), "acme")
     rows.is_broken = False

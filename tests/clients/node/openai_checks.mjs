@@ -25,7 +25,7 @@ import {
 const client = new OpenAI({ baseURL: `${URL_}/v1`, apiKey: KEY, timeout: LIMIT_MS });
 const slow = { model: PAINTER, prompt: PROMPT, size: "256x256", num_inference_steps: 100 };
 const embedded = (answer) => answer.data.map((item) => item.embedding);
-const pictures = (answer) => answer.data.map((item) => Buffer.from(item.b64_json, "base64"));
+const images = (answer) => answer.data.map((item) => Buffer.from(item.b64_json, "base64"));
 
 await run({
   ...batchChecks(client),
@@ -75,7 +75,7 @@ await run({
   },
   "image of a seed": async () => {
     const asked = { model: PAINTER, prompt: PROMPT, size: "64x64" };
-    const drawn = pictures(
+    const drawn = images(
       await client.images.generate({ ...asked, n: 2, response_format: "b64_json", seed: 5 }),
     );
     drawn.forEach(assertPng);
@@ -84,13 +84,13 @@ await run({
     assert.equal(drawn[1].toString("base64"), raw.data[0].b64_json);
   },
   "image edited": async () => {
-    const circle = pictures(
+    const circle = images(
       await client.images.generate({ model: PAINTER, prompt: PROMPT, size: "64x64" }),
     )[0];
     const image = await toFile(circle, "circle.png", { type: "image/png" });
     const prompt = "a large blue circle on a white background";
     const answer = await client.images.edit({ model: PAINTER, image, prompt, strength: 0.6 });
-    pictures(answer).forEach(assertPng);
+    images(answer).forEach(assertPng);
   },
   "models listed and found": async () => {
     const names = [];
@@ -150,7 +150,7 @@ await run({
         .images.generate({ model: PAINTER, prompt: PROMPT, size: "64x64" }, { headers })
         .withResponse();
       assert.equal(response.headers.get("idempotent-replayed"), "true");
-      pictures(data).forEach(assertPng);
+      images(data).forEach(assertPng);
     });
   },
   "headers of the response": async () => {

@@ -55,7 +55,7 @@ def message() -> None:
 def stream_is_the_message() -> None:
     whole = client().messages.create(**asked()).content[0].text
     with client().messages.stream(**asked()) as stream:
-        pieces = list(stream.text_stream)
+        pieces = list(stream.generation_stream)
         final = stream.get_final_message()
     assert len(pieces) > 5
     assert "".join(pieces) == final.content[0].text == whole

@@ -43,7 +43,7 @@ def embedded(answer: openai.types.CreateEmbeddingResponse) -> list[list[float]]:
     return [item.embedding for item in answer.data]
 
 
-def pictures(answer: openai.types.ImagesResponse) -> list[bytes]:
+def images(answer: openai.types.ImagesResponse) -> list[bytes]:
     found = [base64.b64decode(item.b64_json or "") for item in answer.data or []]
     for png in found:
         assert_png(png)
@@ -92,7 +92,7 @@ def encoding_format_base64() -> None:
 @check
 def image_of_a_seed() -> None:
     asked: dict[str, Any] = {"model": PAINTER, "prompt": PROMPT, "size": "64x64"}
-    drawn = pictures(
+    drawn = images(
         client.images.generate(**asked, n=2, response_format="b64_json", extra_body={"seed": 5})
     )
     raw = post("/v1/images/generations", {**asked, "seed": 6})
@@ -103,14 +103,14 @@ def image_of_a_seed() -> None:
 @check
 def image_edited() -> None:
     asked: dict[str, Any] = {"model": PAINTER, "size": "64x64"}
-    (circle,) = pictures(client.images.generate(prompt=PROMPT, **asked))
+    (circle,) = images(client.images.generate(prompt=PROMPT, **asked))
     answer = client.images.edit(
         model=PAINTER,
         image=("circle.png", circle, "image/png"),
         prompt="a large blue circle on a white background",
         extra_body={"strength": 0.6},
     )
-    assert pictures(answer) != [circle]
+    assert images(answer) != [circle]
 
 
 @check
@@ -186,7 +186,7 @@ def lost_answer_is_asked_for_again_and_replayed() -> None:
             extra_headers={"Idempotency-Key": uuid4().hex},
         )
     assert answer.headers["idempotent-replayed"] == "true"
-    assert len(pictures(answer.parse())) == 1
+    assert len(images(answer.parse())) == 1
 
 
 @check

@@ -33,6 +33,7 @@ from infra.planning.deploy.platform_variables import INBOX_STRIDE
 from pubsub_emulator import parse_filter
 from shared.catalog import read_catalog
 from shared.messages import Envelope, Reply, ReplyBody, encode_reply
+from shared.tenants.plan import PRIORITIES, Priority
 from shared.topics import batch_subscription_id, workers_subscription_id
 from shared.transport import SubscriptionSettings
 from tests.infra.deploy.manifests import Objects, of_kind, pod, settings_of
@@ -144,30 +145,30 @@ def _as_planned(settings: SubscriptionSettings) -> tuple[Any, ...]:
     return (*facts, 1 if settings.push_endpoint else 0, *backoff, *attempts)
 
 
-@pytest.mark.parametrize("lane", ["", "batch"])
-def test_each_job_has_one_lane(plan: Plan, lane: str) -> None:
+@pytest.mark.parametrize("priority", PRIORITIES)
+def test_each_job_has_one_priority(plan: Plan, priority: Priority) -> None:
     filters = {
         found["name"]: parse_filter(found["filter"] or "")
         for found in plan.of("google_pubsub_subscription")
     }
     for model in CATALOG.models:
-        envelope = job_envelope(model.name, lane)
+        envelope = job_envelope(model.name, priority)
         ids = (workers_subscription_id(model.name), batch_subscription_id(model.name))
         taken = [
             name
             for name in ids
             if (chosen := filters[name]) and chosen.matches(envelope.to_attributes())
         ]
-        assert taken == [ids[lane == "batch"]]
+        assert taken == [ids[priority == "batch"]]
 
 
-def job_envelope(model: str, lane: str) -> Envelope:
+def job_envelope(model: str, priority: Priority) -> Envelope:
     return Envelope(
         request_id="req_1",
         part=0,
         model=model,
         tenant="t",
-        lane=lane,
+        priority=priority,
         received_at_s=1.0,
         published_at_s=1.0,
         deadline_s=2.0,

@@ -114,8 +114,8 @@ def test_without_keda_busy_workers_items_and_messages_count(tmp_path: Path) -> N
         )
         item_s = model.definition.first_guesses.item_s
         assert float(items["averageValue"]) * item_s < model.deadline.default_s
-        lanes = {f"jobs.{model.name}.workers", f"jobs.{model.name}.batch"}
-        assert {name[1] for name in found} == lanes
+        priorities = {f"jobs.{model.name}.workers", f"jobs.{model.name}.batch"}
+        assert {name[1] for name in found} == priorities
         for messages in found.values():
             assert float(messages["averageValue"]) * item_s < model.deadline.longest_s
 

@@ -67,7 +67,7 @@ def test_a_month_adds_up() -> None:
     costs = {cost.item: cost for cost in plan.costs}
     gpus = costs["GPU nodes l4-x1, spot"]
     assert (gpus.mean_usd, gpus.peak_usd) == (0.5 * 730, 15 * 0.5 * 730)
-    # A job is small, and billed as 1,000 bytes: published, delivered to workers and to the lane
+    # A job is small, and billed as 1,000 bytes: published, delivered to workers and to the priority
     # `batch`.
     jobs = 10 * 730 * 3600 * 3 * 1000 / 2**40
     assert costs["Pub/Sub, jobs: 1 publish, 2 deliveries"].mean == pytest.approx(jobs)

@@ -51,7 +51,7 @@ def test_a_vector_is_billed_twice_whatever_the_slots() -> None:
 
 
 @pytest.mark.parametrize("output_bytes", [SLOT_INLINE_LIMIT_BYTES + 1, 40_000, 400_000])
-def test_a_picture_costs_each_slot_no_more_than_the_least(output_bytes: int) -> None:
+def test_an_image_costs_each_slot_no_more_than_the_least(output_bytes: int) -> None:
     plan = planned(painter(), output_bytes)
     costs = {cost.item: cost.mean for cost in plan.costs}
     least = 200 * 730 * 3600 * MIN_REPLY_BYTES / 2**40
@@ -60,7 +60,7 @@ def test_a_picture_costs_each_slot_no_more_than_the_least(output_bytes: int) -> 
     assert stored == pytest.approx(200 * 730 * 3600 * output_bytes * 7 * 24 / 730 / 2**30)
 
 
-def test_a_direct_picture_travels_in_its_reply_if_it_is_small() -> None:
+def test_a_direct_image_travels_in_its_reply_if_it_is_small() -> None:
     costs = {cost.item: cost.mean for cost in planned(painter("direct"), 40_000).costs}
     assert costs["large results of 7 days"] == 0
     billed = costs["Pub/Sub, direct replies: 1 publish, 1 delivery"]

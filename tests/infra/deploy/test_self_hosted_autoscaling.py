@@ -22,7 +22,7 @@ OF_BROKER: dict[str, dict[str, Any]] = {
     "google": GIVEN,
     "rabbitmq": {"broker": RABBITMQ},
 }
-LANES = ("workers", "batch")
+PRIORITIES = ("workers", "batch")
 EXPORTED_BY = {"penstock_worker": "worker-", "penstock_api": "api", "penstock_queue": "functions"}
 """Who has which metrics: beginnings of their names."""
 
@@ -91,8 +91,10 @@ def test_messages_count_only_where_something_counts_them(tmp_path: Path) -> None
         for of_worker in triggers(objects).values():
             assert [one["name"] for one in of_worker] == counted
         queues = {one["subscription"] for name, one in selectors(objects) if "queue" in name}
-        lanes = {f"jobs.{one.name}.{lane}" for one in CATALOG.deployed for lane in LANES}
-        assert queues == (lanes if broker == "rabbitmq" else set())
+        priorities = {
+            f"jobs.{one.name}.{priority}" for one in CATALOG.deployed for priority in PRIORITIES
+        }
+        assert queues == (priorities if broker == "rabbitmq" else set())
 
 
 def test_queries_are_those_of_google_but_for_labels_and_messages(

@@ -58,7 +58,7 @@ def test_a_day_has_what_it_promises(day: Day) -> None:
         assert abs(of_model[name] - model.share / weight * day.requests) < 1
     canceled = sum(one.cancel_after_s is not None for one in found)
     assert canceled == round(day.cancel_share * day.requests)
-    assert sum(one.lane == "batch" for one in found) == round(day.batch_share * day.requests)
+    assert sum(one.priority == "batch" for one in found) == round(day.batch_share * day.requests)
     assert all(5 <= one.size <= 15 or 36 <= one.size <= 88 for one in found)
 
 

@@ -108,7 +108,9 @@ async def test_groups_send_the_same_and_others_do_not(tmp_path: Path) -> None:
 async def test_options_of_an_arrival_become_headers(tmp_path: Path) -> None:
     async with serving() as api:
         await replayed(
-            tmp_path / "ledger", Target(api.url), [text(0, deadline_s=2.5, lane="batch"), text(0)]
+            tmp_path / "ledger",
+            Target(api.url),
+            [text(0, deadline_s=2.5, priority="batch"), text(0)],
         )
     (_, special, _), (_, usual, _) = sorted(api.requests, key=lambda one: one[1]["x-request-id"])
     assert special["x-penstock-deadline-ms"] == "2500"

@@ -29,7 +29,7 @@ arrivals = st.builds(
     items=st.integers(1, MAX_ITEMS),
     deadline_s=st.none() | st.floats(0.001, 1e4),
     cancel_after_s=st.none() | st.floats(0, 1e4),
-    lane=st.sampled_from(["", "interactive", "batch"]),
+    priority=st.sampled_from(["", "interactive", "batch"]),
 )
 
 

@@ -106,7 +106,7 @@ def test_wave_takes_what_its_work_takes() -> None:
     assert summary.worker_busy_share > 0.55
 
 
-def test_batch_lane_does_not_buy_what_callers_need() -> None:
+def test_batch_priority_does_not_buy_what_callers_need() -> None:
     def most(share: float) -> int:
         changes = ("duration_s=1500", *SMALL, f"models.sd-1-5.batch_lane_share={share}")
         return run("sd-constant", *changes).summary.models[0].replicas.most
@@ -114,7 +114,7 @@ def test_batch_lane_does_not_buy_what_callers_need() -> None:
     assert most(0.5) <= 0.6 * most(0.0)
 
 
-def test_batch_lane_keeps_no_workers_that_callers_left() -> None:
+def test_batch_priority_keeps_no_workers_that_callers_left() -> None:
     step = "{kind: step, before_per_s: 10, after_per_s: 2, at_s: 600}"
     result = run(
         "sd-constant",
@@ -124,7 +124,7 @@ def test_batch_lane_keeps_no_workers_that_callers_left() -> None:
         "models.sd-1-5.start_replicas=20",
     )
     last = result.recorder.samples[-1]
-    # Two workers' work of callers at 0.7. As much in the lane `batch` waits for idle workers.
+    # Two workers' work of callers at 0.7. As much at `batch` priority waits for idle workers.
     assert last.replicas <= 4
 
 

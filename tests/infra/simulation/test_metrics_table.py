@@ -13,13 +13,14 @@ import workers.metrics
 from infra.planning.simulation.keda import Autoscaler
 from infra.planning.simulation.metrics_table import OF_API, OF_WORKERS, UNDELIVERED
 from infra.planning.simulation.rules import AutoscalerRules
-from infra.planning.simulation.service import BATCH_JOIN_SHARE, SHARED_WEIGHTS_SHARE
+from infra.planning.simulation.service import BATCH_SLOTS_SHARE, SHARED_WEIGHTS_SHARE
 from infra.planning.simulation.timeseries import TimeSeries
 from infra.planning.simulation.worker import SimulatedWorker
 from shared.errors import ConfigurationError
+from shared.tenants.plan import Priority
 from workers.runtime import execution
-from workers.scheduling import lanes as worker_lanes
-from workers.utilization import BusyRatio, Lane
+from workers.scheduling import priority_queue
+from workers.utilization import BusyRatio
 
 
 def test_each_metric_is_one_of_the_product() -> None:
@@ -46,7 +47,7 @@ def test_a_rule_that_asks_for_an_unknown_metric_is_refused() -> None:
 
 def test_constants_are_those_of_workers() -> None:
     assert execution.SHARED_WEIGHTS_SHARE == SHARED_WEIGHTS_SHARE
-    assert worker_lanes.BATCH_JOIN_SHARE == BATCH_JOIN_SHARE
+    assert priority_queue.BATCH_SLOTS_SHARE == BATCH_SLOTS_SHARE
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 100), st.integers(0, 4), st.integers(0, 4)), max_size=20))
@@ -59,9 +60,9 @@ def test_busy_ratio_is_that_of_workers(batches: list[tuple[float, int, int]]) ->
     )
     for gap_s, interactive, batch in batches:
         if interactive + batch:
-            lanes: list[Lane] = ["interactive"] * interactive
-            lanes += ["batch"] * batch
-            parts = theirs.start(lanes)
+            priorities: list[Priority] = ["interactive"] * interactive
+            priorities += ["batch"] * batch
+            parts = theirs.start(priorities)
             share = batch / (interactive + batch)
             ours.set_busy((1 - share, share), now_s)
             now_s += gap_s

@@ -13,7 +13,7 @@ from shared.catalog import read_catalog
 
 MODEL = read_catalog(Path("models.yaml")).find("stable-diffusion-tiny")
 GUESS_S = MODEL.definition.first_guesses.item_s
-QUERIES = TriggerQueries(MODEL, "pictures", managed_prometheus("here"))
+QUERIES = TriggerQueries(MODEL, "images", managed_prometheus("here"))
 NOW_S = 3000.0
 
 
@@ -24,9 +24,9 @@ class World:
         self.series = TimeSeries()
 
     def api(
-        self, *, per_s: float = 0.0, in_flight: float = 0.0, lane: str = "interactive"
+        self, *, per_s: float = 0.0, in_flight: float = 0.0, priority: str = "interactive"
     ) -> World:
-        labels = (("lane", lane), ("location", "here"), ("model", MODEL.name))
+        labels = (("lane", priority), ("location", "here"), ("model", MODEL.name))
         for at_s in range(0, int(NOW_S) + 1, 10):
             for name, value in (
                 ("items_admitted_total", per_s * at_s),
@@ -44,7 +44,7 @@ class World:
                 ("lane", "interactive"),
                 ("location", region),
                 ("pod", pod),
-                ("worker", "pictures"),
+                ("worker", "images"),
             )
             self.series.append("penstock_worker_busy_ratio", labels, float(at_s), busy)
         return self
@@ -53,7 +53,7 @@ class World:
         self, *, per_s: float, seconds: float, spare: float | None, region: str = "here"
     ) -> World:
         """Items of a worker that ended, the seconds of one in the model, and what was spare."""
-        labels = (("location", region), ("pod", "a"), ("worker", "pictures"))
+        labels = (("location", region), ("pod", "a"), ("worker", "images"))
         counters = {"batch_items_sum": 1.0, "inference_seconds_sum": seconds}
         if spare is not None:
             counters["spare_seconds_total"] = spare
@@ -70,13 +70,13 @@ class World:
 
 
 def test_workers_lost_from_sight_are_no_idle_workers() -> None:
-    asked = World().api(per_s=1.0).api(lane="batch")
+    asked = World().api(per_s=1.0).api(priority="batch")
     assert asked.ask(QUERIES.work()) is None
     assert asked.worker("a", 0.9).ask(QUERIES.work()) == 1.0
 
 
 def test_no_workers_are_none_where_nobody_asks() -> None:
-    assert World().api().api(lane="batch").ask(QUERIES.work()) == 0.0
+    assert World().api().api(priority="batch").ask(QUERIES.work()) == 0.0
 
 
 def test_lost_metrics_of_the_api_are_not_silence() -> None:
@@ -85,20 +85,20 @@ def test_lost_metrics_of_the_api_are_not_silence() -> None:
 
 
 def test_worker_that_is_gone_is_not_counted() -> None:
-    world = World().api(per_s=0.1).api(lane="batch")
+    world = World().api(per_s=0.1).api(priority="batch")
     world.worker("a", 0.9).worker("b", 0.9, until_s=NOW_S - 90)
     assert world.ask(QUERIES.work()) == 1.0
 
 
 def test_each_region_answers_for_its_own_workers() -> None:
-    world = World().api(per_s=0.1).api(lane="batch")
+    world = World().api(per_s=0.1).api(priority="batch")
     world.worker("a", 0.9).worker("b", 0.9, region="elsewhere")
     assert world.ask(QUERIES.work()) == 1.0
 
 
 def test_what_waits_takes_workers_by_its_deadline() -> None:
     world = World().api(per_s=0.1, in_flight=90).worker("a", 0.9)
-    work = world.api(lane="batch", in_flight=0).ask(QUERIES.work())
+    work = world.api(priority="batch", in_flight=0).ask(QUERIES.work())
     assert work == 1.0 + 90 * GUESS_S / MODEL.deadline.default_s
 
 
@@ -120,10 +120,10 @@ def test_items_count_for_their_seconds_less_what_was_spare(
     spare: float | None, seconds: float
 ) -> None:
     # Workers that do not report it, which an older version may be, count for all of their time.
-    world = World().api(per_s=0.5).api(lane="batch").worker("a", 0.9)
+    world = World().api(per_s=0.5).api(priority="batch").worker("a", 0.9)
     world.items(per_s=0.1, seconds=3.0, spare=spare, region="elsewhere")
     assert world.ask(QUERIES.arrivals()) == pytest.approx(0.5 * seconds)
 
 
-def test_lane_batch_adds_no_arrivals() -> None:
-    assert World().api().api(lane="batch", per_s=100.0).ask(QUERIES.arrivals()) == 0.0
+def test_batch_priority_adds_no_arrivals() -> None:
+    assert World().api().api(priority="batch", per_s=100.0).ask(QUERIES.arrivals()) == 0.0

@@ -77,7 +77,7 @@ def test_workers_on_one_gpu_slow_each_other() -> None:
     assert together.p50_s > 1.2 * apart.p50_s
 
 
-def test_the_lane_batch_leaves_places_to_callers() -> None:
+def test_batch_priority_leaves_places_to_callers() -> None:
     result = run(1, {"kind": "constant", "per_s": 2 / FULL_S}, load={"batch_lane_share": 0.75})
     waits = result.recorder.models["model"].queue_s
     (one,) = result.summary.models

@@ -107,7 +107,7 @@ def test_every_request_ends_once(
     events: list[dict[str, object]],
     delivery: str,
     share: int,
-    lane_share: float,
+    priority_share: float,
     items: int,
     least: int,
     joins: bool,
@@ -123,7 +123,7 @@ def test_every_request_ends_once(
             },
             load={
                 "arrivals": [stream],
-                "batch_lane_share": lane_share,
+                "batch_lane_share": priority_share,
                 "items_per_request": items,
                 "start_replicas": None,
             }

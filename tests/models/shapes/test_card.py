@@ -19,9 +19,9 @@ def test_scores_are_kept_with_the_weights_they_are_of(tmp_path: Path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_sheet_has_every_picture_and_room_for_its_caption() -> None:
-    pictures = [np.full((64, 64, 3), shade, np.uint8) for shade in range(0, 80, 10)]
-    sheet = np.asarray(captioned_sheet(["a red circle " * 9] * len(pictures), pictures))
+def test_sheet_has_every_image_and_room_for_its_caption() -> None:
+    images = [np.full((64, 64, 3), shade, np.uint8) for shade in range(0, 80, 10)]
+    sheet = np.asarray(captioned_sheet(["a red circle " * 9] * len(images), images))
     assert sheet.shape[1] == COLUMNS * (sheet.shape[1] // COLUMNS)
     assert [
         bool((sheet == shade).all(axis=2).sum() >= 128 * 128) for shade in range(0, 80, 10)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 WHITE = np.full((64, 64, 3), 250, np.uint8)
 
 
-def test_judge_is_right_on_99_percent_of_generated_pictures() -> None:
+def test_judge_is_right_on_99_percent_of_generated_images() -> None:
     rng = random.Random(21)
     right = 0
     for _ in range(500):
@@ -41,22 +41,22 @@ def test_judge_reads_a_figure(shape: str, color: str) -> None:
 
 
 @pytest.mark.parametrize("background", list(BACKGROUNDS))
-def test_empty_picture_has_a_background_and_no_figure(background: str) -> None:
+def test_empty_image_has_a_background_and_no_figure(background: str) -> None:
     reading = read(np.full((64, 64, 3), BACKGROUNDS[background], np.uint8))
     assert reading.background == background
     assert reading.figures == ()
 
 
 def test_specks_and_noise_are_no_figures() -> None:
-    picture = WHITE.copy()
-    picture[10:13, 10:13] = COLORS["red"]
-    assert read(picture).figures == ()
+    image = WHITE.copy()
+    image[10:13, 10:13] = COLORS["red"]
+    assert read(image).figures == ()
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     assert all(figure.shape == UNNAMED for figure in read(noise).figures)
 
 
 def test_bar_and_blob_have_no_name() -> None:
-    picture = WHITE.copy()
-    picture[30:36, 8:56] = COLORS["blue"]
-    (bar,) = read(picture).figures
+    image = WHITE.copy()
+    image[30:36, 8:56] = COLORS["blue"]
+    (bar,) = read(image).figures
     assert (bar.shape, bar.color) == (UNNAMED, "blue")

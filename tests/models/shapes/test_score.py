@@ -1,4 +1,4 @@
-"""The score of pictures whose truth is known: drawn by the generator, or wrong on purpose."""
+"""The score of images whose truth is known: drawn by the generator, or wrong on purpose."""
 
 import random
 from dataclasses import replace
@@ -28,7 +28,7 @@ def are_alike(scene: Scene) -> bool:
     return len({(figure.shape, figure.color) for figure in scene.figures}) == 1
 
 
-def test_right_pictures_score_full_marks() -> None:
+def test_right_images_score_full_marks() -> None:
     asked = held_out(60)
     table = score_text(Painter([one.scene for one in asked]), asked)
     assert all(tally.part >= 0.98 for tally in table.values())
@@ -51,7 +51,7 @@ def test_swapped_figures_miss_the_relation_alone() -> None:
     assert table["two objects both right"].part >= 0.95
 
 
-def test_pictures_of_other_captions_score_low() -> None:
+def test_images_of_other_captions_score_low() -> None:
     asked = held_out(60)
     others = [one.scene for one in asked]
     random.Random(0).shuffle(others)

@@ -15,7 +15,7 @@ from models.shapes.parts import Widths, make_text_encoder, make_vae
 from models.shapes.train import make_tokenizer, train
 from models.shapes.train_text import TextPlan, train_text
 from models.shapes.train_unet import UnetPlan, UnetTraining, encode_scenes
-from models.shapes.train_vae import VaePlan, as_input, even_out, make_pictures, train_vae
+from models.shapes.train_vae import VaePlan, as_input, even_out, make_images, train_vae
 
 pytestmark = pytest.mark.slow
 
@@ -41,36 +41,36 @@ def test_training_writes_a_pipeline_that_diffusers_loads(tmp_path: Path) -> None
         tmp_path / "pipeline",
         tmp_path / "state",
         widths=TINY,
-        vae_plan=VaePlan(steps=3, batch=4, pictures=8, full_from=0.5),
+        vae_plan=VaePlan(steps=3, batch=4, images=8, full_from=0.5),
         text_plan=TextPlan(steps=2, batch=4),
-        unet_plan=UnetPlan(steps=2, batch=4, pictures=8),
+        unet_plan=UnetPlan(steps=2, batch=4, images=8),
         seed=1,
         look_captions=2,
         say=lines.append,
     )
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "pipeline", local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
-    (picture,) = pipeline("a red circle", num_inference_steps=2, output_type="np").images
-    assert picture.shape == (64, 64, 3)
-    assert np.isfinite(picture).all()
+    (image,) = pipeline("a red circle", num_inference_steps=2, output_type="np").images
+    assert image.shape == (64, 64, 3)
+    assert np.isfinite(image).all()
     assert pipeline.vae.config.scaling_factor != 0.18215
     assert (tmp_path / "state" / "sheet-000002.png").exists()
     assert any("two objects both right" in line for line in lines)
 
 
 def test_autoencoder_learns_from_few_steps(tmp_path: Path) -> None:
-    train_vae(tmp_path / "one", VaePlan(steps=1, batch=4, pictures=16), TINY, 1, say=silent)
+    train_vae(tmp_path / "one", VaePlan(steps=1, batch=4, images=16), TINY, 1, say=silent)
     train_vae(
-        tmp_path / "more", VaePlan(steps=25, batch=4, pictures=16, lr=1e-2), TINY, 1, say=silent
+        tmp_path / "more", VaePlan(steps=25, batch=4, images=16, lr=1e-2), TINY, 1, say=silent
     )
     assert difference(tmp_path / "more") < 0.9 * difference(tmp_path / "one")
 
 
 def difference(state_dir: Path) -> float:
-    """Mean absolute difference of a trained autoencoder on eight pictures."""
+    """Mean absolute difference of a trained autoencoder on eight images."""
     vae = make_vae(TINY).eval()
     vae.load_state_dict(torch.load(state_dir / "vae.pt", weights_only=True)["vae"])
-    pixels = as_input(make_pictures(8, seed=77)[0])
+    pixels = as_input(make_images(8, seed=77)[0])
     with torch.no_grad():
         drawn = vae.decode(vae.encode(pixels).latent_dist.mean).sample
     return float((drawn - pixels).abs().mean())
@@ -79,7 +79,7 @@ def difference(state_dir: Path) -> float:
 def test_evened_out_latents_have_a_deviation_of_one_and_draw_the_same() -> None:
     torch.manual_seed(0)
     vae = make_vae(TINY).eval()
-    pixels = as_input(make_pictures(8, seed=77)[0])
+    pixels = as_input(make_images(8, seed=77)[0])
     with torch.no_grad():
         before = vae.encode(pixels).latent_dist
         drawn = vae.decode(before.mean).sample
@@ -109,8 +109,8 @@ def test_stopped_training_goes_on_as_if_it_had_not_been(
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     encoder, vae = make_text_encoder(TINY, tokenizer).eval(), make_vae(TINY).eval()
-    plan = UnetPlan(steps=4, batch=4, pictures=8)
-    latents = encode_scenes(tmp_path, vae, plan.pictures, seed=1, say=silent)
+    plan = UnetPlan(steps=4, batch=4, images=8)
+    latents = encode_scenes(tmp_path, vae, plan.images, seed=1, say=silent)
 
     def training(name: str) -> UnetTraining:
         return UnetTraining(tmp_path / name, plan, TINY, 1, encoder, tokenizer)

@@ -53,7 +53,7 @@ def test_beside_is_one_kind_in_both_orders() -> None:
     )
 
 
-def test_whole_world_is_sampled_and_nothing_leaves_the_picture() -> None:
+def test_whole_world_is_sampled_and_nothing_leaves_the_image() -> None:
     seen = Counter[str]()
     for scene in scenes(3000):
         seen.update([scene.background, scene.relation or "alone"])
@@ -79,12 +79,12 @@ def test_two_figures_stand_to_each_other_as_told() -> None:
             )
 
 
-def test_picture_has_its_colors() -> None:
+def test_image_has_its_colors() -> None:
     figure = DrawnShape("circle", "red", "medium", 32, 32, 13)
-    picture = draw(Scene("light blue", (figure,), place="center"))
-    assert picture.size == (SIDE, SIDE)
-    assert picture.getpixel((32, 32)) == COLORS["red"]
-    assert picture.getpixel((0, 0)) == BACKGROUNDS["light blue"]
+    image = draw(Scene("light blue", (figure,), place="center"))
+    assert image.size == (SIDE, SIDE)
+    assert image.getpixel((32, 32)) == COLORS["red"]
+    assert image.getpixel((0, 0)) == BACKGROUNDS["light blue"]
 
 
 def test_every_word_of_the_captions_is_one_token() -> None:

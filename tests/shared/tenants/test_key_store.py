@@ -22,13 +22,13 @@ from shared.tenants.administration import (
 )
 from shared.tenants.api_key import ApiKey, parse_key
 from shared.tenants.directory import Directory, Document, KeyState, StoredTenant, encode_document
-from shared.tenants.key_store import Act, KeysReadOnly, KeyStore, NoDirectory
+from shared.tenants.key_store import AuditEvent, KeysReadOnly, KeyStore, NoDirectory
 from shared.tenants.plan import Limits, Plan
 from tests.clock import Clock
 from tests.keys import key_for, stored
 
 pytestmark = pytest.mark.anyio
-ACT = Act(at_s=1.5, actor="user ann", address="desk", action="test", target="x")
+ACT = AuditEvent(at_s=1.5, actor="user ann", address="desk", action="test", target="x")
 KEY = KeyRequest("acme", "website")
 
 
@@ -89,13 +89,13 @@ async def test_acts_are_kept_newest_first(store: KeyStore) -> None:
         assert found is not None
         version = found.version
     assert not await store.replace("old", b"{}", ACT)  # what did not happen is not noted
-    first = await store.acts(2)
-    rest = await store.acts(10, first[-1].id)
+    first = await store.audit_events(2)
+    rest = await store.audit_events(10, first[-1].id)
     assert [noted.act.after for noted in first + rest] == [{"number": n} for n in (4, 3, 2, 1, 0)]
     assert first[0].act.at_s == ACT.at_s
-    assert await store.acts(10, rest[-1].id) == []
-    assert len(await store.acts(10, "9" * 18)) == 5
-    assert await store.acts(10, "0-1") == []
+    assert await store.audit_events(10, rest[-1].id) == []
+    assert len(await store.audit_events(10, "9" * 18)) == 5
+    assert await store.audit_events(10, "0-1") == []
 
 
 async def test_latest_use_is_kept_in_redis(store: KeyStore) -> None:
@@ -120,9 +120,9 @@ async def test_new_key_is_accepted_and_only_its_hash_is_stored(
     secret = issued.key.text.rpartition("_")[2]
     found = await store.read()
     assert found is not None
-    acts = msgspec.json.encode([noted.act for noted in await store.acts(10)])
-    assert secret.encode() not in found.data + acts
-    assert issued.stored.hash.encode() not in acts
+    audit_events = msgspec.json.encode([noted.act for noted in await store.audit_events(10)])
+    assert secret.encode() not in found.data + audit_events
+    assert issued.stored.hash.encode() not in audit_events
 
 
 async def test_rotated_key_has_two_secrets_for_a_time(admin: Administration, clock: Clock) -> None:
@@ -177,8 +177,12 @@ async def test_plans_and_tenants_are_set(
         await admin.set_plan("team", None)
     with pytest.raises(BadInput):
         await admin.set_plan("no plan", Plan())
-    acts = [(noted.act.action, noted.act.target) for noted in await store.acts(3)]
-    assert acts == [("plan.remove", "team"), ("tenant.set", "acme"), ("plan.set", "default")]
+    audit_events = [(noted.act.action, noted.act.target) for noted in await store.audit_events(3)]
+    assert audit_events == [
+        ("plan.remove", "team"),
+        ("tenant.set", "acme"),
+        ("plan.set", "default"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +227,7 @@ async def test_changes_at_the_same_time_all_happen(
     assert directory.find(second.key, clock.now_s).state == "revoked"
     assert directory.find(first.key, clock.now_s).state == "unknown"  # two rotations later
     assert len((await admin.read()).keys) == 10
-    assert len(await store.acts(100)) == 1 + 2 + 11
+    assert len(await store.audit_events(100)) == 1 + 2 + 11
 
 
 async def test_file_that_others_manage_is_not_changed(tmp_path: Path) -> None:
@@ -251,7 +255,7 @@ async def test_nothing_is_changed_in_a_lost_redis(redis_url: str) -> None:
 
 async def test_redis_out_of_reach_is_told() -> None:
     async with KeyRedis(NO_REDIS) as store:
-        for asked in (store.read(), store.acts(1), store.uses(), store.note_uses({"a": 1})):
+        for asked in (store.read(), store.audit_events(1), store.uses(), store.note_uses({"a": 1})):
             with pytest.raises(Unavailable):
                 await asked
 

@@ -47,13 +47,13 @@ def vectors(model: InferenceModel, preparer: Preparer, inputs: Sequence[Input]) 
     batch = [item for item in preparer.prepare(inputs) if isinstance(item, PreparedText)]
     assert len(batch) == len(inputs)
     rows: dict[int, np.ndarray] = {}
-    for places in model.groups(batch):
-        results = model.predict([batch[place] for place in places], lambda step, steps: None)
-        for place, result in zip(places, results, strict=True):
+    for indices in model.groups(batch):
+        results = model.predict([batch[index] for index in indices], lambda step, steps: None)
+        for index, result in zip(indices, results, strict=True):
             assert isinstance(result, EmbeddingResult)
-            assert result.tokens == batch[place].length
-            rows[place] = np.frombuffer(result.vector, "<f4")
-    return np.stack([rows[place] for place in range(len(batch))])
+            assert result.tokens == batch[index].length
+            rows[index] = np.frombuffer(result.vector, "<f4")
+    return np.stack([rows[index] for index in range(len(batch))])
 
 
 def texts_of(seed: int) -> list[str]:

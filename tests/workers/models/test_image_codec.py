@@ -35,14 +35,14 @@ def test_pixels_come_back_as_they_went() -> None:
     assert placed.shape == (2, 3, 16, 24)
     assert 0 <= placed.min() <= placed.max() <= 1
     back = to_host(placed)
-    assert np.array_equal([picture for picture in back if picture is not None], given)
+    assert np.array_equal([image for image in back if image is not None], given)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_only_the_picture_that_is_no_number_is_lost(wrong: float) -> None:
+def test_only_the_image_that_is_no_number_is_lost(wrong: float) -> None:
     drawn = torch.full((3, 3, 8, 8), 0.5)
     drawn[1, 2, 3, 4] = wrong
-    kinds = [None if picture is None else int(picture[0, 0, 0]) for picture in to_host(drawn)]
+    kinds = [None if image is None else int(image[0, 0, 0]) for image in to_host(drawn)]
     assert kinds == [128, None, 128]
 
 

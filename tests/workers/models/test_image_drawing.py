@@ -83,7 +83,7 @@ def reference(folder: Path, inputs: Sequence[ImageInput]) -> list[np.ndarray]:
     for value in inputs:
         sizes = {}
         if isinstance(pipeline, XL):
-            # What a picture of the training of this size, not cropped, was described by.
+            # What an image of the training of this size, not cropped, was described by.
             size = (value.height, value.width)
             sizes = {"original_size": size, "target_size": size, "crops_coords_top_left": (0, 0)}
         source = {}
@@ -133,14 +133,14 @@ def joining(
     waiting = list(enumerate(preparer.prepare(inputs)))
     while len(results) < len(inputs):
         if waiting:
-            place, item = waiting.pop(0)
+            index, item = waiting.pop(0)
             assert isinstance(item, PreparedImage)
-            model.admit(place, item)
+            model.admit(index, item)
         results |= model.step().results
     for result in results.values():
         if isinstance(result, OutOfMemory):
             raise result
-    return [results[place] for place in range(len(inputs))]
+    return [results[index] for index in range(len(inputs))]
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +151,9 @@ def in_sizes(catalog: Catalog, tiny_folder: Path) -> ImageModel:
     entry = catalog.default("image")
     image = entry.image.model_copy(update={"compile": "always"})
     batch = entry.batch.model_copy(update={"max_items": 4})
-    place = Device("cpu", threads=1, memory_fraction=1.0)
+    device = Device("cpu", threads=1, memory_fraction=1.0)
     model = ImageModel(
-        entry.model_copy(update={"image": image, "batch": batch}), tiny_folder, place
+        entry.model_copy(update={"image": image, "batch": batch}), tiny_folder, device
     )
     model.setup()
     with torch.compiler.set_stance("force_eager"):
@@ -173,12 +173,12 @@ def test_batches_in_fixed_sizes_draw_the_same(
     inputs = [msgspec.structs.replace(request_, seed=seed) for seed in range(count)]
     batch = [item for item in tiny_preparer.prepare(inputs) if isinstance(item, PreparedImage)]
     groups = in_sizes.groups(batch)
-    assert [place for group in groups for place in group] == list(range(count))
+    assert [index for group in groups for index in group] == list(range(count))
     assert all(len(group) <= 4 for group in groups)
     results = [
         result
         for group in groups
-        for result in in_sizes.predict([batch[place] for place in group], lambda step, steps: None)
+        for result in in_sizes.predict([batch[index] for index in group], lambda step, steps: None)
     ]
     for result, expected in zip(results, drawn(tiny, tiny_preparer, inputs), strict=True):
         assert isinstance(result, ImageResult)
@@ -202,7 +202,7 @@ def test_the_vae_takes_parts_where_memory_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a device that decodes 64 x 64 pixels at once and no more: batches one by one, larger
-    pictures in tiles.
+    images in tiles.
     """
     decode = AutoencoderKL._decode
 

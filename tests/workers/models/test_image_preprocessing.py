@@ -38,7 +38,7 @@ def prepared(value: ImageInput) -> PreparedImage:
     return item
 
 
-PICTURE = encoded(Image.linear_gradient("L").convert("RGB"))
+IMAGE = encoded(Image.linear_gradient("L").convert("RGB"))
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,13 @@ PICTURE = encoded(Image.linear_gradient("L").convert("RGB"))
         {"seed": -1},
         {"seed": 2**63},
         {"scheduler": "quickest"},
-        {"strength": 0.0, "image": PICTURE},
-        {"strength": 1.5, "image": PICTURE},
-        {"strength": 0.04, "image": PICTURE},
+        {"strength": 0.0, "image": IMAGE},
+        {"strength": 1.5, "image": IMAGE},
+        {"strength": 0.04, "image": IMAGE},
         {"image": Blob("image/png")},
         {"image": Blob("image/png", b"no image")},
-        {"image": Blob("image/png", (PICTURE.data or b"")[:-300])},
-        {"image": Blob("image/png", (PICTURE.data or b"")[:60])},
+        {"image": Blob("image/png", (IMAGE.data or b"")[:-300])},
+        {"image": Blob("image/png", (IMAGE.data or b"")[:60])},
         {"image": encoded(Image.new("RGB", (8, 8)), "BMP")},
     ],
     ids=lambda fields: "-".join(
@@ -99,8 +99,8 @@ def test_only_what_must_be_equal_in_a_batch_is_in_the_key() -> None:
         changed(guidance_scale=7.0),
         changed(scheduler="euler"),
         changed(negative_prompt="c"),
-        changed(image=PICTURE),
-        changed(image=PICTURE, strength=0.5),
+        changed(image=IMAGE),
+        changed(image=IMAGE, strength=0.5),
     ]
     assert len({prepared(value).key for value in same}) == 1
     assert len({prepared(value).key for value in [GOOD, *other]}) == 1 + len(other)
@@ -108,7 +108,7 @@ def test_only_what_must_be_equal_in_a_batch_is_in_the_key() -> None:
 
 @pytest.mark.parametrize(("strength", "steps"), [(None, 16), (1.0, 20), (0.5, 10), (0.05, 1)])
 def test_work_is_what_strength_leaves(strength: float | None, steps: int) -> None:
-    item = prepared(changed(image=PICTURE, strength=strength))
+    item = prepared(changed(image=IMAGE, strength=strength))
     assert item.length == 64 * 64 * steps
 
 
@@ -125,7 +125,7 @@ def test_a_photograph_is_turned_upright() -> None:
     lying = Image.new("RGB", (64, 32))
     lying.paste((255, 255, 255), (0, 0, 32, 32))
     exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned: the left of the file is the top of the picture
+    exif[0x0112] = 6  # the camera was turned: the left of the file is the top of the image
     item = prepared(changed(image=encoded(lying, "PNG", exif=exif), width=32, height=64))
     pixels = np.frombuffer(item.source or b"", np.uint8).reshape(64, 32, 3)
     assert pixels[:30].min() == 255

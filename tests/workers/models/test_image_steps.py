@@ -27,7 +27,7 @@ from workers.models.base import (
     SteppedModel,
 )
 from workers.models.device import Device
-from workers.models.image.joining import JoiningImageModel
+from workers.models.image.stepped import SteppedImageModel
 from workers.tasks import WORKER_TASKS, model_for, preparer_for
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
@@ -70,18 +70,18 @@ def run(
     arrivals: Sequence[tuple[int, ImageInput]],
     drops: Mapping[int, int] | None = None,
 ) -> dict[int, Result | PenstockError]:
-    """Admits each input before its step, drops places before theirs, and runs until all is done."""
+    """Admits each input before its step, drops slots before theirs, and runs until all is done."""
     results: dict[int, Result | PenstockError] = {}
     inside: set[int] = set()
     for step in range(1000):
-        for place, (joins, value) in enumerate(arrivals):
+        for slot, (joins, value) in enumerate(arrivals):
             if joins == step:
-                model.admit(place, prepared(preparer, value))
-                inside.add(place)
-        for place, at in (drops or {}).items():
+                model.admit(slot, prepared(preparer, value))
+                inside.add(slot)
+        for slot, at in (drops or {}).items():
             if at == step:
-                model.drop(place)
-                inside.discard(place)
+                model.drop(slot)
+                inside.discard(slot)
         if inside:
             ended = model.step().results
             results |= ended
@@ -100,8 +100,8 @@ def test_a_step_tells_the_pixels_that_it_computes(
     unguided = msgspec.structs.replace(TEXT, guidance_scale=1.0)
     stepped.admit(1, prepared(tiny_preparer, unguided))
     assert stepped.step().work == 3 * pixels_of
-    for place in (0, 1):
-        stepped.drop(place)
+    for slot in (0, 1):
+        stepped.drop(slot)
 
 
 def difference(result: Result | PenstockError, alone: ImageResult) -> int:
@@ -132,9 +132,9 @@ def test_pixels_are_those_of_an_image_alone(
     ]
     arrivals = [*enumerate(mine), *((2 * step, value) for step, value in enumerate(OTHERS))]
     results = run(stepped, family.preparer, arrivals)
-    for place, (_, value) in enumerate(arrivals):
+    for slot, (_, value) in enumerate(arrivals):
         (alone,) = drawn(family.model, family.preparer, [value])
-        assert difference(results[place], alone) <= 1, value
+        assert difference(results[slot], alone) <= 1, value
 
 
 @settings(
@@ -168,9 +168,9 @@ def test_any_company_leaves_the_pixels_as_they_are(
         )
         arrivals.append((joins, value))
     results = run(stepped, family.preparer, arrivals)
-    for place, (_, value) in enumerate(arrivals):
+    for slot, (_, value) in enumerate(arrivals):
         (alone,) = drawn(family.model, family.preparer, [value])
-        assert difference(results[place], alone) <= 1, value
+        assert difference(results[slot], alone) <= 1, value
 
 
 def test_dropped_image_changes_nothing_for_the_others(
@@ -178,9 +178,9 @@ def test_dropped_image_changes_nothing_for_the_others(
 ) -> None:
     results = run(stepped, family.preparer, [(0, OTHERS[0]), (1, TEXT), (1, OTHERS[3])], {1: 4})
     assert results.keys() == {0, 2}
-    for place, value in ((0, OTHERS[0]), (2, OTHERS[3])):
+    for slot, value in ((0, OTHERS[0]), (2, OTHERS[3])):
         (alone,) = drawn(family.model, family.preparer, [value])
-        assert difference(results[place], alone) <= 1
+        assert difference(results[slot], alone) <= 1
 
 
 def test_short_image_does_not_wait_for_a_long_one(
@@ -194,10 +194,10 @@ def test_short_image_does_not_wait_for_a_long_one(
     assert ended == [set(), set(), {1}]
     teller = cast(ProgressReporter, stepped)
     assert teller.progress() == {0: (4, 30)}
-    picture = teller.picture(0)
-    assert picture is not None
-    assert len(picture.pixels) == picture.width * picture.height * 3
-    assert teller.picture(1) is None
+    image = teller.image(0)
+    assert image is not None
+    assert len(image.pixels) == image.width * image.height * 3
+    assert teller.image(1) is None
     stepped.drop(0)
 
 
@@ -215,10 +215,10 @@ def test_image_that_can_not_be_drawn_is_refused_alone(
     assert results.keys() == {0}
 
 
-def own_model(catalog: Catalog, folder: Path) -> JoiningImageModel:
+def own_model(catalog: Catalog, folder: Path) -> SteppedImageModel:
     """A model to spoil."""
     entry = catalog.default("image")
-    model = JoiningImageModel(entry, folder, Device("cpu", threads=1, memory_fraction=1.0))
+    model = SteppedImageModel(entry, folder, Device("cpu", threads=1, memory_fraction=1.0))
     model.setup()
     return model
 
@@ -229,7 +229,7 @@ def test_compiled_sizes_are_filled_up(catalog: Catalog, family: TinyPipeline) ->
     image = entry.image.model_copy(update={"compile": "always"})
     batch = entry.batch.model_copy(update={"max_items": 4})
     entry = entry.model_copy(update={"image": image, "batch": batch})
-    model = JoiningImageModel(entry, family.folder, Device("cpu", threads=1, memory_fraction=1.0))
+    model = SteppedImageModel(entry, family.folder, Device("cpu", threads=1, memory_fraction=1.0))
     model.setup()
     with torch.compiler.set_stance("force_eager"):
         model.warmup()
@@ -245,9 +245,9 @@ def test_compiled_sizes_are_filled_up(catalog: Catalog, family: TinyPipeline) ->
         values = [msgspec.structs.replace(TEXT, seed=seed, steps=3 + seed) for seed in range(3)]
         results = run(model, family.preparer, [(0, value) for value in values])
     assert set(rows) <= {2, 4, 8}, "each image has two rows"
-    for place, value in enumerate(values):
+    for slot, value in enumerate(values):
         (alone,) = drawn(family.model, family.preparer, [value])
-        assert difference(results[place], alone) <= 1
+        assert difference(results[slot], alone) <= 1
 
 
 def test_youngest_waits_where_memory_is_short(
@@ -264,8 +264,8 @@ def test_youngest_waits_where_memory_is_short(
         return forward(sample, *given, **named)
 
     monkeypatch.setattr(unet, "forward", small)
-    for place in range(3):
-        model.admit(place, prepared(tiny_preparer, msgspec.structs.replace(TEXT, seed=place)))
+    for slot in range(3):
+        model.admit(slot, prepared(tiny_preparer, msgspec.structs.replace(TEXT, seed=slot)))
     assert [model.step().preempted for _ in range(3)] == [[2], [1], []]
     while not (results := model.step().results):
         pass
@@ -280,8 +280,8 @@ def test_image_of_nan_fails_alone(
     catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = own_model(catalog, tiny_folder)
-    for place in range(2):
-        model.admit(place, prepared(tiny_preparer, msgspec.structs.replace(TEXT, seed=place)))
+    for slot in range(2):
+        model.admit(slot, prepared(tiny_preparer, msgspec.structs.replace(TEXT, seed=slot)))
     model._drawings[1].latents = model._drawings[1].latents * float("nan")
     while not (results := model.step().results):
         pass
@@ -310,7 +310,7 @@ def test_catalog_and_pipeline_decide_who_joins(
     entry = catalog.default("image")
     entry = entry.model_copy(update={"image": entry.image.model_copy(update={"join": join})})
     assert WORKER_TASKS["image"].computes_steps(entry, tmp_path) == joins
-    assert isinstance(model_for(entry, tmp_path, "cpu"), JoiningImageModel) == joins
+    assert isinstance(model_for(entry, tmp_path, "cpu"), SteppedImageModel) == joins
     items = preparer_for(entry, tmp_path).prepare([TEXT, msgspec.structs.replace(TEXT, steps=3)])
     keys = {item.key for item in items if isinstance(item, PreparedImage)}
     assert len(keys) == (1 if joins else 2)

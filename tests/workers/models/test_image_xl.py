@@ -25,8 +25,8 @@ from tests.workers.models.test_image_drawing import drawn, joining, reference
 from tests.workers.models.tiny_xl import write_folder
 from workers.models.base import OutOfMemory, PreparedImage
 from workers.models.device import Device
-from workers.models.image.joining import JoiningImageModel
-from workers.models.image.preprocessing import JOINING
+from workers.models.image.preprocessing import STEPPED_PIPELINES
+from workers.models.image.stepped import SteppedImageModel
 from workers.tasks import preparer_for
 
 pytestmark = [
@@ -43,13 +43,13 @@ OWN_FROM_IMAGE = msgspec.structs.replace(FROM_IMAGE, scheduler="default", steps=
 
 def loaded(catalog: Catalog, folder: Path, precision: str = "fp32") -> TinyPipeline:
     entry = catalog.default("image").model_copy(update={"precision": precision})
-    model = JoiningImageModel(entry, folder, Device("cpu", threads=1, memory_fraction=1.0))
+    model = SteppedImageModel(entry, folder, Device("cpu", threads=1, memory_fraction=1.0))
     model.setup()
     return TinyPipeline(folder, preparer_for(entry, folder), model)
 
 
 def both_ways(tiny: TinyPipeline, *values: ImageInput) -> list[np.ndarray]:
-    """The pictures of a whole batch, which are those of one that they join."""
+    """The images of a whole batch, which are those of one that they join."""
     whole = [pixels(result) for result in drawn(tiny.model, tiny.preparer, values)]
     joined = [pixels(result) for result in joining(tiny.model, tiny.preparer, values)]
     for one, other in zip(whole, joined, strict=True):
@@ -70,8 +70,8 @@ def test_guidance_of_a_distilled_model_is_plain_diffusers(
     assert_as_plain_diffusers(tiny, OWN_FROM_IMAGE)
     values = [OWN, msgspec.structs.replace(OWN, guidance_scale=90.0)]
     together = [pixels(result) for result in joining(tiny.model, tiny.preparer, values)]
-    for picture, other in zip(together, reference(tiny.folder, values), strict=True):
-        assert np.abs(picture - other).max() <= 1
+    for image, other in zip(together, reference(tiny.folder, values), strict=True):
+        assert np.abs(image - other).max() <= 1
     assert np.abs(together[0] - together[1]).max() > 1
 
 
@@ -92,7 +92,7 @@ def test_equal_timesteps_at_the_start_are_counted_as_by_the_pipeline(
 ) -> None:
     """A scheduler that looks for its first timestep, instead of counting, takes the second."""
     tiny = loaded(catalog, tiny_xl_folder)
-    assert isinstance(tiny.model, JoiningImageModel)
+    assert isinstance(tiny.model, SteppedImageModel)
     tiny.model._own_scheduler = scheduler = diffusers.EulerDiscreteScheduler(
         num_train_timesteps=3, timestep_spacing="leading"
     )
@@ -104,7 +104,7 @@ def test_equal_timesteps_at_the_start_are_counted_as_by_the_pipeline(
 def test_refiner_draws_from_an_image_as_plain_diffusers_and_refuses_texts(
     catalog: Catalog, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """It takes scores in the place of a size, and has one text encoder."""
+    """It takes scores instead of a size, and has one text encoder."""
     folder = write_folder(tmp_path, tiny_folder, refines=True)
     refiner = loaded(catalog, folder)
     refiner.model.warmup()
@@ -132,16 +132,16 @@ def test_statistics_of_the_latents_are_those_of_the_vae(
 def last_preview(tiny: TinyPipeline) -> np.ndarray:
     """What OWN looks like before its last step."""
     model = tiny.model
-    assert isinstance(model, JoiningImageModel)
+    assert isinstance(model, SteppedImageModel)
     (item,) = tiny.preparer.prepare([OWN])
     model.admit(0, item)  # type: ignore[arg-type]
     for _ in range(OWN.steps - 1):
         model.step()
-    picture = model.picture(0)
+    image = model.image(0)
     model.drop(0)
-    assert picture is not None
-    shape = (picture.height, picture.width, 3)
-    return np.frombuffer(picture.pixels, np.uint8).reshape(shape).astype(int)
+    assert image is not None
+    shape = (image.height, image.width, 3)
+    return np.frombuffer(image.pixels, np.uint8).reshape(shape).astype(int)
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,7 @@ def test_vae_has_its_type_back_where_memory_ran_out(
     """Pipelines make it fp32 for a while, and leave it so when it fails."""
     (expected,) = drawn(overflowing.model, overflowing.preparer, [OWN])
     model = overflowing.model
-    assert isinstance(model, JoiningImageModel)
+    assert isinstance(model, SteppedImageModel)
 
     def refuse(*given: Any, **named: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
@@ -186,7 +186,7 @@ def test_vae_has_its_type_back_where_memory_ran_out(
     assert np.abs(pixels(after) - pixels(expected)).max() <= 1
 
 
-def test_pictures_get_no_watermark(
+def test_images_get_no_watermark(
     tiny_xl_folder: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """diffusers adds one where a package for it happens to be installed."""
@@ -207,7 +207,7 @@ def test_pictures_get_no_watermark(
         assert both_ways(tiny, value)[0].std() > 8
 
 
-@pytest.mark.parametrize("name", JOINING)
+@pytest.mark.parametrize("name", STEPPED_PIPELINES)
 def test_every_class_that_joins_is_of_a_family(
     catalog: Catalog, tiny_folder: Path, tiny_xl_folder: Path, tmp_path: Path, name: str
 ) -> None:

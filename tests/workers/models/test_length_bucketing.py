@@ -12,7 +12,7 @@ CALL_COST = 20
 
 
 def cost(lengths: list[int], groups: list[list[int]]) -> int:
-    return sum(CALL_COST + max(lengths[place] for place in group) * len(group) for group in groups)
+    return sum(CALL_COST + max(lengths[index] for index in group) * len(group) for group in groups)
 
 
 def test_like_lengths_go_together_shortest_first() -> None:
@@ -29,7 +29,7 @@ def test_no_call_is_above_the_budget(lengths: list[int], budget: int) -> None:
     budget, padded.
     """
     groups = cut_by_length(lengths, 4096, budget)
-    assert sorted(place for group in groups for place in group) == list(range(len(lengths)))
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     assert all(
         len(group) == 1 or max(lengths[p] for p in group) * len(group) <= budget for group in groups
     )
@@ -38,7 +38,7 @@ def test_no_call_is_above_the_budget(lengths: list[int], budget: int) -> None:
 @given(st.lists(st.integers(1, 256), min_size=1, max_size=7))
 def test_no_cut_is_cheaper(lengths: list[int]) -> None:
     groups = cut_by_length(lengths, CALL_COST)
-    assert sorted(place for group in groups for place in group) == list(range(len(lengths)))
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     for count in range(len(lengths)):
         for cuts in combinations(range(1, len(lengths)), count):

@@ -27,7 +27,7 @@ def asked(preparer: Preparer, steps: int, count: int = 2, side: int = 64) -> lis
 async def drawn(
     process: PooledProcess, batch: Sequence[Prepared], watched: Sequence[int]
 ) -> tuple[list[bytes | None], list[Previews]]:
-    """The pictures of a batch, and its previews while these places are watched."""
+    """The images of a batch, and its previews while these slots are watched."""
     seen: list[Previews] = []
     done = await process.run(
         batch,
@@ -39,7 +39,7 @@ async def drawn(
     return [result.image.data for result in done.results if isinstance(result, ImageResult)], seen
 
 
-async def test_watched_places_are_shown_and_pictures_are_the_same(
+async def test_watched_places_are_shown_and_images_are_the_same(
     process: PooledProcess, tiny_preparer: Preparer
 ) -> None:
     batch = asked(tiny_preparer, 60)
@@ -50,18 +50,18 @@ async def test_watched_places_are_shown_and_pictures_are_the_same(
     assert seen, "nothing was shown"
     for previews in seen:
         assert 0 < previews.step < previews.steps == 60
-        assert list(previews.pictures) == [1]
-        picture = previews.pictures[1]
-        assert (picture.width, picture.height) == (64, 64)
-        assert len(picture.pixels) == 64 * 64 * 3
-        assert len(set(picture.pixels)) > 16  # not one color
+        assert list(previews.images) == [1]
+        image = previews.images[1]
+        assert (image.width, image.height) == (64, 64)
+        assert len(image.pixels) == 64 * 64 * 3
+        assert len(set(image.pixels)) > 16  # not one color
 
 
-async def test_previews_of_large_pictures_are_small(
+async def test_previews_of_large_images_are_small(
     process: PooledProcess, tiny_preparer: Preparer
 ) -> None:
     _, seen = await drawn(process, asked(tiny_preparer, 8, 1, 192), [0])
-    assert {(one.pictures[0].width, one.pictures[0].height) for one in seen} == {(96, 96)}
+    assert {(one.images[0].width, one.images[0].height) for one in seen} == {(96, 96)}
 
 
 async def test_who_stops_watching_is_shown_nothing_more(

@@ -50,12 +50,12 @@ def int8(catalog: Catalog, tiny_folder: Path) -> InferenceModel:
 def drawn(model: InferenceModel, preparer: Preparer, seeds: list[int]) -> np.ndarray:
     """[seeds, height, width, 3] levels from 0 to 255."""
     batch = preparer.prepare([msgspec.structs.replace(TEXT, seed=seed) for seed in seeds])
-    pictures = []
+    images = []
     for result in model.predict(batch, lambda step, steps: None):  # type: ignore[arg-type]
         assert isinstance(result, ImageResult)
         with Image.open(io.BytesIO(result.image.data or b"")) as image:
-            pictures.append(np.asarray(image).astype(float))
-    return np.stack(pictures)
+            images.append(np.asarray(image).astype(float))
+    return np.stack(images)
 
 
 def test_int8_draws_nearly_the_same(

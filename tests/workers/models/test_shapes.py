@@ -1,4 +1,4 @@
-"""The shipped image model draws what it is told: its pictures, read by the judge, and beside plain
+"""The shipped image model draws what it is told: its images, read by the judge, and beside plain
 diffusers'.
 """
 
@@ -28,7 +28,7 @@ STRENGTH = 0.6
 NEAR_PX = 6.0
 
 Draw = Callable[..., list[Pixels]]
-"""Prompts, and sources where there are any, to pictures; the first prompt has seed 0, the next 1
+"""Prompts, and sources where there are any, to images; the first prompt has seed 0, the next 1
 and so on.
 """
 
@@ -61,9 +61,9 @@ def draw_with(tiny: InferenceModel, tiny_preparer: Preparer, asked: ImageInput) 
     return run
 
 
-def as_png(picture: Image.Image) -> Blob:
+def as_png(image: Image.Image) -> Blob:
     data = io.BytesIO()
-    picture.save(data, "PNG")
+    image.save(data, "PNG")
     return Blob("image/png", data.getvalue())
 
 
@@ -72,13 +72,11 @@ def pixels(result: ImageResult) -> Pixels:
         return np.asarray(image.convert("RGB"))
 
 
-def shown(
-    picture: Pixels, order: Callable[[DetectedShape], float] = lambda figure: figure.x
-) -> str:
-    """What a picture shows: its figures in `order` (from the left, if not told), and its
+def shown(image: Pixels, order: Callable[[DetectedShape], float] = lambda figure: figure.x) -> str:
+    """What an image shows: its figures in `order` (from the left, if not told), and its
     background.
     """
-    reading = read(picture)
+    reading = read(image)
     figures = ", ".join(
         f"{figure.color} {figure.shape}" for figure in sorted(reading.figures, key=order)
     )
@@ -100,7 +98,7 @@ ALONE = {
 
 
 def test_one_figure_has_the_color_shape_and_background_asked_for(draw_with: Draw) -> None:
-    seen = [shown(picture) for picture in draw_with(list(ALONE))]
+    seen = [shown(image) for image in draw_with(list(ALONE))]
     assert hits(seen, list(ALONE.values())) >= 5, seen
 
 
@@ -119,8 +117,8 @@ ABOVE = {
 
 
 def test_two_figures_are_both_right_and_where_they_were_told_to_be(draw_with: Draw) -> None:
-    seen = [shown(picture) for picture in draw_with(list(BESIDE))]
-    seen += [shown(picture, order=lambda figure: figure.y) for picture in draw_with(list(ABOVE))]
+    seen = [shown(image) for image in draw_with(list(BESIDE))]
+    seen += [shown(image, order=lambda figure: figure.y) for image in draw_with(list(ABOVE))]
     assert hits(seen, [*BESIDE.values(), *ABOVE.values()]) >= 5, seen
 
 
@@ -135,9 +133,7 @@ PLACES = {
 
 
 def test_figure_is_at_the_place_asked_for(draw_with: Draw) -> None:
-    seen = [
-        [ninth(figure) for figure in read(picture).figures] for picture in draw_with(list(PLACES))
-    ]
+    seen = [[ninth(figure) for figure in read(image).figures] for image in draw_with(list(PLACES))]
     assert hits(seen, [[place] for place in PLACES.values()]) >= 5, seen
 
 
@@ -168,10 +164,10 @@ RECOLORED = (
 
 def test_image_to_image_changes_the_color_and_keeps_the_place(draw_with: Draw) -> None:
     sources = [draw(Scene("white", (figure,), place="center")) for figure, _, _ in RECOLORED]
-    pictures = draw_with([prompt for _, _, prompt in RECOLORED], sources)
+    images = draw_with([prompt for _, _, prompt in RECOLORED], sources)
     seen = [
-        [(one.color, one.shape, is_near(one, before)) for one in read(picture).figures]
-        for picture, (before, _, _) in zip(pictures, RECOLORED, strict=True)
+        [(one.color, one.shape, is_near(one, before)) for one in read(image).figures]
+        for image, (before, _, _) in zip(images, RECOLORED, strict=True)
     ]
     assert hits(seen, [[(color, before.shape, True)] for before, color, _ in RECOLORED]) >= 5, seen
 
@@ -181,16 +177,16 @@ def is_near(seen: DetectedShape, before: DrawnShape) -> bool:
 
 
 @pytest.mark.parametrize("with_sources", [False, True], ids=["text", "image"])
-def test_caption_outside_its_world_gets_a_picture(draw_with: Draw, with_sources: bool) -> None:
+def test_caption_outside_its_world_gets_an_image(draw_with: Draw, with_sources: bool) -> None:
     prompts = [
         "a lighthouse at dusk, oil on canvas",
         "",
         "Zürich \N{SNOWMAN} 東京",
         "a red circle " * 300,
     ]
-    pictures = draw_with(prompts, [Image.new("RGB", (64, 64), "white")] * 4 if with_sources else ())
-    assert [picture.shape for picture in pictures] == [(64, 64, 3)] * 4
-    assert all(picture.std() > 0 for picture in pictures)
+    images = draw_with(prompts, [Image.new("RGB", (64, 64), "white")] * 4 if with_sources else ())
+    assert [image.shape for image in images] == [(64, 64, 3)] * 4
+    assert all(image.std() > 0 for image in images)
 
 
 def test_caption_is_cut_where_the_tokenizer_ends(draw_with: Draw) -> None:

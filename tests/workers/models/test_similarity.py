@@ -74,9 +74,9 @@ def test_scores_are_the_cosines_of_the_reference(
 def test_order_and_company_change_nothing(
     model: InferenceModel, prepared: Sequence[PreparedItem], expected: list[float]
 ) -> None:
-    for place in reversed(range(len(PAIRS))):
-        alone = model.predict([prepared[place]], lambda step, steps: None)
-        assert scores(alone) == [pytest.approx(expected[place], abs=1e-5)]
+    for index in reversed(range(len(PAIRS))):
+        alone = model.predict([prepared[index]], lambda step, steps: None)
+        assert scores(alone) == [pytest.approx(expected[index], abs=1e-5)]
 
 
 def test_a_long_text_is_refused_or_cut(entry: Model, minilm_folder: Path) -> None:

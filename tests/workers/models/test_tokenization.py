@@ -41,7 +41,7 @@ def ids(item: object) -> list[int]:
 
 
 def test_bad_inputs_harm_no_neighbor(minilm_preparer: Preparer) -> None:
-    picture = ImageInput(
+    edit = ImageInput(
         prompt="", width=64, height=64, steps=1, guidance_scale=1.0, seed=0, scheduler="ddim"
     )
     inputs: list[Input] = [
@@ -49,7 +49,7 @@ def test_bad_inputs_harm_no_neighbor(minilm_preparer: Preparer) -> None:
         TextInput("\ud800"),
         TokensInput([1037, 30522]),
         TokensInput([-1]),
-        picture,
+        edit,
         TokensInput([1037, 4937]),
     ]
     first, *bad, last = minilm_preparer.prepare(inputs)

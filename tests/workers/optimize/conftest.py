@@ -24,8 +24,8 @@ def optimize(tiny_bert: Path, tmp_path: Path) -> Optimize:
     def run(*words: str, tolerance: float = 0.9999) -> int:
         catalog = tmp_path / "models.yaml"
         catalog.write_text(ENTRY.format(folder=tiny_bert, tolerance=tolerance))
-        places = ["--models-file", str(catalog), "--artifacts-dir", str(tmp_path / "artifacts")]
-        return main(["tiny", *places, *words])
+        paths = ["--models-file", str(catalog), "--artifacts-dir", str(tmp_path / "artifacts")]
+        return main(["tiny", *paths, *words])
 
     return run
 

@@ -1,4 +1,4 @@
-"""Ways to run an image pipeline, judged by the pictures of the shipped one."""
+"""Ways to run an image pipeline, judged by the images of the shipped one."""
 
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def test_accepted_ways_are_in_the_manifest(
     assert "PSNR dB" in capsys.readouterr().out
 
 
-def test_picture_below_the_tolerance_is_refused(
+def test_image_below_the_tolerance_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path, "--variants", "bf16", "--tolerance", "90") == 1

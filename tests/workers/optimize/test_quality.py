@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow
 
 RANDOM = np.random.default_rng(3)
 VECTORS = RANDOM.normal(size=(40, 16)).astype(np.float32)
-PICTURE = RANDOM.random((32, 24, 3)).astype(np.float32)
+IMAGE = RANDOM.random((32, 24, 3)).astype(np.float32)
 
 
 def test_same_vectors_at_another_length_are_perfect() -> None:
@@ -35,14 +35,14 @@ def test_unrelated_vectors_keep_no_ranking() -> None:
 
 def test_psnr_of_a_known_error() -> None:
     assert psnr_db(np.full((4, 4, 3), 0.6), np.full((4, 4, 3), 0.5)) == pytest.approx(20)
-    assert psnr_db(PICTURE, PICTURE) == 100
-    assert psnr_db(PICTURE * np.nan, PICTURE) == -np.inf
+    assert psnr_db(IMAGE, IMAGE) == 100
+    assert psnr_db(IMAGE * np.nan, IMAGE) == -np.inf
 
 
 def test_ssim_sees_lost_structure() -> None:
-    assert ssim(PICTURE, PICTURE) == pytest.approx(1)
-    assert ssim(np.full_like(PICTURE, PICTURE.mean()), PICTURE) < 0.1
-    assert ssim(1 - PICTURE, PICTURE) < 0
+    assert ssim(IMAGE, IMAGE) == pytest.approx(1)
+    assert ssim(np.full_like(IMAGE, IMAGE.mean()), IMAGE) < 0.1
+    assert ssim(1 - IMAGE, IMAGE) < 0
 
 
 def test_feature_distance_ignores_scale() -> None:

@@ -41,7 +41,7 @@ def make_tiny_bert(folder: Path) -> None:
         }
     )
     vocabulary = {
-        word: place for place, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words])
+        word: index for index, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words])
     }
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = Lowercase()

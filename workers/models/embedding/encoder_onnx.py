@@ -76,7 +76,7 @@ class OnnxEncoder:
         except Exception as error:  # the library's errors have no other common class
             raise ConfigurationError(f"{self._graph}: {error}", field="backend") from error
         self._inputs = {
-            given.name: _TYPES.get(given.type, np.int64) for given in self._session.get_inputs()
+            tensor.name: _TYPES.get(tensor.type, np.int64) for tensor in self._session.get_inputs()
         }
         output = self._session.get_outputs()[0]
         self._output = output.name
@@ -126,24 +126,24 @@ class OnnxEncoder:
 
     def _run(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
         """States of the given arrays, float32 [items, longest, width]."""
-        given = {
+        feeds = {
             name: array.astype(self._inputs[name], copy=False) for name, array in arrays.items()
         }
         try:
             if self.device_name == "cpu":
-                states = self._session.run([self._output], given)[0]
+                states = self._session.run([self._output], feeds)[0]
             else:
-                states = self._run_bound(given)
+                states = self._run_bound(feeds)
         except Exception as error:  # the library's errors have no other common class
             if "Failed to allocate memory" in str(error) or "BFCArena" in str(error):
                 raise OutOfMemory(str(error)) from error
             raise ModelFailed(f"ONNX Runtime: {error}") from error
         return np.asarray(states).astype(np.float32, copy=False)
 
-    def _run_bound(self, given: dict[str, np.ndarray]) -> np.ndarray:
+    def _run_bound(self, feeds: dict[str, np.ndarray]) -> np.ndarray:
         """The same with inputs and output bound to the GPU: one copy in each direction."""
         binding = self._session.io_binding()
-        for name, array in given.items():
+        for name, array in feeds.items():
             binding.bind_cpu_input(name, np.ascontiguousarray(array))
         binding.bind_output(self._output, "cuda")
         self._session.run_with_iobinding(binding)

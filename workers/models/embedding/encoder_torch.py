@@ -65,10 +65,10 @@ class Trial:
         mask = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
         self._wanted = model(input_ids=padded, attention_mask=mask.long()).last_hidden_state[mask]
 
-    def is_right(self, found: torch.Tensor) -> bool:
+    def is_right(self, states: torch.Tensor) -> bool:
         """Returns whether these states, float32 [tokens, width], equal those with padding."""
         return torch.allclose(
-            found, self._wanted, rtol=0, atol=_TRIED_APART * float(self._wanted.abs().max())
+            states, self._wanted, rtol=0, atol=_TRIED_APART * float(self._wanted.abs().max())
         )
 
 
@@ -91,10 +91,10 @@ def runs_unpadded(model: Any) -> int | None:
         model.set_attn_implementation(ATTENTION)
         for first in trial.first_positions:
             try:
-                found = run_unpadded(model, trial.ids, None, trial.lengths, first)
+                states = run_unpadded(model, trial.ids, None, trial.lengths, first)
             except (TypeError, ValueError, RuntimeError, IndexError):
                 continue  # it does not support positions, or keywords for its attention
-            if trial.is_right(found):
+            if trial.is_right(states):
                 return first
     model.set_attn_implementation("sdpa")
     return None
@@ -119,10 +119,10 @@ def run_unpadded(
     positions = torch.cat(
         [torch.arange(first_position, first_position + length) for length in lengths]
     )
-    given = {"input_ids": ids[None], "position_ids": positions[None], _LENGTHS: tuple(lengths)}
+    arguments = {"input_ids": ids[None], "position_ids": positions[None], _LENGTHS: tuple(lengths)}
     if types is not None:
-        given["token_type_ids"] = types[None]
-    states: torch.Tensor = model(**given).last_hidden_state
+        arguments["token_type_ids"] = types[None]
+    states: torch.Tensor = model(**arguments).last_hidden_state
     return states[0]
 
 
@@ -232,9 +232,9 @@ class _PackedLinear(torch.nn.Module):
         self._out_features = linear.out_features
         self._product = packed_product(linear.weight, linear.bias)
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        rows = given.to(torch.bfloat16).reshape(-1, given.shape[-1])
-        return self._product(rows).view(*given.shape[:-1], self._out_features)
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        rows = inputs.to(torch.bfloat16).reshape(-1, inputs.shape[-1])
+        return self._product(rows).view(*inputs.shape[:-1], self._out_features)
 
 
 FAMILIES = frozenset({"bert", "camembert", "roberta", "xlm-roberta"})
@@ -280,12 +280,12 @@ class BertEncoder:
     """
 
     def __init__(self, model: Any, first_position: int, *, in_bf16: bool) -> None:
-        given = model.embeddings
-        self._words = given.word_embeddings.weight
-        self._types = given.token_type_embeddings.weight
-        self._places = given.position_embeddings.weight[first_position:]
-        self._untyped_places = self._places + self._types[0]
-        self._norm = _norm(given.LayerNorm)
+        embeddings = model.embeddings
+        self._words = embeddings.word_embeddings.weight
+        self._types = embeddings.token_type_embeddings.weight
+        self._positions = embeddings.position_embeddings.weight[first_position:]
+        self._untyped_positions = self._positions + self._types[0]
+        self._norm = _norm(embeddings.LayerNorm)
         self._heads = int(model.config.num_attention_heads)
         self._dtype = torch.bfloat16 if in_bf16 else torch.float32
         make = packed_product if in_bf16 else _product
@@ -309,9 +309,11 @@ class BertEncoder:
         if filler:
             ids = pad(ids, (0, filler))
             types = None if types is None else pad(types, (0, filler))
-        table = self._untyped_places if types is None else self._places
-        places = torch.cat([*(table[:length] for length in lengths), table[:1].expand(filler, -1)])
-        rows = embedding(ids, self._words) + places
+        table = self._untyped_positions if types is None else self._positions
+        positions = torch.cat(
+            [*(table[:length] for length in lengths), table[:1].expand(filler, -1)]
+        )
+        rows = embedding(ids, self._words) + positions
         if types is not None:
             rows = rows + embedding(types, self._types)
         rows = self._norm(rows)
@@ -341,27 +343,27 @@ def bert_encoder(model: Any, *, in_bf16: bool) -> BertEncoder | None:
     for first_position in trial.first_positions:
         try:
             encoder = BertEncoder(model, first_position, in_bf16=in_bf16)
-            found = encoder.states(trial.ids, None, trial.lengths)
+            states = encoder.states(trial.ids, None, trial.lengths)
         except (AttributeError, RuntimeError, IndexError):
             continue  # unexpected modules, or too few positions
-        if trial.is_right(found):
+        if trial.is_right(states):
             return encoder
     return None
 
 
-def _layer(given: Any, make: Callable[[torch.Tensor, torch.Tensor], Product]) -> _Layer:
-    attention = given.attention.self
+def _layer(module: Any, make: Callable[[torch.Tensor, torch.Tensor], Product]) -> _Layer:
+    attention = module.attention.self
     parts = (attention.query, attention.key, attention.value)
     return _Layer(
         heads=make(
             torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
         ),
-        mix=make(given.attention.output.dense.weight, given.attention.output.dense.bias),
-        mix_norm=_norm(given.attention.output.LayerNorm),
-        widen=make(given.intermediate.dense.weight, given.intermediate.dense.bias),
-        activate=given.intermediate.intermediate_act_fn,
-        narrow=make(given.output.dense.weight, given.output.dense.bias),
-        norm=_norm(given.output.LayerNorm),
+        mix=make(module.attention.output.dense.weight, module.attention.output.dense.bias),
+        mix_norm=_norm(module.attention.output.LayerNorm),
+        widen=make(module.intermediate.dense.weight, module.intermediate.dense.bias),
+        activate=module.intermediate.intermediate_act_fn,
+        narrow=make(module.output.dense.weight, module.output.dense.bias),
+        norm=_norm(module.output.LayerNorm),
     )
 
 
@@ -369,13 +371,13 @@ def _product(weight: torch.Tensor, bias: torch.Tensor) -> Product:
     return partial(linear, weight=weight, bias=bias)
 
 
-def _norm(given: Any) -> Product:
+def _norm(module: Any) -> Product:
     return partial(
         layer_norm,
-        normalized_shape=given.normalized_shape,
-        weight=given.weight,
-        bias=given.bias,
-        eps=given.eps,
+        normalized_shape=module.normalized_shape,
+        weight=module.weight,
+        bias=module.bias,
+        eps=module.eps,
     )
 
 
@@ -398,7 +400,7 @@ class TorchEncoder:
 
     def __init__(self, settings: SentenceFolder, device: Device, precision: str) -> None:
         self._settings = settings
-        self._place = device
+        self._requested_device = device
         self._precision = precision
         self._bert: BertEncoder | None = None
         self._first_position: int | None = None
@@ -410,7 +412,7 @@ class TorchEncoder:
             ConfigurationError: the folder can't be loaded, or the device does not support this
                 precision.
         """
-        self._device, self.device_name = self._place.open()
+        self._device, self.device_name = self._requested_device.open()
         self._check_precision()
         transformers_logging.disable_progress_bar()
         try:
@@ -477,11 +479,11 @@ class TorchEncoder:
         mask = None
         if (lengths < ids.shape[1]).any():
             mask = torch.from_numpy(np.arange(ids.shape[1]) < lengths[:, None]).to(self._device)
-        given = {"input_ids": torch.from_numpy(ids).to(self._device)}
+        arguments = {"input_ids": torch.from_numpy(ids).to(self._device)}
         if types is not None:
-            given["token_type_ids"] = torch.from_numpy(types).to(self._device)
+            arguments["token_type_ids"] = torch.from_numpy(types).to(self._device)
         states = self._model(
-            **given, attention_mask=None if mask is None else mask.long()
+            **arguments, attention_mask=None if mask is None else mask.long()
         ).last_hidden_state
         return self._pooled(states.float(), mask)
 

@@ -23,7 +23,7 @@ UNBOUNDED = 2**63
 def cut_by_length(
     lengths: Sequence[int], call_cost: int, budget: int = UNBOUNDED
 ) -> list[list[int]]:
-    """Groups of places in `lengths`, shortest first, at the lowest cost of padding and calls.
+    """Groups of indices in `lengths`, shortest first, at the lowest cost of padding and calls.
 
     A group has at most `budget` padded tokens, unless it is a single longer text.
 
@@ -31,7 +31,7 @@ def cut_by_length(
     takes O(n^2) steps, under a millisecond for a batch of 64.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    ordered = [lengths[place] for place in order]
+    ordered = [lengths[index] for index in order]
     cost, start = [0], [0]
     for end in range(1, len(order) + 1):
         longest = ordered[end - 1]

@@ -45,40 +45,40 @@ class TextPreparer:
 
         A text that is too long is refused or truncated, as the input says.
         """
-        texts = [place for place, value in enumerate(inputs) if isinstance(value, TextInput)]
-        outcomes = dict(zip(texts, self._tokenize([inputs[place] for place in texts]), strict=True))
-        for place, value in enumerate(inputs):
+        texts = [index for index, value in enumerate(inputs) if isinstance(value, TextInput)]
+        outcomes = dict(zip(texts, self._tokenize([inputs[index] for index in texts]), strict=True))
+        for index, value in enumerate(inputs):
             if isinstance(value, TokensInput):
-                outcomes[place] = self._frame(value)
-            elif place not in outcomes:
-                outcomes[place] = BadInput(
+                outcomes[index] = self._frame(value)
+            elif index not in outcomes:
+                outcomes[index] = BadInput(
                     "an embedding model takes texts or token ids", field="input"
                 )
-        return [outcomes[place] for place in range(len(inputs))]
+        return [outcomes[index] for index in range(len(inputs))]
 
     def _tokenize(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
-        given = [value for value in inputs if isinstance(value, TextInput)]
+        texts = [value for value in inputs if isinstance(value, TextInput)]
         try:
             encodings = self._tokenizer.encode_batch_fast(
-                [self._settings.prompt + value.text for value in given]
+                [self._settings.prompt + value.text for value in texts]
             )
         except (TypeError, ValueError) as error:
             # A lone surrogate is valid in a str, but fails the whole call.
             if len(inputs) == 1:
                 return [BadInput(f"the text can't be tokenized: {error}", field="input")]
             return list(chain.from_iterable(self._tokenize([value]) for value in inputs))
-        pairs = zip(given, encodings, strict=True)
+        pairs = zip(texts, encodings, strict=True)
         return [self._prepared(one.ids, one.type_ids, value.truncate) for value, one in pairs]
 
-    def _frame(self, given: TokensInput) -> PreparedText | BadInput:
+    def _frame(self, value: TokensInput) -> PreparedText | BadInput:
         """Adds the tokenizer's special tokens around token ids."""
-        for position, token in enumerate(given.tokens):
+        for position, token in enumerate(value.tokens):
             if not 0 <= token < self._vocabulary:
                 reason = f"token id {token}, at position {position}, is not in the vocabulary"
                 last = self._vocabulary - 1
                 return BadInput(f"{reason}, which ends at {last}", field="input")
-        ids = [*self._prefix, *self._prompt_ids, *given.tokens, *self._suffix]
-        return self._prepared(ids, (), given.truncate)
+        ids = [*self._prefix, *self._prompt_ids, *value.tokens, *self._suffix]
+        return self._prepared(ids, (), value.truncate)
 
     def _prepared(
         self, ids: list[int], type_ids: Sequence[int], truncate: Truncate

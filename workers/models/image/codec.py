@@ -54,20 +54,19 @@ def to_host(drawn: torch.Tensor) -> list[np.ndarray | None]:
         pixels = host.copy_(pixels, non_blocking=True)
         torch.cuda.current_stream(drawn.device).synchronize()
     return [
-        picture if good else None
-        for picture, good in zip(pixels.numpy(), finite.tolist(), strict=True)
+        image if good else None for image, good in zip(pixels.numpy(), finite.tolist(), strict=True)
     ]
 
 
-def encode_all(pictures: Sequence[np.ndarray], *, at_once: bool) -> list[bytes]:
+def encode_all(images: Sequence[np.ndarray], *, at_once: bool) -> list[bytes]:
     """Encodes bytes [height, width, 3] as PNG.
 
     `at_once`: on threads, because zlib releases the GIL.
     """
-    if not at_once or len(pictures) == 1:
-        return [_encode(picture) for picture in pictures]
+    if not at_once or len(images) == 1:
+        return [_encode(image) for image in images]
     with ThreadPoolExecutor(_PNG_THREADS) as threads:
-        return list(threads.map(_encode, pictures))
+        return list(threads.map(_encode, images))
 
 
 def _encode(pixels: np.ndarray) -> bytes:

@@ -113,9 +113,9 @@ def _unet_forward(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _single_input_forward(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(given: torch.Tensor) -> Any:
+    def forward(latents: torch.Tensor) -> Any:
         _begin_step()
-        return _copied(compiled(given.contiguous()))
+        return _copied(compiled(latents.contiguous()))
 
     return forward
 

@@ -25,7 +25,7 @@ from shared.diffusion_schedulers import OWN_SCHEDULER, SCHEDULERS
 from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.tasks import Result
 from shared.tasks.image import ImageResult
-from workers.models.base import OnStep, OutOfMemory, Picture, PreparedImage, PreparedItem
+from workers.models.base import OnStep, OutOfMemory, PreparedImage, PreparedItem, RgbImage
 from workers.models.device import Device, memory_errors
 from workers.models.image.codec import encode_all, sources_on, to_host
 from workers.models.image.compilation import cheapest_cover, only_what_is_compiled
@@ -97,8 +97,8 @@ class PromptEncoder:
     def _encoded(self, texts: Sequence[str]) -> dict[str, Encoded]:
         """The embeddings of all `texts`. Encodes those that are not cached in one call."""
         wanted = dict.fromkeys(texts)
-        found = {text: self._kept[text] for text in wanted if text in self._kept}
-        if missing := [text for text in wanted if text not in found]:
+        known = {text: self._kept[text] for text in wanted if text in self._kept}
+        if missing := [text for text in wanted if text not in known]:
             # SD returns (states, None), and SDXL (states, None, pooled, None).
             parts = self._pipeline.encode_prompt(
                 prompt=missing,
@@ -107,9 +107,9 @@ class PromptEncoder:
                 do_classifier_free_guidance=False,
             )[::2]
             for row, text in enumerate(missing):
-                found[text] = tuple(part[row : row + 1].clone() for part in parts)
-        self._keep(found)
-        return found
+                known[text] = tuple(part[row : row + 1].clone() for part in parts)
+        self._keep(known)
+        return known
 
     def _keep(self, used: dict[str, Encoded]) -> None:
         for text, encoded in used.items():
@@ -148,7 +148,7 @@ class ImageModel:
     ) -> None:
         self._entry = entry
         self._folder = folder
-        self._place = device
+        self._requested_device = device
         self._warmup_limit_s = warmup_limit_s
         self._call_s: dict[int, float] = {}
         self._between_steps: tuple[Any, torch.Tensor] | None = None
@@ -160,7 +160,7 @@ class ImageModel:
             ConfigurationError: the folder is not a text-to-image pipeline, or a required package is
                 missing.
         """
-        self._device, self.device_name = self._place.open()
+        self._device, self.device_name = self._requested_device.open()
         self._plan = plan_for(self._entry, capability_of(self._device))
         self._text_to_image, self._image_to_image = load_pipelines(
             self._folder, self._device, self._plan
@@ -245,8 +245,8 @@ class ImageModel:
         if (refusal := self.refusal(items[0])) is not None:
             return [refusal] * len(items)
         with torch.inference_mode(), self.settled():
-            pictures = self._pictures(items, on_step)
-        return self._results(items, pictures)
+            images = self._images(items, on_step)
+        return self._results(items, images)
 
     def refusal(self, item: PreparedImage) -> BadInput | None:
         """Returns why this model can't draw an item. None if it can."""
@@ -262,7 +262,7 @@ class ImageModel:
         """Within it nothing is compiled that the warm-up has not compiled."""
         return only_what_is_compiled() if self._plan.is_compiled else contextlib.nullcontext()
 
-    def _pictures(self, items: Sequence[PreparedImage], on_step: OnStep) -> list[np.ndarray | None]:
+    def _images(self, items: Sequence[PreparedImage], on_step: OnStep) -> list[np.ndarray | None]:
         """As to_host.
 
         If memory runs out, makes the VAE use less from then on, and tries once more.
@@ -294,14 +294,14 @@ class ImageModel:
         """Draws images: [items, 3, height, width] from 0 to 1, on the device."""
         pipeline: Any = self._text_to_image if items[0].source is None else self._image_to_image
         pipeline.scheduler = self._scheduler(items[0].scheduler)
-        given = _arguments(items, self._callback(on_step)) | self._prompts.arguments(items)
+        arguments = _arguments(items, self._callback(on_step)) | self._prompts.arguments(items)
         if items[0].source is not None:
-            given |= {"image": sources_on(self._device, items), "strength": items[0].strength}
+            arguments |= {"image": sources_on(self._device, items), "strength": items[0].strength}
         # Arguments that this class of pipeline does not support are left out.
         known = inspect.signature(pipeline.__call__).parameters
         with own_type(getattr(pipeline, "vae", None)):
             drawn: torch.Tensor = pipeline(
-                **{name: value for name, value in given.items() if name in known}
+                **{name: value for name, value in arguments.items() if name in known}
             ).images
         return drawn
 
@@ -318,11 +318,11 @@ class ImageModel:
 
         return after_step
 
-    def preview(self, places: Sequence[int]) -> list[Picture | None]:
-        """Small pictures between two steps. See workers.models.base.Previewer."""
+    def preview(self, indices: Sequence[int]) -> list[RgbImage | None]:
+        """Small images between two steps. See workers.models.base.Previewer."""
         if self._between_steps is None:
-            return [None] * len(places)
-        return draw_previews(*self._between_steps, places)
+            return [None] * len(indices)
+        return draw_previews(*self._between_steps, indices)
 
     def _scheduler(self, name: str) -> Any:
         """A new scheduler with the settings of the folder.
@@ -336,13 +336,13 @@ class ImageModel:
         return getattr(diffusers, choice.class_name).from_config(config, **choice.options)
 
     def _results(
-        self, items: Sequence[PreparedImage], pictures: Sequence[np.ndarray | None]
+        self, items: Sequence[PreparedImage], images: Sequence[np.ndarray | None]
     ) -> list[Result | PenstockError]:
-        drawn = [picture for picture in pictures if picture is not None]
+        drawn = [image for image in images if image is not None]
         files = iter(encode_all(drawn, at_once=self._device.type == "cuda"))
         return [
             ModelFailed("the image is not a number; this precision may be too low for the model")
-            if picture is None
+            if image is None
             else ImageResult(
                 image=Blob("image/png", next(files)),
                 width=item.width,
@@ -351,7 +351,7 @@ class ImageModel:
                 pixel_steps=item.length,
                 truncated_tokens=self._prompts.truncated_tokens(item),
             )
-            for item, picture in zip(items, pictures, strict=True)
+            for item, image in zip(items, images, strict=True)
         ]
 
 

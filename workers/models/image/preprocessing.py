@@ -26,13 +26,13 @@ SOURCE_MAX_PIXELS = 16 * 1024 * 1024
 """The limit of a source image before it is resized: 48 MB decoded."""
 DEFAULT_STRENGTH = 0.8
 SEED_LIMIT = 2**63
-JOINING = (
+STEPPED_PIPELINES = (
     "StableDiffusionPipeline",
     "StableDiffusionImg2ImgPipeline",
     "StableDiffusionXLPipeline",
     "StableDiffusionXLImg2ImgPipeline",
 )
-"""Classes in model_index.json whose pipelines for text are in workers.models.image.joining."""
+"""Classes in model_index.json whose pipelines for text are in workers.models.image.stepped."""
 
 
 class ImagePreparer:
@@ -40,12 +40,12 @@ class ImagePreparer:
 
     Args:
         bounds: of the catalog.
-        joins: whether images of any size, steps and scheduler are computed together.
+        is_stepped: whether images of any size, steps and scheduler are computed together.
     """
 
-    def __init__(self, bounds: ImageDefaults, *, joins: bool = False) -> None:
+    def __init__(self, bounds: ImageDefaults, *, is_stepped: bool = False) -> None:
         self._bounds = bounds
-        self._joins = joins
+        self._is_stepped = is_stepped
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedImage | BadInput]:
         """One outcome per input, in order. A BadInput names the invalid field of ImageInput."""
@@ -56,7 +56,7 @@ class ImagePreparer:
             if not isinstance(value, ImageInput):
                 raise BadInput("an image model takes image requests", field="input")
             self._check(value)
-            return _prepared(value, self._bounds.steps, joins=self._joins)
+            return _prepared(value, self._bounds.steps, is_stepped=self._is_stepped)
         except BadInput as error:
             return error
 
@@ -96,16 +96,16 @@ class ImagePreparer:
             )
 
 
-def can_join(folder: Path) -> bool:
-    """Returns whether images of the pipeline in `folder` can join a batch between two steps."""
+def can_step(folder: Path) -> bool:
+    """Returns whether the pipeline in `folder` can take images in between two steps."""
     try:
         index = json.loads((folder / "model_index.json").read_text("utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(index, dict) and index.get("_class_name") in JOINING
+    return isinstance(index, dict) and index.get("_class_name") in STEPPED_PIPELINES
 
 
-def _prepared(value: ImageInput, usual_steps: int, *, joins: bool) -> PreparedImage:
+def _prepared(value: ImageInput, usual_steps: int, *, is_stepped: bool) -> PreparedImage:
     strength = source = None
     steps_run = value.steps
     if value.image is not None:
@@ -117,10 +117,10 @@ def _prepared(value: ImageInput, usual_steps: int, *, joins: bool) -> PreparedIm
     negative = "negative" if value.negative_prompt else ""
     key = f"{value.width}x{value.height}/{value.steps}/{value.guidance_scale}"
     return PreparedImage(
-        key="" if joins else f"{key}/{value.scheduler}/{strength}/{negative}",
+        key="" if is_stepped else f"{key}/{value.scheduler}/{strength}/{negative}",
         length=pixel_steps,
         # Each has its steps to itself, so only its pixels are next to those of others.
-        room=value.width * value.height * usual_steps if joins else 0,
+        room=value.width * value.height * usual_steps if is_stepped else 0,
         prompt=value.prompt,
         negative_prompt=value.negative_prompt,
         width=value.width,

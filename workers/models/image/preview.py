@@ -14,7 +14,7 @@ from typing import Any
 import diffusers
 import torch
 
-from workers.models.base import Picture
+from workers.models.base import RgbImage
 from workers.models.image.codec import to_host
 from workers.models.image.vae import decode
 
@@ -24,26 +24,26 @@ MAX_SIDE_CPU = 128
 
 
 def draw_previews(
-    pipeline: Any, latents: torch.Tensor, places: Sequence[int]
-) -> list[Picture | None]:
-    """Small images of the latents at `places`. None if they can't be decoded.
+    pipeline: Any, latents: torch.Tensor, indices: Sequence[int]
+) -> list[RgbImage | None]:
+    """Small images of the latents at `indices`. None if they can't be decoded.
 
     Neither the latents nor any generator of random numbers is changed.
     """
     vae = getattr(pipeline, "vae", None)
     # Some pipelines pack their latents, or have a VAE of another kind.
     if not isinstance(vae, diffusers.AutoencoderKL) or latents.ndim != 4:
-        return [None] * len(places)
+        return [None] * len(indices)
     longest = MAX_SIDE.get(latents.device.type, MAX_SIDE_CPU)
     scale = 2 ** (len(vae.config.block_out_channels) - 1)
     shrink = -(-max(latents.shape[-2:]) * scale // longest)
-    chosen = latents[list(places)]
+    chosen = latents[list(indices)]
     if shrink > 1:
         chosen = torch.nn.functional.avg_pool2d(chosen, shrink, ceil_mode=True)
     # One by one: what a large batch needs of memory may not be left between two steps.
     decoded = [decode(pipeline, one[None]) for one in chosen]
     drawn = to_host((torch.cat(decoded) / 2 + 0.5).clamp(0, 1))
     return [
-        None if pixels is None else Picture(pixels.shape[1], pixels.shape[0], pixels.tobytes())
+        None if pixels is None else RgbImage(pixels.shape[1], pixels.shape[0], pixels.tobytes())
         for pixels in drawn
     ]

@@ -28,8 +28,8 @@ def decode(pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
         overflows = vae.dtype == torch.float16 and vae.config.force_upcast
         if overflows and type(pipeline) in _UPCAST:
             vae.to(torch.float32)
-        given = _unscaled(vae.config, latents.to(vae.dtype))
-        decoded: torch.Tensor = vae.decode(given, return_dict=False)[0]
+        scaled = _unscaled(vae.config, latents.to(vae.dtype))
+        decoded: torch.Tensor = vae.decode(scaled, return_dict=False)[0]
         return decoded
 
 

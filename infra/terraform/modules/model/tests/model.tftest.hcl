@@ -66,7 +66,7 @@ run "delivery" {
 
   assert {
     condition     = google_pubsub_subscription.workers.filter == "NOT ${google_pubsub_subscription.batch.filter}"
-    error_message = "A job has one lane: each goes to one of the two subscriptions."
+    error_message = "A job has one priority: each goes to one of the two subscriptions."
   }
 
   assert {
@@ -74,7 +74,7 @@ run "delivery" {
       for subscription in [google_pubsub_subscription.workers, google_pubsub_subscription.batch] :
       subscription.enable_message_ordering != true
     ])
-    error_message = "All workers pull everything of a lane, in order of arrival."
+    error_message = "All workers pull everything of a priority, in order of arrival."
   }
 
   assert {
@@ -176,7 +176,7 @@ run "canary" {
     condition = google_pubsub_subscription_iam_member.drains["gke"].subscription == "jobs.texts.canary.workers" && (
       google_pubsub_subscription_iam_member.drains_batch["gke"].subscription == "jobs.texts.canary.batch"
     )
-    error_message = "Workers of the other revision take what is left in both lanes."
+    error_message = "Workers of the other revision take what is left in both priorities."
   }
 }
 

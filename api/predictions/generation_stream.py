@@ -1,0 +1,567 @@
+"""Streams the text of a prediction while it is written, as server-sent events.
+
+https://html.spec.whatwg.org/multipage/server-sent-events.html
+
+An event has an id if its reader asks for ids. The id has the number of tokens of each generation
+that a reader has with it: `7` is seven tokens, `7f2` the second piece of the end of a generation of
+seven tokens, `-` nothing at all, and generations are separated by points. So a reader that
+reconnects with that id, to any instance, gets each token once. The worker writes the tokens to
+Redis, and the end is in the record. The part of the text beyond the tokens that were read comes
+with the end: if Redis is out of reach for a while, the text is late, but complete.
+
+Redis is polled once for all token streams that this instance serves. No tokens are read for a slow
+reader until it has taken those it has, so memory is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self
+
+from api.errors import log_reason
+from api.fair_room import FairRoom, OneItem
+from api.predictions.creation import PredictionSnapshot
+from api.predictions.service import GRACE_S, Predictions
+from shared.errors import BadInput, Overloaded, PenstockError, Unavailable
+from shared.messages import ItemOutcome
+from shared.predictions import Prediction, ended_at_s
+from shared.stores.token_streams import READER_S, Tokens, TokenStreams
+from shared.tasks.text import GenerationResult, TokenChunk, TokenLogprob
+
+READ_EVERY_S = 0.05
+"""Workers write as often."""
+SURE_SHARE = 0.8
+"""Share of the time between tokens that must pass before the next ones are polled."""
+MAX_GAP_S = 0.5
+"""A model that is slower than this is read as if it were not."""
+MAX_IN_A_ROUND_TRIP = 128
+
+
+class ReadPace:
+    """When to look for the next tokens of an item: shortly before they may be there.
+
+    The shorter of the last two gaps counts, so a model that waited once is read as before.
+    """
+
+    def __init__(self) -> None:
+        self._found_s: float | None = None
+        self._gaps_s = (0.0, 0.0)
+
+    def found(self, now_s: float) -> None:
+        """Notes that there were tokens."""
+        if self._found_s is not None:
+            self._gaps_s = (self._gaps_s[1], now_s - self._found_s)
+        self._found_s = now_s
+
+    def is_due(self, now_s: float) -> bool:
+        """Returns whether it is time to look."""
+        pause_s = SURE_SHARE * min(*self._gaps_s, MAX_GAP_S)
+        return self._found_s is None or now_s >= self._found_s + pause_s
+
+
+class _Reader:
+    """One item that is read along. `tokens` wait to be taken."""
+
+    def __init__(self, record: str, item: int, has_news: asyncio.Event) -> None:
+        self.record = record
+        self.item = item
+        self.has_news = has_news
+        self.end = 0
+        self.tokens: Tokens | None = None
+        self.pace = ReadPace()
+
+    def take(self) -> Tokens | None:
+        """Returns the tokens found since the last call."""
+        tokens, self.tokens = self.tokens, None
+        if tokens is not None and tokens.chunks:
+            self.end = tokens.chunks[-1].end
+        return tokens
+
+
+class TokenReader:
+    """The readers of this instance. One task reads for all of them, while there are any."""
+
+    def __init__(self, streams: TokenStreams) -> None:
+        self._streams = streams
+        self._readers: set[_Reader] = set()
+        self._reading: asyncio.Task[None] | None = None
+        self._marked_s: dict[str, float] = {}
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Returns the task that reads, if it runs. The one that closes the streams ends it."""
+        return [] if self._reading is None or self._reading.done() else [self._reading]
+
+    async def follow(
+        self, record: str, items: int, limit_s: float
+    ) -> AsyncGenerator[dict[int, Tokens]]:
+        """Yields the tokens of items, from the first ones, until their record has ended.
+
+        Args:
+            record: the record of the items.
+            items: the number of items.
+            limit_s: interval without new tokens after which an empty result is yielded, repeatedly.
+              While Redis is out of reach no tokens are new.
+        """
+        has_news = asyncio.Event()
+        mine = {_Reader(record, item, has_news) for item in range(items)}
+        self._readers |= mine
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read_all())
+        try:
+            while mine & self._readers:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(limit_s):
+                        await has_news.wait()
+                has_news.clear()
+                news = {reader: tokens for reader in mine if (tokens := reader.take()) is not None}
+                self._readers -= {reader for reader, tokens in news.items() if tokens.is_over}
+                yield {reader.item: tokens for reader, tokens in news.items()}
+        finally:
+            self._readers -= mine
+
+    async def _read_all(self) -> None:
+        while self._readers:
+            began_s = time.monotonic()
+            due = [one for one in self._readers if not one.tokens and one.pace.is_due(began_s)]
+            for first in range(0, len(due), MAX_IN_A_ROUND_TRIP):
+                await self._read(due[first : first + MAX_IN_A_ROUND_TRIP])
+            await asyncio.sleep(max(0.0, began_s + READ_EVERY_S - time.monotonic()))
+
+    async def _read(self, due: list[_Reader]) -> None:
+        try:
+            await self._mark({reader.record for reader in due})
+            read = await self._streams.read([(one.record, one.item, one.end) for one in due])
+        except Unavailable as error:
+            log.debug("tokens could not be read", extra={"reason": error.message})
+            return
+        now_s = time.monotonic()
+        for reader, tokens in zip(due, read, strict=True):
+            if tokens.chunks or tokens.is_over:
+                reader.pace.found(now_s)
+                reader.tokens = tokens
+                reader.has_news.set()
+
+    async def _mark(self, records: set[str]) -> None:
+        """Says now and then that these are read along."""
+        now_s = time.monotonic()
+        due = [one for one in records if now_s - self._marked_s.get(one, 0.0) > READER_S / 3]
+        await asyncio.gather(*map(self._streams.mark_read, due))  # in one round trip
+        self._marked_s |= dict.fromkeys(due, now_s)
+        if len(self._marked_s) > 2 * len(self._readers) + MAX_IN_A_ROUND_TRIP:
+            current = {reader.record for reader in self._readers}
+            self._marked_s = {one: at for one, at in self._marked_s.items() if one in current}
+
+
+MAX_STREAMS = 2048
+"""The room per instance. A stream costs a part of a round trip every READ_EVERY_S."""
+MAX_S = 290.0
+"""Below the 300 s after which Cloud Run ends a response. Readers resume with another request."""
+HEARTBEAT_S, HEARTBEAT, HEARTBEAT_BESIDE_IDS = 10.0, b": keep-alive\n\n", b": keep-alive\n"
+"""After this pause a comment is sent, so that proxies keep the connection open.
+
+Readers that split a stream at empty lines skip the whole block of a comment, so an empty line
+follows. Not if events have ids: OpenAI's client for Python takes an empty line behind an event with
+an id for an event without data, and fails.
+"""
+CHECK_S = 2.0
+"""Interval of the check that the reader may still read."""
+FIRST_EVENT_S = 30.0
+"""For as long a new stream has no status yet. Proxies give up silent connections after a minute."""
+CLOSE_LIMIT_S = 1.0
+LEFT_S = 30.0
+"""A generation without a reader for LEFT_S seconds is canceled."""
+_PART = re.compile(r"-|(\d{1,9})(?:f(\d{1,4}))?")
+
+log = logging.getLogger(__name__)
+
+
+class StreamShape(Protocol):
+    """The form of the events. The ids of the parts of a generation count from 0."""
+
+    def opening(self, index: int) -> bytes | None:
+        """Returns the first event of a generation."""
+
+    def delta(
+        self,
+        index: int,
+        before: str,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        at: tuple[int, int],
+    ) -> bytes | None:
+        """Returns the addition to a generation since the last event. None if nothing is to be sent.
+
+        `at`: the tokens, and the pieces of the end, that a reader of the event has.
+        """
+
+    def ending(self, index: int, result: GenerationResult) -> Sequence[bytes]:
+        """Returns the last events of a generation."""
+
+    def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> Sequence[bytes]:
+        """Returns the last events of all. The prediction ended at `ended_at_s` (unix time)."""
+
+    def failure(self, error: PenstockError) -> bytes:
+        """Returns the event of an error, after which nothing comes."""
+
+
+class StreamLost(PenstockError):
+    """The tokens from which a reader resumes are not known any more."""
+
+    code = "stream_lost"
+    public_by_default = None
+
+
+class StreamPosition(NamedTuple):
+    """Position of a reader in a generation: its opening, its tokens, and pieces of its end."""
+
+    is_open: bool = False
+    tokens: int = 0
+    ended: int = 0
+
+
+def seen_from_id(last_id: str, items: int) -> list[StreamPosition]:
+    """Returns the position of the reader of an event with this id. The start if it is empty.
+
+    Raises:
+        BadInput: the id is not one of such a stream.
+    """
+    if not last_id:
+        return [StreamPosition()] * items
+    matches = [_PART.fullmatch(part) for part in last_id.split(".")]
+    if not all(matches) or len(matches) != items:
+        raise BadInput(
+            f"Last-Event-ID: {last_id[:40]!r} is not the id of an event of this stream",
+            field="last-event-id",
+        )
+    return [
+        StreamPosition(True, int(part[1]), int(part[2] or 0))
+        if part is not None and part[1]
+        else StreamPosition()
+        for part in matches
+    ]
+
+
+@dataclass(slots=True)
+class _Generation:
+    """One generation of a stream, as far as it was read."""
+
+    seen: StreamPosition
+    tokens: int = 0
+    text: str = ""
+    is_open: bool = False
+    ended: int = 0
+
+    @property
+    def id(self) -> str:
+        """Its part of an event id."""
+        if not self.is_open and not self.seen.is_open:
+            return "-"
+        shown, ended = max(self.tokens, self.seen.tokens), max(self.ended, self.seen.ended)
+        return f"{shown}f{ended}" if ended else f"{shown}"
+
+
+class GenerationStreams:
+    """The streams of generations of this instance. A context manager that owns their tasks."""
+
+    def __init__(self, predictions: Predictions, streams: TokenStreams) -> None:
+        self._predictions = predictions
+        self._streams = streams
+        self._reader = TokenReader(streams)
+        self._room = FairRoom(MAX_STREAMS)
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Texts whose readers have left run to their ends: other instances may have these now."""
+        ending = [*self._leaving, *self._reader.tasks]
+        for task in ending:
+            task.cancel()
+        if ending:
+            await asyncio.wait(ending, timeout=CLOSE_LIMIT_S)
+
+    @contextmanager
+    def reserved(self, tenant: str) -> Iterator[None]:
+        """Holds room for a stream of this tenant.
+
+        Raises:
+            Overloaded: no room is left.
+        """
+        stream = OneItem(tenant)
+        if self._room.turns_to_wait(stream):
+            held = self._room.held_by(tenant)
+            raise Overloaded(
+                f"{held} of your streams are open, and there is no room for more; read one to its "
+                "end, or try again later"
+            )
+        self._room.take(stream)
+        try:
+            yield
+        finally:
+            self._room.release(stream)
+
+    def follow(
+        self,
+        snapshot: PredictionSnapshot,
+        shape: StreamShape,
+        seen: Sequence[StreamPosition],
+        check: Callable[[], object],
+        *,
+        stays: bool,
+        has_ids: bool,
+    ) -> AsyncGenerator[bytes]:
+        """Yields the events of a prediction's generations, for at most MAX_S.
+
+        A reader that may not continue, since its key was revoked, gets the error as the last event.
+        Then the generations end as if it had hung up, after the tokens that it was sent.
+
+        Args:
+            snapshot: the prediction.
+            shape: the form of the events.
+            seen: the position of the reader in each generation.
+            check: raises PenstockError once the reader may not continue.
+            stays: whether the prediction continues without a reader.
+            has_ids: whether each event has an id, after which its reader can resume.
+        """
+        stream = _Stream(shape, [_Generation(one) for one in seen], has_ids=has_ids, is_new=False)
+        return self._follow(snapshot, stream, check, stays=stays)
+
+    async def begin(
+        self,
+        snapshot: PredictionSnapshot,
+        shape: StreamShape,
+        seen: Sequence[StreamPosition],
+        check: Callable[[], object],
+        *,
+        has_ids: bool,
+    ) -> AsyncGenerator[bytes]:
+        """As `follow`, for a request whose answer has not begun: waits for the first event.
+
+        So what only a worker can find wrong is an error of the request, as without a stream. After
+        FIRST_EVENT_S the answer begins without an event.
+
+        Raises:
+            PenstockError: the prediction failed before its first event.
+        """
+        stream = _Stream(shape, [_Generation(one) for one in seen], has_ids=has_ids, is_new=True)
+        events = self._follow(snapshot, stream, check, stays=False)
+        until_s = time.monotonic() + FIRST_EVENT_S
+        first = await anext(events)
+        while first == stream.heartbeat and time.monotonic() < until_s:
+            first = await anext(events)
+        if stream.error is not None:
+            await events.aclose()
+            raise stream.error
+        return _behind(first, events)
+
+    async def _follow(
+        self,
+        snapshot: PredictionSnapshot,
+        stream: _Stream,
+        check: Callable[[], object],
+        *,
+        stays: bool,
+    ) -> AsyncGenerator[bytes]:
+        watch = _Watch(check)
+        prediction, is_done = snapshot.prediction, False
+        try:
+            try:
+                async for event in self._events(snapshot, stream, watch):
+                    yield event
+                is_done = True
+            except PenstockError as error:
+                log_reason(error, prediction.record)
+                is_done = not watch.has_refused
+                yield stream.fail(error)
+        finally:
+            if not is_done and not stays and not snapshot.record.is_over:
+                # A key that is not valid any more cannot resume the stream.
+                after_s = READER_S if watch.has_refused else LEFT_S
+                leaving = asyncio.create_task(self._cancel_unread(prediction, after_s))
+                self._leaving.add(leaving)
+                leaving.add_done_callback(self._leaving.discard)
+
+    async def _events(
+        self, snapshot: PredictionSnapshot, stream: _Stream, watch: _Watch
+    ) -> AsyncGenerator[bytes]:
+        prediction, until_s = snapshot.prediction, time.monotonic() + MAX_S
+        following = self._reader.follow(prediction.record, len(stream.generations), watch.every_s)
+        async with contextlib.aclosing(following) as news:
+            async for chunks in news:
+                for index, tokens in chunks.items():
+                    for event in stream.read(index, tokens.chunks):
+                        yield event
+                if watch.is_heartbeat_due(is_silent=not chunks):
+                    yield stream.heartbeat
+                is_late = time.time() > prediction.deadline_s + GRACE_S
+                if is_late or any(tokens.is_over for tokens in chunks.values()):
+                    break
+                if time.monotonic() > until_s:
+                    return
+        # An older snapshot if Redis does not answer now.
+        while not (snapshot := await self._predictions.refresh(snapshot)).record.is_over:
+            if time.monotonic() > until_s:
+                return
+            watch.is_heartbeat_due(is_silent=True)
+            await asyncio.sleep(1.0)
+        for event in stream.end(snapshot):
+            yield event
+
+    async def _cancel_unread(self, prediction: Prediction, after_s: float) -> None:
+        """Cancels a prediction if its reader does not come back, to whichever instance."""
+        await asyncio.sleep(after_s)
+        with contextlib.suppress(PenstockError):
+            if not await self._streams.is_read(prediction.record):
+                await self._predictions.cancel(prediction.tenant, prediction.id)
+
+
+async def _behind(first: bytes, events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """Yields `first`, and then `events`, which it closes."""
+    async with contextlib.aclosing(events):
+        yield first
+        async for event in events:
+            yield event
+
+
+class _Watch:
+    """Says what is due while a stream is followed: heartbeats, and checks of its reader."""
+
+    def __init__(self, check: Callable[[], object]) -> None:
+        self._check = check
+        self._checked_s = self._sent_s = time.monotonic()
+        self.every_s = min(CHECK_S, HEARTBEAT_S)
+        self.has_refused = False
+        """True if the reader may not continue."""
+
+    def is_heartbeat_due(self, *, is_silent: bool) -> bool:
+        """Returns whether a comment is due, since nothing was sent. Checks the reader too.
+
+        Raises:
+            PenstockError: the reader may not continue.
+        """
+        now_s = time.monotonic()
+        if now_s - self._checked_s >= CHECK_S:
+            self._checked_s = now_s
+            try:
+                self._check()
+            except PenstockError:
+                self.has_refused = True
+                raise
+        is_due = is_silent and now_s - self._sent_s >= HEARTBEAT_S
+        if is_due or not is_silent:
+            self._sent_s = now_s
+        return is_due
+
+
+class _Stream:
+    """The generations of one stream. A new one opens none before it has tokens: it may fail."""
+
+    def __init__(
+        self, shape: StreamShape, generations: list[_Generation], *, has_ids: bool, is_new: bool
+    ) -> None:
+        self._shape = shape
+        self._is_new = is_new
+        self._has_ids = has_ids
+        self.generations = generations
+        self.error: PenstockError | None = None
+        """What ended the stream early."""
+
+    @property
+    def heartbeat(self) -> bytes:
+        """The comment that keeps the connection open."""
+        return HEARTBEAT_BESIDE_IDS if self._has_ids else HEARTBEAT
+
+    def read(self, index: int, chunks: Sequence[TokenChunk]) -> Iterator[bytes]:
+        """Returns the events of the tokens written of a generation."""
+        generation = self.generations[index]
+        if chunks or not self._is_new:
+            yield from self._open(index)
+        for chunk in chunks:
+            if chunk.first < generation.seen.tokens < chunk.end or chunk.first != generation.tokens:
+                raise StreamLost(
+                    "Last-Event-ID does not belong to this stream; fetch the full completion"
+                )
+            before, generation.tokens = generation.text, chunk.end
+            generation.text += chunk.text
+            if generation.tokens > generation.seen.tokens:
+                event = self._shape.delta(
+                    index, before, chunk.text, chunk.logprobs, (generation.tokens, 0)
+                )
+                if event is not None:
+                    yield self._with_id(event)
+
+    def end(self, snapshot: PredictionSnapshot) -> Iterator[bytes]:
+        """Returns the events of the rest of the generations, and of their ends.
+
+        Raises:
+            PenstockError: there are no generations, because the prediction failed or was canceled.
+        """
+        reply = snapshot.record.reply
+        outcomes = reply.outcomes if reply is not None else []
+        if snapshot.record.state != "succeeded" or len(outcomes) < len(self.generations):
+            raise snapshot.failure
+        for index, outcome in enumerate(outcomes):
+            result = outcome.result
+            assert isinstance(result, GenerationResult), "a text model gave no text; this is a bug"
+            yield from self._end_of(index, result)
+        for event in self._shape.closing(outcomes, ended_at_s(snapshot.record)):
+            yield self._with_id(event)
+
+    def fail(self, error: PenstockError) -> bytes:
+        """Returns the event of an error."""
+        self.error = error
+        return self._with_id(self._shape.failure(error))
+
+    def _end_of(self, index: int, result: GenerationResult) -> Iterator[bytes]:
+        generation = self.generations[index]
+        yield from self._open(index)
+        generation.ended = 1
+        # The last tokens may be there without the end of their text (shared/tasks/text.py),
+        # so a reader that has all tokens may lack a piece. It is the first one of the end.
+        if not generation.seen.ended:
+            if generation.tokens < generation.seen.tokens or not result.text.startswith(
+                generation.text
+            ):
+                raise StreamLost("the completion changed since it was streamed; fetch it again")
+            rest, logprobs = (
+                result.text[len(generation.text) :],
+                result.logprobs[generation.tokens :],
+            )
+            generation.tokens = result.output_tokens
+            at = (generation.tokens, generation.ended)
+            event = self._shape.delta(index, generation.text, rest, logprobs, at)
+            if event is not None:
+                yield self._with_id(event)
+        for event in self._shape.ending(index, result):
+            generation.ended += 1
+            if generation.ended > generation.seen.ended:
+                yield self._with_id(event)
+
+    def _open(self, index: int) -> Iterator[bytes]:
+        generation = self.generations[index]
+        was_open, generation.is_open = generation.is_open or generation.seen.is_open, True
+        if not was_open:
+            event = self._shape.opening(index)
+            if event is not None:
+                yield self._with_id(event)
+
+    def _with_id(self, event: bytes) -> bytes:
+        if not self._has_ids:
+            return event
+        event_id = ".".join(generation.id for generation in self.generations)
+        return f"id: {event_id}\n".encode() + event

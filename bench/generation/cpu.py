@@ -1,0 +1,119 @@
+"""CPU of the pipeline for each token of streamed texts, at several speeds of the model.
+
+What a token costs depends on how many come at a time, so models of three sizes are measured, with
+16 texts in flight. Two of them have random weights and write nonsense. The third is SmolLM2-135M,
+if the `text` extra is installed. The stack is that of `penstock up`. Counted are the API, the
+worker without its model process, and Redis, compared with their use when idle.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from transformers import LlamaConfig
+
+from bench.generation.load import CPU_LIMIT_MS, MODEL, running_stack, smollm2_folder
+from bench.generation.prompts import MixedPrompt, conversations
+from bench.generation.served import drive
+from bench.generation.timing import TimedGeneration
+from bench.pipeline import Part
+from bench.report import Figure, Outcome
+from infra.local.stack import Stack
+from shared.errors import ConfigurationError
+from tests.workers.models.generation.tiny import tiny_config, write_folder
+
+PRECISIONS = ("fp32", "auto", "int4")
+"""Precisions of SmolLM2-135M. `auto` is bf16 if the CPU supports it."""
+IN_FLIGHT = 16
+TOKENS = 64
+MEASURED_S = 15.0
+SETTLED_S = 3.0
+"""After the last text, until rows and leases of it are done."""
+IDLE_S = 10.0
+LAST_ID = 399
+"""Ends a text of random weights. A token that is likely would end most at once."""
+SIZES = {"2 layers of 64": (64, 2), "12 layers of 384": (384, 12)}
+
+
+def run() -> Outcome:
+    """Measures each model that is here."""
+    figures: list[Figure] = []
+    details = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, (width, layers) in SIZES.items():
+            folder = Path(temporary, f"{width}")
+            folder.mkdir()
+            write_folder(folder, _config(width, layers))
+            ending = json.dumps({"eos_token_id": [LAST_ID]})
+            (folder / "generation_config.json").write_text(ending)
+            figures += _measured(f"random, {name}", folder)
+    try:
+        folder = smollm2_folder()
+    except ConfigurationError as error:
+        details["SmolLM2-135M"] = f"not measured: {error.message}"
+    else:
+        for precision in PRECISIONS:
+            figures += _measured(f"SmolLM2-135M {precision}", folder, precision)
+    return Outcome(figures, details)
+
+
+def _config(width: int, layers: int) -> LlamaConfig:
+    config = tiny_config(LAST_ID + 1)
+    config.update(
+        {
+            "hidden_size": width,
+            "intermediate_size": 3 * width,
+            "num_hidden_layers": layers,
+            "head_dim": width // 4,
+            "max_position_embeddings": 2048,
+            "eos_token_id": LAST_ID,
+        }
+    )
+    return config
+
+
+def _measured(name: str, folder: Path, precision: str = "fp32") -> Iterator[Figure]:
+    with running_stack(folder, precision) as stack:
+        url = f"http://127.0.0.1:{stack.ports.api}"
+        drive(url, MODEL, _prompts(IN_FLIGHT, 0), IN_FLIGHT)
+        parts = _parts(stack)
+        time.sleep(SETTLED_S)
+        idle = _spent(parts, lambda: time.sleep(IDLE_S))
+        began_s, texts = time.monotonic(), list[TimedGeneration]()
+
+        def ask() -> None:
+            while time.monotonic() - began_s < MEASURED_S:
+                asked = _prompts(4 * IN_FLIGHT, IN_FLIGHT + len(texts))
+                texts.extend(drive(url, MODEL, asked, IN_FLIGHT))
+
+        busy = _spent(parts, ask)
+        wall_s = time.monotonic() - began_s
+    tokens = sum(one.tokens for one in texts)
+    yield Figure(f"{name}, speed", tokens / wall_s, "tokens/s")
+    for part, cpu_s in busy.items():
+        yield Figure(f"{name}, {part}", 1000 * cpu_s / tokens, "ms/token")
+    own_ms = 1000 * (busy["API"] + busy["worker"]) / tokens
+    limit = ("<=", CPU_LIMIT_MS) if "SmolLM2" in name else ()
+    yield Figure(f"{name}, API and worker", own_ms, "ms/token", *limit)
+    asked_s = busy["API"] + busy["worker"] - (idle["API"] + idle["worker"]) * wall_s / IDLE_S
+    yield Figure(f"{name}, the same above idle", 1000 * asked_s / tokens, "ms/token")
+
+
+def _prompts(count: int, first: int) -> list[MixedPrompt]:
+    return [MixedPrompt(one, TOKENS) for one in conversations(count, first=first)]
+
+
+def _parts(stack: Stack) -> dict[str, Part]:
+    ports = {"API": stack.ports.api, "worker": stack.ports.health[0], "Redis": stack.ports.redis}
+    return {name: Part(port) for name, port in ports.items()}
+
+
+def _spent(parts: dict[str, Part], work: Callable[[], object]) -> dict[str, float]:
+    """CPU seconds of each part while `work` runs."""
+    before = {name: part.cpu_s() for name, part in parts.items()}
+    work()
+    return {name: part.cpu_s() - before[name] for name, part in parts.items()}

@@ -1,0 +1,222 @@
+"""Mixed prompts at 1, 4, 16 and 64 in flight: the engine, the whole stack, and other servers.
+
+All compute SmolLM2-135M-Instruct in fp32 on this CPU, but llama.cpp, whose weights have 4 bits. The
+stack is measured in bf16 and int4 too.
+The stack is that of `penstock up`, with everything on the same cores. A text is streamed, and its
+reader notes when each piece comes. Tokens are counted from the text, for all alike.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+from bench.generation.engine import SOURCE
+from bench.generation.prompts import MixedPrompt, mixed
+from bench.generation.served import drive
+from bench.generation.servers import gguf_file, missing_for_serve, peers, serving
+from bench.generation.timing import TimedGeneration, figures_of
+from bench.pipeline import Part, say_nothing
+from bench.report import Figure, Outcome
+from infra.local.ports import Ports
+from infra.local.stack import Stack
+from infra.local.up import served_stack
+from shared.catalog import Model
+from shared.errors import ConfigurationError, PenstockError
+from shared.tasks.text import GenerationInput
+from workers.models.base import PreparedPrompt
+from workers.models.device import Device
+from workers.models.generation.model import GenerationModel
+from workers.models.generation.prompts import PromptPreparer
+from workers.models.source import resolve
+
+IN_FLIGHT = (1, 4, 16, 64)
+PER_CALLER = {1: 4.0, 4: 2.0, 16: 1.5, 64: 1.125}
+"""Texts of each level, divided by those in flight."""
+MODEL = "smollm2"
+CPU_LIMIT_MS = 0.3
+"""Maximum CPU time of API and worker without the model process, per token at 16 in flight."""
+
+
+def run(levels: Sequence[int] = IN_FLIGHT) -> Outcome:
+    """Measures everything that is installed here, at the given numbers in flight."""
+    try:
+        folder = smollm2_folder()
+    except ConfigurationError as error:
+        return Outcome([], {"not measured": error.message})
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    figures: list[Figure] = []
+    details: dict[str, Any] = {"model": SOURCE}
+    figures += figures_of("generate() fp32, one by one", _plain(folder, _prompts(1)))
+    engine = _Engine(folder)
+    for level in levels:
+        figures += figures_of(f"engine fp32, {level} in flight", engine.write(level))
+    for precision in ("fp32", "bf16", "int4"):
+        with running_stack(folder, precision) as stack:
+            figures += _measure_stack(stack, precision, levels, tokenizer)
+    why_not = missing_for_serve()
+    for name, command, model in peers(folder, gguf_file(SOURCE)):
+        if isinstance(command, str) or (why_not and "serve" in name):
+            details[name] = command if isinstance(command, str) else why_not
+            continue
+        try:
+            with serving(name, command, model) as peer:
+                drive(peer.url, peer.model, mixed(1, 99), 1, tokenizer)
+                for level in levels:
+                    timed = drive(peer.url, peer.model, _prompts(level), level, tokenizer)
+                    figures += figures_of(f"{name}, {level} in flight", timed)
+        except (PenstockError, RuntimeError, ExceptionGroup, OSError) as error:
+            details[name] = f"not measured: {error!r}"[:300]
+    return Outcome(figures, details)
+
+
+def smollm2_folder() -> Path:
+    """SmolLM2-135M.
+
+    Raises:
+        ConfigurationError: the `text` extra is not installed.
+    """
+    return resolve(SOURCE, "main", Path("var/models")).resolve()
+
+
+def _prompts(level: int) -> list[MixedPrompt]:
+    return mixed(round(level * PER_CALLER[level]), seed=level)
+
+
+def _entry(folder: Path, precision: str = "fp32") -> dict[str, Any]:
+    return {
+        "name": MODEL,
+        "task": "text",
+        "source": f"local:{folder}",
+        "precision": precision,
+        "batch": {"max_tokens": 64 * 640, "max_items": 64},
+        "generation": {
+            "context_tokens": 640,
+            "default_tokens": 64,
+            "longest_tokens": 256,
+            "chunk_tokens": 256,
+        },
+        "deadline": {"default_s": 280, "longest_s": 300},
+    }
+
+
+class _Pieces(BaseStreamer):  # type: ignore[misc]
+    """Notes when each token comes. The first call has the prompt."""
+
+    def __init__(self, timed: TimedGeneration) -> None:
+        self._timed = timed
+        self._is_prompt = True
+
+    def put(self, value: Any) -> None:
+        if not self._is_prompt:
+            self._timed.pieces_s.append(time.monotonic())
+        self._is_prompt = False
+
+    def end(self) -> None:
+        """Nothing is left to note."""
+
+
+def _plain(folder: Path, prompts: Sequence[MixedPrompt]) -> list[TimedGeneration]:
+    """generate() of transformers, greedy."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True
+    ).eval()
+    figures = []
+    for prompt in _prepared(folder, prompts):
+        ids = torch.frombuffer(bytearray(prompt.ids), dtype=torch.int32).long()[None]
+        timed = TimedGeneration(time.monotonic())
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=prompt.max_tokens,
+            do_sample=False,
+            streamer=_Pieces(timed),
+        )
+        timed.tokens = len(timed.pieces_s)
+        figures.append(timed)
+    return figures
+
+
+def _prepared(folder: Path, prompts: Sequence[MixedPrompt]) -> list[PreparedPrompt]:
+    inputs = [
+        GenerationInput(one.tokens, 1, messages=one.messages, temperature=0.0, is_streamed=True)
+        for one in prompts
+    ]
+    prepared = PromptPreparer(Model.model_validate(_entry(folder)), folder).prepare(inputs)
+    return [one for one in prepared if isinstance(one, PreparedPrompt)]
+
+
+class _Engine:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        threads = len(os.sched_getaffinity(0))
+        entry = Model.model_validate(_entry(folder))
+        self._model = GenerationModel(entry, folder, Device("cpu", threads, 1.0))
+        self._model.setup()
+        self._model.warmup()
+
+    def write(self, level: int) -> list[TimedGeneration]:
+        """Texts with `level` in the model at a time."""
+        waiting = list(enumerate(_prepared(self._folder, _prompts(level))))
+        inside: dict[int, TimedGeneration] = {}
+        done: list[TimedGeneration] = []
+        while waiting or inside:
+            while waiting and len(inside) < level:
+                slot, prompt = waiting.pop(0)
+                inside[slot] = TimedGeneration(time.monotonic())
+                self._model.admit(slot, prompt)
+            end, now_s = self._model.step(), time.monotonic()
+            for slot, chunk in self._model.take_chunks().items():
+                inside[slot].pieces_s += [now_s] * len(chunk.ids)
+            for slot, result in end.results.items():
+                timed = inside.pop(slot)
+                timed.tokens = getattr(result, "output_tokens", 0)
+                timed.pieces_s += [now_s] * (timed.tokens - len(timed.pieces_s))
+                done.append(timed)
+        return done
+
+
+@contextmanager
+def running_stack(folder: Path, precision: str = "fp32") -> Iterator[Stack]:
+    """The stack of `penstock up` with the model in `folder` alone, as MODEL."""
+    with tempfile.TemporaryDirectory() as temporary:
+        state_dir = Path(temporary)
+        models_file = state_dir / "models.yaml"
+        models_file.write_text(
+            yaml.safe_dump({"models": [_entry(folder, precision)]}), encoding="utf-8"
+        )
+        variables = {"PENSTOCK_MODELS_FILE": str(models_file)}
+        with served_stack(state_dir, Ports.free(), variables, say_nothing) as stack:
+            yield stack
+
+
+def _measure_stack(
+    stack: Stack, precision: str, levels: Sequence[int], tokenizer: Tokenizer
+) -> Iterator[Figure]:
+    url = f"http://127.0.0.1:{stack.ports.api}"
+    drive(url, MODEL, mixed(1, 99), 1, tokenizer)
+    api, worker = Part(stack.ports.api), Part(stack.ports.health[0])
+    for level in levels:
+        before_s = api.cpu_s(), worker.cpu_s()
+        timed = drive(url, MODEL, _prompts(level), level, tokenizer)
+        yield from figures_of(f"stack {precision}, {level} in flight", timed)
+        if precision != "fp32":  # the model's, of which API and worker know nothing
+            continue
+        tokens = sum(one.tokens for one in timed)
+        for name, part, was_s in (("API", api, before_s[0]), ("worker", worker, before_s[1])):
+            cpu_ms = 1000 * (part.cpu_s() - was_s) / tokens
+            yield Figure(f"CPU of the {name} for a token, {level} in flight", cpu_ms, "ms")
+        own_ms = 1000 * (api.cpu_s() + worker.cpu_s() - sum(before_s)) / tokens
+        limit = ("<=", CPU_LIMIT_MS) if level == 16 else ()
+        yield Figure(f"CPU of both for a token, {level} in flight", own_ms, "ms", *limit)

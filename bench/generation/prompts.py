@@ -1,0 +1,50 @@
+"""Conversations, all different: short ones, and a mix of lengths."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+_SUBJECTS = ("rivers", "clocks", "bread", "bridges", "owls", "glass", "tides", "maps")
+_ASKS = ("Explain", "Write a story about", "List facts about", "Describe the history of")
+_WORDS = "the old mill stands by a quiet river where boats carry grain and salt to the town"
+
+
+class MixedPrompt(NamedTuple):
+    """A conversation, and how many tokens to write."""
+
+    messages: list[dict[str, Any]]
+    tokens: int
+
+
+def mixed(count: int, seed: int) -> list[MixedPrompt]:
+    """`count` prompts of 20 to 400 tokens with the template, for 16 to 128 tokens of text.
+
+    A word of these texts is about one token of SmolLM2. Template and question take about 45.
+    """
+    drawn = random.Random(seed)
+    return [
+        MixedPrompt(
+            conversations(1, max(0, drawn.randint(20, 400) - 45), first=drawn.randrange(10**6))[0],
+            drawn.randint(16, 128),
+        )
+        for _ in range(count)
+    ]
+
+
+def conversations(count: int, words: int = 0, first: int = 0) -> list[list[dict[str, Any]]]:
+    """`count` conversations of one message each.
+
+    Args:
+        count: number of prompts.
+        words: number of words before the question.
+        first: the number of the first one.
+    """
+    prompts = []
+    for number in range(first, first + count):
+        vocabulary = _WORDS.split() * (words // 16 + 1)
+        start = number % 16
+        question = f"{_ASKS[number % 4]} {_SUBJECTS[number // 4 % 8]} for visitor {number}."
+        text = " ".join([*vocabulary[start : start + words], question])
+        prompts.append([{"role": "user", "content": text}])
+    return prompts

@@ -1,0 +1,102 @@
+"""Streamed chats over HTTP, from any server that speaks OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import aiohttp
+from tokenizers import Tokenizer
+
+from bench.generation.prompts import MixedPrompt
+from bench.generation.timing import TimedGeneration
+
+LIMIT_S = 600.0
+
+
+def drive(
+    url: str,
+    model: str,
+    prompts: Sequence[MixedPrompt],
+    in_flight: int,
+    tokenizer: Tokenizer | None = None,
+) -> list[TimedGeneration]:
+    """Streams a text for each prompt, `in_flight` at a time.
+
+    Args:
+        url: URL of the server, without a path.
+        model: its name there.
+        prompts: the prompts to continue.
+        in_flight: callers at a time.
+        tokenizer: counts the tokens of what came, for all servers alike. None: the server does.
+
+    Raises:
+        RuntimeError: a text did not come.
+    """
+    return asyncio.run(_drive(url, model, prompts, in_flight, tokenizer))
+
+
+async def _drive(
+    url: str,
+    model: str,
+    prompts: Sequence[MixedPrompt],
+    in_flight: int,
+    tokenizer: Tokenizer | None = None,
+) -> list[TimedGeneration]:
+    waiting, timed = iter(prompts), list[TimedGeneration]()
+    timeout = aiohttp.ClientTimeout(total=LIMIT_S)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as http,
+        asyncio.TaskGroup() as callers,
+    ):
+        for _ in range(in_flight):
+            callers.create_task(_call(http, url, model, waiting, timed, tokenizer))
+    return timed
+
+
+async def _call(
+    http: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    waiting: Iterator[MixedPrompt],
+    finished: list[TimedGeneration],
+    tokenizer: Tokenizer | None,
+) -> None:
+    for prompt in waiting:
+        body: dict[str, Any] = {
+            "model": model,
+            "messages": prompt.messages,
+            "max_tokens": prompt.tokens,
+            "temperature": 0,
+            "stream": True,
+        }
+        if tokenizer is None:
+            body["stream_options"] = {"include_usage": True}
+        text, timed = "", TimedGeneration(time.monotonic())
+        async with http.post(f"{url}/v1/chat/completions", json=body) as answer:
+            if answer.status != 200:
+                raise RuntimeError(f"{answer.status}: {(await answer.text())[:200]}")
+            async for raw in answer.content:
+                event = _event(raw)
+                timed.tokens = (event.get("usage") or {}).get("completion_tokens", timed.tokens)
+                piece = _piece(event)
+                if piece:
+                    timed.pieces_s.append(time.monotonic())
+                    text += piece
+        if not text:
+            raise RuntimeError("a stream had no text")
+        if tokenizer is not None:
+            timed.tokens = len(tokenizer.encode(text, add_special_tokens=False).ids)
+        finished.append(timed)
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    return json.loads(line.removeprefix(b"data: ")) if line.startswith(b"data: {") else {}
+
+
+def _piece(event: dict[str, Any]) -> str:
+    choices = event.get("choices") or [{}]
+    return choices[0].get("delta", {}).get("content") or ""

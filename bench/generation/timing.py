@@ -1,0 +1,48 @@
+"""Arrival times of tokens: time to the first token, and between tokens."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bench.report import Figure
+
+
+@dataclass
+class TimedGeneration:
+    """One text: when it was asked for, when pieces came (monotonic seconds), and its tokens."""
+
+    asked_s: float
+    pieces_s: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+    @property
+    def first_s(self) -> float:
+        """Seconds to the first piece."""
+        return self.pieces_s[0] - self.asked_s
+
+    @property
+    def between_s(self) -> float:
+        """Seconds from a token to the next, on average over the text."""
+        return (self.pieces_s[-1] - self.pieces_s[0]) / max(1, self.tokens - 1)
+
+
+def figures_of(name: str, texts: Sequence[TimedGeneration]) -> list[Figure]:
+    """Tokens per second, and percentiles of both times."""
+    wall_s = max(one.pieces_s[-1] for one in texts) - min(one.asked_s for one in texts)
+    figures = [Figure(f"{name}, speed", sum(one.tokens for one in texts) / wall_s, "tokens/s")]
+    for label, values_s in (
+        ("first token", [one.first_s for one in texts]),
+        ("between tokens", [one.between_s for one in texts if one.tokens > 1]),
+    ):
+        for percent in (50, 99):
+            value_ms = 1000 * _percentile(values_s, percent)
+            figures.append(Figure(f"{name}, {label} p{percent}", value_ms, "ms"))
+    return figures
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]

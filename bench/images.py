@@ -1,0 +1,163 @@
+"""Measures answers from the cache while images are decoded, and edits whose deadline passes.
+
+16 callers send a PNG of 25 megapixels, RGBA in 16 bit, again and again. No image worker runs: the
+edits ask for less than one step, which is refused right after the image was decoded. Quiet and
+busy are measured in turn on one API.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import psutil
+
+from bench.load.generator import LoadOrder, drive, embedding_bodies, percentiles
+from bench.pipeline import MODEL, MODELS_FILE, Part, running
+from bench.report import Figure, Outcome
+
+CALLERS = 16
+SIDE = 5000
+CONNECTIONS = 1000
+SECONDS = 10.0
+ROUNDS = 3
+RATE = 50.0
+"""Requests a second that the cache answers."""
+DEADLINE_S = 2.0
+TEXTS = 50
+TOO_FEW_STEPS = {"prompt": "a circle", "num_inference_steps": "1", "strength": "0.5"}
+LOOK_S = 0.02
+MB = 1_000_000
+
+
+def run() -> Outcome:
+    """Cache hits, idle and busy in turn, then edits with a deadline and abandoned edits."""
+    png, figures = _png(), []
+    with running() as pipeline, pipeline.another_api(models_file=MODELS_FILE.absolute()) as api:
+        bodies = embedding_bodies(MODEL, pipeline.texts.short(TEXTS))
+        drive(LoadOrder(api.port, bodies, 8))
+        quiet_ms: list[float] = []
+        busy_ms: list[float] = []
+        before_bytes, decoded, peak = api.rss_bytes(), 0, [0, 0]
+        for _ in range(ROUNDS):
+            quiet_ms += _hits_ms(api, bodies)
+            with _memory(api, peak), _editing(api.port, png) as answered:
+                busy_ms += _hits_ms(api, bodies)
+            decoded += len(answered)
+        late_s = _with_deadline(api.port, png)
+    quiet, busy = percentiles(quiet_ms), percentiles(busy_ms)
+    figures += [
+        Figure("cache hit, quiet, p50", quiet["p50"], "ms"),
+        Figure("cache hit, quiet, p95", quiet["p95"], "ms"),
+        Figure("cache hit while 16 images are decoded, p50", busy["p50"], "ms"),
+        Figure("cache hit while 16 images are decoded, p95", busy["p95"], "ms", "<=", 50.0),
+        Figure("the same, p99", busy["p99"], "ms"),
+        Figure("p95 over quiet", busy["p95"] / quiet["p95"], "times"),
+        Figure("images decoded", decoded / (ROUNDS * SECONDS), "/s"),
+        Figure("API, resident before", before_bytes / MB, "MB"),
+        Figure("API, resident at most", peak[0] / MB, "MB"),
+        Figure("API and image processes, resident at most", (peak[0] + peak[1]) / MB, "MB"),
+        Figure(
+            f"latest answer of 16 with a deadline of {DEADLINE_S:g} s",
+            max(late_s),
+            "s",
+            "<=",
+            DEADLINE_S + 1,
+        ),
+    ]
+    return Outcome(figures)
+
+
+def _hits_ms(api: Part, bodies: list[str]) -> list[float]:
+    order = LoadOrder(
+        api.port, bodies, CONNECTIONS, send_s=SECONDS, is_cycled=True, rate_per_s=RATE
+    )
+    report = drive(order)
+    if report.failures:
+        raise RuntimeError(f"only answers were expected, not {report.failures}")
+    return report.round_trip_ms
+
+
+@contextmanager
+def _editing(port: int, png: bytes) -> Iterator[list[int]]:
+    """16 callers for as long as the block runs. Yields the statuses of the answers."""
+    stop, statuses = threading.Event(), list[int]()
+
+    def call() -> None:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            while not stop.is_set():
+                statuses.append(_edit(client, png))
+
+    with ThreadPoolExecutor(CALLERS) as threads:
+        calls = [threads.submit(call) for _ in range(CALLERS)]
+        try:
+            yield statuses
+        finally:
+            stop.set()
+            for one in calls:
+                one.result()
+    if set(statuses) != {400}:
+        raise RuntimeError(f"only images that were decoded were expected, not {set(statuses)}")
+
+
+def _edit(client: httpx.Client, png: bytes, **headers: str) -> int:
+    files = {"image": ("a.png", png, "image/png")}
+    return client.post(
+        "/v1/images/edits", files=files, data=TOO_FEW_STEPS, headers=headers
+    ).status_code
+
+
+def _with_deadline(port: int, png: bytes) -> list[float]:
+    """Seconds until each of 16 edits with a deadline was answered."""
+
+    def call() -> float:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            began_s = time.monotonic()
+            status = _edit(client, png, **{"x-penstock-deadline-ms": f"{1000 * DEADLINE_S:.0f}"})
+            if status not in (400, 429, 504):
+                raise RuntimeError(f"an edit was answered {status}")
+            return time.monotonic() - began_s
+
+    with ThreadPoolExecutor(CALLERS) as threads:
+        return [one.result() for one in [threads.submit(call) for _ in range(CALLERS)]]
+
+
+@contextmanager
+def _memory(api: Part, peak: list[int]) -> Iterator[None]:
+    """Samples the memory of the API and its children. The maximum goes into `peak`."""
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.wait(LOOK_S):
+            peak[0] = max(peak[0], api.rss_bytes())
+            try:
+                peak[1] = max(peak[1], sum(api.image_rss_bytes()))
+            except psutil.NoSuchProcess:
+                continue
+
+    with ThreadPoolExecutor(1) as threads:
+        looking = threads.submit(look)
+        try:
+            yield
+        finally:
+            stop.set()
+            looking.result()
+
+
+def _png() -> bytes:
+    """25 megapixels, RGBA in 16 bit, in 194 kB."""
+    row = b"\0" + bytes(8 * SIDE)
+    deflate = zlib.compressobj()
+    pixels = b"".join([*(deflate.compress(row) for _ in range(SIDE)), deflate.flush()])
+    header = struct.pack(">IIBBBBB", SIDE, SIDE, 16, 6, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", pixels), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )

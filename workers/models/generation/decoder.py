@@ -1,0 +1,452 @@
+"""A decoder of transformers on a device, with the keys and values of several generations.
+
+On a CPU, linear layers may have 4-bit weights, in groups with a scale and an offset each. One text
+at a time is written as fast as its weights come out of memory, so a third of the bytes of bf16 pays
+there. Many generations at a time share what was read, and are written faster in bf16.
+
+The groups are those of GGUF's Q4_1, whose weights come out as they were, but for scales in bf16. A
+layer whose shape has no such groups keeps its weights, and so do embeddings. The output layer gets
+8 bits, one scale a row: an error there is an error of the logits.
+
+On a CPU, the pass of a Llama has few operators. A small operator takes a microsecond or more
+whatever it computes, and a token of one generation goes through transformers' own modules in about
+two thousand. Here one product gives queries, keys and values, and one gives both halves of the MLP.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.linalg import vector_norm
+from torch.nn.functional import rms_norm
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.utils import logging
+
+from shared.errors import ConfigurationError
+from workers.models.cpu import BF16_FLAGS, this_cpu
+from workers.models.cpu_threads import CpuThreads
+from workers.models.device import DTYPES, Device, memory_errors
+from workers.models.embedding.encoder_torch import computes_bf16, pack_linear_layers
+from workers.models.generation.sampling import Row
+from workers.models.generation.slots import ATTENTION, ForwardPass, SlotCache, attend
+
+_ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj")
+_MLP_PARTS = ("gate_proj", "up_proj")
+_JOINT = "joint"
+
+
+def is_llama(model: torch.nn.Module) -> bool:
+    """Returns whether LlamaPass can compute the model. Subclasses may differ from it."""
+    return type(model) is LlamaForCausalLM
+
+
+def fuse_linear_layers(model: Any) -> None:
+    """Fuses layers that have the same input. Afterwards transformers computes as before."""
+    for layer in model.model.layers:
+        _fuse(layer.self_attn, _ATTENTION_PARTS)
+        _fuse(layer.mlp, _MLP_PARTS)
+
+
+def _fuse(owner: torch.nn.Module, names: tuple[str, ...]) -> None:
+    parts: list[Any] = [owner.get_submodule(name) for name in names]
+    weights = torch.cat([part.weight.detach() for part in parts])
+    has_bias = parts[0].bias is not None
+    outputs, inputs = weights.shape
+    joint = torch.nn.Linear(inputs, outputs, bias=has_bias, device="meta")
+    joint.weight = torch.nn.Parameter(weights, requires_grad=False)
+    if has_bias:
+        biases = torch.cat([part.bias.detach() for part in parts])
+        joint.bias = torch.nn.Parameter(biases, requires_grad=False)
+    setattr(owner, _JOINT, joint)
+    start = 0
+    for name, part in zip(names, parts, strict=True):
+        setattr(owner, name, _Part(owner, slice(start, start + part.out_features)))
+        start += part.out_features
+
+
+class _Part(torch.nn.Module):
+    """Some outputs of the joint layer of `owner`, for transformers. It has no weights itself."""
+
+    def __init__(self, owner: torch.nn.Module, outputs: slice) -> None:
+        super().__init__()
+        # The joint layer may be replaced by a rounded one. A tuple hides the module from torch.
+        self._owner = (owner,)
+        self._outputs = outputs
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._owner[0].get_submodule(_JOINT)(hidden)
+        return out[..., self._outputs]
+
+
+class LlamaPass:
+    """Computes a model whose layers are fused.
+
+    Args:
+        model: as fuse_linear_layers leaves it, or with its Linears replaced since.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._embed = model.model.embed_tokens
+        self._positions = model.model.rotary_emb
+        self._layers = [_Layer(layer) for layer in model.model.layers]
+        self._norm = _Norm(model.model.norm)
+        self._output = model.lm_head
+
+    def __call__(
+        self, ids: torch.Tensor, reading: ForwardPass, slots: SlotCache, logit_count: int
+    ) -> torch.Tensor | None:
+        """Adds tokens [rows, tokens] to the generations of a pass.
+
+        Returns the logits after the last `logit_count` tokens of each. None: after none of them.
+        """
+        hidden = self._embed(ids)
+        cos, sin = self._positions(hidden, reading.positions)
+        half = cos.shape[-1] // 2
+        # Signs go with the sines, so that turning by half a head is all that is left to do.
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+        turns = cos[:, :, None], sin[:, :, None], half
+        for layer in self._layers:
+            hidden = layer.add_attention(hidden, turns, slots)
+            hidden = layer.add_mlp(hidden)
+        if not logit_count:
+            return None
+        logits: torch.Tensor = self._output(self._norm(hidden[:, -logit_count:]))
+        return logits
+
+
+class _Norm:
+    def __init__(self, norm: Any) -> None:
+        self._weight = norm.weight
+        self._shape = norm.weight.shape
+        self._width = norm.weight.numel()
+        self._epsilon = norm.variance_epsilon
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.numel() > self._width:
+            return rms_norm(hidden, self._shape, self._weight, self._epsilon)
+        # The root of one token as a number of Python saves five of eight operators.
+        length = vector_norm(hidden, dtype=torch.float32).item()
+        scale = (length * length / self._width + self._epsilon) ** -0.5
+        out: torch.Tensor = (hidden * scale).mul_(self._weight)
+        return out
+
+
+class _Layer:
+    def __init__(self, layer: Any) -> None:
+        self._attention = layer.self_attn
+        self._mlp = layer.mlp
+        self._norm_attention = _Norm(layer.input_layernorm)
+        self._norm_mlp = _Norm(layer.post_attention_layernorm)
+        self._head = self._attention.head_dim
+        self._key_heads = self._attention.config.num_key_value_heads
+        self._query_heads = self._attention.config.num_attention_heads
+        self._turned = self._query_heads + self._key_heads
+
+    def add_attention(
+        self,
+        hidden: torch.Tensor,
+        turns: tuple[torch.Tensor, torch.Tensor, int],
+        slots: SlotCache,
+    ) -> torch.Tensor:
+        """`hidden` [rows, tokens, width] and its attention to the generations so far."""
+        rows, tokens, _ = hidden.shape
+        cos, sin, half = turns
+        attention = self._attention
+        joint = attention.joint(self._norm_attention(hidden)).view(rows, tokens, -1, self._head)
+        both = joint[:, :, : self._turned]
+        both = torch.addcmul(both * cos, both.roll(half, -1), sin).transpose(1, 2)
+        keys, values = slots.update(
+            both[:, self._query_heads :],
+            joint[:, :, self._turned :].transpose(1, 2),
+            attention.layer_idx,
+        )
+        queries = both[:, : self._query_heads]
+        mixed, _ = attend(
+            attention, queries, keys, values, None, scaling=attention.scaling, slots=slots
+        )
+        added: torch.Tensor = attention.o_proj(mixed.reshape(rows, tokens, -1))
+        return hidden + added
+
+    def add_mlp(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`hidden` and its MLP."""
+        mlp = self._mlp
+        gate, up = mlp.joint(self._norm_mlp(hidden)).chunk(2, -1)
+        added: torch.Tensor = mlp.down_proj(mlp.act_fn(gate) * up)
+        return hidden + added
+
+
+GROUP = 32
+_BLOCK_ROWS = 16
+"""torch's kernel takes a multiple of these."""
+_STEPS = 15
+_MIDDLE = 8
+"""The offset that torch's kernel subtracts from a 4-bit number before it scales it."""
+_LARGEST = 127
+_TINY = 1e-9
+
+
+def round_linear_layers(model: torch.nn.Module) -> None:
+    """Replaces Linears of a causal language model of transformers by layers of 4 bits, or 8.
+
+    Raises:
+        ConfigurationError: none of its layers can be replaced.
+    """
+    output = model.get_output_embeddings()  # type: ignore[operator]
+    replaced = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if not isinstance(child, torch.nn.Linear) or child.out_features % _BLOCK_ROWS:
+                continue
+            if child is output:
+                setattr(parent, name, _Linear8(child))
+            elif child.in_features % GROUP == 0:
+                setattr(parent, name, _Linear4(child))
+                replaced += 1
+    if not replaced:
+        raise ConfigurationError(
+            f"precision int4: no layer of {type(model).__name__} has groups of {GROUP} weights",
+            field="precision",
+        )
+
+
+class _RoundedLinear(torch.nn.Module):
+    """A Linear for any input, whose products take bf16."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self._out_features = linear.out_features
+        self._bias = None if linear.bias is None else linear.bias.detach()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows = hidden.reshape(-1, hidden.shape[-1]).to(torch.bfloat16)
+        out = self._product(rows)
+        if self._bias is not None:
+            out = out + self._bias
+        return out.to(hidden.dtype).view(*hidden.shape[:-1], self._out_features)
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class _Linear4(_RoundedLinear):
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__(linear)
+        weight = linear.weight.detach().float()
+        groups = weight.view(len(weight), -1, GROUP)
+        low, high = groups.aminmax(dim=-1, keepdim=True)
+        scale = (high - low) / _STEPS
+        numbers = ((groups - low) / scale.clamp(min=_TINY)).round().clamp(0, _STEPS)
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
+            numbers.to(torch.int32).view(weight.shape), 1
+        )
+        # [groups, out, 2]: the scale, and the value of the middle.
+        scales = torch.cat([scale, low + _MIDDLE * scale], dim=-1)
+        self._scales = scales.transpose(0, 1).contiguous().to(torch.bfloat16)
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            rows, self._packed, GROUP, self._scales
+        )
+        return out
+
+
+class _Linear8(_RoundedLinear):
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__(linear)
+        weight = linear.weight.detach().float()
+        scale = weight.abs().amax(dim=1) / _LARGEST
+        self._numbers = (weight / scale.clamp(min=_TINY)[:, None]).round().to(torch.int8)
+        self._scales = scale.to(torch.bfloat16)
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.aten._weight_int8pack_mm(rows, self._numbers, self._scales)
+        return out
+
+
+_TRIAL_TOKENS = 12
+_TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
+"""Maximum distance of logits from those of transformers' own attention, as a part of the largest.
+
+A wrong attention gives other numbers altogether.
+"""
+_INT4 = "int4"
+
+
+class Decoder:
+    """Computes logits for rows of a cache.
+
+    Args:
+        folder: the model, as on the Hugging Face hub.
+        device: where to compute.
+        precision: as CatalogEntry.precision.
+        rows: the most generations at a time.
+        capacity: the most tokens of each.
+    """
+
+    def __init__(
+        self, folder: Path, device: Device, precision: str, rows: int, capacity: int
+    ) -> None:
+        self._folder = folder
+        self._wanted = device
+        self._precision = precision
+        self._rows = rows
+        self._capacity = capacity
+        self.device_name = ""
+
+    def open(self) -> None:
+        """Loads the weights, and compares a first pass with that of transformers.
+
+        Raises:
+            ConfigurationError: the folder is not such a model, or it computes in another way.
+        """
+        self._device, self.device_name = self._wanted.open()
+        self._computing = CpuThreads().computing if self._device.type == "cpu" else nullcontext
+        self._dtype = self._choose_precision()
+        try:
+            with memory_errors():
+                self._model: Any = self._load().to(self._device).eval().requires_grad_(False)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigurationError(
+                f"{self._folder}: not a causal language model: {error}", field="source"
+            ) from error
+        positions = getattr(self._model.config, "max_position_embeddings", None)
+        if positions is not None and positions < self._capacity:
+            raise ConfigurationError(
+                f"generation.context_tokens: {self._folder} has {positions} positions",
+                field="generation",
+            )
+        self._check()
+        self.slots = SlotCache(self._rows, self._capacity)
+
+    def _load(self) -> Any:
+        logging.disable_progress_bar()
+        is_rounded = self._precision == _INT4
+        model = AutoModelForCausalLM.from_pretrained(
+            self._folder,
+            dtype=torch.float32 if is_rounded else self._dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            attn_implementation="eager",
+        )
+        self._is_fused = self._device.type == "cpu" and is_llama(model)
+        if self._is_fused:
+            fuse_linear_layers(model)
+        if is_rounded:
+            round_linear_layers(model)
+            for weights in model.parameters():  # not the frequencies of positions
+                weights.data = weights.data.to(self._dtype)
+        return model
+
+    def _choose_precision(self) -> torch.dtype:
+        if self._precision == _INT4 and self._device.type != "cpu":
+            raise ConfigurationError("a text model is in int4 on CPUs only", field="precision")
+        if self._precision not in ("auto", _INT4):
+            return DTYPES[self._precision]
+        if self._device.type == "cuda":
+            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        has_bf16 = bool(BF16_FLAGS & set(this_cpu()[1]))
+        return torch.bfloat16 if has_bf16 and computes_bf16() else torch.float32
+
+    def _check(self) -> None:
+        """Compares the logits of a few tokens with those of transformers' own attention."""
+        try:
+            ids = torch.arange(1, _TRIAL_TOKENS + 1, device=self._device)
+            with torch.inference_mode():
+                right = self._model(ids[None], use_cache=False).logits[0, -1].float()
+            in_bf16 = (self._device.type, self._dtype) == ("cpu", torch.bfloat16)
+            if in_bf16 and computes_bf16():  # else torch computes it without oneDNN
+                pack_linear_layers(self._model)
+            self._model.set_attn_implementation(ATTENTION)
+            self._compute = LlamaPass(self._model) if self._is_fused else self._compute_by_modules
+            self.slots = SlotCache(2, _TRIAL_TOKENS)
+            part = ids[:-1].cpu().numpy()
+            self.read(1, 0, part[:5])
+            self.read(1, 5, part[5:])
+            self.slots.copy(1, 0, len(part))
+            last = np.full(2, int(ids[-1]), np.int64)
+            logits = self.decode(last, np.full(2, len(part), np.int64))[0]
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            raise ConfigurationError(
+                f"{self._folder}: {type(self._model).__name__} can't be computed step by step: "
+                f"{error}",
+                field="source",
+            ) from error
+        off = np.abs(logits - right.cpu().numpy()).max() / right.abs().max().item()
+        computed_in = torch.bfloat16 if self._precision == _INT4 else self._dtype
+        if not off < _TRIAL_TOLERANCE[computed_in]:
+            raise ConfigurationError(
+                f"{self._folder}: {type(self._model).__name__} computes other logits step by step",
+                field="source",
+            )
+
+    def read(self, row: int, start: int, ids: np.ndarray, *, ends: bool = True) -> Row | None:
+        """Adds tokens of a prompt to a row that has `start` tokens.
+
+        Returns:
+            The logits after the last one, float32 [vocabulary]. None unless `ends`.
+
+        Raises:
+            OutOfMemory: the device has too little memory.
+        """
+        starts = torch.tensor([start], device=self._device)
+        reading = ForwardPass((row, row + 1), starts, len(ids), self._capacity_now)
+        tensor = torch.as_tensor(ids.astype(np.int64), device=self._device)[None]
+        logits = self._forward(tensor, reading, logit_count=int(ends))
+        return None if logits is None else logits[0, 0]
+
+    def read_all(self, row: int, start: int, ids: np.ndarray) -> Any:
+        """Adds tokens to a row that has `start` tokens.
+
+        Returns:
+            The logits after each of them, float32 [tokens, vocabulary].
+
+        Raises:
+            OutOfMemory: the device has too little memory.
+        """
+        starts = torch.tensor([start], device=self._device)
+        reading = ForwardPass((row, row + 1), starts, len(ids), self._capacity_now)
+        tensor = torch.as_tensor(ids.astype(np.int64), device=self._device)[None]
+        return self._forward(tensor, reading, logit_count=len(ids))[0]
+
+    def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> Any:
+        """Adds one token to each of the first rows, which have `lengths` tokens.
+
+        Returns:
+            Logits, float32 [rows, vocabulary].
+
+        Raises:
+            OutOfMemory: the device has too little memory.
+        """
+        starts = torch.as_tensor(lengths, device=self._device)
+        reading = ForwardPass((0, len(tokens)), starts, 1, self._capacity_now)
+        tensor = torch.as_tensor(tokens.astype(np.int64), device=self._device)[:, None]
+        return self._forward(tensor, reading, logit_count=1)[:, 0]
+
+    @property
+    def _capacity_now(self) -> int:
+        return self.slots.capacity
+
+    def _forward(self, ids: torch.Tensor, reading: ForwardPass, logit_count: int) -> Any:
+        """Logits after the last `logit_count` tokens of each row. None: after none of them."""
+        self.slots.reading = reading
+        with memory_errors(), torch.inference_mode(), self._computing():
+            logits = self._compute(ids, reading, self.slots, logit_count)
+            return None if logits is None else logits[:, -logit_count:].float().cpu().numpy()
+
+    def _compute_by_modules(
+        self, ids: torch.Tensor, reading: ForwardPass, slots: SlotCache, logit_count: int
+    ) -> torch.Tensor | None:
+        """The pass by transformers' modules, whatever the architecture."""
+        out = (self._model if logit_count else self._model.base_model)(
+            input_ids=ids,
+            position_ids=reading.positions,
+            past_key_values=slots,
+            use_cache=True,
+            slots=slots,
+            **({"logits_to_keep": logit_count} if logit_count else {}),
+        )
+        return out.logits if logit_count else None

@@ -1,0 +1,419 @@
+"""A language model with continuous batching: generations come and leave between two tokens.
+
+A step reads at most `generation.chunk_tokens` of prompts, of tenants in turns, and writes one token
+of each generation whose prompt was read. So a long prompt holds the others up for one part of it at
+a time. A step that wrote the first token of a generation ends there, so that it is sent at once.
+The others write next.
+
+A generation that writes alone may write several tokens in a step, of which all but the first were
+guessed (`generation.lookup_tokens`). In company each token of a guess would take time from the
+others.
+
+The prefill order is round-robin across tenants.
+
+Guesses are prompt-lookup speculative decoding: a generation goes on as it did after the same words
+before, in its prompt or in itself. The model checks a guess in one pass, and what it would not have
+written is dropped. So a generation stays what it is, and one that quotes is written in fewer
+passes. Saxena, Prompt lookup decoding, 2023, https://github.com/apoorvumang/prompt-lookup-decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shared.catalog import Model
+from shared.errors import ModelFailed, PenstockError
+from shared.tasks import Result
+from shared.tasks.text import TokenChunk
+from workers.models.base import OutOfMemory, PreparedItem, PreparedPrompt, StepEnd
+from workers.models.device import Device
+from workers.models.generation.decoder import Decoder
+from workers.models.generation.slots import KvRow, KvRows
+from workers.models.generation.vocabulary import Vocabulary
+from workers.models.generation.writing import IDS, Writing
+
+_MATCHED_TOKENS = 3
+"""That must be equal. Two occur by chance too often, and a wrong guess costs time."""
+_FIRST_GUESS_TOKENS = 4
+_ECHO_TOKENS = 32
+"""Of a prompt whose tokens get log probabilities. Each has logits of 0.2 to 1 MB."""
+
+
+class PromptLookup:
+    """The guesses for one generation.
+
+    Args:
+        most: tokens of a guess.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._longest = most
+        self._now = min(_FIRST_GUESS_TOKENS, most)
+        self._next: dict[tuple[int, ...], int] = {}
+        """The position where a generation went on after these tokens, the last time."""
+        self._known = _MATCHED_TOKENS
+
+    def guess(self, ids: Sequence[int], room: int) -> list[int]:
+        """The tokens after `ids`, at most `room`. Empty: the end of `ids` was not there before.
+
+        Args:
+            ids: all tokens of the generation so far. Those of the last call, and more.
+            room: the most tokens that are of use.
+        """
+        for at in range(self._known, len(ids)):
+            self._next[tuple(ids[at - _MATCHED_TOKENS : at])] = at
+        self._known = max(self._known, len(ids))
+        position = self._next.get(tuple(ids[-_MATCHED_TOKENS:]))
+        if position is None:
+            return []
+        period = len(ids) - position
+        # What reaches the end of the generation goes on with itself.
+        return [ids[position + offset % period] for offset in range(min(self._now, room))]
+
+    def learn(self, guessed: int, right: int) -> None:
+        """Makes the next guess longer after one that was right, and as long as was right else."""
+        self._now = min(2 * guessed, self._longest) if right == guessed else max(1, right)
+
+
+class PrefillOrder:
+    """Owners take turns with parts of their prompts. An owner's own are read as they came.
+
+    In order of arrival alone a short prompt would wait for all the long ones of another owner.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+        """When each owner read last, counted in parts."""
+
+    def order(self, owners: Sequence[str]) -> list[int]:
+        """Indices of `owners` in round-robin order.
+
+        Args:
+            owners: those of the generations that are to be read, in order of arrival.
+        """
+        self._last = {owner: self._last.get(owner, 0) for owner in owners}
+        read_before: dict[str, int] = {}
+        keys = []
+        for index, owner in enumerate(owners):
+            rank = read_before[owner] = read_before.get(owner, -1) + 1
+            keys.append((rank, self._last[owner], index))
+        return [index for _, _, index in sorted(keys)]
+
+    def took(self, owner: str) -> None:
+        """Notes that a part of a prompt of this owner was read."""
+        self._last[owner] = max(self._last.values(), default=0) + 1
+
+
+class _Generation:
+    """An item that is in."""
+
+    def __init__(
+        self, slot: int, item: PreparedPrompt, writing: Writing, lookup_tokens: int
+    ) -> None:
+        self.slot = slot
+        self.item = item
+        self.writing = writing
+        self.prompt_tokens = len(item.ids) // IDS.itemsize
+        self.ids: list[int] = [*np.frombuffer(item.ids, IDS).tolist(), *writing.ids]
+        """All of its tokens. The last one has no keys and values yet."""
+        self.cached_tokens = 0
+        self.row: KvRow | None = None
+        self.lookup = PromptLookup(lookup_tokens)
+
+    @property
+    def unread(self) -> int:
+        """Tokens without keys and values. 1: it writes, more: its prompt is being read."""
+        assert self.row is not None, "a generation that ended has no row; this is a bug"
+        return len(self.ids) - len(self.row.ids)
+
+    @property
+    def is_read_in_part(self) -> bool:
+        """True if there is more of its prompt to read."""
+        return self.row is not None and (self.unread > 1 or not self.writing.ids)
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether all tokens of the prompt get log probabilities."""
+        return self.item.is_echoed and self.item.logprobs >= 0
+
+    def chunk_tokens(self, most: int) -> int:
+        """How many tokens of the prompt are read at a time: those of `most` that memory is for."""
+        return min(most, _ECHO_TOKENS) if self.echoes_logprobs else most
+
+    def guess(self, capacity: int) -> list[int]:
+        """Returns tokens that may come next, after the one that the model chooses."""
+        room = min(capacity - len(self.ids), self.item.max_tokens - len(self.writing.ids) - 1)
+        return self.lookup.guess(self.ids, room)
+
+    def chunk(self) -> TokenChunk | None:
+        """Returns what it has written since the last call. None if nothing."""
+        chunk = self.writing.take_chunk()
+        if chunk is not None and not chunk.first:
+            chunk.input_tokens, chunk.cached_tokens = self.prompt_tokens, self.cached_tokens
+        return chunk
+
+    def result(self) -> Result:
+        """Returns the result of the item."""
+        return self.writing.result(self.prompt_tokens, self.cached_tokens)
+
+
+class GenerationModel:
+    """A causal language model of transformers with a row of keys and values for each generation.
+
+    Args:
+        entry: the catalog's.
+        folder: the model's files, as on the Hugging Face hub.
+        device: where to compute.
+    """
+
+    device_name = ""
+
+    def __init__(self, entry: Model, folder: Path, device: Device) -> None:
+        self._budget = entry.batch.max_tokens or entry.generation.context_tokens
+        self._chunk_tokens = entry.generation.chunk_tokens
+        self._lookup_tokens = entry.generation.lookup_tokens
+        self._shares_with_all = entry.cache.scope == "global"
+        rows = min(entry.batch.max_items, self._budget)
+        capacity = entry.generation.context_tokens
+        self._folder = folder
+        self._decoder = Decoder(folder, device, entry.precision, rows, capacity)
+        self._rows = KvRows(rows)
+        self._generations: dict[int, _Generation] = {}
+        self._turns = PrefillOrder()
+        self._others_wait = False
+        """Whether the last step wrote first tokens only."""
+
+    def setup(self) -> None:
+        """Loads the model.
+
+        Raises:
+            ConfigurationError: the folder is not a language model, or does not match the catalog.
+        """
+        self._vocabulary = Vocabulary(self._folder)
+        self._decoder.open()
+        self.device_name = self._decoder.device_name
+
+    def warmup(self) -> None:
+        """Reads a prompt and writes a few tokens, alone and in company."""
+        ids = np.zeros(min(16, self._decoder.slots.capacity - 4), np.int64)
+        self._decoder.read(0, 0, ids, ends=False)
+        self._decoder.read(0, 0, ids)
+        for rows in {1, min(4, len(self._rows.all)), len(self._rows.all)}:
+            self._decoder.decode(np.zeros(rows, np.int64), np.full(rows, len(ids), np.int64))
+
+    def admit(self, slot: int, item: PreparedItem) -> None:
+        """Takes a prompt in.
+
+        Raises:
+            OutOfMemory: the budget of tokens, or of rows, is spent.
+            PenstockError: the item can't be computed.
+        """
+        if not isinstance(item, PreparedPrompt):
+            raise ModelFailed(f"a text model can't compute {type(item).__name__}")
+        taken = sum(generation.item.length for generation in self._generations.values())
+        if len(self._generations) >= len(self._rows.all) or taken + item.length > self._budget:
+            raise OutOfMemory(f"{taken} of {self._budget} tokens are taken")
+        generation = _Generation(slot, item, Writing(item, self._vocabulary), self._lookup_tokens)
+        if generation.writing.finish is None:
+            self._give_row(generation)
+        self._generations[slot] = generation
+
+    def _give_row(self, generation: _Generation) -> None:
+        """A row that begins as the generation does, if there is one."""
+        owner = "*" if self._shares_with_all else generation.item.owner
+        # What is shared is not computed, so it has no log probabilities.
+        known = [] if generation.echoes_logprobs else generation.ids[:-1]
+        row, source, shared = self._rows.find(known, owner)
+        if source is not None:
+            self._decoder.slots.copy(source.number, row.number, shared)
+        self._rows.take(row, generation.ids[:shared], owner)
+        generation.row = row
+        generation.cached_tokens = min(shared, generation.prompt_tokens)
+        if generation.item.written_ids:  # its own row may be left of when it was here before
+            generation.cached_tokens = generation.item.written_cached_tokens
+
+    def step(self) -> StepEnd:
+        """Reads a part of the prompts, and writes a token of each generation that was read.
+
+        Raises:
+            Exception: the model failed. All generations that are in are dropped.
+        """
+        end = StepEnd()
+        try:
+            if not self._read(end) or self._others_wait:
+                self._write(end)
+                self._others_wait = False
+            else:
+                self._others_wait = True
+            for slot, generation in list(self._generations.items()):
+                if generation.writing.finish is not None:
+                    self._leave(slot)
+                    end.results[slot] = generation.result()
+        except BaseException:
+            for slot in list(self._generations):
+                self.drop(slot)
+            raise
+        return end
+
+    def _read(self, end: StepEnd) -> bool:
+        """Reads prompts, owners in turns, `chunk_tokens` at most.
+
+        Returns whether one was read to its end, so it has a first token.
+        """
+        left, has_first = self._chunk_tokens, False
+        waiting = [
+            generation for generation in self._generations.values() if generation.is_read_in_part
+        ]
+        for at in self._turns.order([generation.item.owner for generation in waiting]):
+            if left == 0:
+                break
+            generation = waiting[at]
+            assert generation.row is not None, "this is a bug"
+            self._turns.took(generation.item.owner)
+            start = len(generation.row.ids)
+            part = generation.ids[start : start + generation.chunk_tokens(left)]
+            left -= len(part)
+            ends = start + len(part) == len(generation.ids)
+            try:
+                logits = self._read_part(generation, start, part, ends=ends)
+            except OutOfMemory as error:
+                self._make_room(end, error)
+                break
+            generation.row.ids.extend(part)
+            end.work += len(part)
+            if logits is not None:
+                has_first = True
+                self._add_token(generation, logits, end)
+        return has_first
+
+    def _read_part(
+        self, generation: _Generation, start: int, part: list[int], *, ends: bool
+    ) -> Any:
+        """Reads a part of a prompt. Returns the logits behind it if it ends. None otherwise."""
+        assert generation.row is not None, "this is a bug"
+        if not generation.echoes_logprobs:
+            return self._decoder.read(generation.row.number, start, np.array(part), ends=ends)
+        logits = self._decoder.read_all(generation.row.number, start, np.array(part))
+        following = generation.ids[start + 1 : min(start + len(part) + 1, generation.prompt_tokens)]
+        generation.writing.echo(logits[: len(following)], following)
+        return logits[-1] if ends else None
+
+    def _write(self, end: StepEnd) -> None:
+        """Writes one token of each generation whose prompt was read."""
+        generations = [
+            generation
+            for generation in self._generations.values()
+            if generation.row is not None
+            and generation.unread == 1
+            and generation.writing.finish is None
+        ]
+        if not generations:
+            return
+        if self._lookup_tokens and len(generations) == 1:
+            guessed = generations[0].guess(self._decoder.slots.capacity)
+            if guessed and self._check_guess(generations[0], guessed, end):
+                return
+        for one, other, tokens in self._rows.gather(
+            [generation.row for generation in generations if generation.row]
+        ):
+            self._decoder.slots.exchange(one, other, tokens)
+        generations.sort(key=lambda generation: generation.row.number if generation.row else 0)
+        try:
+            logits = self._decoder.decode(
+                np.array([generation.ids[-1] for generation in generations]),
+                np.array([len(generation.ids) - 1 for generation in generations]),
+            )
+        except OutOfMemory as error:
+            self._make_room(end, error)
+            return
+        end.work += len(generations)
+        for generation, row in zip(generations, logits, strict=True):
+            assert generation.row is not None, "this is a bug"
+            generation.row.ids.append(generation.ids[-1])
+            self._add_token(generation, row, end)
+
+    def _check_guess(self, generation: _Generation, guessed: list[int], end: StepEnd) -> bool:
+        """Writes tokens as long as they are those that were guessed, and one more.
+
+        Returns False if the guess gives no finite numbers. The generation may go on without it.
+        """
+        assert generation.row is not None, "this is a bug"
+        start = len(generation.row.ids)
+        try:
+            tokens = np.array([generation.ids[-1], *guessed])
+            logits = self._decoder.read_all(generation.row.number, start, tokens)
+        except OutOfMemory as error:
+            self._make_room(end, error)
+            return True
+        if np.isnan(logits).any():
+            self._decoder.slots.clear(generation.row.number, start)
+            generation.lookup.learn(len(guessed), 0)
+            return False
+        end.work += len(tokens)
+        right = 0
+        for token, row in zip([*guessed, None], logits, strict=True):
+            generation.row.ids.append(generation.ids[-1])
+            self._add_token(generation, row, end)
+            has_ended = generation.slot in end.results or generation.writing.finish is not None
+            if has_ended or generation.ids[-1] != token:
+                break
+            right += 1
+        generation.lookup.learn(len(guessed), right)
+        return True
+
+    def _add_token(self, generation: _Generation, logits: np.ndarray, end: StepEnd) -> None:
+        try:
+            generation.ids.append(generation.writing.write(logits))
+        except PenstockError as error:
+            # Its values may be NaN, which would spoil the generation that gets the row next.
+            self._forget(generation)
+            self._leave(generation.slot)
+            end.results[generation.slot] = error
+
+    def _make_room(self, end: StepEnd, error: OutOfMemory) -> None:
+        """Sends the youngest generation back to its queue. If it is the only one, it fails."""
+        slot, generation = list(self._generations.items())[-1]
+        alone = len(self._generations) == 1
+        self._forget(generation)
+        self._leave(slot)
+        if alone:
+            end.results[slot] = error
+        else:
+            end.preempted.append(slot)
+
+    def _forget(self, generation: _Generation) -> None:
+        if generation.row is not None:
+            self._decoder.slots.clear(generation.row.number)
+            generation.row.ids.clear()
+
+    def _leave(self, slot: int) -> None:
+        generation = self._generations.pop(slot)
+        if generation.row is not None:
+            self._rows.free(generation.row)
+
+    def take_chunks(self) -> dict[int, TokenChunk]:
+        """Returns what each streamed generation has written since the last call."""
+        chunks = {
+            slot: generation.chunk()
+            for slot, generation in self._generations.items()
+            if generation.item.is_streamed
+        }
+        return {slot: chunk for slot, chunk in chunks.items() if chunk is not None}
+
+    def interrupt(self, slot: int) -> TokenChunk | None:
+        """Removes a generation that is in.
+
+        Its row keeps what it has, until another generation gets it.
+        """
+        chunk = self._generations[slot].chunk()
+        self._leave(slot)
+        return chunk
+
+    def drop(self, slot: int) -> None:
+        """Removes a generation, if it is still in."""
+        if slot in self._generations:
+            self._leave(slot)

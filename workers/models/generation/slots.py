@@ -1,0 +1,295 @@
+"""Keys and values of several generations, one row each, and the attention over them.
+
+It also knows which row of the cache has the keys and values of which tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from shared.errors import ConfigurationError
+
+MIN_SHARED_TOKENS = 8
+"""Copying fewer tokens costs more than reading them."""
+
+
+@dataclass(eq=False, slots=True)
+class KvRow:
+    """A row, and the tokens whose keys and values it has. Those of a generation that left stay."""
+
+    number: int
+    ids: list[int] = field(default_factory=list)
+    owner: str = ""
+    """Only generations of the same owner may use its tokens. Empty: none may."""
+    is_taken: bool = False
+    freed: int = 0
+    """Grows with each row that becomes free."""
+
+
+class KvRows:
+    """All rows of a cache."""
+
+    def __init__(self, rows: int) -> None:
+        self.all = [KvRow(number) for number in range(rows)]
+        self._clock = count(1)
+
+    def find(self, ids: Sequence[int], owner: str) -> tuple[KvRow, KvRow | None, int]:
+        """A free row for a generation that begins with `ids`.
+
+        Returns:
+            The row, the row to copy its first tokens from (None: it has them), and how many these
+            are.
+        """
+        free = [row for row in self.all if not row.is_taken]
+        assert free, "no row is free; this is a bug"
+        oldest = min(free, key=lambda row: (row.freed, row.number))
+        mine = [row for row in self.all if row.owner and row.owner == owner]
+        shared, best = max(
+            ((_common(row.ids, ids), row) for row in mine),
+            key=lambda pair: (pair[0], not pair[1].is_taken, -pair[1].number),
+            default=(0, oldest),
+        )
+        if shared < MIN_SHARED_TOKENS:
+            return oldest, None, 0
+        # A row that is much longer may serve others again, so it is copied.
+        if not best.is_taken and (best is oldest or len(best.ids) <= 2 * shared):
+            return best, None, shared
+        target = oldest if oldest is not best else best
+        return target, (None if target is best else best), shared
+
+    def take(self, row: KvRow, ids: list[int], owner: str) -> None:
+        """Gives a free row to a generation whose first tokens it has."""
+        row.ids, row.owner, row.is_taken = list(ids), owner, True
+
+    def free(self, row: KvRow) -> None:
+        """Takes a row back. It keeps its tokens until it is given away again."""
+        row.is_taken = False
+        row.freed = next(self._clock)
+
+    def gather(self, rows: Sequence[KvRow]) -> Iterator[tuple[int, int, int]]:
+        """Makes `rows` the first ones. Yields exchanges of two rows: numbers, and tokens of them.
+
+        Each exchange is to be done at once.
+        """
+        wanted = set(map(id, rows))
+        targets = [target for target in range(len(rows)) if id(self.all[target]) not in wanted]
+        behind = [row for row in rows if row.number >= len(rows)]
+        for target, row in zip(targets, behind, strict=True):
+            other, number = self.all[target], row.number
+            yield target, number, max(len(other.ids), len(row.ids))
+            self.all[target], self.all[number] = row, other
+            row.number, other.number = target, number
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Returns how many tokens both begin with."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    low, high = 0, length
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[:middle] == other[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+ATTENTION = "penstock_slots"
+"""The name of the attention below in transformers' AttentionInterface."""
+_STEP_TOKENS = 64
+"""Attention covers the longest generation, rounded up to a multiple of this."""
+
+
+class ForwardPass:
+    """One forward pass: which rows get new tokens, and what these may look at.
+
+    Either one row gets several tokens (a part of a prompt), or the first rows get one token each.
+
+    Args:
+        rows: the number of the first row, and of the one behind the last.
+        starts: how many tokens each row has before, int64 [rows].
+        tokens: how many tokens each row gets.
+        capacity: the most tokens of a row.
+    """
+
+    def __init__(
+        self, rows: tuple[int, int], starts: torch.Tensor, tokens: int, capacity: int
+    ) -> None:
+        self.first, self.end = rows
+        self.starts = starts
+        self.tokens = tokens
+        longest = int(starts.max()) + tokens
+        self.single = rows[1] - rows[0] == 1
+        # A single row needs no padding, and several get few different lengths.
+        self.length = longest if self.single else -(-longest // _STEP_TOKENS) * _STEP_TOKENS
+        self.length = min(self.length, capacity)
+        self._masks: dict[int | None, torch.Tensor | None] = {}
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """The position of each new token, int64 [rows, tokens]."""
+        return self.starts[:, None] + torch.arange(self.tokens, device=self.starts.device)
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """Returns the attention mask, bool [rows, 1, tokens, length]. None if nothing is masked.
+
+        Args:
+            window: how many tokens back a token sees, itself included. None: all.
+        """
+        if window not in self._masks:
+            self._masks[window] = self._make_mask(window)
+        return self._masks[window]
+
+    def _make_mask(self, window: int | None) -> torch.Tensor | None:
+        if self.single and self.tokens == 1 and (window is None or window >= self.length):
+            return None
+        key_positions = torch.arange(self.length, device=self.starts.device)
+        positions = self.positions[:, :, None]
+        seen = key_positions <= positions
+        if window is not None:
+            seen &= key_positions > positions - window
+        return seen[:, None]
+
+
+class SlotCache(Cache):  # type: ignore[misc]
+    """A transformers cache whose rows are filled by different generations, to different lengths.
+
+    Args:
+        rows: the most generations.
+        capacity: the most tokens of each.
+    """
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        super().__init__(layers=[])
+        self._rows = rows
+        self.capacity = capacity
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self.reading: ForwardPass | None = None
+        """The pass that is computed now."""
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds keys and values [rows, heads, tokens, width] of a layer.
+
+        Returns those of all tokens so far, [rows, heads, length, width].
+        """
+        if layer_idx == len(self._keys):
+            self._keys.append(self._room(key_states))
+            self._values.append(self._room(value_states))
+        reading = self.reading
+        assert reading is not None, "there is no pass; this is a bug"
+        keys = self._keys[layer_idx][reading.first : reading.end]
+        values = self._values[layer_idx][reading.first : reading.end]
+        if reading.single:
+            start = int(reading.length) - reading.tokens
+            keys[:, :, start : reading.length] = key_states
+            values[:, :, start : reading.length] = value_states
+        else:
+            rows = torch.arange(len(keys), device=keys.device)
+            keys[rows, :, reading.starts] = key_states[:, :, 0]
+            values[rows, :, reading.starts] = value_states[:, :, 0]
+        return keys[:, :, : reading.length], values[:, :, : reading.length]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Not used: all callers say the positions."""
+        return 0
+
+    def _room(self, states: torch.Tensor) -> torch.Tensor:
+        """Zeros for all rows: attention multiplies what it masks by 0, which NaN survives."""
+        shape = (self._rows, states.shape[1], self.capacity, states.shape[3])
+        if states.device.type != "cpu":
+            return torch.zeros(shape, dtype=states.dtype, device=states.device)
+        # The system allocates this memory only when it is written.
+        count = int(np.prod(shape)) * states.element_size()
+        return torch.from_numpy(np.zeros(count, np.uint8)).view(states.dtype).view(shape)
+
+    @torch.inference_mode()
+    def exchange(self, one: int, other: int, tokens: int) -> None:
+        """Exchanges the first tokens of two rows."""
+        for layer in (*self._keys, *self._values):
+            kept = layer[one, :, :tokens].clone()
+            layer[one, :, :tokens] = layer[other, :, :tokens]
+            layer[other, :, :tokens] = kept
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copies the first tokens of a row to another one."""
+        for layer in (*self._keys, *self._values):
+            layer[target, :, :tokens] = layer[source, :, :tokens]
+
+    @torch.inference_mode()
+    def clear(self, row: int, start: int = 0) -> None:
+        """Forgets a row from its token `start` on, NaN included."""
+        for layer in (*self._keys, *self._values):
+            layer[row, :, start:].zero_()
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    slots: SlotCache | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention of one layer for transformers: [rows, heads, tokens, width] in.
+
+    [rows, tokens, heads, width] out. The mask is that of the pass in `slots`.
+    """
+    if options.get("s_aux") is not None or slots is None or slots.reading is None:
+        raise ConfigurationError("this model's attention is not supported", field="source")
+    mask = slots.reading.mask(sliding_window)
+    rows, heads, tokens, width = query.shape
+    groups = heads // key.shape[1]
+    if tokens == 1:
+        # The heads of a group are rows of one product, so keys are read once.
+        query = query.reshape(rows, key.shape[1], groups, width)
+    elif groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if softcap is None:
+        mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    else:
+        mixed = _capped(query, key, value, mask, scaling or width**-0.5, softcap)
+    if tokens == 1:
+        return mixed.reshape(rows, 1, heads, -1), None
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float,
+) -> torch.Tensor:
+    scores = torch.tanh(query @ key.transpose(2, 3) * scaling / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
+
+
+AttentionInterface.register(ATTENTION, attend)

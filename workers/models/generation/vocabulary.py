@@ -1,0 +1,171 @@
+"""The tokenizer of a text model: ids to bytes, ends of texts, grammars. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import threading
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from shared.errors import ConfigurationError
+
+_WHITESPACE = r"(\n(\t{0,8}|[ ]{0,40})|[ ]{0,2})"
+"""Between the parts of JSON: a new line with its indent, or up to two spaces. A model that repeats
+itself would write line after line until its tokens end. A schema may have another one.
+"""
+_MATCHERS_KEPT = 64
+_OPTIONAL = frozenset({"generation_config.json", "tokenizer_config.json"})
+
+
+class Vocabulary:
+    """The tokens of a model, as described by the files of its folder.
+
+    Args:
+        folder: a folder as on the Hugging Face hub, with tokenizer.json.
+
+    Raises:
+        ConfigurationError: a file is missing or broken, or no token ends a text.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tokenizer = _open_tokenizer(folder / "tokenizer.json")
+        self.config = self.read("config.json")
+        self.size = int(self.config.get("vocab_size") or self.tokenizer.get_vocab_size())
+        """The number of logits, which can differ from the number of tokens."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special = {token: one.content for token, one in added.items() if one.special}
+        """Control tokens, with their texts."""
+        self.ends = frozenset(self._read_ends())
+        """Tokens that end a text."""
+        self._making = threading.Lock()
+        self._matchers: dict[str, LLMatcher] = {}
+
+    def read(self, name: str) -> dict[str, Any]:
+        """A JSON file of the folder.
+
+        Raises:
+            ConfigurationError: it is missing or broken.
+        """
+        path = self.folder / name
+        if name in _OPTIONAL and not path.is_file():
+            return {}
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{path}: {error}", field="source") from error
+        if not isinstance(document, dict):
+            raise ConfigurationError(f"{path}: is not a JSON object", field="source")
+        return document
+
+    def _read_ends(self) -> list[int]:
+        for config in (self.read("generation_config.json"), self.config):
+            ends = config.get("eos_token_id")
+            if ends is not None:
+                return [int(end) for end in (ends if isinstance(ends, list) else [ends])]
+        text = self.read("tokenizer_config.json").get("eos_token")
+        token_id = self.tokenizer.token_to_id(
+            text.get("content", "") if isinstance(text, dict) else text or ""
+        )
+        if token_id is None:
+            raise ConfigurationError(f"{self.folder}: names no eos_token_id", field="source")
+        return [token_id]
+
+    @cached_property
+    def plain_tokenizer(self) -> Tokenizer:
+        """The tokenizer for texts of callers: it reads no control tokens."""
+        tokenizer = _open_tokenizer(self.folder / "tokenizer.json")
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    @cached_property
+    def _grammar_tokens(self) -> LLTokenizer:
+        return LLTokenizer(
+            self.tokenizer.to_str(), n_vocab=self.grammar_size, eos_token=sorted(self.ends)
+        )
+
+    @property
+    def grammar_size(self) -> int:
+        """The number of tokens that the mask of a matcher has bits for."""
+        return max(self.size, self.tokenizer.get_vocab_size())
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token's text. A control token has none."""
+        if token in self.special or token in self.ends or token >= self._grammar_tokens.vocab_size:
+            return b""
+        data: bytes = self._grammar_tokens.decode_bytes([token])
+        # The library marks control tokens with this byte, and takes the byte itself for one.
+        return b"\xff" if not data and token in self._byte_ff else data
+
+    def shown_bytes(self, token: int) -> bytes:
+        """The bytes of a token's text. That of a control token is its name."""
+        return self.token_bytes(token) or self.special.get(token, "").encode()
+
+    @cached_property
+    def digits(self) -> NDArray[np.bool_]:
+        """A mask of the tokens that begin with a digit, [size] bool."""
+        return np.array([self.token_bytes(one)[:1].isdigit() for one in range(self.size)])
+
+    @cached_property
+    def zeros(self) -> NDArray[np.bool_]:
+        """A mask of the tokens that begin with the digit 0, [size] bool."""
+        return np.array([self.token_bytes(one)[:1] == b"0" for one in range(self.size)])
+
+    @cached_property
+    def _byte_ff(self) -> frozenset[int]:
+        """The tokens of the byte 0xff, which UTF-8 does not have: byte-level, and as a fallback."""
+        named = (self.tokenizer.token_to_id(name) for name in ("\u00ff", "<0xFF>"))
+        return frozenset(token for token in named if token is not None)
+
+    def matcher(self, json_schema: str) -> LLMatcher:
+        """A matcher of texts that are JSON of this schema. The last ones are kept.
+
+        Raises:
+            ValueError: the schema is not valid, or has parts that are not supported.
+        """
+        with self._making:
+            matcher = self._matchers.pop(json_schema, None) or self._make_matcher(json_schema)
+            self._matchers[json_schema] = matcher
+            if len(self._matchers) > _MATCHERS_KEPT:
+                self._matchers.pop(next(iter(self._matchers)))
+            return matcher.deep_copy()
+
+    def _make_matcher(self, json_schema: str) -> LLMatcher:
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(
+                json_schema, defaults={"whitespace_pattern": _WHITESPACE}
+            )
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"the schema is not a JSON object: {error}") from error
+        matcher = LLMatcher(self._grammar_tokens, grammar, log_level=0)
+        if not matcher.is_error():
+            self._try_token(trial := matcher.deep_copy())
+            if trial.is_error():
+                matcher = trial
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher
+
+    def _try_token(self, matcher: LLMatcher) -> None:
+        """Some schemas fail here first, such as those with too many parts of which any may come."""
+        mask = np.empty(-(-self.grammar_size // 32), np.uint32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if len(allowed):
+            matcher.consume_token(int(allowed[0]))
+
+
+def _open_tokenizer(path: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception for a broken file
+        raise ConfigurationError(f"{path}: {error}", field="source") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer

@@ -1,0 +1,567 @@
+"""The items of one model that wait in a worker: two queues by priority, and the suspects.
+
+Pure: no clock, no I/O.
+
+- Interactive items go first. Items of `batch` priority fill the room that a batch of interactive
+  items has left, by FILL_S of work at most, so they hardly lengthen it. They get a batch of their
+  own in three cases: no interactive item waits, BATCH_SHARE of the work is owed to them, or the
+  deadline of one would pass otherwise. The last case takes at most one batch in URGENT_TURN.
+- A batch of `batch` priority has at most TURN_S of work while interactive items wait or came a
+  moment ago. A process can't be interrupted, so this bounds how long an interactive item waits.
+- A suspect is an item whose model process or worker died. The suspects of one death are retried in
+  halves until the item that kills is alone. One group runs at a time, so the other processes stay
+  up for the other items. Groups and other items take turns.
+- An item is given up after DEATHS_MAX deaths, if it was alone for DEATHS_ALONE_MAX of them. A death
+  with another cause (a manual kill, too little memory) costs other items only time, even in the
+  middle of a retry.
+- With continuous batching, the same order holds for the items that are admitted next.
+- If a device runs out of memory, the budget is halved. It grows by a tenth with each batch that
+  fits.
+
+`BatchPriorityPolicy` decides how much of a model's time `batch` priority gets in addition to
+interactive work. `BatchTime` estimates how long a model process takes for a batch. Times are unix
+seconds of one clock, durations are in seconds.
+
+Preemption interrupts running generations for another tenant. A text stays in its process until it
+ends, which can take minutes. So a tenant that took all slots while nobody else asked would keep
+the others out until then. A text can go on later from the tokens that it has, so it can be
+preempted. What is compared is the room that tenants have in the process, by their weights. The
+owner of the slot keeps at least as much as the newcomer gets. So slots never go back and forth.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from math import inf
+from typing import Protocol, TypeVar
+
+from workers.job import QueuedItem
+from workers.scheduling.batch_queue import BatchQueue
+
+
+class Placed(Protocol):
+    """An item in a model process, or one that waits for a slot."""
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+
+    @property
+    def weight(self) -> float:
+        """The weight of that tenant."""
+
+    @property
+    def can_go_on(self) -> bool:
+        """True if it can be interrupted, and go on later from where it was."""
+
+
+ItemT = TypeVar("ItemT", bound=Placed)
+
+
+def to_preempt(
+    first: ItemT,
+    inside: Iterable[ItemT],
+    part_of: Callable[[ItemT], float],
+    fits: Callable[[list[ItemT]], bool],
+) -> list[ItemT]:
+    """The items that are to be preempted for `first`, which waits.
+
+    Args:
+        first: of those that wait.
+        inside: the items that have a slot, in the order in which they came.
+        part_of: the part of the process that an item takes.
+        fits: whether `first` has room alongside these items.
+
+    Returns:
+        Of the tenants with the most room the items that came last, as they have the least to read
+        again. Empty: it has room, or nobody has too much, or all that is too much is not enough.
+    """
+    kept, chosen = list(inside), list[ItemT]()
+    while not fits(kept):
+        one = _next(first, kept, part_of)
+        if one is None:
+            return []
+        kept.remove(one)
+        chosen.append(one)
+    return chosen
+
+
+def _next(first: ItemT, inside: list[ItemT], part_of: Callable[[ItemT], float]) -> ItemT | None:
+    held: defaultdict[str, float] = defaultdict(float)
+    for one in inside:
+        held[one.tenant] += part_of(one) / one.weight
+    wanted = held[first.tenant] + part_of(first) / first.weight
+    chosen: ItemT | None = None
+    for one in inside:
+        is_too_much = held[one.tenant] - part_of(one) / one.weight >= wanted
+        if one.tenant == first.tenant or not one.can_go_on or not is_too_much:
+            continue
+        if chosen is None or held[one.tenant] >= held[chosen.tenant]:
+            chosen = one
+    return chosen
+
+
+FADE = 0.9
+"""Each batch reduces the weight of earlier ones to this share."""
+MIN_SLOPE = 0.25
+"""The marginal time of work is at least this share of its average time.
+
+So while it can't be distinguished from noise, batches grow by small factors.
+"""
+
+
+class BatchTime:
+    """A line through the batches that ran: a fixed time for each, and the time of its work.
+
+    Fitted by least squares (weights fade with age).
+    """
+
+    def __init__(self) -> None:
+        self._n = self._w = self._t = self._ww = self._wt = 0.0
+
+    def observe(self, work: int, seconds: float) -> None:
+        """Takes note of a batch."""
+        self._n = FADE * self._n + 1
+        self._w = FADE * self._w + work
+        self._t = FADE * self._t + seconds
+        self._ww = FADE * self._ww + work * work
+        self._wt = FADE * self._wt + work * seconds
+
+    def seconds_for(self, work: float) -> float:
+        """Returns how long a batch of `work` takes. 0 if no batch was observed."""
+        return self._fixed_s + work * self._slope
+
+    def work_in(self, seconds: float) -> float:
+        """Returns how much work fits in `seconds`, at least 0. Infinite if none was observed."""
+        return max(0.0, seconds - self._fixed_s) / self._slope if self._slope else inf
+
+    def more_work_in(self, seconds: float) -> float:
+        """Returns how much work lengthens a batch by `seconds`. Infinite if none was observed."""
+        return seconds / self._slope if self._slope else inf
+
+    @property
+    def _slope(self) -> float:
+        if not self._w:
+            return 0.0
+        average = self._t / self._w
+        spread = self._n * self._ww - self._w * self._w
+        if spread <= 1e-9 * self._ww:  # all batches are alike
+            return average
+        slope = (self._n * self._wt - self._w * self._t) / spread
+        return min(max(slope, MIN_SLOPE * average), average)
+
+    @property
+    def _fixed_s(self) -> float:
+        return (self._t - self._slope * self._w) / self._n if self._n else 0.0
+
+
+FILL_S = 0.005
+"""The extra time that a batch may take for items that are not the reason it runs.
+
+On a GPU that is still free room in a batch of short items. On a CPU it is about one text.
+"""
+TURN_S = 0.02
+"""The longest batch of `batch` priority while there is interactive traffic, or one item.
+
+An interactive item may have to wait for it.
+"""
+RECENT_S = 60.0
+"""The time after an interactive item for which there counts as interactive traffic."""
+BATCH_SHARE = 1 / 16
+"""The share of the work that `batch` priority gets while interactive items wait all the time.
+
+Enough that it never stops. Each turn is one of TURN_S, so an interactive item waits for one more
+short batch at most.
+"""
+URGENT_TURN = 4
+"""At most one batch in this number is for the deadline of a batch job while interactive items wait.
+
+Admission relies on the rest (api/dispatch/admission.py, INTERACTIVE_SHARE).
+"""
+
+
+class BatchPriorityPolicy:
+    """Knows how long batches take, and the work that is owed to `batch` priority."""
+
+    def __init__(self) -> None:
+        self._time = BatchTime()
+        self._owed = 0.0
+        self._interactive_s = -inf
+        self._since_urgent = 0
+
+    @property
+    def fill_work(self) -> float:
+        """The work that lengthens a batch by FILL_S. Infinite until a batch was measured."""
+        return self._time.more_work_in(FILL_S)
+
+    def observe_batch(self, work: int, seconds: float) -> None:
+        """Takes note of how long a process took for a batch."""
+        self._time.observe(work, seconds)
+
+    def observe_interactive(self, now_s: float) -> None:
+        """Takes note of an interactive item."""
+        self._interactive_s = max(self._interactive_s, now_s)
+
+    def is_interactive(self, now_s: float) -> bool:
+        """Returns whether there is interactive traffic."""
+        return now_s - self._interactive_s < RECENT_S
+
+    def turn_work(self, now_s: float) -> float:
+        """Returns the work that a batch of `batch` priority may add to its first item now."""
+        return self._time.work_in(TURN_S) if self.is_interactive(now_s) else inf
+
+    def is_owed(self, first: int, budget: int) -> bool:
+        """Returns whether `batch` priority is owed a batch of its own.
+
+        Args:
+            first: the work of an item that waits. A turn has at least one.
+            budget: the work of a full batch.
+        """
+        return self._owed >= max(first, min(budget, self._time.work_in(TURN_S)))
+
+    def is_urgent(self, now_s: float, earliest_s: float, budget: int) -> bool:
+        """Returns whether a deadline would pass while a full batch runs, then one with its item.
+
+        Args:
+            now_s: the time.
+            earliest_s: the earliest deadline of a waiting item of `batch` priority.
+            budget: the work of a full batch.
+        """
+        if self._since_urgent < URGENT_TURN - 1:
+            return False
+        return now_s < earliest_s < now_s + 2 * self._time.seconds_for(budget)
+
+    def observe_interactive_batch(self, interactive: int, filled: int) -> None:
+        """Records a batch that ran while `batch` items waited, and their share of it, in work."""
+        self._since_urgent += 1
+        self._owed += interactive * BATCH_SHARE / (1 - BATCH_SHARE) - filled
+
+    def observe_turn(self, work: int, *, has_delayed: bool, is_urgent: bool) -> None:
+        """Records a batch of `batch` priority.
+
+        Args:
+            work: of its items.
+            has_delayed: whether interactive items wait.
+            is_urgent: whether a deadline called for it.
+        """
+        self._since_urgent = 0 if is_urgent else self._since_urgent + 1
+        if has_delayed:
+            self._owed -= work
+        elif self._owed > 0:
+            self._owed = max(0.0, self._owed - work)
+
+
+DEATHS_MAX = 3
+DEATHS_ALONE_MAX = 2
+BUDGET_GROWTH = 1.1
+BESIDE_OVERSIZED = 1 / 4
+"""The share of the budget for items that are admitted next to one larger than the whole budget."""
+BATCH_SLOTS_SHARE = 1 / 4
+"""The share of a process's slots for `batch` priority while there is interactive traffic.
+
+An admitted item stays until it is done, which can take seconds.
+"""
+
+
+class PriorityQueue:
+    """Items that wait and batches that run. `budget` and `max_items` are as in BatchQueue."""
+
+    def __init__(self, budget: int, max_items: int) -> None:
+        self._full_budget = budget
+        self._interactive: BatchQueue[QueuedItem] = BatchQueue(budget, max_items)
+        self._batch: BatchQueue[QueuedItem] = BatchQueue(budget, max_items)
+        self._queues = (self._interactive, self._batch)
+        self._policy = BatchPriorityPolicy()
+        self._suspects: deque[list[QueuedItem]] = deque()
+        self._running: list[list[QueuedItem]] = []
+        self._suspect_turn = False
+
+    def __len__(self) -> int:
+        """Returns the number of items that can be taken now."""
+        suspects = 0 if self._a_suspect_runs else sum(map(len, self._suspects))
+        return len(self._interactive) + len(self._batch) + suspects
+
+    def __iter__(self) -> Iterator[QueuedItem]:
+        """All items that wait."""
+        return chain(self._interactive, self._batch, *self._suspects)
+
+    @property
+    def running(self) -> list[list[QueuedItem]]:
+        """The batches that were taken and have not ended."""
+        return self._running
+
+    @property
+    def _a_suspect_runs(self) -> bool:
+        return any(batch[0].is_suspect for batch in self._running)
+
+    @property
+    def oldest_s(self) -> float:
+        """When the oldest item that can be taken was queued, in unix seconds."""
+        suspects = self._suspects[0] if self._suspects and not self._a_suspect_runs else ()
+        firsts = (next(iter(queue)) for queue in self._queues if len(queue))
+        return min(queued.queued_at_s for queued in chain(firsts, suspects))
+
+    def add(self, queued: QueuedItem) -> None:
+        """Adds an item to the queue of its priority, or to the suspects."""
+        if queued.is_suspect:
+            self._suspects.append([queued])
+            return
+        if queued.priority != "batch":
+            self._policy.observe_interactive(queued.queued_at_s)
+        self._queue_of(queued).add(queued)
+
+    def update(self, queued: QueuedItem) -> None:
+        """Moves an item whose waiters have changed to the queue of its priority now."""
+        queue = next((queue for queue in self._queues if queued in queue), None)
+        if queue is not None and queue is not self._queue_of(queued):
+            queue.remove(queued)
+            self._queue_of(queued).add(queued)
+        elif queue is not None:
+            queue.update(queued)
+
+    def take(
+        self, processes: int, is_wanted: Callable[[QueuedItem], bool], now_s: float
+    ) -> list[QueuedItem]:
+        """The next batch for one of `processes`, without unwanted items.
+
+        Empty if nothing can be taken.
+
+        A batch has at most its share of the items that wait and run. A larger one would delay items
+        that another process could run at the same time.
+        """
+        waiting = len(self._interactive) + len(self._batch)
+        if self._suspects and not self._a_suspect_runs and (self._suspect_turn or not waiting):
+            self._suspect_turn = False
+            batch = [queued for queued in self._suspects.popleft() if is_wanted(queued)]
+        else:
+            self._suspect_turn = True
+            batch = self._choose(processes, is_wanted, now_s)
+        if batch:
+            self._running.append(batch)
+        return batch
+
+    def admit(
+        self,
+        inside: Collection[QueuedItem],
+        processes: int,
+        is_wanted: Callable[[QueuedItem], bool],
+        now_s: float,
+    ) -> list[QueuedItem]:
+        """Admits items to those which one of `processes` computes step by step.
+
+        Each counts as a batch of its own from now on. Suspects run by themselves: while some wait,
+        nothing is admitted, until the process has nothing left and takes them.
+
+        Args:
+            inside: the items that it computes. None of them: a new batch.
+            processes: how many there are.
+            is_wanted: whether somebody waits for an item.
+            now_s: the time.
+        """
+        admitted: list[QueuedItem] = []
+        if self._suspects and not self._a_suspect_runs:
+            if not inside:
+                admitted = [queued for queued in self._suspects.popleft() if is_wanted(queued)]
+        elif not any(queued.is_suspect for queued in inside):
+            admitted = self._admit_by_priority(inside, processes, is_wanted, now_s)
+        self._running += [[queued] for queued in admitted]
+        return admitted
+
+    def to_preempt(
+        self, inside: Collection[QueuedItem], is_wanted: Callable[[QueuedItem], bool]
+    ) -> list[QueuedItem]:
+        """Returns the running items that are to be preempted for a waiting interactive item.
+
+        Empty: nothing waits, or no tenant has more than it is to have.
+        """
+        if self._suspects or any(queued.is_suspect for queued in inside):
+            return []
+        queue = self._interactive
+
+        def part_of(queued: QueuedItem) -> float:
+            return max(1 / queue.max_items, _room_of(queued) / self._full_budget)
+
+        def fits(first: QueuedItem, kept: list[QueuedItem]) -> bool:
+            has_room = self._room_taken(kept) + _room_of(first) <= queue.budget
+            return len(kept) < queue.max_items and has_room
+
+        chosen = (
+            to_preempt(first, inside, part_of, partial(fits, first))
+            for first in queue.firsts()
+            if is_wanted(first)
+        )
+        return next((items for items in chosen if items), [])
+
+    def _admit_by_priority(
+        self,
+        inside: Collection[QueuedItem],
+        processes: int,
+        is_wanted: Callable[[QueuedItem], bool],
+        now_s: float,
+    ) -> list[QueuedItem]:
+        """Interactive items first.
+
+        `batch` priority gets what `BatchPriorityPolicy` leaves to it.
+        """
+        queue, here = self._interactive, list(inside)
+        within = sum(self._queue_of(queued) is queue for queued in here)
+        at_most = min(queue.max_items - len(here), self._share(processes, queue) - within)
+        here += self._take_turns(queue, here, at_most, is_wanted)
+        if (admitted := here[len(inside) :]) and len(self._batch):
+            self._policy.observe_interactive_batch(_work(admitted), 0)
+        at_most = self._room_of_batch_priority(here, now_s)
+        if batch := self._take_turns(self._batch, here, at_most, is_wanted):
+            has_delayed = len(self._interactive) > 0
+            self._policy.observe_turn(_work(batch), has_delayed=has_delayed, is_urgent=False)
+        return admitted + batch
+
+    def _take_turns(
+        self,
+        queue: BatchQueue[QueuedItem],
+        here: Sequence[QueuedItem],
+        at_most: int,
+        is_wanted: Callable[[QueuedItem], bool],
+    ) -> list[QueuedItem]:
+        """Returns items of `queue` that are admitted to those which are here.
+
+        If nothing runs, one is admitted even if it is larger than the budget. It would wait
+        forever.
+        """
+        admitted: list[QueuedItem] = []
+        if not here:
+            admitted = queue.take_in_turn(min(1, at_most), inf, is_wanted=is_wanted)
+            if not admitted:
+                return []
+        key, taken = (here or admitted)[0].key, self._room_taken([*here, *admitted])
+        at_most -= len(admitted)
+        return admitted + queue.take_in_turn(
+            at_most, queue.budget - taken, key=key, is_wanted=is_wanted, room_of=_room_of
+        )
+
+    def _room_taken(self, inside: Iterable[QueuedItem]) -> float:
+        """The room of the items that are in.
+
+        One above the whole budget leaves a part of it, so that small items do not wait for a large
+        one that takes minutes.
+        """
+        budget = self._full_budget
+        return sum(
+            room if (room := _room_of(queued)) <= budget else (1 - BESIDE_OVERSIZED) * budget
+            for queued in inside
+        )
+
+    def _room_of_batch_priority(self, here: Sequence[QueuedItem], now_s: float) -> int:
+        """Returns how many items of `batch` priority may be admitted.
+
+        They leave the rest of the slots to interactive items, if those came lately. Alongside
+        interactive items that wait, one is admitted when it is owed.
+        """
+        queue = self._batch
+        at_most = queue.max_items - len(here)
+        if self._policy.is_interactive(now_s):
+            within = sum(queued.priority == "batch" for queued in here)
+            at_most = min(at_most, max(1, int(queue.max_items * BATCH_SLOTS_SHARE)) - within)
+        if len(self._interactive):
+            first = queue.earliest()
+            owed = first is not None and self._policy.is_owed(first.length, queue.budget)
+            at_most = min(at_most, int(owed))
+        return at_most
+
+    def _choose(
+        self, processes: int, is_wanted: Callable[[QueuedItem], bool], now_s: float
+    ) -> list[QueuedItem]:
+        """Returns a batch of one priority or of both."""
+        if not len(self._batch):
+            return self._take_interactive(processes, is_wanted)
+        urgent, budget = None, self._batch.budget
+        if len(self._interactive):
+            first = self._batch.earliest()
+            if first is not None and self._policy.is_urgent(now_s, first.deadline_s, budget):
+                urgent = first
+            elif not self._policy.is_owed(budget if first is None else first.length, budget):
+                batch = self._take_interactive(processes, is_wanted)
+                self._fill(batch, is_wanted)
+                return batch
+        batch = self._batch.take(
+            self._share(processes, self._batch),
+            room=self._policy.turn_work(now_s),
+            spare=self._policy.fill_work,
+            is_wanted=is_wanted,
+            first=urgent,
+        )
+        has_delayed = len(self._interactive) > 0
+        self._policy.observe_turn(
+            _work(batch), has_delayed=has_delayed, is_urgent=urgent is not None
+        )
+        return batch
+
+    def _take_interactive(
+        self, processes: int, is_wanted: Callable[[QueuedItem], bool]
+    ) -> list[QueuedItem]:
+        at_most = self._share(processes, self._interactive)
+        spare = self._policy.fill_work
+        return self._interactive.take(at_most, spare=spare, is_wanted=is_wanted)
+
+    def _fill(self, batch: list[QueuedItem], is_wanted: Callable[[QueuedItem], bool]) -> None:
+        """Adds items of `batch` priority to a batch of interactive ones, if that is nearly free."""
+        if not batch:
+            return
+        interactive = _work(batch)
+        room = min(self._interactive.budget - interactive, self._policy.fill_work)
+        self._batch.fill(batch, room, is_wanted)
+        self._policy.observe_interactive_batch(interactive, _work(batch) - interactive)
+
+    def _share(self, processes: int, queue: BatchQueue[QueuedItem]) -> int:
+        """Returns how many waiting and running items of `queue` one of `processes` may take."""
+        running = sum(len(batch) for batch in self._running if self._queue_of(batch[0]) is queue)
+        return -(-(len(queue) + running) // processes)
+
+    def _queue_of(self, queued: QueuedItem) -> BatchQueue[QueuedItem]:
+        return self._batch if queued.priority == "batch" else self._interactive
+
+    def batch_ended(self, batch: list[QueuedItem]) -> None:
+        """Removes a batch, or items that were admitted to one, from the running batches."""
+        ended = set(batch)
+        self._running = [other for other in self._running if other[0] not in ended]
+
+    def batch_died(self, batch: list[QueuedItem]) -> list[QueuedItem]:
+        """Queues `batch` again after its model process died. Returns the items to give up."""
+        self.batch_ended(batch)
+        for queued in batch:
+            queued.deaths += 1
+            queued.deaths_alone += len(batch) == 1
+        if batch[0].deaths_alone >= DEATHS_ALONE_MAX and batch[0].deaths >= DEATHS_MAX:
+            return batch
+        middle = len(batch) // 2
+        self._suspects.extend(half for half in (batch[:middle], batch[middle:]) if half)
+        return []
+
+    def discard_unwanted(self, is_wanted: Callable[[QueuedItem], bool]) -> None:
+        """Removes the items that are not wanted."""
+        for queue in self._queues:
+            queue.discard_unwanted(is_wanted)
+        for queued in [one for one in self._interactive if one.priority == "batch"]:
+            self.update(queued)  # the interactive waiters are gone
+        left = ([queued for queued in group if is_wanted(queued)] for group in self._suspects)
+        self._suspects = deque(group for group in left if group)
+
+    def observe_batch(self, batch: list[QueuedItem], seconds: float) -> None:
+        """Records how long a process took for all items of `batch`."""
+        self._policy.observe_batch(_work(batch), seconds)
+
+    def adjust_budget(self, *, was_short: bool) -> None:
+        """Adjusts the budget to whether the device had too little memory for the last batch."""
+        for queue in self._queues:
+            target = queue.budget // 2 if was_short else int(queue.budget * BUDGET_GROWTH) + 1
+            queue.budget = max(1, min(self._full_budget, target))
+
+
+def _room_of(queued: QueuedItem) -> int:
+    return queued.prepared.room or queued.prepared.length
+
+
+def _work(batch: Iterable[QueuedItem]) -> int:
+    return sum(queued.length for queued in batch)
