@@ -52,6 +52,11 @@ class Item(msgspec.Struct, omit_defaults=True):
     cache_key: str | None = None
 
 
+def record_id(request_id: str, part: int) -> str:
+    """Returns the id of a job's record. The first job of a request has the request's own id."""
+    return f"{request_id}:{part}" if part else request_id
+
+
 class RequestFacts(msgspec.Struct, kw_only=True):
     """Who asked, when, and on which terms: what stays the same from the header to the row.
 

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 from shared.catalog import Model
 from shared.errors import Canceled, DeadlineExceeded, PenstockError
-from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, failure
-from shared.stores.record_state import record_id
+from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, failure, record_id
 from shared.tasks import Result
 from shared.tasks.text import GenerationInput, TokenChunk
 from shared.topics import batch_subscription_id, jobs_topic_id, workers_subscription_id

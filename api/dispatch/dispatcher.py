@@ -44,10 +44,9 @@ from api.dispatch.request import (
 from api.errors import ClientGone, log_reason
 from shared import slo
 from shared.errors import Overloaded, PenstockError, Unavailable
-from shared.messages import ItemOutcome, failure
+from shared.messages import ItemOutcome, failure, record_id
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
-from shared.stores.record_state import record_id
 from shared.stores.records import LATE_LOOK_S, Records
 from shared.tasks import Result
 from shared.tracing.spans import STAGE, Attributes, record

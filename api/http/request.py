@@ -51,8 +51,7 @@ from api.predictions.results import ResultFetcher
 from api.predictions.service import Predictions
 from api.predictions.text_stream import TextStreams
 from api.tasks.base import Inputs
-from api.usage.reports import ReportService
-from api.usage.service import UsageService
+from api.usage.service import ReportService, UsageService
 from shared.catalog import Catalog, Model, unknown_model
 from shared.errors import BadInput, PenstockError
 from shared.predictions import Prediction

@@ -15,7 +15,7 @@ import msgspec
 from prometheus_client import Counter, Gauge
 
 from shared.errors import PenstockError, Unavailable
-from shared.stores.holds import hold_keys
+from shared.stores.records import hold_keys
 from shared.stores.redis_client import RedisLink, RedisStore, Script, load_script
 
 ERRORS = Counter(

@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from api.openai import ids
-from api.openai.generation import chat_choice, results_of, shown_of
+from api.openai.generation import RESPONSE_PREFIX, chat_choice, results_of, shown_of
 from api.openai.responses_schemas import (
     ConversationShown,
     IncompleteDetails,
@@ -60,7 +59,7 @@ class ResponseEvents:
         self._body = body
         self._chat = body.to_chat()
         self._made = made
-        self._digits = made.removeprefix(ids.RESPONSE)
+        self._digits = made.removeprefix(RESPONSE_PREFIX)
         self._created = int(created_at_s)
         self._model = model
         self._after = after

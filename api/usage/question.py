@@ -15,7 +15,7 @@ from starlette.datastructures import QueryParams
 
 from api.usage.rows import UsageQuery
 from shared.errors import BadInput
-from shared.reports.question import ROWS_KEPT_DAYS
+from shared.reports.definitions import ROWS_KEPT_DAYS
 
 WIDTHS_S = {"1m": 60, "1h": 3600, "1d": 86_400}
 LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}

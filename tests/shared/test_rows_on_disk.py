@@ -119,7 +119,7 @@ async def test_disk_that_fails_makes_rows_safe_only_in_bigquery_until_it_works(
 ) -> None:
     spool_dir = tmp_path / "spool"
     spool_dir.write_text("no folder")
-    caplog.set_level("INFO", "shared.usage.journal")
+    caplog.set_level("INFO", "shared.usage.writer")
     async with writer(server, spool_dir) as rows:
         failing = [unused() for _ in range(20)]
         safe: list[int] = []
@@ -139,14 +139,14 @@ async def test_disk_that_fails_makes_rows_safe_only_in_bigquery_until_it_works(
         await until(is_on_disk)
         rows.write(row(unused()))
         assert segments(spool_dir) >= 1
-    said = [record.message for record in caplog.records if record.name == "shared.usage.journal"]
+    said = [record.message for record in caplog.records if record.name == "shared.usage.writer"]
     assert said == ["disk does not take rows; they wait in memory", "disk takes rows again"]
 
 
 async def test_slow_disk_is_left_to_the_thread(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.usage.journal.SLOW_DISK_S", 0.0)
+    monkeypatch.setattr("shared.usage.writer.SLOW_DISK_S", 0.0)
     told: list[int] = []
     written = [unused() for _ in range(100)]
     async with writer(server, tmp_path / "spool") as rows:
@@ -155,7 +155,7 @@ async def test_slow_disk_is_left_to_the_thread(
         assert metric("penstock_rows_disk_up") == 0
         await until(lambda: len(told) == len(written))
         assert sorted(told) == written
-        monkeypatch.setattr("shared.usage.journal.SLOW_DISK_S", WAIT_LIMIT_S)
+        monkeypatch.setattr("shared.usage.writer.SLOW_DISK_S", WAIT_LIMIT_S)
         rows.write(row(unused()))
         await until(lambda: metric("penstock_rows_disk_up") == 1)
         assert await rows.flush(WAIT_LIMIT_S)
@@ -187,7 +187,7 @@ async def test_rows_wait_in_memory_while_neither_works_and_go_to_whichever_is_fi
 async def test_rows_beyond_the_bound_of_memory_are_given_up_and_counted_unless_a_job_waits_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.usage.journal.MEMORY_ROWS", 50)
+    monkeypatch.setattr("shared.usage.writer.MEMORY_ROWS", 50)
     spool_dir = tmp_path / "spool"
     spool_dir.write_text("no folder")
     before = metric("penstock_rows_lost_total")

@@ -11,7 +11,7 @@ import pytest
 from shared.messages import Job
 from shared.transport import ReceivedMessage, SmoothedDuration, Subscription
 from workers.job import PulledJob, QueuedItem
-from workers.scheduling.flow_control import MAX_AHEAD_S, FlowControl
+from workers.worker import MAX_AHEAD_S, FlowControl
 
 HELD, BATCH, BATCH_S = 128, 64, 0.05
 RATE = BATCH / BATCH_S

@@ -18,8 +18,7 @@ from prometheus_client import REGISTRY
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Cache, Generation, Price
 from shared.in_memory_broker import InMemoryBroker
-from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody
-from shared.stores.record_state import record_id
+from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, record_id
 from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk
 from shared.topics import inbox_topic_id
 from tests.limits import WAIT_LIMIT_S

@@ -446,8 +446,9 @@ class Completion:
         # one.
         await self._fill_cache(pulled, answered)
         subscribed = pulled.envelope.webhook_events
-        await self._webhooks.publish(pulled.record, subscribed, "output")
-        await self._webhooks.publish(pulled.record, subscribed, "completed")
+        if subscribed:
+            await self._webhooks.publish(pulled.record, subscribed, "output")
+            await self._webhooks.publish(pulled.record, subscribed, "completed")
         return answered
 
     async def _record_and_reply(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:

@@ -2,8 +2,7 @@
 
 In call order: `start` → `_pull` → `_admit` decodes, drops late jobs, claims records, asks the
 cache, fetches source images, prepares inputs, and queues. The worker takes batches from `queue`
-(model_queue.py) and passes their results to `batches` (batch_results.py). Every outcome goes to
-completion.py.
+and passes their results to `batches` (both in items.py). Every outcome goes to completion.py.
 
 Jobs that are canceled or late are dropped, in the queue or in a running batch. Each held job has a
 timer, which fires at the queue limit and at the deadline.
@@ -34,10 +33,9 @@ from shared.tasks.text import TokenCount
 from shared.tracing.spans import is_recorded
 from shared.transport import ReceivedMessage, Subscription
 from workers.job import JobTimer, PulledJob, QueuedItem, Run
-from workers.jobs.batch_results import BatchResults, TokenOutput
 from workers.jobs.canary_part import CanaryPart
 from workers.jobs.completion import Completion
-from workers.jobs.model_queue import ModelQueue
+from workers.jobs.items import BatchResults, ModelQueue, TokenOutput
 from workers.jobs.registry import JobRegistry
 from workers.models.base import Prepared, Preparer
 from workers.tasks import WORKER_TASKS

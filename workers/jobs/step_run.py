@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from workers.job import QueuedItem
-from workers.jobs.batch_results import PROGRESS_EVERY_S, to_compute
 from workers.jobs.consumer import JobConsumer
+from workers.jobs.items import PROGRESS_EVERY_S, to_compute
 from workers.runtime.pool import ModelProcessDied, PooledProcess
 from workers.runtime.protocol import (
     BatchResult,

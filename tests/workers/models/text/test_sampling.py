@@ -19,7 +19,7 @@ from transformers import (
 
 from tests.tiers import examples
 from tests.workers.models.text.tiny import prompt
-from workers.models.text.sampling import adjust, choose, largest, log_probabilities, uniform
+from workers.models.text.writing import adjust, choose, largest, log_probabilities, uniform
 
 pytestmark = pytest.mark.slow
 

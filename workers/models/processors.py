@@ -1,9 +1,12 @@
-"""The name of this CPU, and its instruction sets that affect speed."""
+"""The names of CPU and GPU, and the instruction sets that affect speed. Uses no model library."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+
+from shared.catalog_entry import GpuTypeName
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Flags of /proc/cpuinfo, on x86 and on ARM."""
@@ -43,3 +46,23 @@ def read_facts(path: Path) -> dict[str, str]:
         key, _, value = line.partition(":")
         facts.setdefault(key.strip(), value.strip())
     return facts
+
+
+_NAMES: tuple[tuple[str, GpuTypeName], ...] = (
+    (r"\bL4\b", "l4"),
+    (r"\bT4\b", "t4"),
+    (r"\bA100\b.*\b80GB\b", "a100-80gb"),
+    (r"\bA100\b", "a100"),
+    (r"\bH100\b", "h100"),
+    (r"\bRTX PRO 6000\b", "rtx-pro-6000"),
+)
+"""As `torch.cuda.get_device_name` has them, such as `NVIDIA A100-SXM4-40GB`."""
+
+
+def gpu_type_of(device: str) -> GpuTypeName | None:
+    """Returns the GPU type in infra/kubernetes/gpus.yaml, by the name that the driver gives.
+
+    The device decides and not the catalog: a larger type may have taken over if one is out of
+    stock. None for a CPU, and for types that have no price.
+    """
+    return next((type_ for name, type_ in _NAMES if re.search(name, device)), None)
