@@ -102,6 +102,9 @@ FINISH = load_script(*_BUDGET, _STATES, "shared/stores/record_finish.lua")
 
 log = logging.getLogger(__name__)
 
+EndState = Literal["succeeded", "failed", "canceled"]
+"""How a record ends."""
+
 
 class Records(RedisStore):
     """The records in one Redis: an async context manager that opens without Redis too.
@@ -379,15 +382,17 @@ class Records(RedisStore):
         answers = await self._claims.call(records) if self.is_up else None
         return [None] * len(records) if answers is None else list(answers)
 
-    async def finish(
-        self, record: str, state: Literal["succeeded", "failed", "canceled"], reply: bytes
-    ) -> Finish | None:
+    async def finish(self, record: str, state: EndState, reply: bytes) -> Finish | None:
         """Ends a record with the encoded ReplyBody `reply`, unless it has one.
 
         One that a caller canceled takes only a reply with the `canceled` state.
         """
-        answers = await self._finishes.call([(record, state, reply)]) if self.is_up else None
-        return None if answers is None else answers[0]
+        return (await self.finish_all([(record, state, reply)]))[0]
+
+    async def finish_all(self, ends: Sequence[tuple[str, EndState, bytes]]) -> list[Finish | None]:
+        """Ends several records, each with its state and reply, as `finish` does."""
+        answers = await self._finishes.call(ends) if self.is_up else None
+        return [None] * len(ends) if answers is None else list(answers)
 
     async def release(self, released: Sequence[ReleasedClaim]) -> None:
         """Lets claims go: if their worker dies now, the jobs are not the reason."""
@@ -448,7 +453,7 @@ class Records(RedisStore):
             for state, attempts, unfinished, reply, alone in answers
         ]
 
-    async def _send_finishes(self, ends: list[tuple[str, str, bytes]]) -> list[Finish]:
+    async def _send_finishes(self, ends: list[tuple[str, EndState, bytes]]) -> list[Finish]:
         keys = [self._store, *(self._key(record) for record, _, _ in ends)]
         args = [
             time.time(),

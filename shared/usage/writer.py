@@ -153,20 +153,20 @@ class RowWriter:
         """Rows that BigQuery does not have yet: in memory, in flight, and on disk."""
         return self._journal.rows
 
-    def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
-        """Adds a row, on the event loop. Never waits for BigQuery and never raises.
+    def write(self, *rows: Row, on_safe: Callable[[], None] | None = None) -> None:
+        """Adds rows, on the event loop. Never waits for BigQuery and never raises.
 
         Args:
-            row: the row.
-            on_safe: called once, later on this event loop, when the row is on disk or in BigQuery.
-                From then on the death of this process does not lose it. Never called if the writer
-                is closed first.
+            rows: the rows.
+            on_safe: called once, later on this event loop, when each is on disk or in BigQuery.
+                From then on the death of this process does not lose them. Never called if the
+                writer is closed first.
         """
-        self._journal.append(fields_of(row), on_safe)
+        self._journal.append([fields_of(row) for row in rows], on_safe)
 
     def write_hour(self, row: WorkerHour) -> None:
         """The same for a writer of the `worker_hours` table."""
-        self._journal.append(fields_by_name(row), None)
+        self._journal.append([fields_by_name(row)], None)
 
     async def flush(self, timeout_s: float) -> bool:
         """Waits until BigQuery has every row, at most `timeout_s`. Returns whether it has."""
