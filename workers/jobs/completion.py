@@ -109,7 +109,9 @@ class LargeResults:
         limit_bytes = self._reply_limit_bytes
         if limit_bytes == INLINE_LIMIT_BYTES:  # it was kept when the record was made
             return body
-        outcomes = [await self._with_key(envelope, one, limit_bytes) for one in body.outcomes]
+        outcomes = await asyncio.gather(
+            *(self._with_key(envelope, one, limit_bytes) for one in body.outcomes)
+        )
         is_same = all(map(operator.is_, outcomes, body.outcomes))
         return body if is_same else msgspec.structs.replace(body, outcomes=outcomes)
 
@@ -401,7 +403,10 @@ class Completion:
             return
         record_spans(pulled, self._model, self._worker.device)
         try:
-            outcomes = [await self._large.stored(pulled.envelope, outcome) for outcome in outcomes]
+            # Together, because a store may be far away.
+            outcomes = await asyncio.gather(
+                *(self._large.stored(pulled.envelope, outcome) for outcome in outcomes)
+            )
             ours = ReplyBody(outcomes, None, self._worker.worker, self._worker.device, time.time())
             answered = await self._end(pulled, ours)
             if pulled.dead_letter_reason:
