@@ -18,6 +18,7 @@ MODULES = {
     "shapes": "shapes",
     "image_steps": "image_steps",
     "broker": "broker",
+    "item_cost": "item_cost",
     "soak": "soak",
     "footprint": "footprint",
     "overload": "overload",

@@ -73,10 +73,16 @@ class GatedLink:
 
 
 @asynccontextmanager
+async def gated(target_port: int) -> AsyncIterator[tuple[GatedLink, int]]:
+    """A link to a port of this machine, and the port of its other end."""
+    link = GatedLink(target_port)
+    async with await asyncio.start_server(link.serve, "127.0.0.1", 0) as server:
+        yield link, server.sockets[0].getsockname()[1]
+
+
+@asynccontextmanager
 async def gated_redis(redis_url: str) -> AsyncIterator[tuple[GatedLink, str]]:
     """A link to a Redis, and the URL of its other end."""
     where = urlsplit(redis_url)
-    link = GatedLink(where.port or 0)
-    async with await asyncio.start_server(link.serve, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
+    async with gated(where.port or 0) as (link, port):
         yield link, redis_url.replace(f":{where.port}", f":{port}")
