@@ -14,13 +14,15 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvloop
 
+from bench.distant_link import distant
 from bench.fairness.timed import BrokerSite, Callers, TimedWorker, WorkerCounts, servers
 from bench.report import Figure, Outcome
 from shared.gc_tuning import settle_heap
@@ -57,12 +59,21 @@ def run() -> Outcome:
     return Outcome(figures, details)
 
 
-def measure(*, has_rows: bool) -> dict[str, float]:
-    """One round. Returns items/s, items per CPU second, and items of a batch."""
+def measure(*, has_rows: bool, redis_delay_ms: float = 0.0) -> dict[str, float]:
+    """One round. Returns items/s, items per CPU second, and items of a batch.
+
+    Args:
+        has_rows: whether the worker writes rows.
+        redis_delay_ms: each way to the worker's Redis.
+    """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         rows_dir = str(Path(folder) / "rows") if has_rows else ""
-        with servers(Path(folder)) as (endpoint, redis_url):
+        with ExitStack() as stack:
+            endpoint, redis_url = stack.enter_context(servers(Path(folder)))
+            port = urlsplit(redis_url).port or 0
+            link = stack.enter_context(distant(port, redis_delay_ms, Path(folder)))
+            redis_url = redis_url.replace(f":{port}", f":{link}")
             site, project = BrokerSite(redis_url, endpoint), f"cost-{time.time_ns()}"
             uvloop.run(_provision(site, project))
             here, there = context.Pipe()

@@ -20,6 +20,7 @@ from contextlib import (
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
+from uuid import uuid4
 
 from bench.pipeline import READY_LIMIT_S
 from infra.local.process import Process, free_port, listens
@@ -187,6 +188,8 @@ class Callers:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._sent = 0
+        # Runs may share a Redis, which knows the jobs of the ones before.
+        self._name = uuid4().hex[:8]
         self._waiting: dict[str, asyncio.Future[int]] = {}
 
     async def ask(
@@ -208,7 +211,7 @@ class Callers:
         self, tenant: str, lengths: Sequence[int], weight: float, lane: str, left_s: float
     ) -> int:
         self._sent += 1
-        now_s, request_id = time.time(), str(self._sent)
+        now_s, request_id = time.time(), f"{self._name}-{self._sent}"
         envelope = Envelope(
             request_id=request_id, part=0, model=MODEL.name, tenant=tenant, weight=weight,
             lane=lane, inbox=inbox_topic_id(INBOX), slot="0", deadline_s=now_s + left_s,
