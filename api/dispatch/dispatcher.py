@@ -256,6 +256,8 @@ class Dispatcher:
                 else ItemCompletion(outcome, by_worker, job.queued_at_s if by_worker else 0.0)
             )
             self._single_flight.complete(in_flight, completion)
+        # Items refer to their job. Without this, all of it would stay until a garbage collection.
+        job.items.clear()
 
     def _outcomes_of(
         self, request: InferenceRequest, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]

@@ -20,6 +20,7 @@ from contextlib import (
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
+from uuid import uuid4
 
 from bench.pipeline import READY_LIMIT_S
 from infra.local.process import Process, free_port, listens
@@ -27,7 +28,18 @@ from infra.local.provision_servers import provision
 from infra.local.redis_server import RedisServer
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Batch, Cache
-from shared.messages import Envelope, Item, Job, JobBody, decode_reply, encode_job
+from shared.messages import (
+    Envelope,
+    Item,
+    Job,
+    JobBody,
+    ReplyBody,
+    decode_reply,
+    decode_reply_batch,
+    decode_reply_body,
+    encode_job,
+    is_reply_batch,
+)
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
 from shared.rabbitmq.admin import RabbitAdmin
@@ -39,7 +51,7 @@ from shared.tasks import Input
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.topics import inbox_topic_id, jobs_topic_id, make_inbox, slot_subscription_id
 from shared.transport import ReceivedMessage, Subscription, Transport
-from shared.usage.row import Row
+from shared.usage.row import Row, RowSink
 from workers.job import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
@@ -127,7 +139,7 @@ class _TimedPool:
 
 
 class _NoRows:
-    def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
+    def write(self, *rows: Row, on_safe: Callable[[], None] | None = None) -> None:
         """Every row is safe at once."""
         if on_safe is not None:
             on_safe()
@@ -176,6 +188,8 @@ class Callers:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._sent = 0
+        # Runs may share a Redis, which knows the jobs of the ones before.
+        self._name = uuid4().hex[:8]
         self._waiting: dict[str, asyncio.Future[int]] = {}
 
     async def ask(
@@ -197,11 +211,11 @@ class Callers:
         self, tenant: str, lengths: Sequence[int], weight: float, lane: str, left_s: float
     ) -> int:
         self._sent += 1
-        now_s, request_id = time.time(), str(self._sent)
+        now_s, request_id = time.time(), f"{self._name}-{self._sent}"
         envelope = Envelope(
             request_id=request_id, part=0, model=MODEL.name, tenant=tenant, weight=weight,
             lane=lane, inbox=inbox_topic_id(INBOX), slot="0", deadline_s=now_s + left_s,
-            received_at_s=now_s, published_at_s=now_s,
+            received_at_s=now_s, published_at_s=now_s, reply_batches="1",
         )  # fmt: skip
         items = [Item(index, TextInput(str(length))) for index, length in enumerate(lengths)]
         data, attributes = encode_job(Job(envelope, JobBody(items, False, False)))
@@ -216,11 +230,17 @@ class Callers:
         async with inbox as replies:
             async for message in replies:
                 replies.ack(message)
-                reply = decode_reply(message.data, message.attributes)
-                waiting = self._waiting.pop(reply.request_id, None)
-                if waiting is not None and not waiting.done():
-                    outcomes = reply.body.outcomes
-                    waiting.set_result(sum(one.receipt.tokens or 0 for one in outcomes))
+                if is_reply_batch(message.attributes):
+                    for one in decode_reply_batch(message.data, message.attributes):
+                        self._deliver(one.request_id, decode_reply_body(one.body))
+                else:
+                    reply = decode_reply(message.data, message.attributes)
+                    self._deliver(reply.request_id, reply.body)
+
+    def _deliver(self, request_id: str, body: ReplyBody) -> None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(sum(one.receipt.tokens or 0 for one in body.outcomes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +296,7 @@ class TimedWorker:
         hand: how many messages of a lane it holds. 0: as usual.
         batch_s: seconds of each batch, whatever its size. 0: BATCH_S and TOKENS_PER_S.
         name: of the worker.
+        rows: where its rows go. None: nowhere, and each is safe at once.
     """
 
     def __init__(
@@ -287,11 +308,13 @@ class TimedWorker:
         hand: int = 0,
         batch_s: float = 0.0,
         name: str = "0",
+        rows: RowSink | None = None,
     ) -> None:
         self._site = site
         self._project = project
         self._hand = hand
         self._name = name
+        self._rows = rows or _NoRows()
         self._pool = _TimedPool(processes, batch_s)
         self._stack = AsyncExitStack()
 
@@ -303,7 +326,7 @@ class TimedWorker:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
         objects = ObjectStore(f"file://{folder}")
         info = WorkerInfo(self._name, "here", "none")
-        completion = Completion(MODEL, transport, cache, records, objects, _NoRows(), info)
+        completion = Completion(MODEL, transport, cache, records, objects, self._rows, info)
         self._consumer = JobConsumer(MODEL, _Preparer(), cache, records, objects, completion)
         self._subscriber = _OtherHand(transport, self._hand)
         worker = Worker([self._consumer], self._subscriber, records, cast(ModelPool, self._pool))

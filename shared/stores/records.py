@@ -56,6 +56,9 @@ from shared.stores.webhook_log import WebhookLog
 
 log = logging.getLogger(__name__)
 
+EndState = Literal["succeeded", "failed", "canceled"]
+"""How a record ends."""
+
 LOOK_AGAIN_S = 1.0
 """The time for which other instances leave a due hold to the one that took it."""
 VOID_S = 600
@@ -468,15 +471,17 @@ class Records(RedisStore):
         answers = await self._claims.call(records) if self.is_up else None
         return [None] * len(records) if answers is None else list(answers)
 
-    async def finish(
-        self, record: str, state: Literal["succeeded", "failed", "canceled"], reply: bytes
-    ) -> Finish | None:
+    async def finish(self, record: str, state: EndState, reply: bytes) -> Finish | None:
         """Ends a record with the encoded ReplyBody `reply`, unless it has one.
 
         One that a caller canceled takes only a reply with the `canceled` state.
         """
-        answers = await self._finishes.call([(record, state, reply)]) if self.is_up else None
-        return None if answers is None else answers[0]
+        return (await self.finish_all([(record, state, reply)]))[0]
+
+    async def finish_all(self, ends: Sequence[tuple[str, EndState, bytes]]) -> list[Finish | None]:
+        """Ends several records, each with its state and reply, as `finish` does."""
+        answers = await self._finishes.call(ends) if self.is_up else None
+        return [None] * len(ends) if answers is None else list(answers)
 
     async def release(self, released: Sequence[ReleasedClaim]) -> None:
         """Lets claims go: if their worker dies now, the jobs are not the reason."""
@@ -537,7 +542,7 @@ class Records(RedisStore):
             for state, attempts, unfinished, reply, alone in answers
         ]
 
-    async def _send_finishes(self, ends: list[tuple[str, str, bytes]]) -> list[Finish]:
+    async def _send_finishes(self, ends: list[tuple[str, EndState, bytes]]) -> list[Finish]:
         keys = [self._store, *(self._key(record) for record, _, _ in ends)]
         args = [
             time.time(),

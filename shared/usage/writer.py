@@ -8,7 +8,7 @@ that other processes left in the same folder. It is a thread, because Google's c
 synchronous. The destination of rows is the sender's matter (shared/usage/senders.py).
 
 The journal has the rows that BigQuery does not have yet: on disk first, and in memory until they
-are sent. `Journal.append` runs on the event loop. It writes each row with one write(2) into the
+are sent. `Journal.append` runs on the event loop. It writes rows with one write(2) into the
 page cache, which costs less than waking a thread. The thread calls everything else. If the disk
 refuses rows or is slow, the thread takes over. Rows then wait in memory, and count as safe only
 once the disk or BigQuery has them.
@@ -128,23 +128,41 @@ class Journal:
         with _disk_errors_counted("rows of earlier processes not found"):
             self._spool.scan()
 
-    def append(self, fields: Fields, on_safe: Callable[[], None] | None) -> None:
-        """Adds a row, on the event loop. Never raises."""
-        loop = None if on_safe is None else asyncio.get_running_loop()
+    def append(self, rows: Sequence[Fields], on_safe: Callable[[], None] | None) -> None:
+        """Adds rows, on the event loop. Never raises."""
         with self.changed:
             was_empty = not self.waiting
-            if self._is_disk_up and self._write(fields):
-                if on_safe is not None and loop is not None:
-                    loop.call_soon(on_safe)
-            elif on_safe is None and len(self._unsaved) >= MEMORY_ROWS:
-                self._lose(1)
+            if self._is_disk_up and self._write(rows):
+                if on_safe is not None:
+                    asyncio.get_running_loop().call_soon(on_safe)
+            elif on_safe is None:
+                self._keep_some_in_memory(rows)
             else:
-                self._unsaved.append(UnsavedRow(fields, on_safe, loop, time.time()))
+                self._keep_in_memory(rows, on_safe)
             if was_empty or self._open is None:
                 self.changed.notify_all()
 
-    def _write(self, fields: Fields) -> bool:
-        """Returns whether the row is on disk now."""
+    def _keep_some_in_memory(self, rows: Sequence[Fields]) -> None:
+        """Keeps the rows that nobody waits for, as far as there is room."""
+        kept = rows[: max(0, MEMORY_ROWS - len(self._unsaved))]
+        now_s = time.time()
+        self._unsaved.extend(UnsavedRow(fields, None, None, now_s) for fields in kept)
+        self._lose(len(rows) - len(kept))
+
+    def _keep_in_memory(self, rows: Sequence[Fields], on_safe: Callable[[], None]) -> None:
+        """Keeps rows, and calls `on_safe` when the last of them is safe."""
+        loop, now_s, left = asyncio.get_running_loop(), time.time(), len(rows)
+
+        def one_is_safe() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                on_safe()
+
+        self._unsaved.extend(UnsavedRow(fields, one_is_safe, loop, now_s) for fields in rows)
+
+    def _write(self, rows: Sequence[Fields]) -> bool:
+        """Returns whether the rows are on disk now."""
         began_s = time.perf_counter()
         try:
             if self._open is None:
@@ -152,8 +170,8 @@ class Journal:
                 self._open = RowBatch(segment, [], segment.since_s)
             batch = self._open
             assert batch.segment is not None, "only segments are open; this is a bug"
-            batch.segment.append([fields])
-            batch.rows.append(fields)
+            batch.segment.append(rows)
+            batch.rows.extend(rows)
             if len(batch.rows) >= BATCH_ROWS:
                 self._seal()
         except OSError as error:
@@ -500,20 +518,20 @@ class RowWriter:
         """Rows that BigQuery does not have yet: in memory, in flight, and on disk."""
         return self._journal.rows
 
-    def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
-        """Adds a row, on the event loop. Never waits for BigQuery and never raises.
+    def write(self, *rows: Row, on_safe: Callable[[], None] | None = None) -> None:
+        """Adds rows, on the event loop. Never waits for BigQuery and never raises.
 
         Args:
-            row: the row.
-            on_safe: called once, later on this event loop, when the row is on disk or in BigQuery.
-                From then on the death of this process does not lose it. Never called if the writer
-                is closed first.
+            rows: the rows.
+            on_safe: called once, later on this event loop, when each is on disk or in BigQuery.
+                From then on the death of this process does not lose them. Never called if the
+                writer is closed first.
         """
-        self._journal.append(fields_of(row), on_safe)
+        self._journal.append([fields_of(row) for row in rows], on_safe)
 
     def write_hour(self, row: WorkerHour) -> None:
         """The same for a writer of the `worker_hours` table."""
-        self._journal.append(fields_by_name(row), None)
+        self._journal.append([fields_by_name(row)], None)
 
     async def flush(self, timeout_s: float) -> bool:
         """Waits until BigQuery has every row, at most `timeout_s`. Returns whether it has."""

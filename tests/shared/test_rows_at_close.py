@@ -44,7 +44,7 @@ async def test_each_row_is_on_disk_once_if_the_writer_closes_while_rows_are_save
     spool.go.set()
     spool.began.set()
     for number in range(ROWS):
-        journal.append(fields_of(row(number)), None)
+        journal.append([fields_of(row(number))], None)
     in_flight = journal.next_batch(takes_open=True)
     assert in_flight is not None
     assert len(in_flight.rows) == ROWS // 2

@@ -87,7 +87,7 @@ class Rows(RuleBasedStateMachine):
         async def append() -> None:
             for number in itertools.islice(self._numbers, count):
                 self.alive.add(number)
-                self._journal.append({"row_id": number}, partial(self.safe.add, number))
+                self._journal.append([{"row_id": number}], partial(self.safe.add, number))
 
         self._loop.run_until_complete(append())
         self._turn()

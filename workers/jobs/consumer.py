@@ -446,8 +446,8 @@ class JobConsumer:
         """Decodes, drops late and finished jobs, answers from the cache, and queues the rest."""
         decoded = [self._decode(message, subscription) for message, subscription in arrived]
         pulled_jobs = [pulled for pulled in decoded if pulled is not None]
-        await self._claims.claim(pulled_jobs)
-        found = await self._look_up(pulled_jobs)
+        # Together, because each may wait for Redis.
+        _, found = await asyncio.gather(self._claims.claim(pulled_jobs), self._look_up(pulled_jobs))
         missing = []
         for pulled in pulled_jobs:
             for item in () if pulled.is_over else pulled.items:
