@@ -51,6 +51,11 @@ def measure(where: tuple[str, str], seconds: float) -> list[Figure]:
     return [figure for part in parts for figure in part(where, seconds)]
 
 
+def measure_shares(where: tuple[str, str], seconds: float) -> list[Figure]:
+    """What a noisy tenant and weights do, about 7 times `seconds`. `where`: as of `measure`."""
+    return [*_noise(where, seconds), *_weights(where, seconds)]
+
+
 def _noise(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
     """A noisy tenant and quiet ones, each alone and together."""
 
