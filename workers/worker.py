@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from shared.errors import ModelFailed, PenstockError
+from shared.flow_control import ACK_LINGER_S, held_messages
 from shared.stores.records import Records
 from shared.topics import batch_subscription_id, workers_subscription_id
 from shared.transport import Subscriber
@@ -38,31 +39,10 @@ from workers.utilization import LANES, BusyRatio, ProcessTimes
 
 log = logging.getLogger(__name__)
 
-ACK_LINGER_S = 0.02
-"""The time that acks wait to be sent together.
-
-No caller waits for them, and a lone ack costs as much as a publish.
-"""
 BATCH_TIMEOUT_S = 300.0
 """A batch that takes longer is stuck. Its process is killed, and its jobs are retried."""
 FAILED_BATCHES_MAX = 20
 """After this many failed batches in a row the worker itself is broken, and exits."""
-
-
-def held_messages(max_items: int, processes: int, *, in_steps: bool) -> int:
-    """Returns how many jobs a worker holds near its broker: for each process two batches.
-
-    One runs, and one waits. At a distance it holds more (workers/scheduling/flow_control.py).
-
-    A text may run for minutes. So if a tenant has filled both, there is room for jobs of others,
-    which then get places (workers/scheduling/lanes.py).
-
-    Args:
-        max_items: of a batch.
-        processes: of the worker.
-        in_steps: whether items join and leave a batch of the model between steps.
-    """
-    return processes * (2 * max_items + (-(-max_items // 2) if in_steps else 0))
 
 
 class Worker:

@@ -188,6 +188,8 @@ class Callers:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._sent = 0
+        # Redis may know the jobs of an earlier run, which would be answered as before.
+        self._run = f"{time.time_ns():x}"
         self._waiting: dict[str, asyncio.Future[int]] = {}
 
     async def ask(
@@ -209,7 +211,7 @@ class Callers:
         self, tenant: str, lengths: Sequence[int], weight: float, lane: str, left_s: float
     ) -> int:
         self._sent += 1
-        now_s, request_id = time.time(), str(self._sent)
+        now_s, request_id = time.time(), f"{self._run}-{self._sent}"
         envelope = Envelope(
             request_id=request_id, part=0, model=MODEL.name, tenant=tenant, weight=weight,
             lane=lane, inbox=inbox_topic_id(INBOX), slot="0", deadline_s=now_s + left_s,

@@ -8,10 +8,11 @@ from typing import cast
 
 import pytest
 
+from shared.flow_control import MAX_AHEAD_S
 from shared.messages import Job
 from shared.transport import ReceivedMessage, SmoothedDuration, Subscription
 from workers.job import PulledJob, QueuedItem
-from workers.scheduling.flow_control import MAX_AHEAD_S, FlowControl
+from workers.scheduling.flow_control import FlowControl
 
 HELD, BATCH, BATCH_S = 128, 64, 0.05
 RATE = BATCH / BATCH_S

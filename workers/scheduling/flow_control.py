@@ -1,27 +1,13 @@
-"""How many jobs a worker holds, so that its model never waits for the broker.
-
-Two batches for each process, one that runs and one that waits, are enough for a broker that is
-near. The place of a job that ends is filled again only after its reply and its ack have traveled to
-the broker, and the next job from there. So the worker also holds what its model computes in that
-time: its rate times the round trip, the bandwidth-delay product of a network path.
-
-It is bounded: when a worker dies, what it held waits for its leases to end, and is computed again.
-"""
+"""Sets how many jobs a worker holds, by what it measures (shared/flow_control.py has the rule)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+from shared.flow_control import HeldAhead
 from shared.transport import SmoothedDuration, Subscription
 from workers import metrics
 from workers.job import QueuedItem
-
-MAX_AHEAD_S = 1.0
-"""At most the work of this time is held beyond two batches."""
-MAX_AHEAD_MESSAGES = 8192
-FADE_S = 60.0
-"""An earlier rate counts for a third after this time, so that less is held only slowly."""
 
 
 class FlowControl:
@@ -54,8 +40,7 @@ class FlowControl:
         self._processes = processes
         self._completion = completion
         self._ack_linger_s = ack_linger_s
-        self._jobs_per_s = 0.0
-        self._measured_at_s = 0.0
+        self._ahead = HeldAhead()
 
     def batch_ended(self, batch: Sequence[QueuedItem], took_s: float, now_s: float) -> None:
         """Measures the rate, and sets what is to be held.
@@ -71,17 +56,9 @@ class FlowControl:
             for pulled, _ in queued.waiters
             if pulled.subscription is self._subscription
         )
-        fade = math.exp((self._measured_at_s - now_s) / FADE_S)
         rate = self._processes * jobs / max(took_s, 1e-3)
-        self._jobs_per_s = max(rate, self._jobs_per_s * fade)
-        self._measured_at_s = now_s
-        held = self._held + self._ahead(took_s)
+        gap_s = self._completion.most_s + self._ack_linger_s + self._subscription.round_trip.most_s
+        held = self._held + self._ahead.batch_ended(rate, took_s, gap_s, now_s)
         self._subscription.hold(held)
         self._held_max.set(held)
         self._round_trips.set(self._subscription.round_trip.mean_s)
-
-    def _ahead(self, batch_s: float) -> int:
-        """The jobs beyond two batches. Half of the batch that waits covers half of its time."""
-        gap_s = self._completion.most_s + self._ack_linger_s + self._subscription.round_trip.most_s
-        ahead_s = min(max(0.0, gap_s - batch_s / 2), MAX_AHEAD_S)
-        return min(math.ceil(self._jobs_per_s * ahead_s), MAX_AHEAD_MESSAGES)
