@@ -130,9 +130,7 @@ class _Broker:
         with self._site(Link(FAIR_DELAY_MS)) as site:
             killed = kill_with_full_hand(site, USUAL, lead_s=LEAD_S, limit_s=KILL_LIMIT_S)
         self._keep(where, killed)
-        yield Figure(
-            f"{where}: work repeated", killed.redelivered_s, "s", "<=", WORK_REPEATED_S
-        )
+        yield Figure(f"{where}: work repeated", killed.redelivered_s, "s", "<=", WORK_REPEATED_S)
         yield Figure(f"{where}: last answer after", killed.healed_s, "s")
 
     def _seen(self, where: str, site: Any, load: FarLoad, *, hand: int = 0) -> Seen:
@@ -158,9 +156,7 @@ def _bounded(figure: Figure, least: float) -> Figure:
     return Figure(figure.name, figure.value, figure.unit, ">=", least) if least else figure
 
 
-def _fair_shares(
-    endpoint: str, redis_url: str, seconds: float, folder: Path
-) -> Iterator[Figure]:
+def _fair_shares(endpoint: str, redis_url: str, seconds: float, folder: Path) -> Iterator[Figure]:
     """What tenants notice of each other at a distance, on Pub/Sub."""
     with far_site("pubsub", endpoint, redis_url, Link(FAIR_DELAY_MS), folder) as site:
         for one in order.measure_shares((site.pubsub_endpoint, redis_url), seconds):

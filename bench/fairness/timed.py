@@ -322,9 +322,7 @@ class TimedWorker:
         objects = ObjectStore(f"file://{folder}")
         info = WorkerInfo(self._name, "here", "none")
         completion = Completion(self._model, transport, cache, records, objects, _NoRows(), info)
-        self._consumer = JobConsumer(
-            self._model, _Preparer(), cache, records, objects, completion
-        )
+        self._consumer = JobConsumer(self._model, _Preparer(), cache, records, objects, completion)
         self._subscriber = _OtherHand(transport, self._hand)
         worker = Worker([self._consumer], self._subscriber, records, cast(ModelPool, self._pool))
         running = [asyncio.create_task(worker.run(asyncio.Event()))]

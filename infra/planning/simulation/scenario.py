@@ -53,7 +53,7 @@ class ScenarioApi(Entry):
     max_instances: int = Field(ApiVariable().max_instances, ge=1)
     concurrency: int = Field(ApiVariable().concurrency, ge=1)
     trip_s: Seconds = 0.1
-    """Both ways over Pub/Sub, as in infra/planning/deploy/sizing.py (TRIP_S)."""
+    """Both ways over Pub/Sub: 2 x BROKER_ROUND_TRIP_S of infra/planning/deploy/rates.py."""
 
 
 class ScenarioBroker(Entry):
