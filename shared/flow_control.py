@@ -19,7 +19,7 @@ MAX_AHEAD_S = 1.0
 """At most the work of this time is held beyond two batches."""
 MAX_AHEAD_MESSAGES = 8192
 FADE_S = 60.0
-"""An earlier rate counts for a third after this time, so that less is held only slowly."""
+"""Of what was held earlier, a third counts after this time, so that less is held only slowly."""
 ACK_LINGER_S = 0.02
 """The time that acks of jobs wait to be sent together.
 
@@ -69,17 +69,20 @@ def messages_ahead(jobs_per_s: float, gap_s: float, batch_s: float) -> int:
 
 
 class HeldAhead:
-    """What a worker holds of one subscription beyond two batches. Grows at once, shrinks slowly."""
+    """What a worker holds of one subscription beyond two batches. Grows at once, shrinks slowly.
+
+    Measured times go up and down, and each change of what is held ends streams or consumers.
+    """
 
     def __init__(self) -> None:
-        self._jobs_per_s = 0.0
+        self._ahead = 0.0
         self._measured_at_s = 0.0
 
     def batch_ended(self, jobs_per_s: float, took_s: float, gap_s: float, now_s: float) -> int:
-        """Takes the rate of a batch into account.
+        """Takes a batch into account.
 
         Args:
-            jobs_per_s: of the subscription that all processes compute at this rate.
+            jobs_per_s: of the subscription, that all processes compute at the rate of this batch.
             took_s: how long the batch ran.
             gap_s: from the end of a job to the next one in its place.
             now_s: monotonic seconds.
@@ -88,6 +91,6 @@ class HeldAhead:
             the number of jobs.
         """
         fade = math.exp((self._measured_at_s - now_s) / FADE_S)
-        self._jobs_per_s = max(jobs_per_s, self._jobs_per_s * fade)
+        self._ahead = max(messages_ahead(jobs_per_s, gap_s, took_s), self._ahead * fade)
         self._measured_at_s = now_s
-        return messages_ahead(self._jobs_per_s, gap_s, took_s)
+        return math.ceil(self._ahead)

@@ -114,6 +114,15 @@ def test_it_grows_at_once_and_shrinks_slowly() -> None:
     assert far.now[-1] < HELD + 0.1 * (full - HELD)
 
 
+def test_a_moment_of_shorter_round_trips_changes_little() -> None:
+    far = Held(steady(0.1))
+    flow = control(far)
+    flow.batch_ended(batch_of(far), BATCH_S, 0.0)
+    far.round_trip = steady(0.001)
+    flow.batch_ended(batch_of(far), BATCH_S, 1.0)
+    assert far.now[-1] - HELD >= 0.95 * (far.now[0] - HELD)
+
+
 def test_each_lane_holds_what_it_has() -> None:
     interactive, batch = Held(steady(0.1)), Held(steady(0.1))
     mixed = [*batch_of(interactive, 48), *batch_of(batch, 16)]

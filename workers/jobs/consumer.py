@@ -518,7 +518,7 @@ class JobConsumer:
         return found | await self._cache.get_many(in_redis) if in_redis else found
 
     async def _enqueue(self, missing: list[tuple[PulledJob, Item]]) -> None:
-        """Prepares inputs and queues them. A job that two workers died with is prepared by itself."""
+        """Prepares inputs and queues them. A job that two workers died with is by itself."""
         parts: dict[PulledJob | None, list[tuple[PulledJob, Item]]] = {}
         for pulled, item in missing:
             is_suspect = pulled.unfinished_claims > INNOCENT_DEATHS

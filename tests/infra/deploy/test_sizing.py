@@ -47,7 +47,7 @@ def test_distance_to_the_broker_is_held_and_counted() -> None:
         for trip_s in (0.0, 0.05, 1.0, 5.0)
     )
     assert near.held_jobs == 2 * 16
-    # A place is refilled after two round trips and 20 ms. Half of the batch that waits covers 25 ms.
+    # A place is refilled after two round trips and 20 ms. Half of a waiting batch covers 25 ms.
     assert usual.held_jobs == 2 * 16 + math.ceil(320 * (0.1 + 0.02 - 0.025))
     assert far.held_jobs == moon.held_jobs == 2 * 16 + 320, "at most a second of work"
     assert usual.repeated_s == pytest.approx(usual.held_jobs / 320)
