@@ -1,7 +1,7 @@
 """`python -m bench.distant_link PORT TARGET_PORT DELAY_MS`: a TCP proxy that adds distance.
 
-Each direction delays what passes by DELAY_MS. With `--jitter` the delay is log-normal, with DELAY_MS
-as its median. With `--cut-every-s` all connections are lost at intervals, with what is on its way.
+Each direction delays what passes by DELAY_MS. With `--jitter` the delay is log-normal, and DELAY_MS
+is its median. With `--cut-every-s` all connections are lost at intervals, with what is on its way.
 Bytes keep their order, as TCP does. A process of its own, so that it shares no interpreter with
 what is measured.
 """
@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import random
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,10 +27,10 @@ MAX_CHUNKS = 1024
 PUBSUB_SIGMA = 0.44
 """Sigma of the log-normal time from publish to receipt over Pub/Sub: ln(46.8 / 26.6) / 1.28.
 
-Its quantiles 0.5, 0.9 and 0.99 are 26.6, 46.8 and 470.7 ms with Google's Go client at 100 messages/s
-(https://github.com/davidxia/cloud-message-latency, "Metrics", 2021). The body is log-normal. The last
-hundredth is later than that, one message at a time. This proxy can't show it, as it would hold up
-all of a connection, which Pub/Sub does not.
+Its quantiles 0.5, 0.9 and 0.99 are 26.6, 46.8 and 470.7 ms with Google's Go client and 100
+messages/s (https://github.com/davidxia/cloud-message-latency, "Metrics", 2021). Up to 0.9 they fit
+a log-normal time. The last hundredth is later than that, one message at a time. This proxy can't
+show it, as it would hold up all of a connection, which Pub/Sub does not.
 """
 READY_LIMIT_S = 30.0
 
@@ -67,7 +67,7 @@ def distant(
 
 async def delayed(
     source: asyncio.StreamReader, pause_s: Callable[[], float]
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     """Yields what `source` sends, each piece after its pause, in order, until the end.
 
     Args:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 from bench.distant_link import PUBSUB_SIGMA
 from bench.fairness import order
-from bench.fairness.timed import JOB_ITEMS, servers
+from bench.fairness.timed import JOB_ITEMS, BrokerSite, servers
 from bench.far_worker import (
     FULL,
     Broker,
@@ -83,6 +83,10 @@ def run(*, quick: bool = False) -> Outcome:
     return Outcome(figures, details | {"load_after": round(os.getloadavg()[0], 2)})
 
 
+OpenSite = Callable[[Link], AbstractContextManager[BrokerSite]]
+"""Opens a broker at the end of a link."""
+
+
 class _Broker:
     """The measurements with one broker.
 
@@ -92,7 +96,7 @@ class _Broker:
         details: gets all that was seen.
     """
 
-    def __init__(self, name: Broker, site: Any, details: dict[str, Any]) -> None:
+    def __init__(self, name: Broker, site: OpenSite, details: dict[str, Any]) -> None:
         self._name = name
         self._site = site
         self._details = details
@@ -133,7 +137,7 @@ class _Broker:
         yield Figure(f"{where}: work repeated", killed.redelivered_s, "s", "<=", WORK_REPEATED_S)
         yield Figure(f"{where}: last answer after", killed.healed_s, "s")
 
-    def _seen(self, where: str, site: Any, load: FarLoad, *, hand: int = 0) -> Seen:
+    def _seen(self, where: str, site: BrokerSite, load: FarLoad, *, hand: int = 0) -> Seen:
         seen = measure(site, load, lead_s=LEAD_S, seconds=SECONDS, hand=hand)
         self._keep(where, seen)
         return seen

@@ -1,8 +1,9 @@
 """One worker and its callers at a distance from their broker, each in a process of its own.
 
-A real worker with a model that takes a fixed time for a batch (bench/fairness/timed.py), and callers
-that keep a number of jobs in flight, both behind a proxy (bench/distant_link.py). Redis is near. As
-the model computes nothing, a difference to no delay is time in which it waited for the broker.
+A real worker with a model that takes a fixed time for a batch (bench/fairness/timed.py), and
+callers that keep a number of jobs in flight, both behind a proxy (bench/distant_link.py). Redis is
+near. As the model computes nothing, a difference to no delay is time in which it waited for the
+broker.
 """
 
 from __future__ import annotations
