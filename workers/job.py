@@ -27,7 +27,8 @@ from workers.models.base import Prepared, PreparedPrompt
 from workers.runtime.protocol import BatchResult
 
 FRESH_S = 0.05
-TEXT_INNOCENT_DEATHS = 4
+INNOCENT_DEATHS, TEXT_INNOCENT_DEATHS = 1, 4
+"""So many workers may die with a job, or with one for a text, before it is computed by itself."""
 NOT_STARTED, NOT_DONE = "the model could start", "the model was done"
 NOT_SENT = "the answer was on its way"
 """The event that did not happen before an item's time ran out."""
@@ -86,12 +87,15 @@ class PulledJob:
     def tolerated_crashes(self) -> int:
         """Worker crashes tolerated before the job is treated as a poison pill.
 
+        Of one node that is lost, all jobs come again, up to a second of work and more. One by one
+        they would take a batch's time each.
+
         A text takes long, goes on from its tokens, and somebody waits for it, while texts that run
         one by one take many times as long. And what it can kill is a model process, which is
         counted by itself.
         """
         is_text = isinstance(self.items[0].input, GenerationInput)
-        return TEXT_INNOCENT_DEATHS if is_text else 0
+        return TEXT_INNOCENT_DEATHS if is_text else INNOCENT_DEATHS
 
     @property
     def start_by_s(self) -> float:

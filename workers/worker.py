@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -31,6 +30,7 @@ from functools import partial
 from typing import Any
 
 from shared.errors import ModelFailed, PenstockError
+from shared.flow_control import ACK_LINGER_S, HeldAhead, held_messages
 from shared.stores.records import Records
 from shared.topics import batch_subscription_id, workers_subscription_id
 from shared.transport import SmoothedDuration, Subscriber, Subscription
@@ -43,11 +43,12 @@ from workers.runtime.protocol import BatchResult, ResidencyReport
 from workers.scheduling.model_scheduler import Idle, ModelScheduler
 from workers.utilization import LANES, BusyRatio, ProcessTimes
 
-MAX_AHEAD_S = 1.0
-"""At most the work of this time is held beyond two batches."""
-MAX_AHEAD_MESSAGES = 8192
-FADE_S = 60.0
-"""An earlier rate counts for a third after this time, so that less is held only slowly."""
+log = logging.getLogger(__name__)
+
+BATCH_TIMEOUT_S = 300.0
+"""A batch that takes longer is stuck. Its process is killed, and its jobs are retried."""
+FAILED_BATCHES_MAX = 20
+"""After this many failed batches in a row the worker itself is broken, and exits."""
 
 
 class FlowControl:
@@ -80,8 +81,7 @@ class FlowControl:
         self._processes = processes
         self._completion = completion
         self._ack_linger_s = ack_linger_s
-        self._jobs_per_s = 0.0
-        self._measured_at_s = 0.0
+        self._ahead = HeldAhead()
 
     def batch_ended(self, batch: Sequence[QueuedItem], took_s: float, now_s: float) -> None:
         """Measures the rate, and sets what is to be held.
@@ -97,49 +97,12 @@ class FlowControl:
             for pulled, _ in queued.waiters
             if pulled.subscription is self._subscription
         )
-        fade = math.exp((self._measured_at_s - now_s) / FADE_S)
         rate = self._processes * jobs / max(took_s, 1e-3)
-        self._jobs_per_s = max(rate, self._jobs_per_s * fade)
-        self._measured_at_s = now_s
-        held = self._held + self._ahead(took_s)
+        gap_s = self._completion.most_s + self._ack_linger_s + self._subscription.round_trip.most_s
+        held = self._held + self._ahead.batch_ended(rate, took_s, gap_s, now_s)
         self._subscription.hold(held)
         self._held_max.set(held)
         self._round_trips.set(self._subscription.round_trip.mean_s)
-
-    def _ahead(self, batch_s: float) -> int:
-        """The jobs beyond two batches. Half of the batch that waits covers half of its time."""
-        gap_s = self._completion.most_s + self._ack_linger_s + self._subscription.round_trip.most_s
-        ahead_s = min(max(0.0, gap_s - batch_s / 2), MAX_AHEAD_S)
-        return min(math.ceil(self._jobs_per_s * ahead_s), MAX_AHEAD_MESSAGES)
-
-
-log = logging.getLogger(__name__)
-
-ACK_LINGER_S = 0.02
-"""The time that acks wait to be sent together.
-
-No caller waits for them, and a lone ack costs as much as a publish.
-"""
-BATCH_TIMEOUT_S = 300.0
-"""A batch that takes longer is stuck. Its process is killed, and its jobs are retried."""
-FAILED_BATCHES_MAX = 20
-"""After this many failed batches in a row the worker itself is broken, and exits."""
-
-
-def held_messages(max_items: int, processes: int, *, in_steps: bool) -> int:
-    """Returns how many jobs a worker holds near its broker: for each process two batches.
-
-    One runs, and one waits. At a distance it holds more (`FlowControl`).
-
-    A text may run for minutes. So if a tenant has filled both, there is room for jobs of others,
-    which then get places (workers/scheduling/lanes.py).
-
-    Args:
-        max_items: of a batch.
-        processes: of the worker.
-        in_steps: whether items join and leave a batch of the model between steps.
-    """
-    return processes * (2 * max_items + (-(-max_items // 2) if in_steps else 0))
 
 
 class Worker:

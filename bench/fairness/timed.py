@@ -145,17 +145,28 @@ class _NoRows:
             on_safe()
 
 
-class _Fixed:
-    """A subscription that holds the same number of messages at any distance."""
+class _Counted:
+    """A subscription that counts what was delivered before.
 
-    def __init__(self, subscription: Subscription) -> None:
+    Args:
+        subscription: what it stands for.
+        is_fixed: whether it holds the same number of messages at any distance.
+    """
+
+    def __init__(self, subscription: Subscription, *, is_fixed: bool) -> None:
         self._subscription = subscription
+        self._is_fixed = is_fixed
+        self.redelivered = 0
 
     def hold(self, max_messages: int) -> None:
-        """Changes nothing."""
+        """Changes nothing if the number is fixed."""
+        if not self._is_fixed:
+            self._subscription.hold(max_messages)
 
-    def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
-        return aiter(self._subscription)
+    async def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
+        async for message in self._subscription:
+            self.redelivered += message.delivery_attempt > 1
+            yield message
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._subscription, name)
@@ -170,7 +181,7 @@ class _OtherHand:
     def __init__(self, transport: Transport, messages: int) -> None:
         self._transport = transport
         self._messages = messages
-        self.opened = list[Subscription]()
+        self.opened = list[_Counted]()
 
     @asynccontextmanager
     async def subscribe(self, subscription_id: str, **given: Any) -> AsyncIterator[Subscription]:
@@ -178,8 +189,9 @@ class _OtherHand:
         if self._messages:
             given["max_messages"] = self._messages
         async with self._transport.subscribe(subscription_id, **given) as opened:
-            self.opened.append(opened)
-            yield cast(Subscription, _Fixed(opened)) if self._messages else opened
+            counted = _Counted(opened, is_fixed=bool(self._messages))
+            self.opened.append(counted)
+            yield cast(Subscription, counted)
 
 
 class Callers:
@@ -283,7 +295,7 @@ class WorkerCounts(NamedTuple):
     held: int
     """Messages that it holds now."""
     redelivered: int
-    """Messages whose leases it lost."""
+    """Messages that had been delivered before, to this worker or another."""
 
 
 class TimedWorker:
@@ -295,6 +307,7 @@ class TimedWorker:
         processes: how many model processes it has.
         hand: how many messages of a lane it holds. 0: as usual.
         batch_s: seconds of each batch, whatever its size. 0: BATCH_S and TOKENS_PER_S.
+        max_items: of a batch.
         name: of the worker.
         rows: where its rows go. None: nowhere, and each is safe at once.
     """
@@ -307,12 +320,15 @@ class TimedWorker:
         processes: int = 1,
         hand: int = 0,
         batch_s: float = 0.0,
+        max_items: int = MODEL.batch.max_items,
         name: str = "0",
         rows: RowSink | None = None,
     ) -> None:
         self._site = site
         self._project = project
         self._hand = hand
+        batch = MODEL.batch.model_copy(update={"max_items": max_items})
+        self._model = MODEL.model_copy(update={"batch": batch})
         self._name = name
         self._rows = rows or _NoRows()
         self._pool = _TimedPool(processes, batch_s)
@@ -326,8 +342,8 @@ class TimedWorker:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
         objects = ObjectStore(f"file://{folder}")
         info = WorkerInfo(self._name, "here", "none")
-        completion = Completion(MODEL, transport, cache, records, objects, self._rows, info)
-        self._consumer = JobConsumer(MODEL, _Preparer(), cache, records, objects, completion)
+        completion = Completion(self._model, transport, cache, records, objects, self._rows, info)
+        self._consumer = JobConsumer(self._model, _Preparer(), cache, records, objects, completion)
         self._subscriber = _OtherHand(transport, self._hand)
         worker = Worker([self._consumer], self._subscriber, records, cast(ModelPool, self._pool))
         running = [asyncio.create_task(worker.run(asyncio.Event()))]
@@ -347,7 +363,7 @@ class TimedWorker:
             sum(one.batches for one in processes),
             sum(one.items for one in processes),
             len(self._consumer.registry.find()),
-            sum(one.lost for one in self._subscriber.opened),
+            sum(one.redelivered for one in self._subscriber.opened),
         )
 
 

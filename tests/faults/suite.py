@@ -90,6 +90,7 @@ def run(
     say: Callable[[str], None],
     broker: BrokerKind = "pubsub",
     rows: RowsKind = "bigquery",
+    broker_delay_s: float = 0.0,
 ) -> Findings:
     """Runs traffic and faults side by side and counts what came of it.
 
@@ -102,9 +103,12 @@ def run(
         say: gets a line for each fault.
         broker: the one to break.
         rows: where they go first.
+        broker_delay_s: of each way to the broker.
     """
     began_s = time.monotonic()
-    with World(folder, broker=broker, rows=rows, has_keys=True) as world:
+    with World(
+        folder, broker=broker, rows=rows, has_keys=True, broker_delay_s=broker_delay_s
+    ) as world:
         say(f"all parts ready after {time.monotonic() - began_s:.1f} s")
         traffic = Traffic(
             [world.url(api) for api in APIS], in_flight=in_flight, requests=requests, seed=seed

@@ -23,16 +23,21 @@ SEED_WITH_ARCHIVE = 16480
 """The same with a row archive that is killed and a BigQuery that hangs."""
 
 
+FAR_S = 0.025
+"""Each way to a broker that is far."""
+
+
 @pytest.mark.parametrize(
-    ("broker", "rows", "seed"),
+    ("broker", "rows", "seed", "broker_delay_s"),
     [
-        ("pubsub", "bigquery", SEED),
-        ("rabbitmq", "bigquery", SEED),
-        ("pubsub", "objects", SEED_WITH_ARCHIVE),
+        ("pubsub", "bigquery", SEED, 0.0),
+        ("pubsub", "bigquery", SEED, FAR_S),
+        ("rabbitmq", "bigquery", SEED, 0.0),
+        ("pubsub", "objects", SEED_WITH_ARCHIVE, 0.0),
     ],
 )
 def test_nothing_is_lost_doubled_or_wrong_while_parts_fail(
-    broker: BrokerKind, rows: RowsKind, seed: int, tmp_path: Path
+    broker: BrokerKind, rows: RowsKind, seed: int, broker_delay_s: float, tmp_path: Path
 ) -> None:
     if broker == "rabbitmq":
         needs_rabbitmq()
@@ -45,6 +50,7 @@ def test_nothing_is_lost_doubled_or_wrong_while_parts_fail(
         say=print,
         broker=broker,
         rows=rows,
+        broker_delay_s=broker_delay_s,
     )
     assert found.flaws() == []
     assert found.faults.total() == FAULTS

@@ -32,7 +32,7 @@ from shared.tasks import Input, Result
 from shared.tasks.text import TokenCount
 from shared.tracing.spans import is_recorded
 from shared.transport import ReceivedMessage, Subscription
-from workers.job import JobTimer, PulledJob, QueuedItem, Run
+from workers.job import INNOCENT_DEATHS, JobTimer, PulledJob, QueuedItem, Run
 from workers.jobs.canary_part import CanaryPart
 from workers.jobs.completion import Completion
 from workers.jobs.items import BatchResults, ModelQueue, TokenOutput
@@ -516,12 +516,11 @@ class JobConsumer:
         return found | await self._cache.get_many(in_redis) if in_redis else found
 
     async def _enqueue(self, missing: list[tuple[PulledJob, Item]]) -> None:
-        """Prepares inputs and queues them. A job that a worker died with is prepared by itself."""
+        """Prepares inputs and queues them. A job that two workers died with is by itself."""
         parts: dict[PulledJob | None, list[tuple[PulledJob, Item]]] = {}
         for pulled, item in missing:
-            parts.setdefault(pulled if pulled.unfinished_claims else None, []).append(
-                (pulled, item)
-            )
+            is_suspect = pulled.unfinished_claims > INNOCENT_DEATHS
+            parts.setdefault(pulled if is_suspect else None, []).append((pulled, item))
         for suspect, part in parts.items():
             await self._enqueue_part(part, [suspect] if suspect is not None else [])
         self.queue.on_queued()
