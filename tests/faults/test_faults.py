@@ -15,6 +15,8 @@ pytestmark = pytest.mark.slow(about_s=60)
 
 FAULTS = 7
 REQUESTS = 500
+PAUSE_S = 0.5
+"""So that other tests get some of the cores. Whatever hangs soon has all callers waiting for it."""
 SEED = 752
 """Its first faults are one of each kind; among them are a killed API, a Pub/Sub that hangs, a
 restarted worker.
@@ -45,6 +47,7 @@ def test_nothing_is_lost_doubled_or_wrong_while_parts_fail(
         say=print,
         broker=broker,
         rows=rows,
+        pause_s=PAUSE_S,
     )
     assert found.flaws() == []
     assert found.faults.total() == FAULTS
