@@ -15,6 +15,8 @@ pytestmark = pytest.mark.slow(about_s=60)
 
 FAULTS = 7
 REQUESTS = 500
+PAUSE_S = 0.5
+"""So that other tests get some of the cores. Whatever hangs soon has all callers waiting for it."""
 SEED = 752
 """Its first faults are one of each kind; among them are a killed API, a Pub/Sub that hangs, a
 restarted worker.
@@ -51,6 +53,7 @@ def test_nothing_is_lost_doubled_or_wrong_while_parts_fail(
         broker=broker,
         rows=rows,
         broker_delay_s=broker_delay_s,
+        pause_s=PAUSE_S,
     )
     assert found.flaws() == []
     assert found.faults.total() == FAULTS
