@@ -75,8 +75,9 @@ class MessageEvents:
         """Returns the answer."""
         (result,) = results_of(outcomes, self._model)
         choice = chat_choice(self._chat, self._made, 0, result)
+        reason, stop = _end(choice, result)
         return MessageReply(
-            self._made, self._model.name, _blocks(choice), _reason(choice), _usage(result)
+            self._made, self._model.name, _blocks(choice), reason, _usage(result), stop
         )
 
     def opening(self, index: int) -> bytes:
@@ -116,7 +117,8 @@ class MessageEvents:
                 written = {"type": "input_json_delta", "partial_json": json.dumps(block.input)}
                 events.append(_event("content_block_delta", index=place, delta=written))
                 events.append(_event("content_block_stop", index=place))
-        ended = {"stop_reason": _reason(choice), "stop_sequence": None}
+        reason, stop = _end(choice, result)
+        ended = {"stop_reason": reason, "stop_sequence": stop}
         return [*events, _event("message_delta", delta=ended, usage=_usage(result))]
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
@@ -164,9 +166,15 @@ def _input(call: Any) -> dict[str, Any]:
     return given if isinstance(given, dict) else {"value": given}
 
 
-def _reason(choice: ChatChoice) -> StopReason:
-    reasons: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
-    return reasons.get(choice.finish_reason, "end_turn")
+def _end(choice: ChatChoice, result: GenerationResult) -> tuple[StopReason, str | None]:
+    """Returns why the message ended, and the stop sequence that ended it, if one did."""
+    if choice.finish_reason == "tool_calls":
+        return "tool_use", None
+    if choice.finish_reason == "length":
+        return "max_tokens", None
+    if result.stop_sequence:
+        return "stop_sequence", result.stop_sequence
+    return "end_turn", None
 
 
 def _usage(result: GenerationResult) -> MessagesUsage:

@@ -20,6 +20,7 @@ from api.openai.item_pages import After, ItemsPage, Limit, page_of
 from api.openai.stored import find_stored, not_found
 from api.predictions.creation import PredictionSnapshot
 from api.predictions.service import PredictionNotOver
+from shared.errors import BadInput
 
 Order = Annotated[Literal["asc", "desc"], Query(description="By time: `asc` or `desc`.")]
 OfModel = Annotated[str, Query(description="Only chats with this model.")]
@@ -59,6 +60,8 @@ async def list_chats(
 ) -> Response:
     """The chats with `store: true` that the key may see."""
     call = authenticate(request)
+    if metadata:
+        raise BadInput("metadata: is given as metadata[key]=value", field="metadata")
     wanted = {
         name[len("metadata[") : -1]: value
         for name, value in request.query_params.items()

@@ -255,6 +255,8 @@ class GenerationResult(TaskResult, tag="generation"):
     """Only if it was asked for."""
     prompt_logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
     """Of an echoed prompt. The first token has none: its place says 0 and no alternatives."""
+    stop_sequence: str = ""
+    """The stop sequence that ended the text. Empty: something else did."""
 
     def to_output(self, media_type: str, link_to: LinkTo) -> str:
         """The text."""

@@ -173,15 +173,16 @@ class StopFinder:
         self._stops = [stop for stop in stops if stop]
         self._longest = max((len(stop) for stop in self._stops), default=0)
 
-    def find(self, text: str, known: int) -> int | None:
-        """Returns where the first stop sequence begins, or None.
+    def find(self, text: str, known: int) -> tuple[int, str] | None:
+        """Returns where the first stop sequence begins, with that sequence, or None.
 
         Args:
             text: all of the text so far.
             known: its first characters, which have no whole stop sequence.
         """
         start = max(0, known - self._longest + 1)
-        found = [at for stop in self._stops if (at := text.find(stop, start)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop, start)) >= 0]
+        # Of two that begin there, the shorter one was there first.
         return min(found, default=None)
 
     def visible(self, text: str) -> int:
@@ -235,6 +236,7 @@ class Writing:
         self._logprobs = list(item.written_logprobs)
         self.finish: FinishReason | None = None
         """Why the text ended. None: it has not."""
+        self._stop_sequence = ""
         try:
             for token in np.frombuffer(item.written_ids, IDS).tolist():
                 self.add(token)
@@ -352,9 +354,10 @@ class Writing:
             self.finish = "stop" if ended else "length"
             if ended and self._item.checked_schema:
                 self._check_whole()
-        stop = self._stops.find(self._text, known)
-        if stop is not None:
-            self._text = self._text[:stop]
+        found = self._stops.find(self._text, known)
+        if found is not None:
+            at, self._stop_sequence = found
+            self._text = self._text[:at]
             self.finish = "stop"
 
     def _check_whole(self) -> None:
@@ -394,6 +397,7 @@ class Writing:
             logprobs=self._logprobs,
             prompt_text=self._prompt_text() if self._item.is_echoed else "",
             prompt_logprobs=self._echoed(),
+            stop_sequence=self._stop_sequence,
         )
 
     def _prompt_text(self) -> str:
