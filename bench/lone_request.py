@@ -1,7 +1,8 @@
 """The timeline of a lone request, by the distance to the broker.
 
 A worker with a model that takes a fixed time (bench/fairness/timed.py) and one caller, both behind
-a proxy that delays each direction. Phases are medians, so they add up to the whole only nearly.
+a proxy that delays each direction. Phases are medians, so they add up to the whole only nearly. A
+way takes a little longer than asked, as timers do, so it is measured with an echo.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import uvloop
@@ -24,6 +26,7 @@ DELAYS_MS = (0.0, 10.0, 25.0, 50.0)
 MODEL_S = 0.005
 REQUESTS, WARM_UP = 40, 10
 WAYS = 4
+ECHO_BYTES = 512
 MOST_BESIDES_MS = 5.0
 """What a request may take besides four ways and the model."""
 
@@ -47,11 +50,38 @@ def run() -> Outcome:
             host, _, port = endpoint.partition(":")
             with distant(int(port), delay_ms, Path(folder)) as link:
                 site = BrokerSite(redis_url, f"{host}:{link}", near=endpoint)
-                figures += uvloop.run(_measure(site, delay_ms))
+                way_ms = uvloop.run(_way_ms(delay_ms, Path(folder))) if delay_ms else 0.0
+                figures += uvloop.run(_measure(site, delay_ms, way_ms))
     return Outcome(figures)
 
 
-async def _measure(site: BrokerSite, delay_ms: float) -> list[Figure]:
+async def _way_ms(delay_ms: float, folder: Path) -> float:
+    """What one direction of the proxy takes, by the round trips of an echo."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1024):
+            writer.write(data)
+        writer.close()
+
+    took_s = []
+    async with (
+        await asyncio.start_server(echo, "127.0.0.1", 0) as server,
+        AsyncExitStack() as stack,
+    ):
+        proxy = distant(server.sockets[0].getsockname()[1], delay_ms, folder)
+        link = await asyncio.to_thread(proxy.__enter__)
+        stack.push_async_callback(asyncio.to_thread, proxy.__exit__, None, None, None)
+        reader, writer = await asyncio.open_connection("127.0.0.1", link)
+        for _ in range(REQUESTS):
+            began_s = time.perf_counter()
+            writer.write(bytes(ECHO_BYTES))
+            await reader.readexactly(ECHO_BYTES)
+            took_s.append(time.perf_counter() - began_s)
+        writer.close()
+    return 1000 * statistics.median(took_s) / 2
+
+
+async def _measure(site: BrokerSite, delay_ms: float, way_ms: float) -> list[Figure]:
     project = f"lone-{time.time_ns()}"
     await site.provision(project)
     async with (
@@ -68,9 +98,10 @@ async def _measure(site: BrokerSite, delay_ms: float) -> list[Figure]:
         receiving.cancel()
     timelines = timelines[WARM_UP:]
     middle = {name: statistics.median(one[name] for one in timelines) for name in timelines[0]}
-    besides_ms = middle["all"] - middle["model"] - WAYS * delay_ms
+    besides_ms = middle["all"] - middle["model"] - WAYS * way_ms
     where = f"{delay_ms:g} ms"
     return [
+        Figure(f"{where}: one way", way_ms, "ms"),
         *(Figure(f"{where}: {name}", value, "ms") for name, value in middle.items()),
         Figure(f"{where}: besides ways and model", besides_ms, "ms", "<=", MOST_BESIDES_MS),
     ]

@@ -17,7 +17,7 @@ A job on the wire:
 and its reply carries `slot`, `request_id` and `part` back, with one outcome per item, in the order
 of the items.
 
-A job with `reply_batches` comes from an instance that takes several replies in one message:
+A job with `"replies": "n"` comes from an instance that takes several replies in one message:
 
     attributes: {"schema": "1", "replies": "2"}
     data:       {"replies": [{"request_id": "req_6f0c…", "part": 0, "body": {"outcomes": […]}}, …]}
@@ -133,8 +133,8 @@ class Envelope(RequestFacts, kw_only=True):
     """The events, comma-separated, that the prediction's webhook gets. The record has its URL."""
     start_by_s: UnixTime = 0.0
     """Unix time after which the model does not start on it. 0: no limit but the deadline."""
-    reply_batches: str = ""
-    """`1` if the inbox takes several replies in one message. Those of earlier releases do not."""
+    replies: str = ""
+    """`n` if the inbox takes several replies in one message. Those of earlier releases do not."""
 
     @property
     def has_record(self) -> bool:
@@ -406,6 +406,10 @@ def encode_reply_batch(
     if slot:
         attributes["slot"] = slot
     return _encoder.encode(ReplyBatch(batched)), attributes
+
+
+MAX_REPLY_BATCH_BYTES = 256 * 1024
+"""Of the replies in one message. Whoever reads it does nothing else meanwhile: about 1 ms."""
 
 
 def is_reply_batch(attributes: Mapping[str, str]) -> bool:

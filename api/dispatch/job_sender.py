@@ -299,7 +299,7 @@ def envelope_of(
         prediction="" if record is None else "1",
         webhook="" if record is None else ",".join(record.prediction.webhook_events),
         start_by_s=request.start_by_s,
-        reply_batches="1",
+        replies="n",
     )
 
 

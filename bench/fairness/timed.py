@@ -227,7 +227,7 @@ class Callers:
         envelope = Envelope(
             request_id=request_id, part=0, model=MODEL.name, tenant=tenant, weight=weight,
             lane=lane, inbox=inbox_topic_id(INBOX), slot="0", deadline_s=now_s + left_s,
-            received_at_s=now_s, published_at_s=now_s, reply_batches="1",
+            received_at_s=now_s, published_at_s=now_s, replies="n",
         )  # fmt: skip
         items = [Item(index, TextInput(str(length))) for index, length in enumerate(lengths)]
         data, attributes = encode_job(Job(envelope, JobBody(items, False, False)))

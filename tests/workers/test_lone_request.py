@@ -45,24 +45,22 @@ class FarBroker(InMemoryBroker):
         return message_id
 
 
-@pytest.mark.parametrize("reply_batches", ["1", ""])
+@pytest.mark.parametrize("replies", ["n", ""])
 async def test_a_reply_is_sent_before_anything_far_away_has_answered(
-    redis_url: str, tmp_path: Path, reply_batches: str
+    redis_url: str, tmp_path: Path, replies: str
 ) -> None:
     broker = FarBroker()
     async with (
         gated_redis(redis_url) as (link, far),
         running_worker(far, tmp_path, broker=broker) as harness,
     ):
-        await harness.send("first", request_id="first", reply_batches=reply_batches)
+        await harness.send("first", request_id="first", replies=replies)
         await harness.reply()
         await harness.until(lambda: len(harness.rows) == 1)
         link.close()
         broker.topics.clear()
         broker.confirms.clear()
-        sending = asyncio.create_task(
-            harness.send("lone", request_id="lone", reply_batches=reply_batches)
-        )
+        sending = asyncio.create_task(harness.send("lone", request_id="lone", replies=replies))
         assert (await harness.reply()).body.outcomes[0].status == "succeeded"
         assert broker.topics == [jobs_topic_id(MODEL.name), inbox_topic_id("1")]
         assert len(harness.rows) == 1, "the job is held until its reply is confirmed"

@@ -65,7 +65,7 @@ async def test_an_instance_of_the_release_before_gets_each_reply_by_itself(
     redis_url: str, tmp_path: Path
 ) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
-        await compute_together(harness, **{name: {"reply_batches": ""} for name in NAMES})
+        await compute_together(harness, **{name: {"replies": ""} for name in NAMES})
         assert sizes(harness) == [1] * 4
         assert not any(is_reply_batch(one.attributes) for one in harness.reply_messages)
         assert [one.attributes["request_id"] for one in harness.reply_messages[1:]] == list(NAMES)
@@ -73,7 +73,7 @@ async def test_an_instance_of_the_release_before_gets_each_reply_by_itself(
 
 async def test_while_releases_mix_only_those_share_that_can(redis_url: str, tmp_path: Path) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
-        came = await compute_together(harness, c={"reply_batches": ""})
+        came = await compute_together(harness, c={"replies": ""})
         assert sorted(came) == list(NAMES)
         assert sorted(sizes(harness)) == [1, 1, 2]
 
@@ -89,7 +89,7 @@ async def test_slots_do_not_share(redis_url: str, tmp_path: Path) -> None:
 async def test_a_message_has_a_bound(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "MAX_BATCH_BYTES", 600)
+    monkeypatch.setattr(replies, "MAX_REPLY_BATCH_BYTES", 600)
     async with running_worker(redis_url, tmp_path) as harness:
         assert sorted(await compute_together(harness)) == list(NAMES)
         assert sizes(harness) != [4]

@@ -258,12 +258,12 @@ class WorkerHarness:
         received_ago_s: float = 0.0,
         trace: TraceContext | None = None,
         slot: str = "0",
-        reply_batches: str = "1",
+        replies: str = "n",
         **body: bool,
     ) -> None:
         now_s = time.time()
         envelope = Envelope(
-            reply_batches=reply_batches,
+            replies=replies,
             request_id=request_id,
             part=0,
             model=MODEL.name,

@@ -14,6 +14,7 @@ from typing import Literal
 
 from shared.errors import BadInput, PenstockError, UndecodableMessage
 from shared.messages import (
+    MAX_REPLY_BATCH_BYTES,
     Envelope,
     ReplyBody,
     encode_reply_batch,
@@ -30,8 +31,6 @@ from workers.job import reply_span
 
 log = logging.getLogger(__name__)
 
-MAX_BATCH_BYTES = 256 * 1024
-"""Of the replies in one message. Whoever reads it does nothing else meanwhile: about 1 ms."""
 EncodedReply = tuple[Envelope, bytes]
 """The job, and the body of its reply as `encode_reply_body` wrote it."""
 
@@ -153,7 +152,7 @@ def _messages_of(replies: Sequence[EncodedReply]) -> Iterator[list[EncodedReply]
     size_bytes = 0
     for envelope, body in replies:
         size_bytes += len(body)
-        if some and not (_share(some[0][0], envelope) and size_bytes <= MAX_BATCH_BYTES):
+        if some and not (_share(some[0][0], envelope) and size_bytes <= MAX_REPLY_BATCH_BYTES):
             yield some
             some, size_bytes = [], len(body)
         some.append((envelope, body))
@@ -163,5 +162,5 @@ def _messages_of(replies: Sequence[EncodedReply]) -> Iterator[list[EncodedReply]
 
 def _share(first: Envelope, other: Envelope) -> bool:
     """Returns whether the replies of two jobs of one inbox may share a message."""
-    takes_batches = bool(first.inbox and first.reply_batches and other.reply_batches)
+    takes_batches = bool(first.inbox and first.replies and other.replies)
     return takes_batches and first.slot == other.slot
