@@ -90,7 +90,7 @@ class Killed:
     redelivered: int
     """Messages that the next worker got again."""
     redelivered_s: float
-    """The time that their computation takes."""
+    """The time that their computation takes in full batches."""
     asked: int
     """Requests in all. Each was answered."""
     healed_s: float
@@ -342,7 +342,7 @@ async def _kill(
         items_per_s=rate,
         held=then.held,
         redelivered=redelivered,
-        redelivered_s=redelivered * load.job_items / rate,
+        redelivered_s=redelivered * load.job_items / load.max_items * load.batch_s,
         asked=asked,
         healed_s=healed_s,
     )

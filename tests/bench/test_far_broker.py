@@ -15,6 +15,7 @@ import pytest
 from bench.fairness.timed import BrokerSite, servers
 from bench.far_worker import Broker, FarLoad, Link, far_site, kill_with_full_hand, measure
 from infra.local.stack_processes import RabbitServer
+from shared.flow_control import MAX_AHEAD_S
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.slow(about_s=100)
@@ -25,7 +26,7 @@ TWO_BATCHES = 2 * LOAD.max_items
 LEAD_S, SECONDS = 3.0, 4.0
 ROUNDS = 2
 KEPT, KEPT_BEFORE = 0.9, 0.8
-WORK_REPEATED_S = 1.0
+HELD_MAX_S = MAX_AHEAD_S + 2 * LOAD.batch_s
 Sites = tuple[BrokerSite, BrokerSite]
 
 
@@ -61,9 +62,11 @@ def test_a_far_broker_costs_no_throughput(sites: Sites) -> None:
     assert max(before) < KEPT_BEFORE * max(near), (near, before)
 
 
-def test_what_a_dead_worker_held_is_less_than_a_second_of_work(sites: Sites) -> None:
+def test_what_a_dead_worker_held_is_at_most_a_second_of_work_beyond_two_batches(
+    sites: Sites,
+) -> None:
     _, far_site = sites
     killed = kill_with_full_hand(far_site, LOAD, lead_s=2 * LEAD_S, limit_s=WAIT_LIMIT_S)
     assert killed.held > TWO_BATCHES, "its hand was not full"
-    # All of its hand came again, and every request was answered, or this would not have ended.
-    assert 0 < killed.redelivered_s <= WORK_REPEATED_S, killed
+    # Its hand came again, and every request was answered, or this would not have ended.
+    assert 0 < killed.redelivered_s <= HELD_MAX_S, killed
