@@ -15,7 +15,7 @@ from infra.local.stack import Stack
 
 pytestmark = pytest.mark.slow(about_s=20)
 
-SECONDS = 3.0
+SECONDS = 4.0
 RECEIVERS = 40
 RATIO, FLOOR_MS = 10.0, 500.0
 """What machines that do other work besides allow. Before tenants had turns, it was a hundred times
