@@ -43,11 +43,11 @@ from workers.job import WorkerInfo
 from workers.jobs.canary_part import CanaryPart
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
+from workers.metrics import ProcessTimes, UtilizationReports
 from workers.models.processors import gpu_type_of
 from workers.models.source import resolve
 from workers.runtime.pool import HostedModel, ModelPool
 from workers.tasks import WORKER_TASKS, preparer_for
-from workers.utilization import ProcessTimes, UtilizationReports
 from workers.worker import Worker
 
 log = logging.getLogger(__name__)

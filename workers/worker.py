@@ -38,10 +38,10 @@ from workers import metrics
 from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer
 from workers.jobs.step_run import StepRun
+from workers.metrics import LANES, BusyRatio, ProcessTimes
 from workers.runtime.pool import ModelProcessDied, PooledProcess, ProcessPool
 from workers.runtime.protocol import BatchResult, ResidencyReport
 from workers.scheduling.model_scheduler import Idle, ModelScheduler
-from workers.utilization import LANES, BusyRatio, ProcessTimes
 
 MAX_AHEAD_S = 1.0
 """At most the work of this time is held beyond two batches."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.clock import Clock
-from workers.utilization import FADE_S, BusyRatio, Lane
+from workers.metrics import FADE_S, BusyRatio, Lane
 
 
 def test_worker_without_work_is_idle() -> None:

@@ -25,8 +25,8 @@ from tests.limits import WAIT_LIMIT_S
 from tests.workers.speller import FIRST_LETTERS, SpellerPreparer
 from tests.workers.worker_harness import WorkerHarness, running_worker
 from workers.jobs.consumer import Clock
+from workers.metrics import FADE_S
 from workers.runtime.pool import HostedModel, ModelPool
-from workers.utilization import FADE_S
 
 pytestmark = pytest.mark.anyio
 

@@ -44,12 +44,12 @@ from workers.jobs.canary_part import CanaryPart
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import Clock, JobConsumer
 from workers.jobs.registry import JobRegistry
+from workers.metrics import ProcessTimes
 from workers.models.base import Prepared, PreparedImage, PreparedText, Preparer
 from workers.runtime.client import OnPreviews, OnProgress
 from workers.runtime.pool import ModelPool, ModelProcessDied
 from workers.runtime.protocol import BatchResult, Failure, ResidencyReport
 from workers.tasks import WORKER_TASKS
-from workers.utilization import ProcessTimes
 from workers.worker import Worker
 
 MODEL = Model(

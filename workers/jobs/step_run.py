@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer
 from workers.jobs.items import PROGRESS_EVERY_S, to_compute
+from workers.metrics import BusyRatio, Lane
 from workers.runtime.pool import ModelProcessDied, PooledProcess
 from workers.runtime.protocol import (
     BatchResult,
@@ -23,7 +24,6 @@ from workers.runtime.protocol import (
     Spare,
     StepMessage,
 )
-from workers.utilization import BusyRatio, Lane
 
 TIMEOUT_S = 300.0
 """A process that sends nothing for this time is stuck. It is killed, and its jobs are retried.

@@ -15,7 +15,7 @@ from infra.planning.simulation.api_site import SimulatedJob
 from shared.step_time import StepTime
 
 BUSY_FADE_S = 30.0
-"""Equals FADE_S of workers/utilization.py."""
+"""Equals FADE_S of workers/metrics.py."""
 
 Steps = Generator[simpy.Event, Any, None]
 """A process of the simulation."""

@@ -17,9 +17,9 @@ from infra.planning.simulation.service import BATCH_JOIN_SHARE, SHARED_WEIGHTS_S
 from infra.planning.simulation.timeseries import TimeSeries
 from infra.planning.simulation.worker import SimulatedWorker
 from shared.errors import ConfigurationError
+from workers.metrics import BusyRatio, Lane
 from workers.runtime import execution
 from workers.scheduling import lanes as worker_lanes
-from workers.utilization import BusyRatio, Lane
 
 
 def test_each_metric_is_one_of_the_product() -> None:
