@@ -256,6 +256,11 @@ class GenerationResult(TaskResult, tag="generation"):
     prompt_logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
     """Of an echoed prompt. The first token has none: its place says 0 and no alternatives."""
 
+    @property
+    def streamed_tokens(self) -> int:
+        """The number of tokens in its stream."""
+        return self.output_tokens
+
     def to_output(self, media_type: str, link_to: LinkTo) -> str:
         """The text."""
         return self.text
