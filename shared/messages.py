@@ -250,6 +250,8 @@ class ItemOutcome(msgspec.Struct, omit_defaults=True):
     receipt: Receipt
     result: Result | None = None
     error: ItemError | None = None
+    logs: str = ""
+    """What a model of one's own printed while it computed the item: its end, if it is long."""
 
 
 class ReplyBody(msgspec.Struct, omit_defaults=True):

@@ -322,11 +322,13 @@ class QueuedItem:
             receipt.steps_saved = batch.steps_saved
             return pulled.unwanted(item.index, receipt, started=True)
         if isinstance(result, PenstockError):
-            return failure(item.index, result, receipt)
+            failed = failure(item.index, result, receipt)
+            failed.logs = batch.logs
+            return failed
         receipt.count(result)
         if receipt.tokens is not None and cache != "joined":
             receipt.padded_tokens = self.computed.computed_work
-        return ItemOutcome(item.index, "succeeded", receipt, result)
+        return ItemOutcome(item.index, "succeeded", receipt, result, logs=batch.logs)
 
     def _mark_for_cache(self, pulled: PulledJob, item: Item) -> None:
         if pulled.job.body.cache_write and item.cache_key:

@@ -126,7 +126,7 @@ class JobSender:
         await self._take_place(request, demand)
         is_answered = False
         try:
-            items = [await self._without_large_source(in_flight.item) for in_flight in job.items]
+            items = [await self._without_large_sources(in_flight.item) for in_flight in job.items]
             replies = request.model.replies
             with self._inbox.waiter(request.facts.request_id, job.index, replies) as waiter:
                 job.published_at_s = await self._publish_awaited(request, job, items, waiter)
@@ -224,13 +224,13 @@ class JobSender:
             return None
         return None if found is None else found.reply
 
-    async def _without_large_source(self, item: Item) -> Item:
-        """Returns the item to send. A source image that is too large goes to the object store."""
-        source = item.input.source
-        if source is None:
+    async def _without_large_sources(self, item: Item) -> Item:
+        """Returns the item to send. Sources that are too large go to the object store."""
+        sources = item.input.sources
+        if not sources:
             return item
-        stored = await stored_input(source, self._objects)
-        return msgspec.structs.replace(item, input=item.input.with_source(stored))
+        stored = [await stored_input(source, self._objects) for source in sources]
+        return msgspec.structs.replace(item, input=item.input.with_sources(stored))
 
     async def _publish_awaited(
         self, request: InferenceRequest, job: InFlightJob, items: list[Item], waiter: ReplyWaiter

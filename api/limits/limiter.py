@@ -53,7 +53,7 @@ class RequestDemand:
     """
 
     def __init__(self, unit: Unit, *, items: int, work: float, cost_usd: float) -> None:
-        self._amounts = {"requests": 1.0, "items": items, unit: math.ceil(work), "usd": cost_usd}
+        self._amounts = {unit: math.ceil(work), "requests": 1.0, "items": items, "usd": cost_usd}
 
     def of(self, counter: Counter) -> float:
         """Returns its need of one limit."""

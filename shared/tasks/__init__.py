@@ -7,11 +7,22 @@ docs/how-to/adding-a-task.md shows how to add one.
 from __future__ import annotations
 
 from shared.tasks.base import Task
+from shared.tasks.custom import CUSTOM, CustomInput, CustomResult
 from shared.tasks.embedding import EMBEDDING, EmbeddingResult, TextInput, TokensInput
 from shared.tasks.image import IMAGE, ImageInput, ImageResult
 from shared.tasks.similarity import SIMILARITY, SimilarityInput, SimilarityResult
 from shared.tasks.text import TEXT, GenerationInput, GenerationResult, TextToCount, TokenCount
 
-Input = TextInput | TokensInput | ImageInput | SimilarityInput | GenerationInput | TextToCount
-Result = EmbeddingResult | ImageResult | SimilarityResult | GenerationResult | TokenCount
-TASKS: dict[str, Task] = {task.name: task for task in (EMBEDDING, IMAGE, SIMILARITY, TEXT)}
+Input = (
+    TextInput
+    | TokensInput
+    | ImageInput
+    | SimilarityInput
+    | GenerationInput
+    | TextToCount
+    | CustomInput
+)
+Result = (
+    EmbeddingResult | ImageResult | SimilarityResult | GenerationResult | TokenCount | CustomResult
+)
+TASKS: dict[str, Task] = {task.name: task for task in (EMBEDDING, IMAGE, SIMILARITY, TEXT, CUSTOM)}

@@ -258,6 +258,11 @@ class GenerationResult(TaskResult, tag="generation"):
     stop_sequence: str = ""
     """The stop sequence that ended the text. Empty: something else did."""
 
+    @property
+    def streamed_tokens(self) -> int:
+        """The number of tokens in its stream."""
+        return self.output_tokens
+
     def to_output(self, media_type: str, link_to: LinkTo) -> str:
         """The text."""
         return self.text

@@ -53,6 +53,7 @@ from shared.stores.record_state import Claim, Finish
 from shared.stores.records import Records
 from shared.stores.token_streams import Delivered, TokenStreams
 from shared.tasks import Result
+from shared.tasks.custom import CustomInput
 from shared.tasks.text import GenerationInput
 from shared.tracing.spans import entered
 from shared.transport import Publisher
@@ -119,13 +120,17 @@ class LargeResults:
         self, envelope: Envelope, outcome: ItemOutcome, limit_bytes: int
     ) -> ItemOutcome:
         result = outcome.result
-        blob = None if result is None else result.blob
-        if result is None or blob is None or blob.data is None or len(blob.data) <= limit_bytes:
+        if result is None or not any(_is_large(blob, limit_bytes) for blob in result.blobs):
             return outcome
-        key = f"results/{envelope.request_id}/{outcome.index}"
-        await self._put(key, blob.data, blob.media_type, envelope.deadline_s)
-        stored = result.with_blob(Blob(blob.media_type, object_key=key))
-        return msgspec.structs.replace(outcome, result=stored)
+        kept, key = [], f"results/{envelope.request_id}/{outcome.index}"
+        for number, blob in enumerate(result.blobs):
+            if _is_large(blob, limit_bytes):
+                # Not below the first: in a folder, a file has no files below it.
+                own_key = f"{key}.{number}" if number else key
+                await self._put(own_key, blob.data or b"", blob.media_type, envelope.deadline_s)
+                blob = Blob(blob.media_type, object_key=own_key)
+            kept.append(blob)
+        return msgspec.structs.replace(outcome, result=result.with_blobs(kept))
 
     async def _put(self, key: str, data: bytes, media_type: str, deadline_s: float) -> None:
         """Stores an object.
@@ -144,8 +149,17 @@ class LargeResults:
             await asyncio.sleep(pause_s)
 
 
+def _is_large(blob: Blob, limit_bytes: int) -> bool:
+    return blob.data is not None and len(blob.data) > limit_bytes
+
+
 def is_streamed(item: Item) -> bool:
     """Returns whether the tokens of an item go to a stream."""
+    return isinstance(item.input, GenerationInput | CustomInput) and item.input.is_streamed
+
+
+def _is_charged_in_part(item: Item) -> bool:
+    """Returns whether the tokens that were read of an item are charged. Pieces have no price."""
     return isinstance(item.input, GenerationInput) and item.input.is_streamed
 
 
@@ -160,7 +174,7 @@ async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBo
     Raises:
         Unavailable: Redis did not answer.
     """
-    streamed = {item.index for item in pulled.items if is_streamed(item)}
+    streamed = {item.index for item in pulled.items if _is_charged_in_part(item)}
     ended = [
         outcome.index
         for outcome in body.outcomes
@@ -319,7 +333,7 @@ class Completion:
             and pulled.runs is None
             and not pulled.envelope.has_record
             and not pulled.dead_letter_reason
-            and not any(one.result and one.result.blob for one in pulled.outcomes.values())
+            and not any(one.result and one.result.blobs for one in pulled.outcomes.values())
         )
 
     def _finish_ended(self) -> None:

@@ -179,8 +179,8 @@ def _items_in(batches: Iterable[Sequence[QueuedItem]], pulled: PulledJob) -> set
     return {item.index for job, item in waiters if job is pulled}
 
 
-SOURCE_LIMIT_BYTES = 32 * 1024 * 1024
-"""The largest source image that is fetched from the object store."""
+SOURCE_LIMIT_BYTES = 64 * 1024 * 1024
+"""The largest source that is fetched from the object store."""
 
 log = logging.getLogger(__name__)
 
@@ -202,25 +202,29 @@ class Preprocessor:
     async def prepare(self, items: Sequence[Item]) -> list[_Ready]:
         """One outcome per item, in order: the prepared item, or an error."""
         found: Sequence[Item | PenstockError] = items
-        if any(item.input.source is not None for item in items):
-            found = await asyncio.gather(*(self._with_source(item) for item in items))
+        if any(item.input.sources for item in items):
+            found = await asyncio.gather(*(self._with_sources(item) for item in items))
         return (
             await asyncio.to_thread(self._prepare, found)
             if self._on_thread
             else self._prepare(found)
         )
 
-    async def _with_source(self, item: Item) -> Item | PenstockError:
-        """`item` with its source image inline."""
-        source = item.input.source
-        if source is None or source.object_key is None:
+    async def _with_sources(self, item: Item) -> Item | PenstockError:
+        """`item` with its sources inline."""
+        if not any(source.object_key for source in item.input.sources):
             return item
         try:
-            data = await self._objects.get(source.object_key, SOURCE_LIMIT_BYTES)
+            inline = [await self._inline(source) for source in item.input.sources]
         except PenstockError as error:
             return error
-        inline = Blob(source.media_type, data=data)
-        return msgspec.structs.replace(item, input=item.input.with_source(inline))
+        return msgspec.structs.replace(item, input=item.input.with_sources(inline))
+
+    async def _inline(self, source: Blob) -> Blob:
+        if source.object_key is None:
+            return source
+        data = await self._objects.get(source.object_key, SOURCE_LIMIT_BYTES)
+        return Blob(source.media_type, data=data)
 
     def _prepare(self, items: Sequence[Item | PenstockError]) -> list[_Ready]:
         prepared = iter(

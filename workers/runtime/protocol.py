@@ -175,6 +175,8 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     """The spare seconds of its steps that belong to it, if it joined others."""
     average_items: int = 0
     """The average number of items computed at a time, if items join between steps. 0: all."""
+    logs: str = ""
+    """What the model printed, if it computed one item alone."""
 
     @property
     def batch_items(self) -> int:
