@@ -63,7 +63,7 @@ WORK_REPEATED_S = 1.0
 
 
 def run(*, quick: bool = False) -> Outcome:
-    """Measures both brokers for about 40 minutes, or with `quick` a part of it in 6."""
+    """Measures both brokers for about half an hour, or with `quick` a part of it in 6 minutes."""
     figures, details = list[Figure](), dict[str, Any]()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)

@@ -18,7 +18,7 @@ from infra.local.stack_processes import RabbitServer
 from shared.flow_control import MAX_AHEAD_S
 from tests.limits import WAIT_LIMIT_S
 
-pytestmark = pytest.mark.slow(about_s=100)
+pytestmark = pytest.mark.slow(about_s=150)
 
 DELAY_MS = 25
 LOAD = FarLoad("50 ms a batch of 16, 1 item", 0.05, 1, 200, max_items=16)
