@@ -62,7 +62,7 @@ async def test_a_stream_has_the_events_of_anthropics(api: ApiUnderTest) -> None:
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     deltas = [one["delta"]["text"] for one in events if one["type"] == "content_block_delta"]
-    assert len(deltas) == 5
+    assert 1 <= len(deltas) <= 5, "one for each token, or for those that were read together"
     assert "".join(deltas) == TEXT
     assert events[-2]["delta"]["stop_reason"] == "max_tokens"
     assert events[-2]["usage"]["output_tokens"] == 5
