@@ -450,8 +450,7 @@ class JobConsumer:
         """Decodes, drops late and finished jobs, answers from the cache, and queues the rest."""
         decoded = [self._decode(message, subscription) for message, subscription in arrived]
         pulled_jobs = [pulled for pulled in decoded if pulled is not None]
-        # Together, because each may wait for Redis.
-        _, found = await asyncio.gather(self._claims.claim(pulled_jobs), self._look_up(pulled_jobs))
+        found = await self._claim_and_look_up(pulled_jobs)
         missing = []
         for pulled in pulled_jobs:
             for item in () if pulled.is_over else pulled.items:
@@ -462,6 +461,16 @@ class JobConsumer:
                     missing.append((pulled, item))
         if missing:
             await self._enqueue(missing)
+
+    async def _claim_and_look_up(
+        self, pulled_jobs: Sequence[PulledJob]
+    ) -> dict[str, tuple[Result, Level]]:
+        """Claims jobs, and returns what the cache has of their items."""
+        if all(pulled.is_fresh for pulled in pulled_jobs):  # the cache in Redis is not asked
+            await self._claims.claim(pulled_jobs)
+            return await self._look_up(pulled_jobs)
+        _, found = await asyncio.gather(self._claims.claim(pulled_jobs), self._look_up(pulled_jobs))
+        return found
 
     def _decode(self, message: ReceivedMessage, subscription: Subscription) -> PulledJob | None:
         """The job of `message`. None if it is for another model or late, which ends it here."""
